@@ -1,0 +1,354 @@
+"""FileStore keeps the contract, syncs in the right order, and stays inside its root."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from stores.conformance import Conformance, keys
+
+from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
+from tierd.stores.base import Store
+from tierd.stores.file import FileStore
+
+TEMP = "0123456789abcdef" * 2
+
+
+class TestFileStore(Conformance):
+    @pytest.fixture
+    def make(self, tmp_path: Path) -> Callable[[], Store]:
+        return lambda: FileStore(tmp_path)
+
+
+def put(root: Path, key: str, data: bytes = b"data") -> None:
+    asyncio.run(FileStore(root).put(key, data))
+
+
+def get(root: Path, key: str) -> bytes:
+    return bytes(asyncio.run(FileStore(root).get(key)))
+
+
+def listed(root: Path) -> list[str]:
+    return asyncio.run(keys(FileStore(root)))
+
+
+def temps(root: Path) -> list[str]:
+    return sorted(os.listdir(root / ".tmp"))
+
+
+def test_objects_are_plain_files(tmp_path: Path) -> None:
+    put(tmp_path, "run/chunks/1", b"content")
+    assert (tmp_path / "run/chunks/1").read_bytes() == b"content"
+    assert temps(tmp_path) == []
+
+
+def test_a_missing_root_is_refused_and_never_made(tmp_path: Path) -> None:
+    root = tmp_path / "missing"
+    for call in (lambda: put(root, "k"), lambda: get(root, "k"), lambda: listed(root)):
+        with pytest.raises(StoreRefused, match="mkdir"):
+            call()
+    with pytest.raises(StoreRefused):
+        asyncio.run(FileStore(root).delete(["k"]))
+    assert not root.exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreRefused):
+        put(tmp_path / "file", "k")
+
+
+@pytest.mark.parametrize("replacement", [True, False], ids=["another directory in its place", "nothing in its place"])
+def test_a_root_that_vanishes_is_unavailable_until_it_is_back(tmp_path: Path, replacement: bool) -> None:
+    root, away = tmp_path / "root", tmp_path / "away"
+    root.mkdir()
+
+    async def whole() -> None:
+        store = FileStore(root)
+        await store.put("a/b", b"1")
+        root.rename(away)  # as an unmount shows what lies below the mount point, or nothing
+        if replacement:
+            root.mkdir()
+        for call in (store.put("a/b", b"2"), store.get("a/b"), store.delete(["a/b"]), keys(store)):
+            with pytest.raises(StoreUnavailable, match="mounted"):
+                await call
+        if replacement:
+            assert os.listdir(root) == []
+            root.rmdir()
+        away.rename(root)
+        assert bytes(await store.get("a/b")) == b"1"
+
+    asyncio.run(whole())
+
+
+def test_a_root_that_vanishes_under_a_scan_does_not_shorten_it(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    for name in "abc":
+        put(root, f"{name}/f")
+
+    async def whole() -> None:
+        store, seen = FileStore(root), []
+        with pytest.raises(StoreUnavailable):
+            async for info in store.scan(""):
+                seen.append(info.key)
+                if len(seen) == 1:
+                    root.rename(tmp_path / "away")
+                    root.mkdir()
+        assert seen == ["a/f"]
+
+    asyncio.run(whole())
+
+
+def test_the_order_of_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "old/x")
+    done: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def spy_fsync(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}")).relative_to(tmp_path)
+        done.append("temp file" if path.parts[:1] == (".tmp",) else f"{path}/")
+        fsync(fd)
+
+    def spy_rename(*args: object, **kwargs: object) -> None:
+        done.append("rename")
+        rename(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(os, "rename", spy_rename)
+
+    async def whole() -> None:
+        store = FileStore(tmp_path)
+        await store.put("old/new/er/f", b"1")
+        # `old` was there, but this store has not seen it synced
+        assert done == ["temp file", "./", "old/", "old/new/", "rename", "old/new/er/"]
+        done.clear()
+        await store.put("old/new/er/g", b"1")
+        assert done == ["temp file", "rename", "old/new/er/"]
+        done.clear()
+        await store.delete(["old/new/er/g", "old/new/er/f"])
+        assert done == ["old/new/er/"]
+        assert os.listdir(tmp_path / "old") == ["x"]
+        done.clear()
+        await store.put("old/new/er/f", b"1")
+        assert done == ["temp file", "old/", "old/new/", "rename", "old/new/er/"]
+
+    asyncio.run(whole())
+
+
+def test_a_failed_fsync_is_never_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "k", b"old")
+    synced, fsync = [], os.fsync
+
+    def fail(fd: int) -> None:
+        synced.append(fd)
+        raise OSError(errno.EIO, "injected")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(StoreUnavailable, match="Input/output"):
+        put(tmp_path, "k", b"new")
+    assert len(synced) == 1
+    assert temps(tmp_path) == []
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert get(tmp_path, "k") == b"old"
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.ENOSPC, StoreUnavailable),
+        (errno.EDQUOT, StoreUnavailable),
+        (errno.EIO, StoreUnavailable),
+        (errno.ESTALE, StoreUnavailable),
+        (errno.ETIMEDOUT, StoreUnavailable),
+        (errno.EMFILE, StoreUnavailable),
+        (errno.EACCES, StoreRefused),
+        (errno.EROFS, StoreRefused),
+        (errno.EPERM, StoreRefused),
+        (errno.EFBIG, StoreRefused),
+    ],
+)
+def test_what_an_errno_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[Exception]
+) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(number, "injected")
+
+    put(tmp_path, "k", b"old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", fail)
+        with pytest.raises(expected) as caught:
+            put(tmp_path, "k", b"new")
+    assert str(tmp_path) in str(caught.value)
+    assert ("full" in str(caught.value)) == (number in (errno.ENOSPC, errno.EDQUOT))
+    assert temps(tmp_path) == []
+    assert get(tmp_path, "k") == b"old"
+    for name in ("open", "scandir"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, fail)
+            with pytest.raises(expected):
+                listed(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", fail)
+        with pytest.raises(expected):
+            asyncio.run(FileStore(tmp_path).delete(["k"]))
+    assert get(tmp_path, "k") == b"old"
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:1000]))
+    put(tmp_path, "k", bytes(range(256)) * 40)
+    assert get(tmp_path, "k") == bytes(range(256)) * 40
+
+
+def test_a_key_cannot_be_the_directory_of_another(tmp_path: Path) -> None:
+    put(tmp_path, "a/b")
+    put(tmp_path, "c")
+    for key in ("a", "c/d"):
+        with pytest.raises(StoreRefused):
+            put(tmp_path, key)
+    assert listed(tmp_path) == ["a/b", "c"]
+    assert temps(tmp_path) == []
+
+
+def test_symlinks_and_odd_files_lead_nowhere(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    (root / "run").mkdir(parents=True)
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"secret")
+    (root / "run/link").symlink_to(outside / "secret")
+    (root / "run/dir").symlink_to(outside)
+    os.mkfifo(root / "run/fifo")
+    (root / "run/white space").touch()
+    (root / "run/.nfs0001").touch()
+    put(root, "run/real")
+    assert listed(root) == ["run/real"]
+    for key in ("run/link", "run/dir/secret", "run/fifo"):
+        with pytest.raises((ObjectNotFound, StoreRefused)):
+            get(root, key)
+    with pytest.raises(StoreRefused):
+        put(root, "run/dir/new")
+    put(root, "run/link", b"replaces the link")
+    asyncio.run(FileStore(root).delete(["run/dir/secret"]))
+    assert os.listdir(outside) == ["secret"]
+    assert (outside / "secret").read_bytes() == b"secret"
+    assert get(root, "run/link") == b"replaces the link"
+    (root / ".tmp").rmdir()
+    (root / ".tmp").symlink_to(outside)
+    with pytest.raises(StoreRefused):
+        put(root, "run/real")
+    assert os.listdir(outside) == ["secret"]
+
+
+def test_the_root_itself_may_be_a_symlink(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "root").symlink_to("disk")
+    put(tmp_path / "root", "k")
+    assert listed(tmp_path / "disk") == ["k"]
+
+
+def test_leftovers_of_the_dead_are_swept_and_the_living_are_not(tmp_path: Path) -> None:
+    (tmp_path / ".tmp").mkdir()
+    dead, living, foreign = (tmp_path / ".tmp" / name for name in (TEMP, TEMP[::-1], "notes.txt"))
+    for path in (dead, living, foreign):
+        path.write_bytes(b"x")
+    with living.open("rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        put(tmp_path, "k")
+        assert temps(tmp_path) == sorted([living.name, foreign.name])
+    put(tmp_path, "k")
+    assert temps(tmp_path) == [foreign.name]
+    assert listed(tmp_path) == ["k"]
+
+
+def test_a_put_whose_temp_file_was_swept_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename, renames = os.rename, []
+
+    def swept(name: str, *args: object, src_dir_fd: int, **kwargs: object) -> None:
+        renames.append(name)
+        if len(renames) < 3:
+            os.unlink(name, dir_fd=src_dir_fd)
+        rename(name, *args, src_dir_fd=src_dir_fd, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "rename", swept)
+    put(tmp_path, "a/k")
+    assert len(set(renames)) == 3
+    assert get(tmp_path, "a/k") == b"data"
+
+
+def test_a_directory_that_keeps_vanishing_ends_a_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def vanished(*_: object, **__: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "injected")
+
+    monkeypatch.setattr(os, "rename", vanished)
+    with pytest.raises(StoreUnavailable, match="vanishing"):
+        put(tmp_path, "a/k")
+    assert temps(tmp_path) == []
+
+
+def test_a_hung_device_does_not_hold_a_cancelled_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what the thread writes after that is never published."""
+    write, hung, go_on = os.write, threading.Event(), threading.Event()
+
+    def hang(fd: int, data: memoryview) -> int:
+        if fd > 2 and bytes(data[:3]) == b"new":
+            hung.set()
+            go_on.wait(20)
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", hang)
+
+    async def whole() -> None:
+        store = FileStore(tmp_path)
+        await store.put("k", b"old")
+        task = asyncio.create_task(store.put("k", b"new"))
+        await asyncio.to_thread(hung.wait, 10)
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=5)
+        assert done
+        assert task.cancelled()
+        go_on.set()
+        for _ in range(500):
+            if not temps(tmp_path):
+                break
+            await asyncio.sleep(0.01)
+        assert temps(tmp_path) == []
+        assert bytes(await store.get("k")) == b"old"
+        await store.aclose()
+
+    asyncio.run(whole())
+
+
+def test_a_scan_lists_no_directory_that_cannot_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for run in "abc":
+        for step in range(3):
+            put(tmp_path, f"{run}/chunks/{step}/x")
+            put(tmp_path, f"{run}/manifests/{step}/x")
+    scandir, seen = os.scandir, []
+
+    def spy(fd: int) -> object:
+        seen.append(str(Path(os.readlink(f"/proc/self/fd/{fd}")).relative_to(tmp_path)))
+        return scandir(fd)
+
+    monkeypatch.setattr(os, "scandir", spy)
+
+    async def whole() -> None:
+        store = FileStore(tmp_path)
+        assert await keys(store, "b/manifests/", "b/manifests/1/x") == ["b/manifests/2/x"]
+        assert seen == ["b/manifests", "b/manifests/1", "b/manifests/2"]
+        seen.clear()
+        assert await keys(store, "c/m", "c/chunks/2/x") == [f"c/manifests/{step}/x" for step in range(3)]
+        assert seen == ["c", "c/manifests", "c/manifests/0", "c/manifests/1", "c/manifests/2"]
+
+    asyncio.run(whole())
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_root_without_permission_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(StoreRefused):
+        put(tmp_path, "k")

@@ -1,0 +1,262 @@
+"""RetryingStore: the contract holds over a store that fails at random, every call ends, and only what may pass is retried."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+
+import pytest
+from stores.conformance import Conformance, keys
+
+from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
+from tierd.stores.base import Buffer, ObjectInfo, Store
+from tierd.stores.file import FileStore
+from tierd.stores.memory import MemoryStore
+from tierd.stores.retry import RetryingStore
+
+
+class FlakyStore:
+    """Fails at random: before the call, after it (the work is done, but the caller can't know), or by hanging."""
+
+    def __init__(self, inner: Store, seed: int, rate: float = 0.3, hangs: float = 0.0) -> None:
+        self.inner, self.rng, self.rate, self.hangs = inner, random.Random(seed), rate, hangs
+        self.failures = 0
+
+    async def maybe(self) -> None:
+        if self.rng.random() < self.rate:
+            self.failures += 1
+            raise StoreUnavailable("injected")
+        if self.rng.random() < self.hangs:
+            self.failures += 1
+            await asyncio.sleep(3600)
+
+    async def put(self, key: str, data: Buffer) -> None:
+        await self.maybe()
+        await self.inner.put(key, data)
+        await self.maybe()
+
+    async def get(self, key: str) -> Buffer:
+        await self.maybe()
+        data = await self.inner.get(key)
+        await self.maybe()
+        return data
+
+    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        await self.maybe()
+        async for info in self.inner.scan(prefix, after):
+            yield info
+            await self.maybe()
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        await self.maybe()
+        await self.inner.delete(keys[: len(keys) // 2])
+        await self.maybe()
+        await self.inner.delete(keys)
+        await self.maybe()
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
+
+
+async def no_sleep(_: float) -> None:
+    await asyncio.sleep(0)
+
+
+class TestOverAFlakyMemoryStore(Conformance):
+    @pytest.fixture(params=range(5))
+    def make(self, request: pytest.FixtureRequest) -> Callable[[], Store]:
+        return lambda: RetryingStore(FlakyStore(MemoryStore(), request.param), attempts=40, sleep=no_sleep)
+
+
+class TestOverAHangingMemoryStore(Conformance):
+    many, operations, size = 60, 60, 10_000
+
+    @pytest.fixture
+    def make(self) -> Callable[[], Store]:
+        flaky = lambda: FlakyStore(MemoryStore(), 7, rate=0.05, hangs=0.02)  # noqa: E731
+        return lambda: RetryingStore(flaky(), attempts=40, deadline_s=0.02, sleep=no_sleep)
+
+    # A get's deadline includes the time that its largest object could take: too long to wait for here.
+    @pytest.fixture(autouse=True)
+    def fast_gets(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("tierd.stores.retry._LARGEST", 0)
+
+
+class TestOverAFlakyFileStore(Conformance):
+    many = 300
+
+    @pytest.fixture
+    def make(self, tmp_path: Path) -> Callable[[], Store]:
+        return lambda: RetryingStore(FlakyStore(FileStore(tmp_path), 9), attempts=40, sleep=no_sleep)
+
+
+class TestOverASoundStore(Conformance):
+    @pytest.fixture
+    def make(self) -> Callable[[], Store]:
+        return lambda: RetryingStore(MemoryStore())
+
+
+class Failing(MemoryStore):
+    """Every call raises the next of `errors`; without one it works."""
+
+    def __init__(self, *errors: Exception) -> None:
+        super().__init__()
+        self.errors, self.calls = list(errors), 0
+
+    async def get(self, key: str) -> Buffer:
+        self.calls += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return await super().get(key)
+
+
+def get_through(inner: Store, **options: object) -> bytes:
+    return bytes(asyncio.run(RetryingStore(inner, **options).get("k")))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [StoreRefused("no"), ObjectNotFound("k"), ValueError("a bug")])
+def test_only_unavailable_is_tried_again(error: Exception) -> None:
+    store = Failing(error)
+    with pytest.raises(type(error)):
+        get_through(store)
+    assert store.calls == 1
+
+
+def test_the_last_error_is_raised_with_the_count() -> None:
+    store = Failing(*(StoreUnavailable(f"number {number}") for number in range(9)))
+    with pytest.raises(StoreUnavailable, match="number 3") as caught:
+        get_through(store, attempts=4, sleep=no_sleep)
+    assert store.calls == 4
+    assert caught.value.__notes__ == ["get k: attempt 4 of 4, the last"]
+
+
+def test_delays_double_up_to_a_bound_and_are_jittered_in_full() -> None:
+    waited: list[float] = []
+
+    async def sleep(delay: float) -> None:
+        waited.append(delay)
+
+    for part in (1.0, 0.5, 0.0):
+        with pytest.raises(StoreUnavailable):
+            get_through(Failing(*[StoreUnavailable("x")] * 10), attempts=10, rng=lambda part=part: part, sleep=sleep)
+    full = [0.25, 0.5, 1, 2, 4, 8, 16, 20, 20]
+    assert waited == full + [delay / 2 for delay in full] + [0] * 9
+
+
+def test_each_retry_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    store = Failing(StoreUnavailable("first cause"), StoreUnavailable("second cause"))
+    asyncio.run(store.put("k", b"1"))
+    with caplog.at_level(logging.WARNING, logger="tierd"):
+        assert get_through(store, sleep=no_sleep, rng=lambda: 1.0) == b"1"
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("WARNING", "get k: attempt 1 of 5 failed, again in 0.25 s: first cause"),
+        ("WARNING", "get k: attempt 2 of 5 failed, again in 0.50 s: second cause"),
+    ]
+
+
+class Hanging(MemoryStore):
+    async def hang(self) -> None:
+        await asyncio.sleep(3600)
+
+    async def put(self, key: str, data: Buffer) -> None:
+        await self.hang()
+
+    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        if not after:
+            yield ObjectInfo("a", 1, "")
+        await self.hang()
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        await self.hang()
+
+    async def aclose(self) -> None:
+        await self.hang()
+
+
+def test_every_call_ends() -> None:
+    async def whole() -> None:
+        store = RetryingStore(Hanging(), attempts=2, deadline_s=0.02, sleep=no_sleep)
+        for call in (store.put("k", b""), store.delete(["k"]), keys(store)):
+            with pytest.raises(StoreUnavailable, match="no answer within"):
+                await asyncio.wait_for(call, 10)
+        await asyncio.wait_for(store.aclose(), 10)
+
+    asyncio.run(whole())
+
+
+def test_deadlines_grow_with_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines: list[float] = []
+    timeout = asyncio.timeout
+
+    def spy(delay: float) -> asyncio.Timeout:
+        deadlines.append(delay)
+        return timeout(delay)
+
+    monkeypatch.setattr(asyncio, "timeout", spy)
+
+    async def whole() -> None:
+        store = RetryingStore(MemoryStore())
+        await store.put("k", bytes(8_000_000))
+        await store.get("k")
+        await store.delete(["k"] * 1000)
+        await keys(store)
+
+    asyncio.run(whole())
+    put, get, delete, *scan = deadlines
+    assert (put, delete, scan) == (68, 110, [60])
+    assert get > 60 + 256
+
+
+def test_cancelling_is_not_retried() -> None:
+    async def whole() -> None:
+        task = asyncio.create_task(RetryingStore(Hanging()).put("k", b""))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(whole())
+
+
+class Stuttering(MemoryStore):
+    """A scan that breaks off after each object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        self.asked.append(after)
+        async for info in super().scan(prefix, after):
+            yield info
+            raise StoreUnavailable("broke off")
+
+
+def test_a_scan_goes_on_behind_what_it_has_and_progress_earns_new_attempts() -> None:
+    async def whole() -> None:
+        inner = Stuttering()
+        for key in "abcdef":
+            await inner.put(key, b"")
+        assert await keys(RetryingStore(inner, attempts=2, sleep=no_sleep)) == list("abcdef")
+        assert inner.asked == ["", *"abcdef"]
+
+    asyncio.run(whole())
+
+
+def test_a_put_whose_outcome_is_unknown_is_repeated() -> None:
+    class Ambiguous(MemoryStore):
+        puts = 0
+
+        async def put(self, key: str, data: Buffer) -> None:
+            await super().put(key, data)
+            self.puts += 1
+            if self.puts < 3:
+                raise StoreUnavailable("the answer was lost")
+
+    inner = Ambiguous()
+    asyncio.run(RetryingStore(inner, sleep=no_sleep).put("k", b"1"))
+    assert inner.puts == 3
+    assert asyncio.run(inner.get("k")) == b"1"

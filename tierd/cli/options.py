@@ -1,0 +1,72 @@
+"""What every command accepts, and where it leads: a spool, tiers, a configuration.
+
+Law: commands that only read take a place by its URL and need neither a daemon nor a configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierd.core.config import Config, from_toml, from_urls
+from tierd.core.errors import ConfigError
+from tierd.core.retention import RetentionPolicy
+from tierd.spool import Spool
+
+SpoolOption = Annotated[
+    Path | None, typer.Option("--spool", metavar="DIR", help="The node's spool.", show_default=False)
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="A tierd.toml: spool, tiers, retention.", show_default=False),
+]
+UrlArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[URL]...", help="Tiers: file:///path or s3://bucket/prefix.", show_default=False),
+]
+RunOption = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only this run.", show_default=False)]
+StepOption = Annotated[int | None, typer.Option("--step", metavar="N", help="Only this step.", show_default=False)]
+AttemptOption = Annotated[
+    str | None, typer.Option("--attempt", metavar="ID", help="Only this attempt (launch).", show_default=False)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What a command was pointed at. `policy` says whether retention was configured, not defaulted."""
+
+    spool: Spool | None
+    config: Config | None
+    policy: bool
+
+
+def places(spool: Path | None, urls: list[str] | None, config: Path | None, keep_last: int | None = None) -> Places:
+    """Resolve the options.
+
+    Raises:
+        ConfigError: nothing was named, too much was, or it cannot be used.
+    """
+    if config is not None:
+        if spool or urls or keep_last:
+            raise ConfigError("--config names the spool and the tiers itself; leave --spool, URLs and --keep-last out")
+        found = load_config(config)
+        return Places(Spool(found.spool), found, policy=True)
+    if spool is None and not urls:
+        raise ConfigError("nothing to look at: give --spool DIR, a tier's URL, or --config FILE")
+    if spool is not None and not spool.is_dir():
+        raise ConfigError(f"--spool {spool}: there is no such directory")
+    retention = RetentionPolicy(keep_last=keep_last) if keep_last else None
+    tiers = from_urls(str(spool.absolute()) if spool else "/", urls, retention) if urls else None
+    return Places(Spool(spool) if spool else None, tiers, policy=keep_last is not None)
+
+
+def load_config(path: Path) -> Config:
+    """Read a configuration file; raises `ConfigError`."""
+    try:
+        return from_toml(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: {error}") from error

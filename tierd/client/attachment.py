@@ -1,0 +1,81 @@
+"""The trainer's tie to the node's daemon.
+
+Law: the daemon is a convenience of saving and a necessity only of restoring what the spool lacks. Losing it is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from tierd.core.config import from_urls
+from tierd.core.errors import DaemonUnavailable, TierdError
+from tierd.core.wire import Attach, Candidates
+from tierd.link import Link, start_daemon
+from tierd.spool import Spool
+
+log = logging.getLogger("tierd")
+
+
+class Attachment:
+    """Known to the daemon as a trainer for as long as this is open, when `to` asked for one.
+
+    Args:
+        to: URLs of the tiers that a daemon is started for; None where one is expected to be there; empty for none.
+
+    Raises:
+        ConfigError: a URL cannot be used.
+        DaemonUnavailable: the daemon for `to` did not start.
+    """
+
+    def __init__(self, spool: Spool, to: Sequence[str] | None) -> None:
+        self._spool = spool
+        self._to = tuple(to) if to is not None else None
+        self._link: Link | None = None
+        self._lock = threading.Lock()
+        if self._to:
+            self._attach(self._to)
+
+    @property
+    def tiers(self) -> bool:
+        """Whether there may be copies beyond the spool."""
+        return self._to != ()
+
+    def attempts(self, run: str) -> set[str]:
+        """Every attempt that the spool or, where it answers at once, the daemon shows."""
+        seen = self._spool.attempts(run)
+        if self.tiers:
+            try:
+                with Link(self._spool) as link:
+                    seen |= set(link.ask(Candidates(run=run))["resume"]["attempts"])
+            except DaemonUnavailable:
+                pass  # the spool's word, and the clock's
+        return seen
+
+    def keep(self) -> None:
+        """After a save: the daemon that `to` asked for may have ended, and this checkpoint needs one."""
+        if not self._to:
+            return
+        try:
+            with self._lock:
+                if self._link is None or not self._link.alive():
+                    self._attach(self._to)
+        except TierdError as error:
+            log.warning("no daemon takes checkpoints from the spool: %s", error)
+
+    def close(self) -> None:
+        """Let go. The daemon flushes what is left and ends by itself."""
+        if self._link is not None:
+            self._link.close()
+
+    def _attach(self, to: Sequence[str]) -> None:
+        config = from_urls(str(self._spool.root), to)
+        try:
+            self._link = Link(self._spool)
+        except DaemonUnavailable:
+            start_daemon(self._spool, to)
+            self._link = Link(self._spool)
+        tiers = self._link.ask(Attach())["tiers"]
+        if sorted(tiers.values()) != sorted(tier.url for tier in config.tier):
+            log.warning("spool %s: its daemon has other tiers than `to` names: %s", self._spool.root, tiers)

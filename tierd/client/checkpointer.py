@@ -1,0 +1,330 @@
+"""The training process's side: save and go on, restore what is verified.
+
+Law: training never waits for the daemon and never dies of it. What fails after `save` returned is a value on the
+`Save`, a log line and a count; only what the caller got wrong is raised.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tierd import __version__
+from tierd.client.attachment import Attachment
+from tierd.client.launch import agree, rank_and_world
+from tierd.client.load import check_fit, load
+from tierd.client.restore import Found, Restorer, Skipped
+from tierd.client.save import Save, Stats
+from tierd.client.snapshot import Arena
+from tierd.client.state import flatten, unflatten
+from tierd.client.tensorfile import plan_layout
+from tierd.core.errors import ConfigError, StateMismatch, StepRefused
+from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check_step
+from tierd.core.manifest import MAX_METRICS, VERSION, Manifest, Origin, metrics_to_json
+from tierd.persist import write_file
+from tierd.spool import Spool, condition, describe_directory, translated
+
+if TYPE_CHECKING:
+    from typing import Self
+
+log = logging.getLogger("tierd")
+
+TENSORS = "tensors.safetensors"
+TREE = "state.json"
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restore gave.
+
+    Attributes:
+        step: the checkpoint's step; training goes on at `step + 1`.
+        attempt: the launch that wrote it.
+        tier: where its bytes came from: `"local"`, or the tier that healed or supplied them.
+        metrics: as given to `save`.
+        skipped: newer checkpoints that were passed over, each with its reason.
+        unreached: tiers that did not answer; a newer checkpoint could lie there.
+        directory: the verified files.
+    """
+
+    step: int
+    attempt: str
+    tier: str
+    metrics: dict[str, float]
+    skipped: tuple[Skipped, ...]
+    unreached: tuple[str, ...]
+    directory: Path
+
+
+class Checkpointer:
+    """Saves and restores one run's checkpoints through a spool.
+
+    Args:
+        spool: directory on local disk; made if it is missing.
+        run: the training job's name, the same in every launch.
+        rank, world_size: from `torch.distributed` or torchrun's environment when not given.
+        attempt: this launch's name, shared by all ranks; agreed on through `torch.distributed` when not given.
+        to: URLs of the tiers: a daemon for them is started unless one holds the spool. Not given: a daemon is expected
+            to be there or to come (systemd). Empty: the spool is all there is, and nothing prunes it.
+
+    Raises:
+        ConfigError: a name, rank or URL cannot be used.
+        SpoolUnusable: the spool cannot be written to.
+        DaemonUnavailable: the daemon for `to` did not start.
+    """
+
+    def __init__(
+        self,
+        spool: str | os.PathLike[str],
+        run: str,
+        rank: int | None = None,
+        world_size: int | None = None,
+        attempt: str | None = None,
+        to: Sequence[str] | None = None,
+    ) -> None:
+        self._run = check_run(run)
+        self._rank, self._world = rank_and_world(rank, world_size)
+        self._given = check_attempt(attempt) if attempt is not None else None
+        self._spool = Spool(spool)
+        self._origin: CheckpointId | None = None
+        self._attempt: str | None = None
+        self._steps: set[int] = set()
+        self._arena = Arena()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="tierd-persist")
+        self._closed = False
+        self.stats = Stats()
+        self._daemon = Attachment(self._spool, to)
+        if self._world > 1 and self._given is None:
+            self._attempt = agree(self._daemon.attempts(self._run), self._world)
+
+    @property
+    def attempt(self) -> str:
+        """This launch's name. Settled at the first use: later than everything that was there before."""
+        if self._attempt is None:
+            self._attempt = self._given or agree(self._daemon.attempts(self._run), self._world)
+        return self._attempt
+
+    # -- save -------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, state: Mapping[str, object], metrics: Mapping[str, float] | None = None) -> Save:
+        """Snapshot `state` and return; persisting goes on behind.
+
+        Nothing that training changes afterwards gets into the checkpoint. If the last save is still being persisted,
+        this one waits for it (`stats.waited_s`).
+
+        Raises:
+            StepRefused: no int, negative, or already committed by this attempt.
+            StateRefused: a value cannot be stored; names its path.
+            ConfigError: a metric is not a number, or the checkpointer is closed.
+        """
+        begun = time.perf_counter()
+        part, numbers = self._begin(step, metrics)
+        flat = flatten(state)
+        layout = plan_layout(flat.tensors)
+        save = Save(part, self._spool)
+        self.stats.waited_s += self._arena.wait()
+        image = self._arena.take(layout, flat.tensors)
+        self.stats.saves += 1
+        self.stats.blocked_s += time.perf_counter() - begun
+        self._steps.add(part.checkpoint.step)
+        self._writer.submit(self._persist, save, self._manifest(part, numbers), {TENSORS: image, TREE: flat.tree})
+        return save
+
+    @contextmanager
+    def stage(self, step: int, metrics: Mapping[str, float] | None = None) -> Iterator[Path]:
+        """A directory for any other library to write into; leaving the block without an exception commits it.
+
+        Raises:
+            StepRefused: as `save`.
+            ManifestError: something other than plain files was written there.
+            SpoolFull, SpoolUnusable: it could not be made durable.
+        """
+        part, numbers = self._begin(step, metrics)
+        with translated(f"spool {self._spool.root}"):
+            stage = self._spool.stage(part)
+        with stage:
+            yield stage.path
+            with translated(f"spool {self._spool.root}"):
+                files = describe_directory(stage.path)
+                stage.commit(msgspec.structs.replace(self._manifest(part, numbers), files=files))
+        self._steps.add(part.checkpoint.step)
+        self.stats.saves += 1
+
+    def _begin(self, step: int, metrics: Mapping[str, float] | None) -> tuple[PartId, dict[str, float]]:
+        if self._closed:
+            raise ConfigError("this Checkpointer is closed")
+        number = check_step(step)
+        part = PartId(CheckpointId(self._run, self.attempt, number), self._rank, self._world)
+        if number in self._steps or self._spool.path(part).exists():
+            raise StepRefused(f"{part} is already committed by this attempt; a checkpoint is never overwritten")
+        return part, _checked_metrics(metrics or {})
+
+    def _manifest(self, part: PartId, metrics: Mapping[str, float]) -> Manifest:
+        origin = self._origin
+        return Manifest(
+            version=VERSION,
+            run=self._run,
+            step=part.checkpoint.step,
+            attempt=part.checkpoint.attempt,
+            resumed_from=Origin(step=origin.step, attempt=origin.attempt) if origin else None,
+            rank=self._rank,
+            world_size=self._world,
+            created=datetime.now(UTC).isoformat(),
+            writer=f"tierd {__version__}",
+            metrics=metrics_to_json(metrics),
+            files=(),
+        )
+
+    def _persist(self, save: Save, manifest: Manifest, files: Mapping[str, Buffer]) -> None:
+        """Make a snapshot durable. Runs behind training; whatever happens ends in the save's handle."""
+        try:
+            try:
+                self._write(save.part, manifest, files)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                # What a failed fsync left in the page cache proves nothing: all is written anew, from memory.
+                log.warning("%s: %s; writing it anew", save.part, error)
+                self._write(save.part, manifest, files)
+        except Exception as error:
+            self.stats.failed += 1
+            self._steps.discard(save.step)
+            log.error("save failed, training goes on: %s: %s", save.part, error)
+            save.finish(condition(error, f"spool {self._spool.root}") if isinstance(error, OSError) else error)
+        else:
+            self.stats.persisted_bytes += sum(len(data) for data in files.values())
+            save.finish(None)
+        finally:
+            self._arena.release()
+        self._daemon.keep()
+
+    def _write(self, part: PartId, manifest: Manifest, files: Mapping[str, Buffer]) -> None:
+        with self._spool.stage(part) as stage:
+            described = tuple(write_file(stage.path / name, name, data) for name, data in sorted(files.items()))
+            stage.commit(msgspec.structs.replace(manifest, files=described))
+
+    # -- restore ----------------------------------------------------------------------------------------------------
+
+    def restore(
+        self, state: MutableMapping[str, Any] | None = None, step: int | None = None, *, attempt: str | None = None
+    ) -> Restored | None:
+        """Load the newest verified checkpoint of this run's timeline into `state`.
+
+        Args:
+            state: as for `save`. Objects get `load_state_dict`, plain values are replaced in the mapping, tensors are
+                filled in place. None: only verify, and return the directory (for what `stage` wrote).
+            step: this step and no other.
+            attempt: of this attempt; a checkpoint of a branch that the timeline left is asked for so.
+
+        Returns:
+            None when the run has no checkpoint anywhere: a fresh start.
+
+        Raises:
+            CheckpointNotFound: none could be verified, or not the one asked for; says what was skipped and why.
+            StateMismatch: it does not fit `state`; names the first few places. Nothing was loaded.
+            StoreUnavailable, DaemonUnavailable: a place that may hold a newer or the right copy did not answer.
+        """
+        self._drain()
+        restorer = Restorer(self._spool, self._run, self._rank, self._world, tiers=self._daemon.tiers)
+        found = restorer.find(check_step(step) if step is not None else None, attempt)
+        if found is None:
+            return None
+        manifest = found.manifest
+        self._check_given(found)
+        if state is not None:
+            self._load(state, found)
+        self._go_on_from(found.part.checkpoint, found.attempts)
+        if found.unreached:
+            log.warning("restored step %d; not asked for newer ones: %s", manifest.step, ", ".join(found.unreached))
+        return Restored(
+            step=manifest.step,
+            attempt=manifest.attempt,
+            tier=found.tier,
+            metrics=manifest.numbers,
+            skipped=found.skipped,
+            unreached=found.unreached,
+            directory=found.directory,
+        )
+
+    def _load(self, state: MutableMapping[str, Any], found: Found) -> None:
+        if TREE not in found.files or TENSORS not in found.files:
+            raise StateMismatch(
+                f"{found.part} was written through stage(): call restore() without a state and read its `directory`"
+            )
+        restored = unflatten(found.files[TREE], found.files[TENSORS])
+        check_fit(state, restored)
+        load(state, restored)
+
+    def _check_given(self, found: Found) -> None:
+        if self._given is None:
+            return
+        latest = max(found.attempts)
+        if self._steps or self._given < latest or self._given == found.part.checkpoint.attempt:
+            raise ConfigError(
+                f"attempt {self._given} cannot go on from attempt {latest}: an attempt has one origin, and is later than "
+                "what it resumes from; make a new Checkpointer with a new attempt="
+            )
+
+    def _go_on_from(self, origin: CheckpointId, attempts: Sequence[str]) -> None:
+        """An attempt has one origin: restoring after a save begins another one."""
+        if self._steps and self._given is not None:
+            raise ConfigError(
+                "restore() after save() begins a new attempt: make a new Checkpointer with another attempt="
+            )
+        self._origin = origin
+        self._steps.clear()
+        seen = {
+            *attempts,
+            *self._spool.attempts(self._run),
+            origin.attempt,
+            *([self._attempt] if self._attempt else []),
+        }
+        if self._given is None:
+            self._attempt = agree(seen, self._world)
+        elif self._given <= max(seen - {self._given}, default=""):
+            raise ConfigError(
+                f"attempt {self._given} is not later than those that are there: {max(seen)}; make a new one"
+            )
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        self._writer.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Wait until every save is durable (or failed) and let go of the daemon, which flushes on by itself."""
+        if not self._closed:
+            self._drain()
+            self._closed = True
+            self._writer.shutdown()
+            self._daemon.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    if len(metrics) > MAX_METRICS:
+        raise ConfigError(f"{len(metrics)} metrics; a checkpoint holds at most {MAX_METRICS}")
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[str(name)] = float(value)  # NumPy scalars and 0-d tensors too
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"metrics[{name!r}]: {type(value).__name__} is not a number") from error
+    return numbers

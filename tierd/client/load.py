@@ -1,0 +1,234 @@
+"""A restored state -> the objects of the running job.
+
+Law: nothing is loaded until everything that can be checked has been: names, kinds, shapes, dtypes. What does not fit
+is named.
+
+Entries with `load_state_dict` are given their part: an `nn.Module` views into the restored file (it copies),
+everything else tensors that own their memory (an optimizer keeps what it is given). Plain values are put back where
+they were: containers keep their identity and take the saved content, tensors and arrays are copied into, anything
+else is replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierd.client import arrays
+from tierd.client.rng import RngState
+from tierd.client.state import Path, Stateful, is_stateful, show, show_part, type_name, why_refused
+from tierd.core.errors import StateMismatch
+
+_MISSING: Any = object()
+_WAY_OUT = "(None in this place takes what was saved)"
+
+
+def check_fit(state: Mapping[str, object], restored: Mapping[str, object]) -> None:
+    """Compare a restored state (as `unflatten` gives it) with the objects that it should be loaded into. Changes
+    nothing.
+
+    Raises:
+        StateMismatch: names the first few of what is missing, extra, or of another shape or dtype.
+    """
+    _check(state, restored)
+
+
+def load(state: Mapping[str, object], restored: Mapping[str, object]) -> None:
+    """Check as `check_fit` does, then load: first the objects with `load_state_dict`, RngState last of them, then
+    plain values.
+
+    Raises:
+        StateMismatch: as `check_fit`, and then nothing was loaded; or an object's own `load_state_dict` raised
+            (chained), and then the message says what was loaded before it.
+    """
+    stateful = _check(state, restored)
+    memo: dict[int, object] = {}  # tied tensors are cloned once
+    done: list[str] = []
+    for path, target, saved in sorted(stateful, key=lambda item: isinstance(item[1], RngState)):
+        try:
+            given = _for_module(target, saved, memo) if isinstance(target, nn.Module) else copy.deepcopy(saved, memo)
+            target.load_state_dict(given)
+        except Exception as error:
+            before = f"; already loaded: {_few(done)}" if done else "; nothing was loaded before it"
+            raise StateMismatch(
+                f"{show(path)}: load_state_dict() raised {type(error).__name__}: {error}{before}"
+            ) from error
+        done.append(show(path))
+    for key, saved in restored.items():
+        value = _place(state[key], saved, memo)
+        if value is not state[key]:
+            state[key] = value  # type: ignore[index]
+
+
+def _check(state: Mapping[str, object], restored: Mapping[str, object]) -> list[tuple[Path, Stateful, Any]]:
+    """Every entry with `load_state_dict`, its path and what was saved for it."""
+    found: list[str] = []
+    stateful: list[tuple[Path, Stateful, Any]] = []
+    missing, extra = [k for k in state if k not in restored], [k for k in restored if k not in state]
+    if missing:
+        found.append(f"state: {_few(map(show_part, missing))} not in the checkpoint")
+    if extra:
+        found.append(f"state: {_few(map(show_part, extra))} in the checkpoint, but not in the state passed")
+    try:
+        for key in state:
+            if key in restored:
+                found += _misfits(state[key], restored[key], (key,), stateful)
+                if not isinstance(state, MutableMapping) and not _stays(state[key], restored[key]):
+                    found.append(f"{show((key,))}: cannot be replaced in a {type_name(state)}; pass a dict")
+    except RecursionError as error:
+        raise StateMismatch("state: nested too deeply, or a cycle") from error
+    if found:
+        raise StateMismatch("; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else ""))
+    return stateful
+
+
+def _misfits(target: object, saved: Any, path: Path, stateful: list[tuple[Path, Stateful, Any]]) -> Iterator[str]:
+    if is_stateful(target) or isinstance(target, torch.Tensor) or arrays.is_array(target):
+        if saved is _MISSING:
+            yield f"{show(path)}: not in the checkpoint"
+        elif isinstance(target, torch.Tensor):
+            yield from (f"{show(path)}: {reason} {_WAY_OUT}" for reason in _tensor_misfits(target, saved))
+        elif arrays.is_array(target):
+            here, there = _array_form(target), _array_form(saved) if arrays.is_array(saved) else type_name(saved)
+            if here != there:
+                yield f"{show(path)}: {there} in the checkpoint, {here} here {_WAY_OUT}"
+        elif is_stateful(target):
+            stateful.append((path, target, saved))
+            yield from (f"{show(path)}: {reason}" for reason in _stateful_misfits(target, saved))
+    elif isinstance(target, dict):
+        for key, inner in target.items():
+            there = saved.get(key, _MISSING) if isinstance(saved, dict) else _MISSING
+            yield from _misfits(inner, there, (*path, key), stateful)
+    elif isinstance(target, (list, tuple)):
+        others = saved if type(saved) is type(target) else ()
+        for index, inner in enumerate(target):
+            yield from _misfits(inner, others[index] if index < len(others) else _MISSING, (*path, index), stateful)
+
+
+def _tensor_misfits(target: torch.Tensor, saved: Any) -> Iterator[str]:
+    reason = why_refused(target)
+    if reason is not None:
+        yield reason
+    elif not isinstance(saved, torch.Tensor):
+        yield f"{type_name(saved)} in the checkpoint, a tensor here"
+    elif saved.shape != target.shape or saved.dtype != target.dtype:
+        yield f"{_form(saved)} in the checkpoint, {_form(target)} here"
+
+
+def _stateful_misfits(target: Stateful, saved: Any) -> Iterator[str]:
+    if isinstance(target, RngState):
+        misfit = target.misfit(saved)
+        if misfit is not None:
+            yield misfit
+    elif isinstance(target, nn.Module):
+        yield from _module_misfits(target, saved)
+    elif isinstance(target, torch.optim.Optimizer):
+        try:
+            there = [len(group["params"]) for group in saved["param_groups"]]
+        except (TypeError, KeyError):
+            yield "not the state of an optimizer"
+            return
+        here = [len(group["params"]) for group in target.param_groups]
+        if here != there:
+            yield f"parameter groups of {there} parameters in the checkpoint, of {here} here"
+
+
+def _module_misfits(module: nn.Module, saved: Any) -> Iterator[str]:
+    if not isinstance(saved, dict):
+        yield f"{type_name(saved)} in the checkpoint, a module here"
+        return
+    try:
+        own = module.state_dict()
+    except Exception as error:
+        yield f"its own state_dict() raised {type(error).__name__}: {error}"
+        return
+    missing, extra = [k for k in own if k not in saved], [k for k in saved if k not in own]
+    if missing:
+        yield f"{_few(map(show_part, missing))} not in the checkpoint"
+    if extra:
+        yield f"{_few(map(show_part, extra))} in the checkpoint, but not in the module"
+    both = [(k, v, saved[k]) for k, v in own.items() if k in saved and type(v) in (torch.Tensor, nn.Parameter)]
+    wrong = [f"{show_part(k)} ({reason})" for k, v, other in both for reason in _tensor_misfits(v, other)]
+    if wrong:
+        yield f"of another shape or dtype: {_few(wrong)}"
+
+
+def _for_module(module: nn.Module, saved: dict[str, Any], memo: dict[int, object]) -> dict[str, Any]:
+    """What a module is given: views for what torch's own modules copy, memory of its own for what others may keep."""
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return copy.deepcopy(saved, memo)
+    keepers = tuple(
+        f"{prefix}." if prefix else ""
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        if part._load_state_dict_pre_hooks or not type(part)._load_from_state_dict.__module__.startswith("torch.nn.")
+    )
+    given = copy.copy(saved)  # keeps an OrderedDict's _metadata
+    for key, value in saved.items():
+        if not isinstance(value, torch.Tensor) or key.startswith(keepers):
+            given[key] = copy.deepcopy(value, memo)
+    return given
+
+
+def _place(target: Any, saved: Any, memo: dict[int, object]) -> Any:
+    """Put `saved` where `target` stands: `target` itself with new content, or what takes its place."""
+    if is_stateful(target):
+        return target
+    if isinstance(target, dict) and isinstance(saved, dict):
+        new = {key: _place(target.get(key), value, memo) for key, value in saved.items()}
+        target.clear()
+        for key, value in new.items():
+            target[key] = value
+        if isinstance(target, OrderedDict):
+            vars(target).update(copy.deepcopy(getattr(saved, "__dict__", {})))  # the _metadata of a module's state
+        return target
+    if type(target) is list and type(saved) is list:
+        target[:] = [_place(old, value, memo) for old, value in _aligned(target, saved)]
+        return target
+    if type(target) is tuple and type(saved) is tuple:
+        placed = tuple(_place(old, value, memo) for old, value in _aligned(target, saved))
+        same = len(placed) == len(target) and all(a is b for a, b in zip(placed, target, strict=True))
+        return target if same else placed
+    if not _stays(target, saved):
+        return copy.deepcopy(saved, memo)
+    if isinstance(target, torch.Tensor):
+        with torch.no_grad():
+            target.copy_(saved)
+    else:
+        target[...] = saved
+    return target
+
+
+def _stays(target: Any, saved: Any) -> bool:
+    """Whether `_place` keeps the object: expanded and inference tensors and read-only arrays cannot be written."""
+    if isinstance(target, torch.Tensor):
+        expanded = any(n > 1 and step == 0 for n, step in zip(target.shape, target.stride(), strict=True))
+        return not expanded and not target.is_inference()
+    if arrays.is_array(target):
+        return target.flags.writeable
+    if type(target) is tuple and type(saved) is tuple and len(target) == len(saved):
+        return all(_stays(old, value) for old, value in zip(target, saved, strict=True))
+    both = (target, saved)
+    return is_stateful(target) or any(all(isinstance(v, kind) for v in both) for kind in (dict, list))
+
+
+def _aligned(targets: Iterable[Any], saved: Iterable[Any]) -> list[tuple[Any, Any]]:
+    olds = list(targets)
+    return [(olds[index] if index < len(olds) else None, value) for index, value in enumerate(saved)]
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _array_form(array: Any) -> str:
+    return f"array {array.dtype.str} {array.shape}"
+
+
+def _few(items: Iterable[str], count: int = 3) -> str:
+    listed = list(items)
+    return ", ".join(listed[:count]) + (f" and {len(listed) - count} more" if len(listed) > count else "")

@@ -1,0 +1,194 @@
+"""The way back: candidates newest first, each read and verified from the spool, healed by the daemon where it must be.
+
+Law: what is handed on was verified on this read, in this process. A proven-bad copy steps back to the next candidate; a
+place that cannot be asked never does.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tierd.core.errors import (
+    CorruptChunk,
+    DaemonUnavailable,
+    ManifestError,
+    ObjectNotFound,
+    StateMismatch,
+    StoreUnavailable,
+    TierdError,
+)
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import Manifest
+from tierd.core.plan import SPOOL, Facts, Place, World
+from tierd.core.resume import Candidate, Resume, not_found, own_part, restore_candidates
+from tierd.core.wire import Candidates, Fetch
+from tierd.link import Link
+from tierd.spool import Spool
+
+log = logging.getLogger("tierd")
+
+_PATIENCE = 5.0  # seconds to wait for a daemon that may be starting, as at a node's boot
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A checkpoint that a restore passed over, and why."""
+
+    step: int
+    attempt: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"step {self.step} (attempt {self.attempt}): {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A part whose every byte was verified just now. `tier` is where bytes came from: `"local"` or a tier's name."""
+
+    part: PartId
+    manifest: Manifest
+    files: dict[str, bytearray]
+    tier: str
+    skipped: tuple[Skipped, ...]
+    directory: Path
+    attempts: tuple[str, ...]
+    unreached: tuple[str, ...]
+
+
+class Restorer:
+    """Finds the newest verified checkpoint for one rank.
+
+    Args:
+        tiers: whether there may be copies beyond the spool; without, the spool's word is final.
+    """
+
+    def __init__(self, spool: Spool, run: str, rank: int, world: int, *, tiers: bool) -> None:
+        self._spool, self._run, self._rank, self._world, self._tiers = spool, run, rank, world, tiers
+        self._why_alone = ""
+
+    def find(self, step: int | None, attempt: str | None) -> Found | None:
+        """Read the checkpoint to resume from; None when the run has none at all.
+
+        Raises:
+            CheckpointNotFound: there are some, and none could be verified, or not the one asked for.
+            StoreUnavailable, DaemonUnavailable: stepping back, or starting anew, would rest on a place that did not
+                answer.
+            StateMismatch: it was written by another number of ranks.
+            FormatTooNew: the newest was written by a newer tierd.
+        """
+        link = self._connect()
+        try:
+            resume = self._ask(link, step, attempt)
+            return self._walk(link, resume, step)
+        finally:
+            if link:
+                link.close()
+
+    def _connect(self) -> Link | None:
+        if not self._tiers:
+            return None
+        end = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                return Link(self._spool)
+            except DaemonUnavailable as error:
+                if time.monotonic() >= end:
+                    self._why_alone = str(error)
+                    return None
+            time.sleep(0.1)
+
+    def _ask(self, link: Link | None, step: int | None, attempt: str | None) -> Resume:
+        if link:
+            reply = link.ask(Candidates(run=self._run, step=step, attempt=attempt))
+            return msgspec.convert(reply["resume"], Resume)
+        return restore_candidates(World(self._look(), {}), self._run, step, attempt)
+
+    def _look(self) -> Place:
+        parts: dict[PartId, Facts | None] = {}
+        for part in self._spool.parts():
+            if part.checkpoint.run == self._run:
+                try:
+                    parts[part] = Facts.of(self._spool.manifest(part))
+                except ObjectNotFound:
+                    continue
+                except TierdError:
+                    parts[part] = None
+        aside = {part: Facts.of(found) if found else None for part, found in self._spool.quarantined().items()}
+        return Place(parts, quarantined=aside)
+
+    def _walk(self, link: Link | None, resume: Resume, step: int | None) -> Found | None:
+        skipped = [Skipped(c.step, c.attempt, "incomplete: not every rank's part is there") for c in resume.incomplete]
+        for candidate in resume.candidates:
+            self._check_world(candidate)
+            part = own_part(candidate, self._rank)
+            try:
+                manifest, files, tier = self._obtain(link, part)
+            except (CorruptChunk, ManifestError) as error:
+                self._log_skip(candidate.checkpoint, str(error))
+                skipped.append(Skipped(candidate.checkpoint.step, candidate.checkpoint.attempt, str(error)))
+                continue
+            home = self._spool.path(part)
+            return Found(part, manifest, files, tier, tuple(skipped), home, resume.attempts, resume.unreached)
+        self._nothing(link, resume, step, skipped)
+        return None
+
+    def _check_world(self, candidate: Candidate) -> None:
+        if candidate.world != self._world:
+            raise StateMismatch(
+                f"{candidate.checkpoint} was saved by {candidate.world} ranks, and this launch has {self._world}: "
+                f"launch {candidate.world} ranks, or keep a torch.distributed.checkpoint in a stage(), which reshards"
+            )
+
+    def _obtain(self, link: Link | None, part: PartId) -> tuple[Manifest, dict[str, bytearray], str]:
+        try:
+            return *self._read(part), SPOOL
+        except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
+            local = error
+        if link is None:
+            return self._alone(part, local)
+        log.warning("%s is not whole in the spool, asking the tiers: %s", part, local)
+        try:
+            tiers = link.ask(Fetch(part=part))["tiers"]
+        except CorruptChunk as error:
+            raise CorruptChunk(str(error) if SPOOL in str(error) else f"local: {local}; {error}") from error
+        return *self._read(part), tiers[0] if tiers else SPOOL
+
+    def _alone(self, part: PartId, local: Exception) -> tuple[Manifest, dict[str, bytearray], str]:
+        if self._tiers:
+            raise DaemonUnavailable(
+                f"{part} is not whole in the spool ({local}), and whether a tier has it right cannot be asked: "
+                f"{self._why_alone}. Restoring an older step is your decision: restore(state, step=…)"
+            ) from local
+        if isinstance(local, OSError):
+            raise StoreUnavailable(f"{part}: the spool cannot be read: {local}") from local
+        self._spool.quarantine(part)
+        raise CorruptChunk(f"local: {local}") from local
+
+    def _read(self, part: PartId) -> tuple[Manifest, dict[str, bytearray]]:
+        manifest = self._spool.manifest(part)
+        return manifest, self._spool.read(part, manifest)
+
+    def _nothing(self, link: Link | None, resume: Resume, step: int | None, skipped: list[Skipped]) -> None:
+        """Return when starting anew is right; raise when it would be a silent loss."""
+        if self._tiers and link is None:
+            raise DaemonUnavailable(
+                f"run {self._run!r}: no checkpoint in the spool, and the tiers cannot be asked: {self._why_alone}"
+            )
+        if resume.unreached:
+            raise StoreUnavailable(
+                f"run {self._run!r}: no checkpoint was found, but {', '.join(resume.unreached)} did not answer"
+            )
+        tried = [one for one in skipped if not one.reason.startswith("incomplete")]
+        if step is not None or tried or resume.branches:
+            raise not_found(resume, self._run, step, [str(one) for one in skipped])
+        for one in skipped:
+            log.warning("run %s: starting anew, past %s", self._run, one)
+
+    def _log_skip(self, checkpoint: CheckpointId, reason: str) -> None:
+        log.error("restore skips %s: %s", checkpoint, reason)

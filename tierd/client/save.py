@@ -1,0 +1,88 @@
+"""What became of one save.
+
+Law: a `Save` ends exactly once, durable or failed, and says which to whoever asks, as often as they ask.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+from tierd.core.errors import SaveFailed
+from tierd.core.ids import PartId
+from tierd.core.plan import SPOOL
+from tierd.core.wire import Wait
+from tierd.link import Link
+from tierd.spool import Spool
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts since the `Checkpointer` was made; times in seconds.
+
+    Attributes:
+        saves: calls of `save` and `stage` that took their snapshot.
+        failed: of those, how many could not be made durable.
+        blocked_s: time inside `save`, that is, taken from training.
+        waited_s: of that, the wait for the save before.
+        persisted_bytes: bytes made durable in the spool.
+    """
+
+    saves: int = 0
+    failed: int = 0
+    blocked_s: float = 0.0
+    waited_s: float = 0.0
+    persisted_bytes: int = 0
+
+
+class Save:
+    """The handle that `Checkpointer.save` returns. `step` and `part` name what was saved."""
+
+    def __init__(self, part: PartId, spool: Spool) -> None:
+        self.part = part
+        self._spool = spool
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+
+    @property
+    def step(self) -> int:
+        return self.part.checkpoint.step
+
+    def done(self) -> bool:
+        """Whether the save has ended, durable or failed."""
+        return self._ended.is_set()
+
+    def error(self) -> Exception | None:
+        """Why the save failed; None while it runs or when it is durable."""
+        return self._error
+
+    def wait(self, tier: str = SPOOL, timeout: float | None = None) -> None:
+        """Return when a tier holds this checkpoint, verified.
+
+        Args:
+            tier: `"local"`: no power cut can take it any more. A tier's name: its copy was read back and compared.
+            timeout: seconds; None waits as long as the daemon works.
+
+        Raises:
+            SaveFailed: it could not be made durable; the cause is chained.
+            StoreRefused: the tier says no (credentials, bucket); the daemon keeps trying.
+            ConfigError: the daemon has no tier of that name.
+            DaemonUnavailable: a tier was asked for, and no daemon answers.
+            TimeoutError: not within `timeout`; says the tier's last error.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"{self.part} is not durable after {timeout:g} s")
+        if self._error is not None:
+            raise SaveFailed(f"{self.part}: {self._error}") from self._error
+        if tier == SPOOL:
+            return
+        left = None if end is None else max(0.0, end - time.monotonic())
+        with Link(self._spool) as link:
+            link.ask(Wait(part=self.part, tier=tier, timeout_s=left), None if left is None else left + 10)
+
+    def finish(self, error: Exception | None) -> None:
+        """The persisting side's word on how it ended."""
+        self._error = error
+        self._ended.set()

@@ -1,0 +1,204 @@
+"""The tensor file: plain safetensors, laid out so that every tensor can be used where it lies.
+
+Law: the layout is a pure function of names, dtypes and shapes; nothing here reads a tensor's values except `copy_into`.
+
+A file is eight bytes of little-endian header length, a JSON header padded with spaces to a page boundary, and the
+tensors, adjacent and without holes, ordered by element size (largest first) and name, so that each is aligned to its
+element size. Only the dtypes that safetensors 0.5 knows are used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from tierd.core.errors import StateMismatch, StateRefused
+
+Buffer: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
+
+PAGE = 4096
+MAX_HEADER = 100_000_000  # safetensors' own limit
+MAX_DIMS = 64  # torch's own limit for most operations
+METADATA = "__metadata__"
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor's place: `offset` and `nbytes` in bytes, the offset from the file's first byte."""
+
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor file's header (length prefix and padding included), size in bytes, and entries in file order."""
+
+    header: bytes
+    size: int
+    entries: dict[str, Entry]
+
+
+def plan_layout(tensors: Mapping[str, torch.Tensor]) -> Layout:
+    """Lay the tensors out; only their dtypes and shapes are looked at.
+
+    Raises:
+        StateRefused: a dtype that safetensors does not hold, or so many tensors that the header passes 100 MB.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPE_NAMES:
+            raise StateRefused(f"tensor {name!r}: safetensors does not hold {tensor.dtype}")
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    spans: dict[str, tuple[int, int]] = {}
+    description: dict[str, object] = {METADATA: {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
+        spans[name] = (begin, end)
+        description[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(description, ensure_ascii=False, separators=(",", ":")).encode()
+    start = -(-(8 + len(text)) // PAGE) * PAGE
+    if start - 8 > MAX_HEADER:
+        raise StateRefused(
+            f"{len(tensors)} tensors need a header of {start - 8} bytes; safetensors allows {MAX_HEADER}"
+        )
+    header = (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
+    entries = {
+        name: Entry(start + spans[name][0], spans[name][1] - spans[name][0], tensor.dtype, tuple(tensor.shape))
+        for name, tensor in ordered
+    }
+    return Layout(header, start + end, entries)
+
+
+def copy_into(layout: Layout, tensors: Mapping[str, torch.Tensor], buffer: Buffer) -> None:
+    """Write the header and every tensor's values into `buffer`, which is writable and at least `layout.size` bytes
+    long.
+
+    `tensors` are those that the layout was planned for, on any device, in any memory format. When this returns the
+    values are in the buffer: copies from an accelerator have been waited for.
+    """
+    with memoryview(buffer).cast("B") as raw:
+        if raw.nbytes < layout.size:
+            raise ValueError(f"a buffer of {raw.nbytes} bytes for a layout of {layout.size}")
+        raw[: len(layout.header)] = layout.header
+    targets, sources = [], []
+    for name, entry in layout.entries.items():
+        if entry.nbytes:
+            targets.append(view(buffer, entry))
+            sources.append(tensors[name])
+    if not targets:
+        return
+    devices = {source.device for source in sources if source.device.type != "cpu"}
+    with torch.no_grad():
+        torch._foreach_copy_(targets, sources, non_blocking=bool(devices))
+    for device in devices:
+        torch.accelerator.synchronize(device)
+
+
+def view(file: Buffer, entry: Entry) -> torch.Tensor:
+    """The tensor at `entry`, as a view of `file`, which has to outlive it (do not close a mapping under it)."""
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    count = entry.nbytes // entry.dtype.itemsize
+    return torch.frombuffer(file, dtype=entry.dtype, count=count, offset=entry.offset).view(entry.shape)
+
+
+def parse_layout(file: Buffer, name: str = "tensors.safetensors") -> Layout:
+    """Read a header strictly: the inverse of `plan_layout`, for bytes that may come from anywhere.
+
+    Raises:
+        StateMismatch: the file is no safetensors file that tierd could have written; names the file and the defect.
+    """
+    with memoryview(file).cast("B") as raw:
+        size = raw.nbytes
+        length = int.from_bytes(raw[:8], "little") if size >= 8 else -1
+        if not 2 <= length <= min(MAX_HEADER, size - 8):
+            raise StateMismatch(f"{name}: a header of {length} bytes in a file of {size}")
+        header = bytes(raw[: 8 + length])
+    try:
+        description = json.loads(str(header[8:], "utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)
+        if type(description) is not dict:
+            raise ValueError(f"the header is no object but {type(description).__name__}")
+        _check_metadata(description.pop(METADATA, {}))
+        entries = {key: _entry(key, value, len(header), size) for key, value in description.items()}
+        ordered = dict(sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
+        end = len(header)
+        for key, entry in ordered.items():
+            if entry.offset != end:
+                raise ValueError(f"tensor {key[:100]!r} begins at {entry.offset}, the one before it ends at {end}")
+            end += entry.nbytes
+        if end != size:
+            raise ValueError(f"the tensors end at {end}, the file at {size}")
+    except (ValueError, RecursionError) as error:
+        raise StateMismatch(f"{name}: {str(error)[:300]}") from error
+    return Layout(header, size, ordered)
+
+
+def _entry(name: str, value: object, start: int, size: int) -> Entry:
+    if type(value) is not dict or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"tensor {name[:100]!r} is not described by dtype, shape and data_offsets")
+    code, shape, span = value["dtype"], value["shape"], value["data_offsets"]
+    dtype = DTYPES.get(code) if type(code) is str else None
+    if dtype is None:
+        raise ValueError(f"tensor {name[:100]!r} has the unknown dtype {str(code)[:20]!r}")
+    if not _naturals(shape) or len(shape) > MAX_DIMS or math.prod(n or 1 for n in shape) * dtype.itemsize >= 2**63:
+        raise ValueError(f"tensor {name[:100]!r} has an impossible shape")
+    if not _naturals(span) or len(span) != 2 or not span[0] <= span[1] <= size - start:
+        raise ValueError(f"tensor {name[:100]!r} lies outside the file")
+    nbytes = span[1] - span[0]
+    if math.prod(shape) * dtype.itemsize != nbytes:
+        raise ValueError(f"tensor {name[:100]!r} needs {math.prod(shape) * dtype.itemsize} bytes and has {nbytes}")
+    if nbytes and (start + span[0]) % dtype.itemsize:
+        raise ValueError(f"tensor {name[:100]!r} is not aligned to its element size")
+    return Entry(start + span[0], nbytes, dtype, tuple(shape))
+
+
+def _naturals(value: object) -> bool:
+    return type(value) is list and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def _check_metadata(value: object) -> None:
+    if type(value) is not dict or not all(type(text) is str for text in value.values()):
+        raise ValueError(f"{METADATA} maps names to anything but strings")
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _refuse(constant: str) -> object:
+    raise ValueError(f"{constant} is no JSON")

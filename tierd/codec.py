@@ -1,0 +1,87 @@
+"""One chunk <-> its stored bytes: zstd where that helps, raw where it does not, and the digests of both. Sync, pure.
+
+Law: decoding is bounded by what the manifest promised, not by what the bytes claim: a frame that names another size, or
+is followed by anything, is corrupt before a byte of it is expanded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import zstandard
+
+from tierd.core.errors import CorruptChunk
+from tierd.core.ids import PartId, chunk_key
+from tierd.core.manifest import Chunk, Stored
+from tierd.persist import digest
+
+RAW = "raw"
+ZSTD = "zst"
+_LEVEL = 1  # weights hardly compress further at higher levels (design, section 7)
+_WINDOW = 128 << 20  # bytes; what a decoder may be made to allocate
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A chunk as it rests on a tier, and the manifest's entry for it."""
+
+    chunk: Chunk
+    data: bytes | bytearray | memoryview
+
+    @property
+    def stored(self) -> Stored:
+        assert self.chunk.stored is not None
+        return self.chunk.stored
+
+
+def encode(part: PartId, chunk: Chunk, raw: bytes | bytearray | memoryview) -> Encoded:
+    """Encode one chunk of `part`. `raw` has been verified against `chunk`; equal input gives equal output."""
+    packed = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True).compress(raw)
+    codec, data = (ZSTD, packed) if len(packed) < len(raw) else (RAW, raw)
+    key = chunk_key(part, chunk.xxh3_128, codec)
+    stored = Stored(codec=codec, size=len(data), xxh3_128=digest(data), key=key)
+    return Encoded(Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored), data)
+
+
+def check_stored(stored: Stored, data: bytes | bytearray | memoryview, where: str) -> None:
+    """Compare stored bytes with their entry in the manifest.
+
+    Raises:
+        CorruptChunk: size or digest differ.
+    """
+    if len(data) != stored.size:
+        raise CorruptChunk(f"{where}: {stored.key}: {len(data)} bytes, not the {stored.size} of its manifest")
+    if digest(data) != stored.xxh3_128:
+        raise CorruptChunk(f"{where}: {stored.key}: its bytes differ from their digest")
+
+
+def decode(chunk: Chunk, data: bytes | bytearray | memoryview, where: str) -> bytes | bytearray | memoryview:
+    """The raw bytes of a chunk, verified before and after decoding.
+
+    Args:
+        where: the place the bytes came from, for the message.
+
+    Raises:
+        CorruptChunk: the stored bytes, the frame or the raw bytes are not what the manifest promised.
+    """
+    stored = chunk.stored
+    if stored is None:
+        raise CorruptChunk(f"{where}: the manifest does not say how chunk {chunk.xxh3_128} is stored")
+    check_stored(stored, data, where)
+    raw = data if stored.codec == RAW else _expand(chunk, stored, data, where)
+    if len(raw) != chunk.size or digest(raw) != chunk.xxh3_128:
+        raise CorruptChunk(f"{where}: {stored.key}: its decoded bytes differ from their digest")
+    return raw
+
+
+def _expand(chunk: Chunk, stored: Stored, data: bytes | bytearray | memoryview, where: str) -> bytes:
+    if stored.codec != ZSTD:
+        raise CorruptChunk(f"{where}: {stored.key}: codec {stored.codec!r} is not known; a newer tierd may read it")
+    try:
+        # decompress() would trust a size that the frame itself names, so that is compared first.
+        if zstandard.get_frame_parameters(bytes(data[:32])).content_size != chunk.size:
+            raise CorruptChunk(f"{where}: {stored.key}: the frame does not promise {chunk.size} bytes")
+        expander = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
+        return expander.decompress(data, max_output_size=chunk.size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise CorruptChunk(f"{where}: {stored.key}: not a zstd frame: {error}") from error

@@ -1,0 +1,108 @@
+"""The daemon's configuration: a `tierd.toml`, or nothing but a spool and URLs.
+
+Law: an unknown key, a wrong type or an unusable value is refused with the key's path; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tierd.core.errors import ConfigError
+from tierd.core.retention import Duration, RetentionPolicy
+from tierd.core.urls import parse_url
+
+_RESERVED = frozenset({"local"})  # the spool's own name among the tiers
+
+
+class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tier: where it is and what it keeps. The order in the file is the order of preference when reading."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
+    url: str
+    retention: RetentionPolicy = RetentionPolicy()
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything the daemon is told.
+
+    Attributes:
+        spool: absolute path of the spool's directory.
+        tier: the tiers, in order of preference.
+        retention: what stays in the spool, of what a tier has verified.
+        rescan: at least this often everything is looked at again, whatever events say.
+        drain: how long SIGTERM lets flushes in flight go on.
+        min_free_percent: with less of the spool's disk free, local copies that a tier has verified go early.
+    """
+
+    spool: Annotated[str, Meta(pattern="^/")]
+    tier: Annotated[tuple[TierConfig, ...], Meta(min_length=1)]
+    retention: RetentionPolicy = RetentionPolicy()
+    rescan: Duration = "30s"
+    drain: Duration = "60s"
+    min_free_percent: Annotated[float, Meta(ge=0, le=90)] = 5.0
+
+    def named(self, name: str) -> TierConfig:
+        """The tier called `name`."""
+        return next(tier for tier in self.tier if tier.name == name)
+
+
+def from_toml(text: str, where: str) -> Config:
+    """Read a configuration file's text.
+
+    Raises:
+        ConfigError: naming `where`, the key's path and what is wrong with it.
+    """
+    try:
+        config = msgspec.convert(tomllib.loads(text), Config)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where}: not TOML: {error}") from error
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {_readable(str(error))}") from error
+    return _checked(config, where)
+
+
+def from_urls(spool: str, urls: Sequence[str], retention: RetentionPolicy | None = None) -> Config:
+    """The configuration that ``tierd run --spool DIR --to URL`` means; tiers are named after their URL's scheme.
+
+    Raises:
+        ConfigError: no URL, or one that cannot be used.
+    """
+    if not urls:
+        raise ConfigError("no tier: name at least one with --to URL, or give --config FILE")
+    retention = retention or RetentionPolicy()
+    tiers: list[TierConfig] = []
+    for url in urls:
+        scheme = parse_url(url).scheme
+        taken = sum(tier.name.split("-")[0] == scheme for tier in tiers)
+        name = scheme if not taken else f"{scheme}-{taken + 1}"
+        tiers.append(TierConfig(name=name, url=url, retention=retention))
+    return _checked(Config(spool=spool, tier=tuple(tiers), retention=retention), "--to")
+
+
+def _checked(config: Config, where: str) -> Config:
+    names: set[str] = set()
+    urls: dict[str, str] = {}
+    for index, tier in enumerate(config.tier):
+        try:
+            url = str(parse_url(tier.url))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: tier[{index}].url: {error}") from error
+        if tier.name in names or tier.name in _RESERVED:
+            raise ConfigError(f"{where}: tier[{index}].name: {tier.name!r} is taken")
+        if url in urls:
+            raise ConfigError(f"{where}: tier[{index}].url: the same place as tier {urls[url]!r}")
+        names.add(tier.name)
+        urls[url] = tier.name
+    return config
+
+
+def _readable(message: str) -> str:
+    # msgspec says "... - at `$.tier[0].url`": the path first reads better, and `$.` means nothing to a user.
+    match = re.fullmatch(r"(.*) - at `\$\.?(.*)`", message)
+    return f"{match[2]}: {match[1]}" if match else message

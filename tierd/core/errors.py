@@ -1,0 +1,71 @@
+"""Every error that tierd raises, named after the condition it states.
+
+Law: an error is not corruption. Only `CorruptChunk` and `ManifestError` say that bytes are proven wrong; nothing else
+may quarantine, step back or prune. A foreign exception becomes one of these once, at the edge where it appears.
+"""
+
+from __future__ import annotations
+
+
+class TierdError(Exception):
+    """The base of every error that tierd raises on purpose."""
+
+
+class ConfigError(TierdError):
+    """The configuration, a URL, a name or an argument cannot be used; the message names the place."""
+
+
+class StepRefused(TierdError):
+    """The step is no int, is negative, or was already committed by this attempt."""
+
+
+class StateRefused(TierdError):
+    """A value in the state has no safe encoding; the message names its path. Nothing was written."""
+
+
+class StateMismatch(TierdError):
+    """The checkpoint does not fit the objects it should be loaded into. Nothing was loaded."""
+
+
+class StoreUnavailable(TierdError):
+    """The store did not answer, or answered that it cannot now. The only condition that is retried."""
+
+
+class StoreRefused(TierdError):
+    """The store answered no: credentials, permissions, a missing bucket. Trying again at once will not help."""
+
+
+class ObjectNotFound(TierdError):
+    """The store answered, and the key is not there."""
+
+
+class CorruptChunk(TierdError):
+    """Bytes differ from their recorded digest or size: proven corruption."""
+
+
+class ManifestError(TierdError):
+    """A manifest is truncated, altered, oversized, or says something that no honest writer says: proven corruption."""
+
+
+class FormatTooNew(TierdError):
+    """An intact manifest of a format version that this tierd does not know. Not corruption: a newer tierd reads it."""
+
+
+class CheckpointNotFound(TierdError):
+    """No verified checkpoint answers the request; the message says what was skipped, why, and what else there is."""
+
+
+class SpoolUnusable(TierdError):
+    """The spool is no directory, is not writable, or another daemon holds it."""
+
+
+class SpoolFull(TierdError):
+    """The spool's file system has no room for the write."""
+
+
+class SaveFailed(TierdError):
+    """The checkpoint could not be made durable; the cause is chained."""
+
+
+class DaemonUnavailable(TierdError):
+    """No daemon answers on the spool's control socket."""

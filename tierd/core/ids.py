@@ -1,0 +1,187 @@
+"""Names: runs, attempts, checkpoints and parts, and the one place that turns them into paths and keys and back.
+
+Law: a name that comes from outside (an argument, a listing, a manifest) becomes a path or a key only by passing here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tierd.core.errors import ConfigError, StepRefused
+
+MAX_STEP = 10**12 - 1  # steps are written with twelve digits, so that names sort as numbers do
+MAX_WORLD = 99_999
+
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_ATTEMPT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")
+_CHECKPOINT = re.compile(r"(\d{12})\.([0-9a-f]{12}-[0-9a-f]{8})")
+_PART = re.compile(r"(\d{5})-of-(\d{5})")
+_RESERVED_RUNS = frozenset({"README.md"})  # a tier's own objects at its root
+
+
+def check_run(run: str) -> str:
+    """Return `run` if it can name a run.
+
+    Raises:
+        ConfigError: anything but 1 to 128 of ``A-Za-z0-9._-`` beginning with a letter or digit.
+    """
+    if not isinstance(run, str) or not _RUN.fullmatch(run) or run in _RESERVED_RUNS:
+        raise ConfigError(f"run {run!r}: a run's name is 1 to 128 of A-Za-z0-9._-, a letter or digit first")
+    return run
+
+
+def check_step(step: object) -> int:
+    """Return `step` as an int.
+
+    Raises:
+        StepRefused: not an integer (a bool or float is not), negative, or beyond `MAX_STEP`.
+    """
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise StepRefused(f"step {step!r}: a step is an int, not {type(step).__name__}")
+    number = int(step.__index__())
+    if not 0 <= number <= MAX_STEP:
+        raise StepRefused(f"step {number}: a step lies between 0 and {MAX_STEP}")
+    return number
+
+
+def check_attempt(attempt: str) -> str:
+    """Return `attempt` if it has the form that `next_attempt` gives.
+
+    Raises:
+        ConfigError: any other form.
+    """
+    if not isinstance(attempt, str) or not _ATTEMPT.fullmatch(attempt):
+        raise ConfigError(
+            f"attempt {attempt!r}: an attempt is 12 hex digits of launch time in ms, '-', 8 random hex digits "
+            "(tierd.new_attempt() makes one); every rank of a launch is given the same"
+        )
+    return attempt
+
+
+def next_attempt(now_ms: int, seen: Iterable[str], token: str) -> str:
+    """Name a launch so that it sorts after every attempt in `seen`, even when the clock was set back.
+
+    A hybrid logical clock (Kulkarni et al., 2014): wall time, pushed past everything already seen.
+
+    Args:
+        now_ms: wall clock, milliseconds since 1970.
+        seen: attempts that the spool, the daemon or a restored checkpoint shows.
+        token: 8 random hex digits, which keep two launches of one millisecond apart.
+    """
+    latest = max((int(attempt[:12], 16) for attempt in seen), default=-1)
+    return check_attempt(f"{max(now_ms, latest + 1, 0):012x}-{token}")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CheckpointId:
+    """`(run, attempt, step)`, ordered so: the latest attempt is the newest, whatever its step."""
+
+    run: str
+    attempt: str
+    step: int
+
+    @property
+    def name(self) -> str:
+        """The directory's or key's name inside the run: ``<step:012>.<attempt>``."""
+        return f"{self.step:012}.{self.attempt}"
+
+    def __str__(self) -> str:
+        return f"{self.run} step {self.step} (attempt {self.attempt})"
+
+    @staticmethod
+    def parse(run: str, name: str) -> CheckpointId | None:
+        """The checkpoint that `name` means inside `run`, or None when it means none."""
+        match = _CHECKPOINT.fullmatch(name)
+        return CheckpointId(run, match[2], int(match[1])) if match and _RUN.fullmatch(run) else None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PartId:
+    """What one rank contributes to a checkpoint."""
+
+    checkpoint: CheckpointId
+    rank: int
+    world: int
+
+    @property
+    def name(self) -> str:
+        """``<rank:05>-of-<world:05>``."""
+        return f"{self.rank:05}-of-{self.world:05}"
+
+    def __str__(self) -> str:
+        return f"{self.checkpoint} rank {self.rank} of {self.world}"
+
+    @property
+    def path(self) -> str:
+        """The part's directory, relative to the spool."""
+        return f"{self.checkpoint.run}/{self.checkpoint.name}/{self.name}"
+
+    @property
+    def manifest_key(self) -> str:
+        return f"{self.checkpoint.run}/manifests/{self.checkpoint.name}/{self.name}.json"
+
+    @property
+    def quarantine_key(self) -> str:
+        """Where a manifest goes on a tier whose chunks are proven corrupt beyond repair."""
+        return f"{self.checkpoint.run}/quarantine/{self.checkpoint.name}/{self.name}.json"
+
+    @staticmethod
+    def parse(run: str, checkpoint: str, name: str) -> PartId | None:
+        """The part that ``<checkpoint>/<name>`` means inside `run`, or None when it means none."""
+        owner, match = CheckpointId.parse(run, checkpoint), _PART.fullmatch(name)
+        if owner is None or match is None:
+            return None
+        rank, world = int(match[1]), int(match[2])
+        return PartId(owner, rank, world) if rank < world else None
+
+    @staticmethod
+    def parse_key(key: str) -> PartId | None:
+        """The part whose manifest lies under `key`, whether in ``manifests/`` or in ``quarantine/``."""
+        pieces = key.split("/")
+        if len(pieces) != 4 or pieces[1] not in ("manifests", "quarantine") or not pieces[3].endswith(".json"):
+            return None
+        return PartId.parse(pieces[0], pieces[2], pieces[3].removesuffix(".json"))
+
+
+def check_rank(rank: object, world: object) -> tuple[int, int]:
+    """Return `(rank, world)` as ints.
+
+    Raises:
+        ConfigError: unless 0 <= rank < world <= `MAX_WORLD`.
+    """
+    if (
+        isinstance(rank, bool)
+        or isinstance(world, bool)
+        or not isinstance(rank, int)
+        or not isinstance(world, int)
+        or not 0 <= rank < world <= MAX_WORLD
+    ):
+        raise ConfigError(f"rank {rank!r} of {world!r}: ranks count from 0 to world size - 1, at most {MAX_WORLD}")
+    return rank, world
+
+
+def manifests_prefix(run: str) -> str:
+    return f"{run}/manifests/"
+
+
+def quarantine_prefix(run: str) -> str:
+    return f"{run}/quarantine/"
+
+
+def chunks_prefix(run: str) -> str:
+    return f"{run}/chunks/"
+
+
+def pins_prefix(run: str) -> str:
+    return f"{run}/pins/"
+
+
+def pin_key(checkpoint: CheckpointId) -> str:
+    return f"{pins_prefix(checkpoint.run)}{checkpoint.name}"
+
+
+def chunk_key(part: PartId, digest: str, codec: str) -> str:
+    """A chunk's key, relative to the run: ``chunks/<checkpoint>/<rank:05>/<digest>.<codec>``."""
+    return f"chunks/{part.checkpoint.name}/{part.rank:05}/{digest}.{codec}"

@@ -1,0 +1,234 @@
+"""The manifest: the immutable description of what one rank contributed. `FORMAT.md` is its prose.
+
+Law: metadata is never executable and never trusted. Bytes become a `Manifest` only through `decode`, which checks the
+self-digest, the schema, every bound and every path; `encode` is its inverse.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Annotated
+
+import msgspec
+import xxhash
+from msgspec import Meta
+
+from tierd.core.errors import FormatTooNew, ManifestError
+from tierd.core.ids import MAX_STEP, MAX_WORLD, CheckpointId, PartId
+
+VERSION = 1
+MANIFEST_NAME = "manifest.json"  # inside a part's directory in the spool
+CHUNK_SIZE = 64 << 20  # what this writer cuts files into, bytes
+MAX_CHUNK_SIZE = 256 << 20  # what a reader accepts, bytes: a chunk is held in memory whole
+MAX_MANIFEST_SIZE = 32 << 20
+MAX_FILES = 100_000
+MAX_METRICS = 1_000
+
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+Attempt = Annotated[str, Meta(pattern=r"^[0-9a-f]{12}-[0-9a-f]{8}$")]
+Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
+_SEAL = b',"digest":"'
+_SEAL_SIZE = len(_SEAL) + 32 + len('"}\n')
+_CHUNK_KEY = re.compile(r"chunks/\d{12}\.[0-9a-f]{12}-[0-9a-f]{8}/(\d{5})/[0-9a-f]{32}\.[a-z0-9]{1,16}")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """How a chunk rests on a tier: its encoded form, which is byte-identical on every tier."""
+
+    codec: Annotated[str, Meta(pattern=r"^[a-z0-9]{1,16}$")]
+    size: Annotated[int, Meta(ge=0, le=MAX_CHUNK_SIZE + (MAX_CHUNK_SIZE >> 4))]
+    xxh3_128: Digest
+    key: Annotated[str, Meta(max_length=128)]  # relative to the run; may lie under an older checkpoint of the same rank
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A run of a file's bytes: `size` raw bytes and their digest. `stored` is absent in the spool."""
+
+    size: Annotated[int, Meta(ge=1, le=MAX_CHUNK_SIZE)]
+    xxh3_128: Digest
+    stored: Stored | None = None
+
+
+class File(msgspec.Struct, frozen=True, kw_only=True):
+    """A file by its relative path; `chunks` cover its `size` bytes in order, with no gap."""
+
+    path: Annotated[str, Meta(min_length=1, max_length=1024)]
+    size: Annotated[int, Meta(ge=0)]
+    chunks: tuple[Chunk, ...]
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoint that an attempt resumed from: a link of the timeline."""
+
+    step: Step
+    attempt: Attempt
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank contributed. `created` is RFC 3339 in UTC; `metrics` may hold NaN or infinities."""
+
+    version: int
+    run: str
+    step: Step
+    attempt: Attempt
+    resumed_from: Origin | None
+    rank: Annotated[int, Meta(ge=0, lt=MAX_WORLD)]
+    world_size: Annotated[int, Meta(ge=1, le=MAX_WORLD)]
+    created: str
+    writer: Annotated[str, Meta(max_length=64)]
+    metrics: Annotated[dict[str, float | str], Meta(max_length=MAX_METRICS)]
+    files: Annotated[tuple[File, ...], Meta(max_length=MAX_FILES)]
+
+    @property
+    def part(self) -> PartId:
+        return PartId(CheckpointId(self.run, self.attempt, self.step), self.rank, self.world_size)
+
+    @property
+    def origin(self) -> CheckpointId | None:
+        """The checkpoint that this attempt resumed from, or None when it began from nothing."""
+        origin = self.resumed_from
+        return CheckpointId(self.run, origin.attempt, origin.step) if origin else None
+
+    @property
+    def created_at(self) -> datetime:
+        return datetime.fromisoformat(self.created)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The metrics as floats, non-finite ones included."""
+        return {name: float(value) for name, value in self.metrics.items()}
+
+    @property
+    def size(self) -> int:
+        """Raw bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def stored_size(self) -> int:
+        """Bytes on a tier; 0 for a manifest of the spool."""
+        return sum(chunk.stored.size for chunk in self.chunks() if chunk.stored)
+
+    def chunks(self) -> Iterator[Chunk]:
+        for file in self.files:
+            yield from file.chunks
+
+    def same_content(self, other: Manifest) -> bool:
+        """Whether both describe the same raw bytes at the same paths, however they are stored."""
+
+        def raw(manifest: Manifest) -> list[tuple[str, list[tuple[int, str]]]]:
+            return [(file.path, [(chunk.size, chunk.xxh3_128) for chunk in file.chunks]) for file in manifest.files]
+
+        return self.part == other.part and self.resumed_from == other.resumed_from and raw(self) == raw(other)
+
+
+def metrics_to_json(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """JSON has no NaN and no infinity: those become strings that `float` reads back."""
+    finite = float("inf")
+    return {name: value if -finite < value < finite else str(value) for name, value in metrics.items()}
+
+
+def chunk_sizes(size: int, chunk_size: int = CHUNK_SIZE) -> list[int]:
+    """How a file of `size` bytes is cut: full chunks, then the rest. An empty file has no chunk."""
+    full, rest = divmod(size, chunk_size)
+    return [chunk_size] * full + ([rest] if rest else [])
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as one JSON object whose last member, `digest`, is the xxh3-128 of every byte before its comma."""
+    body = msgspec.json.encode(manifest)[:-1]
+    return body + _SEAL + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
+
+
+def decode(data: bytes, expected: PartId | None = None) -> Manifest:
+    """Read a manifest that came from anywhere.
+
+    Args:
+        data: the object's or file's bytes.
+        expected: the part that the place it was found at names; a manifest that says another is refused.
+
+    Raises:
+        ManifestError: truncated, altered, oversized or unsafe; the message says which and where.
+        FormatTooNew: intact, and of a version that this tierd does not know.
+    """
+    where = f"manifest of {expected}" if expected else "manifest"
+    if len(data) > MAX_MANIFEST_SIZE:
+        raise ManifestError(f"{where}: {len(data)} bytes; at most {MAX_MANIFEST_SIZE} are read")
+    body, seal = data[:-_SEAL_SIZE], data[-_SEAL_SIZE:]
+    if not seal.startswith(_SEAL) or not seal.endswith(b'"}\n'):
+        raise ManifestError(f"{where}: truncated, or not a manifest: it does not end in its digest")
+    if seal[len(_SEAL) : -3] != xxhash.xxh3_128_hexdigest(body).encode():
+        raise ManifestError(f"{where}: its bytes differ from its own digest")
+    body += b"}"
+    try:
+        version = msgspec.json.decode(body, type=_Version).version
+        if version != VERSION:
+            raise FormatTooNew(f"{where}: format version {version}; this tierd reads {VERSION}: use a newer one")
+        manifest = msgspec.json.decode(body, type=Manifest)
+        manifest.numbers  # noqa: B018  # every metric is a number, or a string that float() reads
+        created = manifest.created_at
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ManifestError(f"{where}: {error}") from error
+    if created.tzinfo is None or created.utcoffset() != UTC.utcoffset(None):
+        raise ManifestError(f"{where}: created {manifest.created!r} is not in UTC")
+    if manifest.rank >= manifest.world_size:
+        raise ManifestError(f"{where}: rank {manifest.rank} of {manifest.world_size}")
+    if manifest.resumed_from and manifest.resumed_from.attempt >= manifest.attempt:
+        raise ManifestError(
+            f"{where}: it resumes from {manifest.resumed_from.attempt}, which is not an earlier attempt"
+        )
+    if PartId.parse(manifest.run, manifest.part.checkpoint.name, manifest.part.name) is None:
+        raise ManifestError(f"{where}: run {manifest.run!r} is no run's name")
+    if expected is not None and manifest.part != expected:
+        raise ManifestError(f"{where}: it says that it is {manifest.part}")
+    _check_files(manifest, where)
+    return manifest
+
+
+class _Version(msgspec.Struct):
+    # Every version of the format keeps these two: a member `version`, and the seal. So a newer manifest is never
+    # mistaken for a corrupt one.
+    version: int
+
+
+def _check_files(manifest: Manifest, where: str) -> None:
+    seen: set[str] = set()
+    for file in manifest.files:
+        check_path(file.path, where)
+        if file.path in seen:
+            raise ManifestError(f"{where}: {file.path!r} is named twice")
+        seen.add(file.path)
+        if sum(chunk.size for chunk in file.chunks) != file.size:
+            raise ManifestError(f"{where}: the chunks of {file.path!r} do not add up to its {file.size} bytes")
+        for chunk in file.chunks:
+            _check_key(chunk, manifest.rank, f"{where}: {file.path!r}")
+    for path in seen:
+        pieces = path.split("/")
+        if any("/".join(pieces[:depth]) in seen for depth in range(1, len(pieces))):
+            raise ManifestError(f"{where}: {path!r} lies inside another file")
+
+
+def _check_key(chunk: Chunk, rank: int, where: str) -> None:
+    if chunk.stored is None:
+        return
+    match = _CHUNK_KEY.fullmatch(chunk.stored.key)
+    if match is None or int(match[1]) != rank:
+        raise ManifestError(f"{where}: {chunk.stored.key!r} is no key of a chunk of rank {rank}")
+
+
+def check_path(path: str, where: str) -> None:
+    """Refuse a path that could leave its directory, shadow the manifest or not exist on a common file system.
+
+    Raises:
+        ManifestError: absolute, empty component, ``.``, ``..``, control character, component over 255 bytes, reserved.
+    """
+    try:
+        pieces = [piece.encode() for piece in path.split("/")]
+    except UnicodeEncodeError as error:
+        raise ManifestError(f"{where}: {path!r} is not valid Unicode") from error
+    if any(piece in (b"", b".", b"..") or len(piece) > 255 for piece in pieces) or _CONTROL.search(path):
+        raise ManifestError(f"{where}: {path!r} is not a safe relative path")
+    if path == MANIFEST_NAME:
+        raise ManifestError(f"{where}: {path!r} is the manifest's own name")

@@ -1,0 +1,323 @@
+"""The plan: from what was observed to what should be done next. The daemon's only source of decisions.
+
+Law: only `plan` may decide to delete, and only from complete, verified facts: a tier that did not answer is `None` in
+the `World` and proves nothing. Called again on an unchanged world, it gives the same answer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from tierd.core.config import Config
+from tierd.core.errors import ManifestError, TierdError
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import Manifest
+from tierd.core.retention import CheckpointInfo, RetentionPolicy, Verdict, decide
+
+SPOOL = "local"  # the spool's name wherever a tier's name can stand
+Backoff = Mapping[str, float]  # tier -> monotonic time before which it is left alone, seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What planning needs of one readable manifest. Sizes in bytes; `stored_size` is 0 in the spool."""
+
+    created: datetime
+    metrics: Mapping[str, float]
+    origin: CheckpointId | None
+    size: int
+    stored_size: int
+    borrowed: frozenset[CheckpointId]  # older checkpoints whose chunks this manifest names
+
+    @staticmethod
+    def of(manifest: Manifest) -> Facts:
+        own = manifest.part.checkpoint
+        named = {chunk.stored.key.split("/")[1] for chunk in manifest.chunks() if chunk.stored}
+        owners = {CheckpointId.parse(own.run, name) for name in named - {own.name}}
+        return Facts(
+            manifest.created_at,
+            manifest.numbers,
+            manifest.origin,
+            manifest.size,
+            manifest.stored_size,
+            frozenset(owner for owner in owners if owner),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What one place, the spool or a tier, was seen to hold.
+
+    A part maps to None where its manifest is there but cannot be used; `defects` then says why. `owners` are the
+    checkpoints under whose name chunks lie on a tier. Quarantined parts still tell the timeline where they can.
+    """
+
+    parts: Mapping[PartId, Facts | None] = field(default_factory=dict)
+    defects: Mapping[PartId, TierdError] = field(default_factory=dict)
+    pins: frozenset[CheckpointId] = frozenset()
+    owners: frozenset[CheckpointId] = frozenset()
+    quarantined: Mapping[PartId, Facts | None] = field(default_factory=dict)
+
+    @property
+    def checkpoints(self) -> dict[CheckpointId, list[PartId]]:
+        """The parts of each checkpoint that has any."""
+        return by_checkpoint(self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Everything observed. `held` and `busy` are what the daemon itself has in hand: nothing there is deleted."""
+
+    spool: Place
+    tiers: Mapping[str, Place | None]  # in order of preference; None: it did not answer
+    free: float = 1.0  # share of the spool's file system that is free, 0..1
+    leftovers: tuple[str, ...] = ()  # stages whose writer is gone
+    held: frozenset[CheckpointId] = frozenset()  # being restored
+    busy: frozenset[PartId] = frozenset()  # being flushed
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Copy a part from the spool to a tier."""
+
+    part: PartId
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prune:
+    """Delete a checkpoint from a tier, or its copy from the spool (`tier` is then `SPOOL`)."""
+
+    checkpoint: CheckpointId
+    tier: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Remove a stage that its writer left behind in the spool, or a quarantined part that retention has retired."""
+
+    name: str
+    tier: str = SPOOL
+
+
+@dataclass(frozen=True, slots=True)
+class Mend:
+    """A part's manifest is corrupt in one place: heal it from another, or quarantine it."""
+
+    part: PartId
+    tier: str = SPOOL
+
+
+Action = Flush | Prune | Discard | Mend
+
+
+def by_checkpoint(parts: Iterable[PartId]) -> dict[CheckpointId, list[PartId]]:
+    found: dict[CheckpointId, list[PartId]] = defaultdict(list)
+    for part in parts:
+        found[part.checkpoint].append(part)
+    return dict(found)
+
+
+def is_complete(parts: Iterable[PartId]) -> bool:
+    """Whether ranks 0..W-1 of one world size are all among one checkpoint's parts."""
+    ranks: dict[int, set[int]] = defaultdict(set)
+    for part in parts:
+        ranks[part.world].add(part.rank)
+    return any(len(found) == world for world, found in ranks.items())
+
+
+def runs(world: World) -> list[str]:
+    """Every run that any place shows."""
+    places = [world.spool, *(place for place in world.tiers.values() if place)]
+    return sorted({part.checkpoint.run for place in places for part in place.parts})
+
+
+def plan(world: World, config: Config, backoff: Backoff, now: float) -> tuple[Action, ...]:
+    """What to do next, most urgent first: flushes newest first, then deletions oldest first.
+
+    Args:
+        world: what was observed.
+        config: the tiers and their policies.
+        backoff: tiers to leave alone for now.
+        now: monotonic time, seconds; compared with `backoff` only.
+    """
+    awake = {name: place for name, place in world.tiers.items() if place and backoff.get(name, now) <= now}
+    flushes = [
+        flush
+        for run in runs(world)
+        for name, place in awake.items()
+        for flush in _flushes(world, place, config.named(name).retention, run, name)
+    ]
+    flushes.sort(key=lambda flush: (flush.part.checkpoint.attempt, flush.part.checkpoint.step), reverse=True)
+    mends = [Mend(part) for part in _corrupt(world.spool)]
+    for name, place in awake.items():  # what the spool has right is flushed anew instead
+        mends += [Mend(part, name) for part in _corrupt(place) if not world.spool.parts.get(part)]
+    actions: list[Action] = [*flushes, *mends]
+    for run in runs(world):
+        for name, place in awake.items():
+            actions += _tier_prunes(world, place, config.named(name).retention, run, name)
+        actions += _spool_prunes(world, config, run)
+        actions += _aged_quarantine(world, config, run)
+    actions += [Discard(name) for name in world.leftovers]
+    return tuple(actions)
+
+
+def _corrupt(place: Place) -> list[PartId]:
+    return [part for part, defect in place.defects.items() if isinstance(defect, ManifestError)]
+
+
+def _flushes(world: World, tier: Place, policy: RetentionPolicy, run: str, name: str) -> Iterator[Flush]:
+    wanted = {verdict.id for verdict in judge_tier(world, tier, policy, run, pending=True) if verdict.keep}
+    for part in pending(world.spool, tier, run):
+        if part.checkpoint in wanted and part not in world.busy:
+            yield Flush(part, name)
+
+
+def pending(spool: Place, tier: Place, run: str) -> list[PartId]:
+    """The readable parts of `run` in the spool that the tier has no readable manifest of."""
+    return [
+        part for part, facts in spool.parts.items() if part.checkpoint.run == run and facts and not tier.parts.get(part)
+    ]
+
+
+def judge_tier(
+    world: World, tier: Place, policy: RetentionPolicy, run: str, *, pending: bool = False
+) -> tuple[Verdict, ...]:
+    """Retention's verdicts over what a tier holds of `run`; with `pending`, as if the spool's parts were there too."""
+    parts: dict[PartId, Facts | None] = {
+        part: facts for part, facts in tier.parts.items() if part.checkpoint.run == run
+    }
+    lent = {owner for facts in parts.values() if facts for owner in facts.borrowed}
+    extra = {part.checkpoint for part in tier.quarantined} | (tier.owners - lent)
+    if pending:
+        local = {part: facts for part, facts in world.spool.parts.items() if part.checkpoint.run == run and facts}
+        parts = {**local, **{part: facts or local.get(part) for part, facts in parts.items()}}
+    coming = {part.checkpoint for part in world.spool.parts} if pending else set()
+    pins = tier.pins | world.spool.pins | world.held
+    infos = [
+        _info(checkpoint, found, parts, pins, complete=checkpoint in coming or is_complete(found))
+        for checkpoint, found in by_checkpoint(parts).items()
+    ]
+    known = {info.id for info in infos}
+    infos += [
+        CheckpointInfo(checkpoint, complete=False, verified=True, pinned=checkpoint in pins)
+        for checkpoint in extra - known
+        if checkpoint.run == run
+    ]
+    return decide(infos, policy)
+
+
+def _info(
+    checkpoint: CheckpointId,
+    found: list[PartId],
+    parts: Mapping[PartId, Facts | None],
+    pins: frozenset[CheckpointId],
+    *,
+    complete: bool,
+    verified: bool = True,
+) -> CheckpointInfo:
+    # The lowest rank speaks for the checkpoint; a part whose manifest cannot be used makes it incomplete.
+    facts = parts[min(found)]
+    return CheckpointInfo(
+        checkpoint,
+        complete=complete and all(parts[part] for part in found),
+        verified=verified,
+        pinned=checkpoint in pins,
+        created=facts.created if facts else None,
+        metrics=facts.metrics if facts else None,
+        origin=facts.origin if facts else None,
+    )
+
+
+def _tier_prunes(world: World, tier: Place, policy: RetentionPolicy, run: str, name: str) -> Iterator[Prune]:
+    if not is_janitor(world, tier, run):
+        return
+    wanted = {verdict.id for verdict in judge_tier(world, tier, policy, run, pending=True) if verdict.keep}
+    coming = {part.checkpoint for part in pending(world.spool, tier, run)} & wanted
+    coming |= {part.checkpoint for part in world.busy}
+    for verdict in reversed(judge_tier(world, tier, policy, run)):
+        if not verdict.keep and verdict.id not in coming:
+            yield Prune(verdict.id, name, verdict.reasons)
+
+
+def is_janitor(world: World, tier: Place, run: str) -> bool:
+    """Whether this daemon may prune `run` on a shared tier: its spool holds rank 0 of the newest attempt."""
+    mine = {part.checkpoint.attempt for part in world.spool.parts if part.checkpoint.run == run and part.rank == 0}
+    seen = {part.checkpoint.attempt for part in (*world.spool.parts, *tier.parts) if part.checkpoint.run == run}
+    return bool(seen) and max(seen) in mine
+
+
+def judge_spool(world: World, config: Config, run: str) -> tuple[Verdict, ...]:
+    """Retention's verdicts over the spool's copies of `run`: a copy counts as verified when a tier verified it, or when
+    every tier would drop it at once because newer verified ones have retired it there."""
+    retired = [_retired(world, place, config.named(name).retention, run) for name, place in world.tiers.items()]
+    gone = frozenset.intersection(*retired) if retired else frozenset()
+    parts = {part: facts for part, facts in world.spool.parts.items() if part.checkpoint.run == run}
+    pins = world.spool.pins | world.held
+    pins = pins.union(*(place.pins for place in world.tiers.values() if place))
+    return decide(
+        [
+            _info(
+                checkpoint,
+                found,
+                parts,
+                pins,
+                complete=is_complete(found) or any(_complete_on(checkpoint, place) for place in world.tiers.values()),
+                verified=_on_a_tier(found, world) or checkpoint in gone,
+            )
+            for checkpoint, found in by_checkpoint(parts).items()
+        ],
+        config.retention,
+    )
+
+
+def _retired(world: World, tier: Place | None, policy: RetentionPolicy, run: str) -> frozenset[CheckpointId]:
+    if tier is None:
+        return frozenset()
+    # As if only this one were added: others that are merely pending retire nothing.
+    gone = set()
+    for part in pending(world.spool, tier, run):
+        alone = World(Place({part: world.spool.parts[part]}, pins=world.spool.pins), {}, held=world.held)
+        verdicts = judge_tier(alone, tier, policy, run, pending=True)
+        gone |= {verdict.id for verdict in verdicts if verdict.id == part.checkpoint and not verdict.keep}
+    return frozenset(gone)
+
+
+def _complete_on(checkpoint: CheckpointId, tier: Place | None) -> bool:
+    return tier is not None and is_complete(
+        part for part, facts in tier.parts.items() if part.checkpoint == checkpoint and facts
+    )
+
+
+def _on_a_tier(parts: Iterable[PartId], world: World) -> bool:
+    """Whether one tier holds a verified copy of all of `parts`: its manifest was put after every byte was verified."""
+    wanted = list(parts)
+    return any(place and all(place.parts.get(part) for part in wanted) for place in world.tiers.values())
+
+
+def _spool_prunes(world: World, config: Config, run: str) -> Iterator[Prune]:
+    verdicts = judge_spool(world, config, run)
+    busy = {part.checkpoint for part in world.busy} | world.held
+    low = world.free * 100 < config.min_free_percent
+    counted = [verdict for verdict in verdicts if _on_a_tier(world.spool.checkpoints[verdict.id], world)]
+    for verdict in reversed(verdicts):
+        if verdict.id in busy:
+            continue
+        if not verdict.keep:
+            yield Prune(verdict.id, SPOOL, verdict.reasons)
+        elif low and verdict in counted[1:]:
+            yield Prune(verdict.id, SPOOL, (f"under {config.min_free_percent:g} % of the spool's disk is free",))
+
+
+def _aged_quarantine(world: World, config: Config, run: str) -> Iterator[Discard]:
+    # Kept for a person to look at until as many newer verified checkpoints exist as the policy keeps.
+    verified = {c for c, parts in world.spool.checkpoints.items() if c.run == run and _on_a_tier(parts, world)}
+    low = world.free * 100 < config.min_free_percent
+    for part in world.spool.quarantined:
+        newer = sum(checkpoint > part.checkpoint for checkpoint in verified)
+        if part.checkpoint.run == run and (newer >= config.retention.keep_last or low):
+            yield Discard(f"quarantine/{part.path}")

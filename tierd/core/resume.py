@@ -1,0 +1,107 @@
+"""Which checkpoints a restore tries, in which order, and what it says when there is none.
+
+Law: names alone decide completeness, manifests alone decide ancestry, and neither decides validity: whether a
+candidate's bytes are right is found out by whoever reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tierd.core.errors import CheckpointNotFound
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.plan import SPOOL, World, by_checkpoint, is_complete
+from tierd.core.timeline import timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A complete checkpoint, and the places that show any part of it (`"local"` first)."""
+
+    checkpoint: CheckpointId
+    world: int
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What a restore of one run has to go on.
+
+    `candidates` are to be tried in order. `branches` are complete checkpoints that the timeline does not reach.
+    `incomplete` are newer than the first candidate and lack a rank's part. `lost` is an attempt whose origin nobody can
+    tell. `unreached` are tiers that did not answer.
+    """
+
+    candidates: tuple[Candidate, ...]
+    branches: tuple[CheckpointId, ...]
+    incomplete: tuple[CheckpointId, ...]
+    lost: str | None
+    unreached: tuple[str, ...]
+    attempts: tuple[str, ...]
+
+
+def restore_candidates(world: World, run: str, step: int | None = None, attempt: str | None = None) -> Resume:
+    """Order the checkpoints of `run` for a restore.
+
+    Args:
+        step: only this step; on the timeline if it is there, else of the newest attempt that has it.
+        attempt: only this attempt; with it a branch off the timeline can be asked for.
+    """
+    places = {SPOOL: world.spool, **{name: place for name, place in world.tiers.items() if place}}
+    parts = {part for place in places.values() for part in place.parts if part.checkpoint.run == run}
+    aside = {part for place in places.values() for part in place.quarantined if part.checkpoint.run == run} - parts
+    found = by_checkpoint(parts)
+    complete = [checkpoint for checkpoint, own in found.items() if is_complete(own)]
+    origins: dict[str, CheckpointId | None] = {}
+    for place in places.values():
+        for part, facts in (*place.parts.items(), *place.quarantined.items()):
+            if facts and part.checkpoint.run == run:
+                origins[part.checkpoint.attempt] = facts.origin
+    known = {*found, *(part.checkpoint for part in aside)}
+    line = timeline(known, complete, origins)
+    order = line.path
+    if step is not None or attempt is not None:
+        order = tuple(
+            checkpoint
+            for checkpoint in (*line.path, *line.branches)
+            if step in (None, checkpoint.step) and attempt in (None, checkpoint.attempt)
+        )
+        order = order[:1] if step is not None else order
+    first = order[0] if order else None
+    return Resume(
+        candidates=tuple(
+            Candidate(
+                checkpoint,
+                min(
+                    part.world
+                    for part in found[checkpoint]
+                    if is_complete(p for p in found[checkpoint] if p.world == part.world)
+                ),
+                tuple(name for name, place in places.items() if any(part in place.parts for part in found[checkpoint])),
+            )
+            for checkpoint in order
+        ),
+        branches=tuple(checkpoint for checkpoint in line.branches if checkpoint not in order),
+        incomplete=tuple(sorted((c for c in found if c not in complete and (not first or c > first)), reverse=True)),
+        lost=line.lost,
+        unreached=tuple(name for name, place in world.tiers.items() if place is None),
+        attempts=tuple(sorted({checkpoint.attempt for checkpoint in known})),
+    )
+
+
+def not_found(resume: Resume, run: str, step: int | None, skipped: list[str]) -> CheckpointNotFound:
+    """The error that names what was asked, what was skipped and why, and what else could be asked for."""
+    asked = f"run {run!r}" if step is None else f"run {run!r} step {step}"
+    lines = [f"{asked}: no checkpoint could be verified"] if skipped else [f"{asked}: there is no such checkpoint"]
+    lines += [f"  skipped {text}" for text in skipped]
+    if resume.lost and resume.branches:
+        lines.append(f"  what attempt {resume.lost} resumed from cannot be told any more")
+    if resume.branches:
+        named = ", ".join(f"step {c.step} of attempt {c.attempt}" for c in resume.branches[:5])
+        lines.append(f"  not tried, off the timeline: {named}; restore(step=…, attempt=…) asks for one")
+    return CheckpointNotFound("\n".join(lines))
+
+
+def own_part(candidate: Candidate, rank: int) -> PartId:
+    """The part that `rank` restores from."""
+    return PartId(candidate.checkpoint, rank, candidate.world)

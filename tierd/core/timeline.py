@@ -1,0 +1,55 @@
+"""The timeline: the chain of attempts that the newest one descends from.
+
+Law: a resume walks down the timeline only. Past an attempt's first checkpoint it goes on at the checkpoint which that
+attempt resumed from, never at a later one of a branch that was abandoned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from tierd.core.ids import CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One run's complete checkpoints, each once.
+
+    `path` is newest first; `branches` are complete checkpoints off the path, newest first; `lost` is the attempt whose
+    origin nobody can tell any more (its manifests are gone or unreadable), where the walk had to end.
+    """
+
+    path: tuple[CheckpointId, ...]
+    branches: tuple[CheckpointId, ...]
+    lost: str | None
+
+
+def timeline(
+    known: Collection[CheckpointId], complete: Collection[CheckpointId], origins: Mapping[str, CheckpointId | None]
+) -> Timeline:
+    """Order one run's checkpoints for a resume.
+
+    Args:
+        known: every checkpoint that any place shows, complete or not: they tell which attempt is the newest.
+        complete: those of which every rank's part is there.
+        origins: attempt -> the checkpoint it resumed from (None: it began from nothing), where a manifest tells.
+    """
+    steps: dict[str, list[CheckpointId]] = {checkpoint.attempt: [] for checkpoint in known}
+    for checkpoint in complete:
+        steps[checkpoint.attempt].append(checkpoint)
+    path: list[CheckpointId] = []
+    lost: str | None = None
+    here = max(known, default=None)
+    limit = None
+    attempt = here.attempt if here else None
+    while attempt is not None:
+        path += sorted((c for c in steps.get(attempt, ()) if limit is None or c.step <= limit), reverse=True)
+        if attempt not in origins:
+            lost = attempt
+            break
+        origin = origins[attempt]
+        # Every manifest's origin is an earlier attempt (core/manifest.py), so this ends.
+        attempt, limit = (origin.attempt, origin.step) if origin else (None, None)
+    branches = sorted(set(complete) - set(path), reverse=True)
+    return Timeline(tuple(path), tuple(branches), lost)

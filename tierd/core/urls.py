@@ -1,0 +1,194 @@
+"""What a store's URL may say.
+
+Law: a URL names a place and how to reach it, never who asks: credentials in it are refused, and no message repeats a
+part of a URL in which one could stand.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Literal, NoReturn
+from urllib.parse import SplitResult, quote, unquote, urlsplit
+
+from tierd.core.errors import ConfigError
+
+_SCHEMES = ("file", "s3")
+_BUCKET = re.compile(r"(?!.*\.\.)(?!\d+\.\d+\.\d+\.\d+$)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_PREFIX = re.compile(r"(?!\.\.?$)[A-Za-z0-9._=-]{1,255}")
+_MAX_PREFIX = 256  # characters; with the longest of tierd's keys this stays below S3's 1,024
+_HOST = re.compile(r"([A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*\.?|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
+_ENDPOINT_PATH = re.compile(r"(/[A-Za-z0-9._-]+)*/?")
+_PLAIN = re.compile(r"[A-Za-z_-]{1,32}")  # too short and too plain to be a secret, so that it may be repeated
+_SECRET_NAMES = ("key", "secret", "token", "password", "credential")
+_CHAIN = (
+    "credentials do not belong in a URL, which ends up in logs and argument lists; tierd takes them from the standard "
+    "AWS chain: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws/credentials, or the instance's role"
+)
+# What may follow '?': its form, and how a message words that.
+_PARAMETERS = {
+    "addressing": (re.compile(r"auto|path|virtual"), "auto, path or virtual"),
+    "endpoint": (re.compile(r".+"), "http(s)://host[:port]"),
+    "region": (re.compile(r"[a-z0-9-]{1,64}"), "lower-case letters, digits and '-', as in eu-central-1"),
+    "sse_kms_key_id": (re.compile(r"[A-Za-z0-9:/_-]{1,512}"), "a KMS key's id, ARN or alias"),
+    "storage_class": (re.compile(r"[A-Z_]{1,64}"), "capital letters and '_', as in STANDARD_IA"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """A store's place. `str()` gives the canonical URL, which holds no secret and parses to the same `StoreUrl`."""
+
+    scheme: Literal["file", "s3"]
+    path: str = ""  # file: absolute
+    bucket: str = ""  # s3, like all below
+    prefix: str = ""  # no '/' at either end; may be empty
+    endpoint: str | None = None  # None: AWS's own
+    region: str | None = None
+    addressing: str = "auto"  # auto, path (http://host/bucket) or virtual (http://bucket.host)
+    sse_kms_key_id: str | None = None
+    storage_class: str | None = None
+
+    def __str__(self) -> str:
+        if self.scheme == "file":
+            return f"file://{quote(self.path)}"
+        given = {name: getattr(self, name) for name in _PARAMETERS}
+        if self.addressing == "auto":
+            del given["addressing"]
+        query = "&".join(f"{name}={quote(value, safe=':/[]')}" for name, value in given.items() if value is not None)
+        return f"s3://{self.bucket}{'/' * bool(self.prefix)}{self.prefix}{'?' * bool(query)}{query}"
+
+
+def parse_url(text: str) -> StoreUrl:
+    """Read ``file:///path``, a plain absolute path, or ``s3://bucket[/prefix][?parameter=value&...]``.
+
+    The parameters of s3 are `StoreUrl`'s fields: endpoint, region, addressing, sse_kms_key_id, storage_class.
+
+    Raises:
+        ConfigError: names the piece that can't be used, and the way out.
+    """
+    if not text.isprintable() or text != text.strip():
+        raise ConfigError("store URL: it holds a control character, or white space at an end")
+    if text.startswith("/"):
+        return StoreUrl("file", path=_file_path(text))
+    scheme, colon, rest = text.partition(":")
+    if not colon or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]{0,15}", scheme):
+        _refuse("a store is an absolute path, file:///path or s3://bucket/prefix; a relative path is none of these")
+    if (scheme := scheme.lower()) not in _SCHEMES:
+        _refuse(f"unknown scheme {scheme!r}{_near(scheme, _SCHEMES)}: a store is file:///path or s3://bucket/prefix")
+    if not rest.startswith("//"):
+        _refuse(
+            f"{scheme}: is followed by '//', as in {'file:///mnt/tier' if scheme == 'file' else 's3://bucket/prefix'}"
+        )
+    try:
+        split = urlsplit(text)
+    except ValueError:  # its text may repeat the authority
+        _refuse("the part between '//' and the next '/' is not well formed")
+    if "@" in split.netloc:
+        _refuse(_CHAIN)
+    if split.fragment or text.endswith("#"):
+        _refuse("'#' and what follows it mean nothing here; write it as %23 if it is part of a path")
+    return _file(split) if scheme == "file" else _s3(split)
+
+
+def _file(split: SplitResult) -> StoreUrl:
+    if split.netloc.lower() not in ("", "localhost"):
+        _refuse(f"a file URL has no host, but here is {_shown(split.netloc)}: write file:///path, with three slashes")
+    if split.query:
+        _refuse("a file URL has no parameters; write '?' as %3F if it is part of the path")
+    try:
+        path = unquote(split.path, errors="strict")
+    except UnicodeDecodeError:
+        _refuse("the path's %-escapes are not UTF-8")
+    return StoreUrl("file", path=_file_path(path))
+
+
+def _file_path(path: str) -> str:
+    components = [part for part in path.split("/") if part not in ("", ".")]
+    if not path.isprintable():
+        _refuse("the path holds a control character")
+    if ".." in components:
+        _refuse(f"'..' in the path {path!r}: write the path that is meant")
+    if not components:
+        _refuse("the path is the root of the file system; name a directory for tierd's objects")
+    return "/" + "/".join(components)
+
+
+def _s3(split: SplitResult) -> StoreUrl:
+    bucket = split.netloc
+    if not bucket:
+        _refuse("the bucket is missing: write s3://bucket/prefix")
+    if not _BUCKET.fullmatch(bucket):
+        _refuse(
+            f"{_shown(bucket)} is no bucket name: 3 to 63 lower-case letters, digits, '-' or '.'; "
+            "a server's address goes into ?endpoint=http://host:port"
+        )
+    components = [part for part in unquote(split.path, errors="replace").split("/") if part]
+    prefix = "/".join(components)
+    for part in components:
+        if not _PREFIX.fullmatch(part):
+            _refuse(f"{_shown(part)} in the prefix: each component is made of A-Za-z0-9._=- and is not '.' or '..'")
+    if len(prefix) > _MAX_PREFIX:
+        _refuse(f"the prefix has {len(prefix)} characters; at most {_MAX_PREFIX} leave room for tierd's own keys")
+    given = _parameters(split.query)
+    return StoreUrl(
+        "s3",
+        bucket=bucket,
+        prefix=prefix,
+        endpoint=_endpoint(given["endpoint"]) if "endpoint" in given else None,
+        region=given.get("region"),
+        addressing=given.get("addressing", "auto"),
+        sse_kms_key_id=given.get("sse_kms_key_id"),
+        storage_class=given.get("storage_class"),
+    )
+
+
+def _parameters(query: str) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for pair in query.split("&") if query else ():
+        name, _, value = (unquote(part, errors="replace") for part in pair.partition("="))
+        if name not in _PARAMETERS:
+            if any(word in name.lower() for word in _SECRET_NAMES) and not _near(name, _PARAMETERS):
+                _refuse(_CHAIN)
+            shown = f"{name!r}{_near(name, _PARAMETERS)}" if _PLAIN.fullmatch(name) else "(not repeated here)"
+            _refuse(f"unknown parameter {shown}: there are {', '.join(_PARAMETERS)}")
+        if name in given:
+            _refuse(f"parameter {name} stands twice")
+        form, words = _PARAMETERS[name]
+        if not form.fullmatch(value):
+            _refuse(f"parameter {name} is {words}{'; here it has no value' if not value else ''}")
+        given[name] = value
+    return given
+
+
+def _endpoint(text: str) -> str:
+    try:
+        split = urlsplit(text)
+        port = split.port
+    except ValueError:
+        _refuse("parameter endpoint: its host or port is not well formed")
+    if "@" in text:
+        _refuse(f"parameter endpoint: {_CHAIN}")
+    if split.scheme not in ("http", "https"):
+        _refuse("parameter endpoint begins with http:// or https://, as in endpoint=http://127.0.0.1:7480")
+    if not _HOST.fullmatch(split.netloc) or port == 0:
+        _refuse("parameter endpoint: a host name or address, and perhaps a port, follow http(s)://")
+    if split.query or split.fragment or not _ENDPOINT_PATH.fullmatch(split.path):
+        _refuse("parameter endpoint: nothing but a path may follow the host; the bucket is named by s3://bucket")
+    return f"{split.scheme}://{split.netloc.lower()}{split.path.rstrip('/')}"
+
+
+def _near(word: str, known: object) -> str:
+    assert isinstance(known, (tuple, dict))
+    match = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
+    return f" (is {match[0]!r} meant?)" if match else ""
+
+
+def _shown(piece: str) -> str:
+    """`piece` as a message may repeat it: "key:secret" and "secret@bucket" are how credentials get into a URL."""
+    return "what stands there (not repeated here)" if re.search(r"[:@+]", piece) or len(piece) > 255 else repr(piece)
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise ConfigError(f"store URL: {reason}") from None

@@ -1,0 +1,103 @@
+"""What client and daemon say to each other: one JSON object a line, over the spool's unix socket.
+
+Law: bytes of checkpoints never cross the socket, only names. A request is one line; the answer is any number of
+`{"working": true}` lines, at most `HEARTBEAT` seconds apart, then one line with `ok`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tierd.core import errors
+from tierd.core.errors import DaemonUnavailable, TierdError
+from tierd.core.ids import CheckpointId, PartId
+
+HEARTBEAT = 5.0  # seconds
+MAX_REQUEST = 64 << 10  # bytes
+MAX_REPLY = 64 << 20  # bytes
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", forbid_unknown_fields=True):
+    """The base of every request."""
+
+
+class Attach(Request, frozen=True, kw_only=True, tag="attach"):
+    """A trainer is here; the connection's end says that it is gone. Answer: `pid`, `tiers` (name -> url)."""
+
+
+class Status(Request, frozen=True, kw_only=True, tag="status"):
+    """How the daemon does. Answer: `status`."""
+
+
+class Report(Request, frozen=True, kw_only=True, tag="report"):
+    """Every checkpoint of one run (or of all), where it lies, and retention's verdicts. Answer: `report`."""
+
+    run: str | None = None
+
+
+class Candidates(Request, frozen=True, kw_only=True, tag="candidates"):
+    """What a restore should try, from a fresh look at every tier. Answer: `resume`."""
+
+    run: str
+    step: int | None = None
+    attempt: str | None = None
+
+
+class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):
+    """Make the spool's copy of a part whole from the tiers, and hold it until the connection ends.
+
+    Answer: `tiers`, the names of those that chunks came from. Errors: `CorruptChunk` when every copy is proven bad,
+    `StoreUnavailable` when a copy that might be good cannot be reached.
+    """
+
+    part: PartId
+
+
+class Wait(Request, frozen=True, kw_only=True, tag="wait"):
+    """Answer when a tier holds the verified part; `StoreRefused` when it says no, `TimeoutError` when time is up."""
+
+    part: PartId
+    tier: str
+    timeout_s: float | None = None
+
+
+class Pin(Request, frozen=True, kw_only=True, tag="pin"):
+    """Pin a checkpoint in the spool and on every tier, or unpin it. Answer: nothing more than `ok`."""
+
+    checkpoint: CheckpointId
+    pinned: bool
+
+
+AnyRequest = Attach | Status | Report | Candidates | Fetch | Wait | Pin
+_decoder: msgspec.json.Decoder[AnyRequest] = msgspec.json.Decoder(AnyRequest)
+
+
+def encode_line(message: object) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
+
+
+def decode_request(line: bytes) -> AnyRequest:
+    """Read one request.
+
+    Raises:
+        msgspec.DecodeError: not a request.
+    """
+    return _decoder.decode(line)
+
+
+def error_reply(error: Exception) -> dict[str, Any]:
+    """An error as an answer: by the name of its condition, so that the other side raises the same one."""
+    return {"ok": False, "error": type(error).__name__, "message": str(error)}
+
+
+def raise_error(reply: dict[str, Any]) -> None:
+    """Raise what an answer with ``ok: false`` says."""
+    name, message = str(reply.get("error")), str(reply.get("message"))
+    if name == "TimeoutError":
+        raise TimeoutError(message)
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, TierdError):
+        raise kind(message)
+    raise DaemonUnavailable(f"the daemon failed: {name}: {message}")

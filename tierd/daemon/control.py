@@ -1,0 +1,165 @@
+"""The daemon's side of the unix socket: it answers what trainers and the command line ask.
+
+Law: a request changes nothing that reconciling would not, except pins. Whatever a peer sends or however it goes away,
+the daemon goes on; the socket is for its owner alone (0600).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from tierd.core import wire
+from tierd.core.errors import ConfigError, StoreRefused, TierdError
+from tierd.core.ids import CheckpointId, PartId, pin_key
+from tierd.core.plan import SPOOL
+from tierd.core.report import report
+from tierd.core.resume import restore_candidates
+from tierd.daemon.reconcile import Reconciler
+from tierd.daemon.status import status
+
+log = logging.getLogger("tierd.daemon")
+
+
+class Control:
+    """Answers requests. `trainers` counts the attached; `seen` says whether any ever was."""
+
+    def __init__(self, reconciler: Reconciler) -> None:
+        self._reconciler = reconciler
+        self._connections: set[asyncio.Task[None]] = set()
+        self.trainers = 0
+        self.seen = False
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        """Listen on the spool's socket while the context lasts."""
+        spool = self._reconciler.spool
+        spool.socket.unlink(missing_ok=True)  # of a daemon that was killed; the lock says that none lives
+        directory = os.open(spool.control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        mask = os.umask(0o177)
+        try:
+            server = await asyncio.start_unix_server(
+                self._serve, f"/proc/self/fd/{directory}/{spool.socket.name}", limit=wire.MAX_REQUEST
+            )
+        finally:
+            os.umask(mask)
+        try:
+            yield
+        finally:
+            server.close()
+            for task in self._connections:
+                task.cancel()
+            await asyncio.gather(*self._connections, return_exceptions=True)
+            spool.socket.unlink(missing_ok=True)
+            os.close(directory)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        held: list[CheckpointId] = []
+        attached = False
+        try:
+            while line := await reader.readline():
+                request = wire.decode_request(line)
+                if isinstance(request, wire.Attach) and not attached:
+                    attached = self.seen = True
+                    self.trainers += 1
+                writer.write(wire.encode_line(await self._answer(request, writer, held)))
+                await writer.drain()
+        except (msgspec.DecodeError, ValueError) as error:  # ValueError: a line beyond the limit
+            log.warning("control: dropped a connection that sent no request: %s", error)
+        except (ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            self._connections.discard(task)
+            self.trainers -= attached
+            self._reconciler.held -= Counter(held)
+            if attached or held:
+                self._reconciler.wake()
+            writer.close()
+
+    async def _answer(
+        self, request: wire.AnyRequest, writer: asyncio.StreamWriter, held: list[CheckpointId]
+    ) -> dict[str, Any]:
+        work = asyncio.ensure_future(self._do(request, held))
+        try:
+            while True:
+                done, _ = await asyncio.wait([work], timeout=wire.HEARTBEAT)
+                if done:
+                    return {"ok": True, **work.result()}
+                writer.write(wire.encode_line({"working": True}))
+                await writer.drain()
+        except (TierdError, TimeoutError) as error:
+            return wire.error_reply(error)
+        except OSError as error:
+            if isinstance(error, ConnectionError):
+                raise
+            return wire.error_reply(error)
+        finally:
+            work.cancel()
+
+    async def _do(self, request: wire.AnyRequest, held: list[CheckpointId]) -> dict[str, Any]:
+        match request:
+            case wire.Attach():
+                self._reconciler.wake()
+                return {"pid": os.getpid(), "tiers": {tier.name: tier.url for tier in self._reconciler.config.tier}}
+            case wire.Status():
+                return {"status": status(self._reconciler, self.trainers)}
+            case wire.Report(run=run):
+                await self._look(run)
+                return {"report": report(self._reconciler.world(), self._reconciler.config, run)}
+            case wire.Candidates(run=run, step=step, attempt=attempt):
+                await self._look(run)
+                return {"resume": restore_candidates(self._reconciler.world(), run, step, attempt)}
+            case wire.Fetch(part=part):
+                self._reconciler.held[part.checkpoint] += 1
+                held.append(part.checkpoint)
+                return {"tiers": await self._reconciler.fetch(part)}
+            case wire.Wait(part=part, tier=tier, timeout_s=timeout):
+                return await self._wait(part, tier, timeout)
+            case wire.Pin(checkpoint=checkpoint, pinned=pinned):
+                return await self._pin(checkpoint, pinned)
+
+    async def _look(self, run: str | None) -> None:
+        """A fresh look at everything. A tier that fails is unknown in the world, which is the answer."""
+        if run is not None:
+            self._reconciler.interest.add(run)
+        names = list(self._reconciler.lanes)
+        looks = await asyncio.gather(*(self._reconciler.look(name) for name in names), return_exceptions=True)
+        for name, failed in zip(names, looks, strict=True):
+            if isinstance(failed, TierdError) and name != SPOOL:
+                log.warning("%s: cannot be asked: %s", name, failed)
+            elif isinstance(failed, BaseException):
+                raise failed
+
+    async def _wait(self, part: PartId, tier: str, timeout: float | None) -> dict[str, Any]:
+        if tier not in self._reconciler.stores:
+            names = ", ".join([SPOOL, *self._reconciler.stores])
+            raise ConfigError(f"tier {tier!r}: the daemon has no tier of that name; it has {names}")
+        lane = self._reconciler.lanes[tier]
+        self._reconciler.wake()
+        try:
+            async with asyncio.timeout(timeout), self._reconciler.moved:
+                while not self._reconciler.has(part, tier):
+                    if isinstance(lane.last_error, StoreRefused):
+                        raise StoreRefused(f"{tier}: {part} is not there yet, and the tier refuses: {lane.last_error}")
+                    await self._reconciler.moved.wait()
+        except TimeoutError:
+            why = f"; its last error: {lane.last_error}" if lane.last_error else ""
+            raise TimeoutError(f"{tier}: {part} is not verified there after {timeout:g} s{why}") from None
+        return {}
+
+    async def _pin(self, checkpoint: CheckpointId, pinned: bool) -> dict[str, Any]:
+        await asyncio.to_thread(self._reconciler.spool.pin, checkpoint, pinned=pinned)
+        for store in self._reconciler.stores.values():
+            await (store.put(pin_key(checkpoint), b"") if pinned else store.delete([pin_key(checkpoint)]))
+        self._reconciler.wake()
+        return {}

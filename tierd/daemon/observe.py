@@ -1,0 +1,113 @@
+"""Looking: what lies in the spool and on a tier, as the `Place`s that planning works on.
+
+Law: a look changes nothing. A tier either answered everything that was asked or the whole look fails; half a listing is
+never handed on, since deletions are decided from it.
+"""
+
+from __future__ import annotations
+
+from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, TierdError
+from tierd.core.ids import (
+    CheckpointId,
+    PartId,
+    chunks_prefix,
+    manifests_prefix,
+    pins_prefix,
+    quarantine_prefix,
+)
+from tierd.core.manifest import decode
+from tierd.core.plan import Facts, Place
+from tierd.daemon.together import together
+from tierd.spool import Spool
+from tierd.stores.base import ObjectInfo, Store, children
+
+_READERS = 8  # manifests read at once
+
+
+class SpoolEye:
+    """Looks at the spool. A manifest is parsed again only when its part is new: parts are immutable."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        self._cache: dict[tuple[PartId, int], Facts | TierdError] = {}
+
+    def look(self) -> Place:
+        """What the spool holds now. Raises OSError when it cannot be read."""
+        parts: dict[PartId, Facts | None] = {}
+        defects: dict[PartId, TierdError] = {}
+        cache: dict[tuple[PartId, int], Facts | TierdError] = {}
+        for part in self._spool.parts():
+            found = self._facts(part, cache)
+            if isinstance(found, Facts):
+                parts[part] = found
+            elif found is not None:
+                parts[part], defects[part] = None, found
+        self._cache = cache
+        aside = {part: Facts.of(manifest) if manifest else None for part, manifest in self._spool.quarantined().items()}
+        return Place(parts, defects, frozenset(self._spool.pins()), frozenset(), aside)
+
+    def _facts(self, part: PartId, cache: dict[tuple[PartId, int], Facts | TierdError]) -> Facts | TierdError | None:
+        try:
+            key = (part, self._spool.manifest_stamp(part))
+            found = self._cache.get(key) or Facts.of(self._spool.manifest(part))
+        except ObjectNotFound:
+            return None  # removed between the listing and now
+        except (ManifestError, FormatTooNew) as error:
+            return error
+        cache[key] = found
+        return found
+
+
+class TierEye:
+    """Looks at a tier. A manifest is read again only when its listing shows that it was replaced."""
+
+    def __init__(self, name: str, store: Store) -> None:
+        self.name = name
+        self.store = store
+        self._cache: dict[tuple[str, str], Facts | TierdError] = {}
+
+    async def runs(self) -> set[str]:
+        """Every run on the tier, at about one listing request each."""
+        return {name async for name in children(self.store, "") if name != "README.md"}
+
+    async def look(self, runs: set[str]) -> Place:
+        """What the tier holds of `runs`.
+
+        Raises:
+            StoreUnavailable, StoreRefused: some of it could not be asked.
+        """
+        parts: dict[PartId, Facts | None] = {}
+        aside: dict[PartId, Facts | None] = {}
+        defects: dict[PartId, TierdError] = {}
+        pins: set[CheckpointId | None] = set()
+        owners: set[CheckpointId | None] = set()
+        for run in sorted(runs):
+            for prefix, found in ((manifests_prefix(run), parts), (quarantine_prefix(run), aside)):
+                infos = [info async for info in self.store.scan(prefix)]
+                for part, facts in await self._read_all(infos):
+                    found[part] = facts if isinstance(facts, Facts) else None
+                    if isinstance(facts, TierdError) and found is parts:
+                        defects[part] = facts
+            owners |= {CheckpointId.parse(run, name) async for name in children(self.store, chunks_prefix(run))}
+            pins |= {
+                CheckpointId.parse(run, info.key.rsplit("/", 1)[1]) async for info in self.store.scan(pins_prefix(run))
+            }
+        return Place(
+            parts, defects, frozenset(pin for pin in pins if pin), frozenset(own for own in owners if own), aside
+        )
+
+    async def _read_all(self, infos: list[ObjectInfo]) -> list[tuple[PartId, Facts | TierdError]]:
+        named = [(info, part) for info in infos if (part := PartId.parse_key(info.key))]
+        found = await together(_READERS, [self._facts(info, part) for info, part in named])
+        return [(part, facts) for (_, part), facts in zip(named, found, strict=True) if facts]
+
+    async def _facts(self, info: ObjectInfo, part: PartId) -> Facts | TierdError | None:
+        key = (info.key, info.token)
+        if key not in self._cache:
+            try:
+                self._cache[key] = Facts.of(decode(bytes(await self.store.get(info.key)), part))
+            except ObjectNotFound:
+                return None  # pruned between the listing and now
+            except (ManifestError, FormatTooNew) as error:
+                self._cache[key] = error
+        return self._cache[key]

@@ -1,0 +1,90 @@
+"""The composition root of the daemon: it opens what the others only use, and closes it in the right order.
+
+Law: one daemon a spool. It starts by looking, whatever the last one left; SIGTERM and SIGINT drain, then end with 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from tierd.core.config import Config
+from tierd.core.retention import seconds
+from tierd.core.urls import parse_url
+from tierd.daemon.control import Control
+from tierd.daemon.notify import feed_watchdog, notify
+from tierd.daemon.reconcile import Reconciler
+from tierd.daemon.watch import watching
+from tierd.spool import Spool
+from tierd.stores.base import Store
+from tierd.stores.open import open_store
+
+log = logging.getLogger("tierd.daemon")
+
+_GRACE = 2.0  # seconds without a trainer before an idle daemon ends: a restarting trainer finds it still there
+_FIRST = 120.0  # seconds that a daemon started by a trainer waits for one to attach
+
+
+async def open_tiers(config: Config, stack: AsyncExitStack) -> dict[str, Store]:
+    """Open every tier's store, in order; `stack` closes them."""
+    stores: dict[str, Store] = {}
+    for tier in config.tier:
+        stores[tier.name] = open_store(parse_url(tier.url))
+        stack.push_async_callback(stores[tier.name].aclose)
+    return stores
+
+
+async def serve(config: Config, *, until_idle: bool = False) -> None:
+    """Run the daemon until it is told to stop, or with `until_idle` until no trainer is left and all is flushed.
+
+    Raises:
+        SpoolUnusable: the spool cannot be used, or another daemon holds it.
+        ConfigError: a tier's URL cannot be opened.
+    """
+    spool = Spool(Path(config.spool))
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(spool.lock())
+        reconciler = Reconciler(config, spool, await open_tiers(config, stack))
+        control = Control(reconciler)
+        stack.enter_context(watching(spool, reconciler.wake))
+        await stack.enter_async_context(control.listening())
+        work = asyncio.ensure_future(reconciler.run())
+        life = asyncio.ensure_future(feed_watchdog())
+        idle = asyncio.ensure_future(_idle(reconciler, control) if until_idle else asyncio.Event().wait())
+        notify("READY=1")
+        tiers = ", ".join(f"{tier.name} {parse_url(tier.url)}" for tier in config.tier)
+        log.info("spool %s to %s", spool.root, tiers)
+        stopped = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait([stopped, work, idle], return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
+                notify("STOPPING=1")
+                log.info("stopping: flushes in hand have %s", config.drain)
+                await reconciler.drain(seconds(config.drain))
+        finally:
+            for task in (work, life, idle, stopped):
+                task.cancel()
+            await asyncio.gather(work, life, idle, stopped, return_exceptions=True)
+        if work.done() and not work.cancelled() and (failure := work.exception()):
+            raise failure
+        log.info("ended")
+
+
+async def _idle(reconciler: Reconciler, control: Control) -> None:
+    """Return when every trainer has gone and nothing is left to flush."""
+    end = asyncio.get_running_loop().time() + _FIRST
+    while not control.seen and asyncio.get_running_loop().time() < end:
+        await asyncio.sleep(0.2)
+    quiet = 0.0
+    while quiet < _GRACE:
+        await asyncio.sleep(0.2)
+        busy = control.trainers or reconciler.pending()
+        quiet = 0.0 if busy else quiet + 0.2
+    log.info("no trainer is left and everything is flushed")

@@ -1,0 +1,82 @@
+"""How the daemon does, as plain data: the answer to `status`. Its JSON form is a stable contract (README)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from tierd.core.urls import parse_url
+from tierd.daemon.reconcile import Event, Reconciler
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    """One lane. `pending_*` is what the spool has and the tier lacks; `retry_in_s` is set while it backs off."""
+
+    name: str
+    url: str
+    doing: str | None
+    reached: bool
+    pending_parts: int
+    pending_bytes: int
+    failures: int
+    retry_in_s: float | None
+    last_error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The whole daemon. `spool_free` is a share of its disk; `counters` count since the start."""
+
+    pid: int
+    spool: str
+    spool_free: float
+    spool_parts: int
+    trainers: int
+    tiers: tuple[TierStatus, ...]
+    counters: dict[str, int]
+    events: tuple[Event, ...]
+
+
+def status(reconciler: Reconciler, trainers: int) -> Status:
+    """Describe a running reconciler."""
+    world = reconciler.world()
+    return Status(
+        pid=os.getpid(),
+        spool=str(reconciler.spool.root),
+        spool_free=world.free,
+        spool_parts=len(world.spool.parts),
+        trainers=trainers,
+        tiers=tuple(_tier(reconciler, tier.name, tier.url) for tier in reconciler.config.tier),
+        counters={name: reconciler.counters[name] for name in COUNTERS},
+        events=tuple(reconciler.events),
+    )
+
+
+def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
+    lane = reconciler.lanes[name]
+    parts, size = reconciler.backlog(name)
+    left = lane.retry_at - lane.now()
+    return TierStatus(
+        name=name,
+        url=str(parse_url(url)),
+        doing=lane.doing,
+        reached=reconciler.world().tiers[name] is not None,
+        pending_parts=parts,
+        pending_bytes=size,
+        failures=lane.failures,
+        retry_in_s=round(left, 1) if left > 0 else None,
+        last_error=str(lane.last_error) if lane.last_error else None,
+    )
+
+
+COUNTERS = {
+    "flushed": "parts put on a tier, each verified by reading it back",
+    "flushed_raw_bytes": "bytes of those parts in the spool",
+    "flushed_sent_bytes": "bytes put for them; less than stored where an interrupted flush went on",
+    "pruned": "copies of checkpoints deleted by retention",
+    "corruptions": "copies proven corrupt",
+    "healed_chunks": "chunks written to the spool from a tier",
+    "quarantined": "copies set aside as beyond repair",
+    "errors": "looks and actions that failed and were tried again",
+}

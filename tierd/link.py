@@ -1,0 +1,166 @@
+"""The line to the node's daemon, as the training process and the command line use it. Sync, standard library only.
+
+Law: a daemon that is absent, slow or dead costs its caller a bounded wait and an error, never more.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tierd.core.errors import DaemonUnavailable
+from tierd.core.wire import HEARTBEAT, MAX_REPLY, Request, encode_line, raise_error
+from tierd.spool import Spool
+
+_SILENCE = 6 * HEARTBEAT  # seconds without a byte after which a daemon counts as hung
+_START = 60.0  # seconds that a daemon may take to answer after it was started; imports from a network disk are slow
+_ABSENT = (errno.ENOENT, errno.ECONNREFUSED)
+_started: list[
+    subprocess.Popen[bytes]
+] = []  # kept, so that nobody is warned of a daemon that outlives us, as it should
+
+
+class Link:
+    """One connection. What the daemon holds for it (a restored part, a place among the trainers) ends with it.
+
+    Raises:
+        DaemonUnavailable: nobody listens.
+    """
+
+    def __init__(self, spool: Spool) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(_SILENCE)
+        self._rest = b""
+        try:
+            _connect(self._socket, spool)
+        except OSError as error:
+            self._socket.close()
+            absent = error.errno in _ABSENT
+            raise DaemonUnavailable(
+                f"spool {spool.root}: no daemon answers ({'none is running' if absent else error}); "
+                f"start one: tierd run --spool {spool.root} --to URL"
+            ) from error
+
+    def ask(self, request: Request, timeout_s: float | None = None) -> dict[str, Any]:
+        """Send a request and wait for its answer.
+
+        Args:
+            timeout_s: at most this long in all; a daemon that works on shows so, and is waited for by default.
+
+        Raises:
+            TierdError: the condition that the daemon answered with.
+            DaemonUnavailable: the connection broke, or the daemon went silent.
+            TimeoutError: `timeout_s` is over, or the daemon says that the request's own time is.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            self._send(encode_line(request))
+            while True:
+                reply = msgspec.json.decode(self._line(end))
+                if reply.get("working"):
+                    continue
+                if not reply.get("ok"):
+                    raise_error(reply)
+                return dict(reply)
+        except TimeoutError:
+            raise
+        except (OSError, msgspec.DecodeError) as error:
+            raise DaemonUnavailable(f"the daemon's connection broke: {error}") from error
+
+    def _send(self, line: bytes) -> None:
+        self._socket.settimeout(_SILENCE)
+        try:
+            self._socket.sendall(line)
+        except TimeoutError:
+            raise DaemonUnavailable(f"the daemon took no request for {_SILENCE:.0f} s") from None
+
+    def _line(self, end: float | None) -> bytes:
+        while b"\n" not in self._rest:
+            left = _SILENCE if end is None else end - time.monotonic()
+            if left <= 0:
+                raise _over()
+            self._socket.settimeout(min(left, _SILENCE))
+            try:
+                data = self._socket.recv(1 << 16)
+            except TimeoutError:
+                if end is not None and time.monotonic() >= end:
+                    raise _over() from None
+                raise DaemonUnavailable(f"the daemon was silent for {_SILENCE:.0f} s") from None
+            if not data:
+                raise DaemonUnavailable("the daemon closed the connection")
+            self._rest += data
+            if len(self._rest) > MAX_REPLY:
+                raise DaemonUnavailable(f"the daemon's answer is longer than {MAX_REPLY} bytes")
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
+
+    def alive(self) -> bool:
+        """Whether the daemon still holds the connection; asks nothing."""
+        self._socket.setblocking(False)
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _over() -> TimeoutError:
+    return TimeoutError("the daemon did not answer in the time given")
+
+
+def _connect(connection: socket.socket, spool: Spool) -> None:
+    # A socket's path may be 107 bytes long, a spool's longer: so it is named through a descriptor of its directory.
+    directory = os.open(spool.control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        connection.connect(f"/proc/self/fd/{directory}/{spool.socket.name}")
+    finally:
+        os.close(directory)
+
+
+def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
+    """Start a daemon for `spool` that outlives this process until everything is flushed; wait until it answers.
+
+    Another rank may do the same at the same moment: one of the two daemons gets the spool, and serves both.
+
+    Raises:
+        DaemonUnavailable: it ended or did not answer; the message holds the end of its log.
+    """
+    log = spool.control / "daemon.log"
+    command = [sys.executable, "-m", "tierd", "run", "--spool", str(spool.root), "--until-idle"]
+    for url in urls:
+        command += ["--to", url]
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/"
+        )
+    _started.append(process)
+    end = time.monotonic() + _START
+    while time.monotonic() < end:
+        ended = process.poll() is not None
+        try:
+            Link(spool).close()
+            return
+        except DaemonUnavailable:
+            if ended:
+                break
+        time.sleep(0.05)
+    tail = log.read_text(errors="replace")[-2000:].strip()
+    raise DaemonUnavailable(f"the daemon for spool {spool.root} did not start; {log} ends with:\n{tail}")

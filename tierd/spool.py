@@ -1,0 +1,377 @@
+"""The local tier: stage, commit, read, quarantine, remove. Sync; shared by client and daemon.
+
+Law: a part becomes visible by one rename of a directory whose every byte is durable, and vanishes by one rename before
+anything in it is touched. So a reader, or a start after a power cut, finds a whole part or none.
+
+    <spool>/<run>/<step:012>.<attempt>/<rank:05>-of-<world:05>/…files…, manifest.json
+    <spool>/<run>/pins/<step:012>.<attempt>
+    <spool>/.tierd/{lock, control.sock, stage/, trash/, quarantine/<run>/<checkpoint>/<part>/}
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from tierd.core.errors import (
+    CorruptChunk,
+    ManifestError,
+    ObjectNotFound,
+    SpoolFull,
+    SpoolUnusable,
+    StepRefused,
+    TierdError,
+)
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import MANIFEST_NAME, MAX_MANIFEST_SIZE, File, Manifest, check_path, decode, encode
+from tierd.persist import describe_file, read_file, sync_directory, write_file
+
+
+@contextmanager
+def translated(doing: str) -> Iterator[None]:
+    """Turn an `OSError` of the spool's file system into the condition that it states."""
+    try:
+        yield
+    except OSError as error:
+        raise condition(error, doing) from error
+
+
+def condition(error: OSError, doing: str) -> TierdError:
+    """The condition that an `OSError` of the spool's file system states."""
+    text = f"{doing}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return SpoolFull(f"{text}; free space on that file system, or keep less in the spool")
+    return SpoolUnusable(text)
+
+
+class Stage:
+    """A directory being filled, locked while its writer lives: so a dead writer's is told from a slow one's."""
+
+    def __init__(self, spool: Spool, part: PartId) -> None:
+        self.part = part
+        self._spool = spool
+        checkpoint = part.checkpoint
+        name = f"{checkpoint.run}.{checkpoint.name}.{part.name}.{secrets.token_hex(4)}"
+        self.path = spool.control / "stage" / name
+        self._fd = _make_locked(self.path)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make the staged files visible as `part`. Everything in the stage except the manifest is already durable.
+
+        Raises:
+            StepRefused: this attempt has committed the part before; the stage is left for `abandon`.
+        """
+        target = self._spool.path(self.part)
+        write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))
+        for directory, _, _ in os.walk(self.path, topdown=False):
+            sync_directory(Path(directory))
+        for parent in (target.parent.parent, target.parent):
+            if not parent.is_dir():
+                parent.mkdir(exist_ok=True)
+                sync_directory(parent.parent)
+        try:
+            self.path.rename(target)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise StepRefused(f"{self.part} is already committed; a checkpoint is never overwritten") from error
+            raise
+        sync_directory(target.parent)
+        sync_directory(self.path.parent)
+        os.close(self._fd)
+        self._fd = -1
+
+    def abandon(self) -> None:
+        """Remove what was staged; harmless after `commit`."""
+        if self._fd >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abandon()
+
+
+class Spool:
+    """A node's local checkpoints, in one directory.
+
+    Raises:
+        SpoolUnusable: `root` is no directory, cannot be made, or cannot be written to.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+        self.control = self.root / ".tierd"
+        if self.root.exists() and not self.root.is_dir():
+            raise SpoolUnusable(f"spool {self.root}: it is not a directory; name another, or move that file away")
+        with translated(f"spool {self.root}"):
+            for directory in (self.root, self.control, *(self.control / name for name in _ROOMS)):
+                directory.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.root, os.W_OK | os.X_OK):
+                raise SpoolUnusable(f"spool {self.root}: not writable by uid {os.geteuid()}; change its owner or mode")
+
+    def path(self, part: PartId) -> Path:
+        return self.root / part.path
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def parts(self) -> list[PartId]:
+        """Every committed part, in order."""
+        found = []
+        for run, checkpoint, name in _descend(self.root):
+            part = PartId.parse(run, checkpoint, name)
+            if part:
+                found.append(part)
+        return sorted(found)
+
+    def attempts(self, run: str) -> set[str]:
+        """Every attempt of `run` that left a checkpoint or a quarantined part here."""
+        found = {part.checkpoint for part in (*self.parts(), *self.quarantined())}
+        return {checkpoint.attempt for checkpoint in found if checkpoint.run == run}
+
+    def manifest(self, part: PartId) -> Manifest:
+        """The manifest of a committed part.
+
+        Raises:
+            ObjectNotFound: the part is not here.
+            ManifestError: it is, and its manifest is missing, damaged or unsafe.
+            FormatTooNew: written by a newer tierd.
+        """
+        return self._read_manifest(self.path(part), part)
+
+    def manifest_stamp(self, part: PartId) -> int:
+        """A number that changes when a part's manifest is replaced, as healing does; 0 where it is missing."""
+        try:
+            return (self.path(part) / MANIFEST_NAME).lstat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def read(self, part: PartId, manifest: Manifest) -> dict[str, bytearray]:
+        """Every file of a part, verified. Raises as `read_file` does, and `ObjectNotFound` when the part is gone."""
+        home = self.path(part)
+        try:
+            return {file.path: read_file(home / file.path, file) for file in manifest.files}
+        except CorruptChunk:
+            if not home.is_dir():
+                raise ObjectNotFound(f"{part} is not in the spool any more") from None
+            raise
+
+    def _read_manifest(self, home: Path, part: PartId) -> Manifest:
+        try:
+            fd = os.open(home / MANIFEST_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            if not home.is_dir():
+                raise ObjectNotFound(f"{part} is not in the spool") from error
+            raise ManifestError(f"manifest of {part}: the file is missing") from error
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise ManifestError(f"manifest of {part}: a symbolic link, which no writer leaves there") from error
+            raise
+        with os.fdopen(fd, "rb") as file:
+            return decode(file.read(MAX_MANIFEST_SIZE + 1), part)
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def stage(self, part: PartId) -> Stage:
+        """A new stage for `part`; refuses at once what was committed before."""
+        if self.path(part).exists():
+            raise StepRefused(f"{part} is already committed; a checkpoint is never overwritten")
+        return Stage(self, part)
+
+    def remove(self, checkpoint: CheckpointId) -> None:
+        """Delete a checkpoint's local copy. Decided by `core/plan.py` alone."""
+        self._trash(self.root / checkpoint.run / checkpoint.name)
+
+    def quarantine(self, part: PartId) -> None:
+        """Set a part aside whose bytes are proven corrupt and which no tier can repair."""
+        home = self.path(part)
+        aside = self.control / "quarantine" / part.path
+        if aside.exists():
+            self._trash(aside)
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            home.rename(aside)
+        except FileNotFoundError:
+            return
+        sync_directory(aside.parent)
+        sync_directory(home.parent)
+        try:
+            home.parent.rmdir()  # the last part of its checkpoint
+        except OSError:
+            pass
+
+    def quarantined(self) -> dict[PartId, Manifest | None]:
+        """Parts that were set aside, with their manifests where those can still be read."""
+        found: dict[PartId, Manifest | None] = {}
+        base = self.control / "quarantine"
+        for run, checkpoint, name in _descend(base):
+            part = PartId.parse(run, checkpoint, name)
+            if part:
+                try:
+                    found[part] = self._read_manifest(base / part.path, part)
+                except (TierdError, OSError):
+                    found[part] = None
+        return found
+
+    def leftovers(self) -> list[str]:
+        """Stages whose writer is gone, and what a removal left half-way; by name, for `discard`."""
+        found = [f"trash/{path.name}" for path in (self.control / "trash").iterdir()]
+        for path in (self.control / "stage").iterdir():
+            fd = _try_lock(path)
+            if fd is not None:
+                os.close(fd)
+                found.append(f"stage/{path.name}")
+        return sorted(found)
+
+    def discard(self, name: str) -> None:
+        """Remove a leftover, or a quarantined part (``quarantine/<run>/<checkpoint>/<part>``)."""
+        path = self.control / name
+        if not name.startswith("stage/"):
+            self._trash(path)
+            return
+        fd = _try_lock(path)  # held while it goes, so that no writer takes a stage which is being removed
+        if fd is not None:
+            self._trash(path)
+            os.close(fd)
+
+    def _trash(self, path: Path) -> None:
+        grave = self.control / "trash" / secrets.token_hex(8)
+        try:
+            path.rename(grave)
+        except FileNotFoundError:
+            return
+        sync_directory(path.parent)
+        shutil.rmtree(grave, ignore_errors=True)
+
+    # -- pins, space, the daemon's lock -----------------------------------------------------------------------------
+
+    def pins(self) -> set[CheckpointId]:
+        found = (CheckpointId.parse(path.parts[-3], path.name) for path in self.root.glob("[!.]*/pins/*"))
+        return {pin for pin in found if pin}
+
+    def pin(self, checkpoint: CheckpointId, *, pinned: bool) -> None:
+        """Make retention leave a checkpoint alone, or not any more."""
+        path = self.root / checkpoint.run / "pins" / checkpoint.name
+        if pinned:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        else:
+            path.unlink(missing_ok=True)
+        if path.parent.is_dir():
+            sync_directory(path.parent)
+
+    def free(self) -> tuple[int, int]:
+        """`(free, total)` bytes of the spool's file system, as an unprivileged writer has them."""
+        found = os.statvfs(self.root)
+        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the spool as its only daemon.
+
+        Raises:
+            SpoolUnusable: another daemon holds it; names its process.
+        """
+        fd = os.open(self.control / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+                raise SpoolUnusable(f"spool {self.root}: a daemon holds it already (pid {owner})") from error
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+            yield
+        finally:
+            os.close(fd)
+
+    @property
+    def socket(self) -> Path:
+        """Where the daemon listens."""
+        return self.control / "control.sock"
+
+
+_ROOMS = ("stage", "trash", "quarantine")
+
+
+def describe_directory(home: Path) -> tuple[File, ...]:
+    """Digest and sync every file that another library wrote under `home`.
+
+    Raises:
+        ManifestError: something there is neither a file nor a directory, or its name is not safe.
+    """
+    files = []
+    for directory, names, leaves in os.walk(home):
+        for name in names:
+            if Path(directory, name).is_symlink():
+                raise ManifestError(f"{Path(directory, name)}: a symbolic link; a checkpoint holds plain files only")
+        for name in leaves:
+            path = Path(directory, name)
+            if path.is_symlink() or not path.is_file():
+                raise ManifestError(f"{path}: not a plain file; a checkpoint holds plain files only")
+            relative = path.relative_to(home).as_posix()
+            check_path(relative, f"stage {home}")
+            files.append(describe_file(path, relative))
+    return tuple(sorted(files, key=lambda file: file.path))
+
+
+def _descend(base: Path) -> Iterator[tuple[str, str, str]]:
+    """`(run, checkpoint, part)` names of the directories three levels under `base`; races with removal are no error."""
+    for run in _directories(base):
+        for checkpoint in _directories(base / run):
+            for part in _directories(base / run / checkpoint):
+                yield run, checkpoint, part
+
+
+def _directories(path: Path) -> list[str]:
+    try:
+        with os.scandir(path) as entries:
+            return [
+                entry.name
+                for entry in entries
+                if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+            ]
+    except FileNotFoundError:
+        return []
+
+
+def _make_locked(path: Path) -> int:
+    """Make a directory and hold its lock. A sweep may take it between the two, so look whether it is still there."""
+    while True:
+        path.mkdir(exist_ok=True)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            if os.fstat(fd).st_ino == path.stat().st_ino:
+                return fd
+        except FileNotFoundError:
+            pass
+        os.close(fd)
+
+
+def _try_lock(path: Path) -> int | None:
+    """The lock of a stage whose writer is gone, as a descriptor to close; None while it is held."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd

@@ -1,0 +1,27 @@
+"""From a URL to a store that is ready for use. Called by the composition root only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tierd.core.errors import ConfigError
+from tierd.core.urls import StoreUrl
+from tierd.stores.base import Store
+from tierd.stores.retry import RetryingStore
+
+
+def open_store(url: StoreUrl) -> Store:
+    """The store at `url`, with deadlines and retries. Nothing is connected to, or looked at, before the first call.
+
+    Raises:
+        ConfigError: an s3 URL, and aiobotocore is not installed.
+    """
+    if url.scheme == "file":
+        from tierd.stores.file import FileStore
+
+        return RetryingStore(FileStore(Path(url.path)))
+    try:
+        from tierd.stores.s3 import S3Store
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{url} needs the package {error.name}: pip install 'tierd[s3]'") from error
+    return RetryingStore(S3Store(url))

@@ -1,0 +1,110 @@
+"""Deadlines and retries around any store.
+
+Law: every call ends. Each attempt has a deadline; only `StoreUnavailable` is tried again, and the last is raised. An
+attempt whose outcome is unknown is repeated in full: every method of a `Store` is idempotent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+from tierd.core.errors import StoreUnavailable
+from tierd.stores.base import Buffer, ObjectInfo, Store
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+_SLOWEST = 1_000_000  # bytes/s that a store must sustain to meet the deadline of a put or get
+_LARGEST = 272 << 20  # bytes: a get doesn't know its object's size, so it is given the time of the largest
+_PER_KEY_S = 0.05  # what a delete is given on top, for each key
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.25, 20.0  # before the jitter
+
+
+class RetryingStore:
+    """`inner` with a deadline on every attempt, and up to `attempts` of them for each call.
+
+    An attempt may take `deadline_s` seconds, plus 1 s for each MB that it moves or 0.05 s for each key it deletes; a
+    scan's deadline and attempts begin anew with each object that arrives. Between attempts it waits a random part
+    ("full jitter") of a delay that doubles from 0.25 s to 20 s. `rng` and `sleep` are there for tests.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        attempts: int = 5,
+        deadline_s: float = 60.0,
+        rng: Callable[[], float] = random.random,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._inner = inner
+        self._attempts = attempts
+        self._deadline_s = deadline_s
+        self._rng = rng
+        self._sleep = sleep
+
+    def __repr__(self) -> str:
+        return f"RetryingStore({self._inner!r})"
+
+    async def put(self, key: str, data: Buffer) -> None:
+        size = memoryview(data).nbytes
+        await self._call(f"put {key}", size / _SLOWEST, lambda: self._inner.put(key, data))
+
+    async def get(self, key: str) -> Buffer:
+        return await self._call(f"get {key}", _LARGEST / _SLOWEST, lambda: self._inner.get(key))
+
+    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        doing, failed = f"scan {prefix or '/'}", 0
+        while True:
+            async with aclosing(self._inner.scan(prefix, after)) as listing:
+                while True:
+                    try:
+                        info = await self._within(doing, self._deadline_s, anext(listing))
+                    except StopAsyncIteration:
+                        return
+                    except StoreUnavailable as error:
+                        failed += 1
+                        await self._pause(doing, failed, error)
+                        break  # go on behind the last object that came
+                    failed, after = 0, info.key
+                    yield info
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        await self._call(f"delete {len(keys)} keys", len(keys) * _PER_KEY_S, lambda: self._inner.delete(keys))
+
+    async def aclose(self) -> None:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self._inner.aclose()
+        except TimeoutError:
+            _log.warning("%r: not closed within %g s, left as it is", self._inner, self._deadline_s)
+
+    async def _call(self, doing: str, extra_s: float, begin: Callable[[], Awaitable[T]]) -> T:
+        failed = 0
+        while True:
+            try:
+                return await self._within(doing, self._deadline_s + extra_s, begin())
+            except StoreUnavailable as error:
+                failed += 1
+                await self._pause(doing, failed, error)
+
+    async def _within(self, doing: str, deadline_s: float, call: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await call
+        except TimeoutError as error:
+            raise StoreUnavailable(f"{doing}: no answer within {deadline_s:g} s") from error
+
+    async def _pause(self, doing: str, failed: int, error: StoreUnavailable) -> None:
+        """Wait before the next attempt, or raise `error` when there is none left."""
+        if failed >= self._attempts:
+            error.add_note(f"{doing}: attempt {failed} of {self._attempts}, the last")
+            raise error
+        delay = self._rng() * min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** (failed - 1))
+        _log.warning("%s: attempt %d of %d failed, again in %.2f s: %s", doing, failed, self._attempts, delay, error)
+        await self._sleep(delay)
