@@ -3,36 +3,64 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tierd.cli.options import load_config
+from tierd.cli.options import (
+    AttemptOption,
+    ConfigOption,
+    JsonOption,
+    Places,
+    RunOption,
+    SpoolOption,
+    StepOption,
+    UrlArgument,
+    load_config,
+    places,
+)
+from tierd.cli.read import choose
+from tierd.cli.tables import console, print_json, progress, size, table
+from tierd.core import wire
 from tierd.core.config import Config, from_urls
-from tierd.core.errors import ConfigError
+from tierd.core.errors import ConfigError, DaemonUnavailable, StoreRefused, StoreUnavailable
+from tierd.core.ids import CheckpointId, check_run, pin_key
+from tierd.core.plan import judge_tier, runs
 from tierd.core.retention import RetentionPolicy
+from tierd.core.urls import parse_url
+from tierd.daemon.export import Exported, export
+from tierd.daemon.observe import look_around
+from tierd.daemon.prune import prune as prune_tier
+from tierd.daemon.service import open_tiers, serve
+from tierd.link import Link
+from tierd.stores.base import children
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
-    app.command("run")(run)
+    for command in (run, restore, prune, pin, unpin):
+        app.command()(command)
+    config = typer.Typer(help="The configuration file.", no_args_is_help=True)
+    config.callback()(lambda: None)
+    config.command("check")(config_check)
+    app.add_typer(config, name="config")
 
 
 def run(
-    spool: Annotated[Path | None, typer.Option("--spool", metavar="DIR", help="The node's spool.")] = None,
+    spool: SpoolOption = None,
     to: Annotated[
-        list[str] | None, typer.Option("--to", metavar="URL", help="A tier; repeat for more, in order.")
+        list[str] | None, typer.Option("--to", metavar="URL", help="A tier; again for more, in order.")
     ] = None,
-    config: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="A tierd.toml instead.")] = None,
-    keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="Checkpoints to keep, per place.")] = 3,
+    config: ConfigOption = None,
+    keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="Checkpoints to keep in each place.")] = 3,
     until_idle: Annotated[
         bool, typer.Option("--until-idle", help="End when no trainer is attached and everything is flushed.")
     ] = False,
 ) -> None:
     """Run the daemon: flush, verify, retain; until SIGTERM."""
-    from tierd.daemon.service import serve
-
     asyncio.run(serve(_daemon_config(spool, to, config, keep_last), until_idle=until_idle))
 
 
@@ -44,3 +72,207 @@ def _daemon_config(spool: Path | None, to: list[str] | None, config: Path | None
     if spool is None:
         raise ConfigError("no spool: give --spool DIR, or --config FILE")
     return from_urls(str(spool.absolute()), to or [], RetentionPolicy(keep_last=keep_last))
+
+
+def restore(
+    url: UrlArgument = None,
+    name: Annotated[str, typer.Option("--run", metavar="RUN", help="The run.")] = "",
+    to: Annotated[Path | None, typer.Option("--to", metavar="DIR", help="An empty or absent directory.")] = None,
+    config: ConfigOption = None,
+    step: StepOption = None,
+    attempt: AttemptOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Copy the newest verified checkpoint out of the tiers, one directory a rank. Needs no daemon."""
+    if not name or to is None:
+        raise ConfigError("restore needs --run RUN and --to DIR")
+    where = places(None, url, config)
+    assert where.config is not None
+    found = asyncio.run(_restore(where.config, check_run(name), to, step, attempt))
+    if json:
+        print_json(found)
+        return
+    for text in found.skipped:
+        console().print(f"skipped {text}")
+    console().print(
+        f"restored {found.run} step {found.step} (attempt {found.attempt}), {size(found.size)} verified, "
+        f"from {', '.join(found.tiers)}, in:"
+    )
+    for directory in found.directories:
+        console().print(f"  {directory}")
+
+
+async def _restore(config: Config, run: str, to: Path, step: int | None, attempt: str | None) -> Exported:
+    async with AsyncExitStack() as stack:
+        stores = await open_tiers(config, stack)
+        with progress("restoring") as bar:
+            task = bar.add_task("", total=None)
+            return await export(
+                stores, run, to, step, attempt, lambda done, total: bar.update(task, completed=done, total=total)
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Retention's verdict over one checkpoint on one tier; `pruned` says whether it was carried out."""
+
+    tier: str
+    run: str
+    step: int
+    attempt: str
+    keep: bool
+    reasons: tuple[str, ...]
+    pruned: bool
+
+
+def prune(
+    url: UrlArgument = None,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    keep_last: Annotated[
+        int | None, typer.Option("--keep-last", min=1, help="The policy, where no file says it.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and why the rest stays.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Apply retention to the tiers now. A spool is pruned by its daemon alone, which does both by itself."""
+    where = places(None, url, config, keep_last)
+    if not where.policy:
+        raise ConfigError("no policy: give --keep-last N, or --config FILE")
+    judged = asyncio.run(_prune(where, run, dry_run=dry_run))
+    if json:
+        print_json({"verdicts": judged})
+        return
+    rows = [
+        (
+            one.tier,
+            one.run,
+            str(one.step),
+            one.attempt,
+            "keep" if one.keep else "pruned" if one.pruned else "would prune",
+            "; ".join(one.reasons),
+        )
+        for one in judged
+    ]
+    console().print(table(None, ("TIER", "RUN", "STEP", "ATTEMPT", "VERDICT", "BECAUSE"), rows))
+
+
+async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judged]:
+    assert where.config is not None
+    judged: list[Judged] = []
+    async with AsyncExitStack() as stack:
+        stores = await open_tiers(where.config, stack)
+        world = await look_around(where.spool, stores, run)
+        for name, place in world.tiers.items():
+            if place is None:
+                raise StoreUnavailable(f"{name} did not answer; nothing more was pruned")
+            for one in (one for one in runs(world) if run in (None, one)):
+                for verdict in judge_tier(world, place, where.config.named(name).retention, one):
+                    going = not verdict.keep and not dry_run
+                    if going:
+                        await prune_tier(stores[name], verdict.id)
+                    found = verdict.id
+                    judged.append(
+                        Judged(name, found.run, found.step, found.attempt, verdict.keep, verdict.reasons, going)
+                    )
+    return judged
+
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
+StepArgument = Annotated[int, typer.Argument(metavar="STEP", help="The checkpoint's step.")]
+
+
+def pin(
+    run: RunArgument,
+    step: StepArgument,
+    url: UrlArgument = None,
+    spool: SpoolOption = None,
+    config: ConfigOption = None,
+    attempt: AttemptOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Make retention leave a checkpoint alone, in the spool and on every tier."""
+    _set_pin(places(spool, url, config), run, step, attempt, pinned=True, json=json)
+
+
+def unpin(
+    run: RunArgument,
+    step: StepArgument,
+    url: UrlArgument = None,
+    spool: SpoolOption = None,
+    config: ConfigOption = None,
+    attempt: AttemptOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Give a checkpoint back to retention."""
+    _set_pin(places(spool, url, config), run, step, attempt, pinned=False, json=json)
+
+
+def _set_pin(where: Places, run: str, step: int, attempt: str | None, *, pinned: bool, json: bool) -> None:
+    checkpoint = _pin_by_daemon(where, run, step, attempt, pinned=pinned)
+    if checkpoint is None:
+        checkpoint = asyncio.run(_pin_directly(where, run, step, attempt, pinned=pinned))
+    if json:
+        print_json({"run": run, "step": step, "attempt": checkpoint.attempt, "pinned": pinned})
+    else:
+        console().print(f"{'pinned' if pinned else 'unpinned'} {checkpoint}")
+
+
+def _pin_by_daemon(where: Places, run: str, step: int, attempt: str | None, *, pinned: bool) -> CheckpointId | None:
+    if where.spool is None or where.config is not None:
+        return None
+    try:
+        link = Link(where.spool)
+    except DaemonUnavailable:
+        return None
+    with link:
+        found = link.ask(wire.Candidates(run=run, step=step, attempt=attempt))["resume"]["candidates"]
+        if not found:
+            raise ConfigError(f"run {run!r} has no complete checkpoint of step {step}")
+        checkpoint = CheckpointId(**found[0]["checkpoint"])
+        link.ask(wire.Pin(checkpoint=checkpoint, pinned=pinned))
+        return checkpoint
+
+
+async def _pin_directly(where: Places, run: str, step: int, attempt: str | None, *, pinned: bool) -> CheckpointId:
+    async with AsyncExitStack() as stack:
+        stores = await open_tiers(where.config, stack) if where.config else {}
+        world = await look_around(where.spool, stores, run)
+        checkpoint = choose(world, run, step, attempt)
+        if where.spool:
+            where.spool.pin(checkpoint, pinned=pinned)
+        for store in stores.values():
+            await (store.put(pin_key(checkpoint), b"") if pinned else store.delete([pin_key(checkpoint)]))
+        return checkpoint
+
+
+def config_check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A tierd.toml.")],
+    reach: Annotated[bool, typer.Option("--reach", help="Also ask every tier whether it answers.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Check a configuration file; exit code 3 when it cannot be used, 6 when a tier does not answer."""
+    found = load_config(file)
+    answers = asyncio.run(_reach(found)) if reach else {}
+    if json:
+        print_json({"config": found, "reach": answers})
+    else:
+        out = console()
+        out.print(f"{file}: spool {found.spool}, rescan {found.rescan}, drain {found.drain}")
+        for tier in found.tier:
+            out.print(f"  {tier.name}  {parse_url(tier.url)}  {answers.get(tier.name, '')}")
+    if any(answer != "answers" for answer in answers.values()):
+        raise typer.Exit(6)
+
+
+async def _reach(config: Config) -> dict[str, str]:
+    answers: dict[str, str] = {}
+    async with AsyncExitStack() as stack:
+        for name, store in (await open_tiers(config, stack)).items():
+            try:
+                async for _ in children(store, ""):
+                    break
+                answers[name] = "answers"
+            except (StoreUnavailable, StoreRefused) as error:
+                answers[name] = str(error)
+    return answers

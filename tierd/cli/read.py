@@ -1,6 +1,259 @@
-"""x"""
+"""Commands that only look: status, ls, show, verify."""
 
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
 import typer
 
+from tierd.cli.options import (
+    AttemptOption,
+    ConfigOption,
+    JsonOption,
+    Places,
+    RunOption,
+    SpoolOption,
+    StepOption,
+    UrlArgument,
+    places,
+)
+from tierd.cli.tables import checkpoints, console, print_json, progress, size, table
+from tierd.core import wire
+from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, ManifestError, ObjectNotFound, TierdError
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import Manifest, decode
+from tierd.core.plan import SPOOL, World
+from tierd.core.report import Report, report
+from tierd.core.resume import not_found, restore_candidates
+from tierd.daemon.observe import look_around
+from tierd.daemon.prune import verify as verify_on_tier
+from tierd.daemon.service import open_tiers
+from tierd.link import Link
+from tierd.persist import bad_chunks
+from tierd.spool import Spool
+from tierd.stores.base import Store
 
-def register(app: typer.Typer) -> None: ...
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    for command in (status, ls, show, verify):
+        app.command()(command)
+
+
+def status(spool: SpoolOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
+    """How the node's daemon does: each tier's backlog, failures and last events."""
+    found = places(spool, None, config)
+    assert found.spool is not None
+    with Link(found.spool) as link:
+        answer = link.ask(wire.Status())["status"]
+    if json:
+        print_json(answer)
+        return
+    out = console()
+    free = f"{answer['spool_free']:.0%} of its disk is free"
+    out.print(f"daemon {answer['pid']}, spool {answer['spool']} ({answer['spool_parts']} parts, {free})")
+    out.print(f"trainers attached: {answer['trainers']}")
+    out.print(
+        table(
+            None,
+            ("TIER", "URL", "ANSWERS", "PENDING", "BYTES", "DOING", "LAST ERROR"),
+            [
+                (
+                    tier["name"],
+                    tier["url"],
+                    "yes" if tier["reached"] else "no",
+                    str(tier["pending_parts"]),
+                    size(tier["pending_bytes"]),
+                    tier["doing"] or (f"again in {tier['retry_in_s']:.0f} s" if tier["retry_in_s"] else "idle"),
+                    tier["last_error"] or "",
+                )
+                for tier in answer["tiers"]
+            ],
+        )
+    )
+    for event in answer["events"][-10:]:
+        out.print(f"{event['at'][:19]}  {event['place']}  {event['what']}  {event['subject']}  {event['why']}")
+
+
+def ls(
+    url: UrlArgument = None,
+    spool: SpoolOption = None,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Every checkpoint, where its copies lie, and what retention makes of them. → resumes next, * pinned."""
+    found = _report(places(spool, url, config), run)
+    if json:
+        print_json(found)
+        return
+    console().print(checkpoints(found))
+    for name in found.unreached:
+        console().print(f"{name} did not answer")
+
+
+def show(
+    run: Annotated[str, typer.Argument(help="The run's name.")],
+    step: Annotated[int, typer.Argument(help="The checkpoint's step.")],
+    url: UrlArgument = None,
+    spool: SpoolOption = None,
+    config: ConfigOption = None,
+    attempt: AttemptOption = None,
+    json: JsonOption = False,
+) -> None:
+    """One checkpoint: its manifest's files, metrics, origin, and every copy."""
+    where = places(spool, url, config)
+    world = asyncio.run(_look(where, run))
+    checkpoint = choose(world, run, step, attempt)
+    found = next(c for c in report(world, where.config, run).checkpoints if (c.step, c.attempt) == _name(checkpoint))
+    manifests = asyncio.run(_manifests(where, world, checkpoint))
+    if json:
+        print_json({"checkpoint": found, "manifests": manifests})
+        return
+    out = console()
+    out.print(f"{checkpoint}, {found.created}, {'complete' if found.complete else 'incomplete'}")
+    out.print(f"resumed from: {found.resumed_from or 'nothing'}    metrics: {found.metrics or 'none'}")
+    out.print(checkpoints(Report((found,), ())))
+    for manifest in manifests:
+        rows = [(file.path, size(file.size), str(len(file.chunks))) for file in manifest.files]
+        out.print(table(f"rank {manifest.rank} of {manifest.world_size}", ("FILE", "BYTES", "CHUNKS"), rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What re-reading one copy of one part found: `wrong` is empty when every byte is right."""
+
+    place: str
+    run: str
+    step: int
+    attempt: str
+    rank: int
+    size: int
+    wrong: tuple[str, ...]
+
+
+def verify(
+    url: UrlArgument = None,
+    spool: SpoolOption = None,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    step: StepOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Re-read every byte of every copy and compare digests. Changes nothing. Exit code 5 when something is corrupt."""
+    where = places(spool, url, config)
+    checks, unreached = asyncio.run(_verify(where, run, step))
+    if json:
+        print_json({"checks": checks, "unreached": unreached})
+    else:
+        rows = [
+            (c.place, c.run, str(c.step), c.attempt, str(c.rank), size(c.size), "; ".join(c.wrong) or "right")
+            for c in checks
+        ]
+        console().print(table(None, ("WHERE", "RUN", "STEP", "ATTEMPT", "RANK", "BYTES", "BYTES ARE"), rows))
+    if any(check.wrong for check in checks):
+        raise typer.Exit(5)
+    if unreached:
+        raise typer.Exit(6)
+    if not checks:
+        raise CheckpointNotFound("nothing to verify: no such checkpoint there")
+
+
+def choose(world: World, run: str, step: int, attempt: str | None) -> CheckpointId:
+    """The checkpoint that a person means by its step; raises `CheckpointNotFound`."""
+    resume = restore_candidates(world, run, step, attempt)
+    if resume.candidates:
+        return resume.candidates[0].checkpoint
+    named = {
+        part.checkpoint
+        for place in (world.spool, *world.tiers.values())
+        if place
+        for part in (*place.parts, *place.quarantined)
+    }
+    matching = [c for c in named if (c.run, c.step) == (run, step) and attempt in (None, c.attempt)]
+    if not matching:
+        raise not_found(resume, run, step, [])
+    return max(matching)
+
+
+def _name(checkpoint: CheckpointId) -> tuple[int, str]:
+    return checkpoint.step, checkpoint.attempt
+
+
+def _report(where: Places, run: str | None) -> Report:
+    if where.spool is not None and not where.config:
+        try:
+            with Link(where.spool) as link:  # it knows the tiers and their retention
+                return msgspec.convert(link.ask(wire.Report(run=run))["report"], Report)
+        except DaemonUnavailable:
+            pass
+    policy = where.config if where.spool else None
+    return report(asyncio.run(_look(where, run)), policy, run)
+
+
+async def _look(where: Places, run: str | None) -> World:
+    async with AsyncExitStack() as stack:
+        return await look_around(where.spool, await _stores(where, stack), run)
+
+
+async def _stores(where: Places, stack: AsyncExitStack) -> dict[str, Store]:
+    return await open_tiers(where.config, stack) if where.config else {}
+
+
+async def _manifests(where: Places, world: World, checkpoint: CheckpointId) -> list[Manifest]:
+    """Each rank's manifest, from the first place that has it readable; a tier's tells how chunks are stored."""
+    found: dict[PartId, Manifest] = {}
+    async with AsyncExitStack() as stack:
+        for name, store in (await _stores(where, stack)).items():
+            place = world.tiers[name]
+            for part in place.checkpoints.get(checkpoint, []) if place else []:
+                try:
+                    found.setdefault(part, decode(bytes(await store.get(part.manifest_key)), part))
+                except TierdError:
+                    continue
+    for part in world.spool.checkpoints.get(checkpoint, []) if where.spool else []:
+        try:
+            found.setdefault(part, where.spool.manifest(part))
+        except TierdError:
+            continue
+    return [found[part] for part in sorted(found)]
+
+
+async def _verify(where: Places, run: str | None, step: int | None) -> tuple[list[Check], list[str]]:
+    checks: list[Check] = []
+    async with AsyncExitStack() as stack:
+        stores = await _stores(where, stack)
+        world = await look_around(where.spool, stores, run)
+        held = {SPOOL: world.spool, **{name: place for name, place in world.tiers.items() if place}}
+        work = [
+            (name, part, facts.stored_size or facts.size if facts else 0)
+            for name, place in held.items()
+            for part, facts in sorted(place.parts.items(), reverse=True)
+            if run in (None, part.checkpoint.run) and step in (None, part.checkpoint.step)
+        ]
+        with progress("verifying") as bar:
+            task = bar.add_task("", total=sum(todo for *_, todo in work))
+            for name, part, _ in work:
+                checks.append(await _check(where.spool, stores, name, part, lambda done: bar.advance(task, done)))
+    return checks, [name for name, place in world.tiers.items() if place is None]
+
+
+async def _check(spool: Spool | None, stores: dict[str, Store], name: str, part: PartId, read: Any) -> Check:
+    manifest: Manifest | None = None
+    try:
+        if name == SPOOL:
+            assert spool is not None
+            manifest = spool.manifest(part)
+            wrong = [str(bad) for file in manifest.files for *_, bad in bad_chunks(spool.path(part) / file.path, file)]
+            read(manifest.size)
+        else:
+            manifest, wrong = await verify_on_tier(stores[name], part, read)
+    except (ManifestError, ObjectNotFound) as error:
+        wrong = [str(error)]
+    checkpoint = part.checkpoint
+    total = manifest.size if manifest else 0
+    return Check(name, checkpoint.run, checkpoint.step, checkpoint.attempt, part.rank, total, tuple(wrong))

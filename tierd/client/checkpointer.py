@@ -273,8 +273,8 @@ class Checkpointer:
         latest = max(found.attempts)
         if self._steps or self._given < latest or self._given == found.part.checkpoint.attempt:
             raise ConfigError(
-                f"attempt {self._given} cannot go on from attempt {latest}: an attempt has one origin, and is later than "
-                "what it resumes from; make a new Checkpointer with a new attempt="
+                f"attempt {self._given} cannot go on from attempt {latest}: an attempt has one origin, and is later "
+                "than what it resumes from; make a new Checkpointer with a new attempt="
             )
 
     def _go_on_from(self, origin: CheckpointId, attempts: Sequence[str]) -> None:

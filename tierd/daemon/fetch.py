@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -168,19 +168,20 @@ async def _download(spool: Spool, part: PartId, manifest: Manifest, copies: Copi
         raise SpoolFull(f"spool {spool.root}: {part} needs {manifest.size} bytes and {free} are free")
     stage = spool.stage(part)
     try:
-        await download(stage.path, manifest, copies)
+        await download(stage.path, manifest, copies, lambda size: None)
         await asyncio.to_thread(stage.commit, manifest)
     finally:
         await asyncio.to_thread(stage.abandon)
     return sum(len(file.chunks) for file in manifest.files)
 
 
-async def download(home: Path, manifest: Manifest, copies: Copies) -> None:
-    """Write every file of `manifest` under `home` from the tiers, each durable; the directories are the caller's."""
+async def download(home: Path, manifest: Manifest, copies: Copies, arrived: Callable[[int], None]) -> None:
+    """Write every file of `manifest` under `home` from the tiers, each durable; `arrived` is told each chunk's bytes."""
 
     async def one(number: int, index: int, file: File, offset: int) -> None:
         raw = await copies.chunk(number, index, file.path)
         await asyncio.to_thread(_patch, home / file.path, file, offset, raw)
+        arrived(len(raw))
 
     work = []
     for number, file in enumerate(manifest.files):

@@ -6,7 +6,17 @@ never handed on, since deletions are decided from it.
 
 from __future__ import annotations
 
-from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, TierdError
+import logging
+from collections.abc import Mapping
+
+from tierd.core.errors import (
+    FormatTooNew,
+    ManifestError,
+    ObjectNotFound,
+    StoreRefused,
+    StoreUnavailable,
+    TierdError,
+)
 from tierd.core.ids import (
     CheckpointId,
     PartId,
@@ -16,12 +26,28 @@ from tierd.core.ids import (
     quarantine_prefix,
 )
 from tierd.core.manifest import decode
-from tierd.core.plan import Facts, Place
+from tierd.core.plan import Facts, Place, World
 from tierd.daemon.together import together
 from tierd.spool import Spool
 from tierd.stores.base import ObjectInfo, Store, children
 
+log = logging.getLogger("tierd.daemon")
+
 _READERS = 8  # manifests read at once
+
+
+async def look_around(spool: Spool | None, stores: Mapping[str, Store], run: str | None) -> World:
+    """Look once at a spool and at tiers; those that did not answer are None in the world. Without `run`, at all runs."""
+    place = SpoolEye(spool).look() if spool else Place()
+    tiers: dict[str, Place | None] = {}
+    for name, store in stores.items():
+        eye = TierEye(store)
+        try:
+            tiers[name] = await eye.look({run} if run else await eye.runs())
+        except (StoreUnavailable, StoreRefused) as error:
+            log.warning("%s: cannot be asked: %s", name, error)
+            tiers[name] = None
+    return World(place, tiers)
 
 
 class SpoolEye:
@@ -61,8 +87,7 @@ class SpoolEye:
 class TierEye:
     """Looks at a tier. A manifest is read again only when its listing shows that it was replaced."""
 
-    def __init__(self, name: str, store: Store) -> None:
-        self.name = name
+    def __init__(self, store: Store) -> None:
         self.store = store
         self._cache: dict[tuple[str, str], Facts | TierdError] = {}
 

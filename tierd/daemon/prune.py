@@ -6,6 +6,8 @@ finds either a whole checkpoint or chunks that no manifest names, and the plan c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tierd.codec import check_stored
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId, chunks_prefix, manifests_prefix, quarantine_prefix
@@ -76,8 +78,11 @@ async def holds(store: Store, part: PartId, local: Manifest | None) -> bool:
     )
 
 
-async def verify(store: Store, part: PartId) -> tuple[Manifest, list[str]]:
+async def verify(store: Store, part: PartId, read: Callable[[int], None]) -> tuple[Manifest, list[str]]:
     """Re-read every stored byte of a part on a tier and compare; the manifest, and what is wrong.
+
+    Args:
+        read: told the stored bytes of each chunk as it has been compared.
 
     Raises:
         ObjectNotFound, ManifestError, FormatTooNew: the manifest is not there or cannot be used.
@@ -96,4 +101,5 @@ async def verify(store: Store, part: PartId) -> tuple[Manifest, list[str]]:
             wrong.append(f"{key}: missing")
         except CorruptChunk as error:
             wrong.append(str(error))
+        read(chunk.stored.size)
     return manifest, wrong

@@ -67,7 +67,7 @@ class Reconciler:
         self.interest: set[str] = set()  # runs that a trainer asked for, beside those in the spool
         self.moved = asyncio.Condition()  # notified after every look and every action
         self.lanes = {name: Lane(name) for name in (SPOOL, *stores)}
-        self._eyes = {name: TierEye(name, store) for name, store in stores.items()}
+        self._eyes = {name: TierEye(store) for name, store in stores.items()}
         self._spool_eye = SpoolEye(spool)
         self._place = Place()
         self._free = 1.0

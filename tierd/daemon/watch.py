@@ -33,8 +33,8 @@ class _Waker(FileSystemEventHandler):
 def watching(spool: Spool, wake: Callable[[], None]) -> Iterator[None]:
     """Call `wake` on the running loop whenever a stage is committed or abandoned.
 
-    A commit is a rename of a directory out of the spool's `stage/`, so that one directory is all there is to watch. Where the system has no watches left, the daemon
-    works on by its rescans and says so.
+    A commit is a rename of a directory out of the spool's `stage/`, so that one directory is all there is to watch.
+    Where the system has no watches left, the daemon works on by its rescans and says so.
     """
     observer = Observer()
     observer.daemon = True

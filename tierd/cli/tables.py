@@ -1,0 +1,84 @@
+"""What a person sees. Law: tables go to stdout, everything said on the way to stderr; not on a terminal, no progress."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from tierd.core.report import Checkpoint, Copy, Report
+
+_WIDE = 200  # columns where nobody looks: a pipe should not lose text
+
+
+def console() -> Console:
+    """Standard output, at the terminal's width or wide enough for a pipe."""
+    return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
+
+
+def print_json(answer: Any) -> None:
+    """Print an answer as one JSON object."""
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n")
+
+
+def size(count: float) -> str:
+    """Bytes for a reader: 1.2 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """A plain table."""
+    made = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def checkpoints(report: Report) -> Table:
+    """One line for each copy of each checkpoint."""
+    columns = ("RUN", "STEP", "ATTEMPT", "WHERE", "STATE", "RANKS", "BYTES", "STORED", "CREATED", "KEPT BECAUSE")
+    rows = [_row(checkpoint, copy) for checkpoint in report.checkpoints for copy in checkpoint.copies]
+    return table(None, columns, rows)
+
+
+def _row(checkpoint: Checkpoint, copy: Copy) -> list[str]:
+    marks = ("→" if checkpoint.resumes else "") + ("*" if checkpoint.pinned else "")
+    verdict = "; ".join(copy.reasons) if copy.keep else f"to be pruned: {'; '.join(copy.reasons)}"
+    return [
+        checkpoint.run,
+        f"{checkpoint.step}{marks}",
+        checkpoint.attempt,
+        copy.place,
+        copy.state,
+        f"{len(copy.ranks)}/{checkpoint.world_size}",
+        size(copy.size),
+        size(copy.stored_size) if copy.stored_size else "",
+        (checkpoint.created or "")[:19].replace("T", " "),
+        verdict,
+    ]
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Progress]:
+    """A bar on stderr for long work; nothing where stderr is no terminal."""
+    with Progress(
+        TextColumn(what),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    ) as bar:
+        yield bar
