@@ -215,7 +215,8 @@ async def _manifests(where: Places, world: World, checkpoint: CheckpointId) -> l
                     found.setdefault(part, decode(bytes(await store.get(part.manifest_key)), part))
                 except TierdError:
                     continue
-    for part in world.spool.checkpoints.get(checkpoint, []) if where.spool else []:
+    for part in world.spool.checkpoints.get(checkpoint, []):
+        assert where.spool is not None
         try:
             found.setdefault(part, where.spool.manifest(part))
         except TierdError:

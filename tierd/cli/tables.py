@@ -1,4 +1,4 @@
-"""What a person sees. Law: tables go to stdout, everything said on the way to stderr; not on a terminal, no progress."""
+"""What a person sees. Law: answers go to stdout, all else to stderr; no progress where nobody looks."""
 
 from __future__ import annotations
 

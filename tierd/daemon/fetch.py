@@ -176,7 +176,7 @@ async def _download(spool: Spool, part: PartId, manifest: Manifest, copies: Copi
 
 
 async def download(home: Path, manifest: Manifest, copies: Copies, arrived: Callable[[int], None]) -> None:
-    """Write every file of `manifest` under `home` from the tiers, each durable; `arrived` is told each chunk's bytes."""
+    """Write every file of `manifest` under `home` from the tiers, durably; `arrived` is told each chunk's bytes."""
 
     async def one(number: int, index: int, file: File, offset: int) -> None:
         raw = await copies.chunk(number, index, file.path)

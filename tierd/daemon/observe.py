@@ -37,7 +37,7 @@ _READERS = 8  # manifests read at once
 
 
 async def look_around(spool: Spool | None, stores: Mapping[str, Store], run: str | None) -> World:
-    """Look once at a spool and at tiers; those that did not answer are None in the world. Without `run`, at all runs."""
+    """Look once at a spool and at tiers; one that did not answer is None in the world. Without `run`, at all runs."""
     place = SpoolEye(spool).look() if spool else Place()
     tiers: dict[str, Place | None] = {}
     for name, store in stores.items():
