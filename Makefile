@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check system format clean
+.PHONY: demo test lint check system format clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml constraints.txt
@@ -24,10 +24,12 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -m 'not system'
 
-check: $(READY)
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+check: lint
 	$(BIN)/python -m pytest -q -m 'not system and not slow'
 
 system: $(READY)
