@@ -7,7 +7,9 @@ writes anew from the source and never calls fsync on it again.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,7 +60,7 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> Non
 
 def describe_file(path: Path, name: str, chunk_size: int = CHUNK_SIZE) -> File:
     """Digest and sync a file that somebody else wrote. Its bytes are vouched for from here on, not before."""
-    fd = _open(path)
+    fd = open_plain(path)
     try:
         os.fsync(fd)
         size = os.fstat(fd).st_size
@@ -80,7 +82,7 @@ def read_file(path: Path, file: File) -> bytearray:
         CorruptChunk: size or digest differ; names the file and the byte range.
         OSError: the system could not read; says nothing about the bytes.
     """
-    fd = _open(path)
+    fd = open_plain(path)
     try:
         _check_size(fd, path, file)
         data = bytearray(file.size)
@@ -97,7 +99,7 @@ def read_file(path: Path, file: File) -> bytearray:
 
 def read_chunk(path: Path, file: File, index: int) -> bytearray:
     """One chunk of a file, verified; raises as `read_file` does."""
-    fd = _open(path)
+    fd = open_plain(path)
     try:
         _check_size(fd, path, file)
         offset = sum(chunk.size for chunk in file.chunks[:index])
@@ -118,7 +120,7 @@ def bad_chunks(path: Path, file: File) -> list[tuple[int, int, CorruptChunk | OS
     offset = 0
     for index, chunk in enumerate(file.chunks):
         try:
-            fd = _open(path)
+            fd = open_plain(path)
             try:
                 _check(_read(fd, offset, chunk.size, path), chunk, path, offset)
                 if index == len(file.chunks) - 1:
@@ -147,11 +149,25 @@ def _cut(view: memoryview, chunk_size: int) -> Iterator[memoryview]:
         offset += length
 
 
-def _open(path: Path) -> int:
+def open_plain(path: Path) -> int:
+    """Open a file of a part for reading.
+
+    Raises:
+        CorruptChunk: it is missing, or something else than a plain file lies in its place.
+    """
     try:
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError as error:
+        # O_NONBLOCK: a FIFO in a file's place is refused below, not waited for.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptChunk(f"{path}: the file is missing") from error
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise CorruptChunk(f"{path}: not a plain file, which no writer leaves there") from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CorruptChunk(f"{path}: not a plain file, which no writer leaves there")
+    return fd
 
 
 def _check_size(fd: int, path: Path, file: File) -> None:

@@ -31,7 +31,7 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import MANIFEST_NAME, MAX_MANIFEST_SIZE, File, Manifest, check_path, decode, encode
-from tierd.persist import describe_file, read_file, sync_directory, write_file
+from tierd.persist import describe_file, open_plain, read_file, sync_directory, write_file
 
 
 @contextmanager
@@ -70,12 +70,11 @@ class Stage:
         """
         target = self._spool.path(self.part)
         write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))
-        for directory, _, _ in os.walk(self.path, topdown=False):
+        for directory, _, _ in os.walk(self.path, topdown=False, onerror=_raise):
             sync_directory(Path(directory))
         for parent in (target.parent.parent, target.parent):
-            if not parent.is_dir():
-                parent.mkdir(exist_ok=True)
-                sync_directory(parent.parent)
+            parent.mkdir(exist_ok=True)
+            sync_directory(parent.parent)  # even if it was there: another rank may have made it and not synced it yet
         try:
             self.path.rename(target)
         except OSError as error:
@@ -113,9 +112,9 @@ class Spool:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
         self.control = self.root / ".tierd"
-        if self.root.exists() and not self.root.is_dir():
-            raise SpoolUnusable(f"spool {self.root}: it is not a directory; name another, or move that file away")
         with translated(f"spool {self.root}"):
+            if self.root.exists() and not self.root.is_dir():
+                raise SpoolUnusable(f"spool {self.root}: it is not a directory; name another, or move that file away")
             for directory in (self.root, self.control, *(self.control / name for name in _ROOMS)):
                 directory.mkdir(parents=True, exist_ok=True)
             if not os.access(self.root, os.W_OK | os.X_OK):
@@ -169,15 +168,11 @@ class Spool:
 
     def _read_manifest(self, home: Path, part: PartId) -> Manifest:
         try:
-            fd = os.open(home / MANIFEST_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError as error:
+            fd = open_plain(home / MANIFEST_NAME)
+        except CorruptChunk as error:
             if not home.is_dir():
                 raise ObjectNotFound(f"{part} is not in the spool") from error
-            raise ManifestError(f"manifest of {part}: the file is missing") from error
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise ManifestError(f"manifest of {part}: a symbolic link, which no writer leaves there") from error
-            raise
+            raise ManifestError(f"manifest of {part}: {error}") from error
         with os.fdopen(fd, "rb") as file:
             return decode(file.read(MAX_MANIFEST_SIZE + 1), part)
 
@@ -197,6 +192,8 @@ class Spool:
         """Set a part aside whose bytes are proven corrupt and which no tier can repair."""
         home = self.path(part)
         aside = self.control / "quarantine" / part.path
+        if not home.is_dir():
+            return  # set aside before: what lies there is all that is left of it
         if aside.exists():
             self._trash(aside)
         aside.parent.mkdir(parents=True, exist_ok=True)
@@ -312,7 +309,7 @@ def describe_directory(home: Path) -> tuple[File, ...]:
         ManifestError: something there is neither a file nor a directory, or its name is not safe.
     """
     files = []
-    for directory, names, leaves in os.walk(home):
+    for directory, names, leaves in os.walk(home, onerror=_raise):
         for name in names:
             if Path(directory, name).is_symlink():
                 raise ManifestError(f"{Path(directory, name)}: a symbolic link; a checkpoint holds plain files only")
@@ -324,6 +321,10 @@ def describe_directory(home: Path) -> tuple[File, ...]:
             check_path(relative, f"stage {home}")
             files.append(describe_file(path, relative))
     return tuple(sorted(files, key=lambda file: file.path))
+
+
+def _raise(error: OSError) -> None:
+    raise error  # os.walk leaves out what it cannot list, unless it is told
 
 
 def _descend(base: Path) -> Iterator[tuple[str, str, str]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from tierd.cli.options import (
@@ -15,8 +17,10 @@ from tierd.cli.options import (
     ConfigOption,
     JsonOption,
     Places,
+    RunArgument,
     RunOption,
     SpoolOption,
+    StepArgument,
     StepOption,
     UrlArgument,
     load_config,
@@ -34,6 +38,7 @@ from tierd.core.urls import parse_url
 from tierd.daemon.export import Exported, export
 from tierd.daemon.observe import look_around
 from tierd.daemon.prune import prune as prune_tier
+from tierd.daemon.reconcile import Event
 from tierd.daemon.service import open_tiers, serve
 from tierd.link import Link
 from tierd.stores.base import children
@@ -59,9 +64,17 @@ def run(
     until_idle: Annotated[
         bool, typer.Option("--until-idle", help="End when no trainer is attached and everything is flushed.")
     ] = False,
+    json: JsonOption = False,
 ) -> None:
-    """Run the daemon: flush, verify, retain; until SIGTERM."""
-    asyncio.run(serve(_daemon_config(spool, to, config, keep_last), until_idle=until_idle))
+    """Run the daemon: flush, verify, retain; until SIGTERM. With --json, each event is a line on stdout."""
+    asyncio.run(
+        serve(_daemon_config(spool, to, config, keep_last), until_idle=until_idle, told=_tell if json else None)
+    )
+
+
+def _tell(event: Event) -> None:
+    sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
+    sys.stdout.flush()
 
 
 def _daemon_config(spool: Path | None, to: list[str] | None, config: Path | None, keep_last: int) -> Config:
@@ -176,10 +189,6 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
                         Judged(name, found.run, found.step, found.attempt, verdict.keep, verdict.reasons, going)
                     )
     return judged
-
-
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
-StepArgument = Annotated[int, typer.Argument(metavar="STEP", help="The checkpoint's step.")]
 
 
 def pin(

@@ -32,6 +32,8 @@ StepOption = Annotated[int | None, typer.Option("--step", metavar="N", help="Onl
 AttemptOption = Annotated[
     str | None, typer.Option("--attempt", metavar="ID", help="Only this attempt (launch).", show_default=False)
 ]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
+StepArgument = Annotated[int, typer.Argument(metavar="STEP", help="The checkpoint's step.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

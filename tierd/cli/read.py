@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import typer
@@ -15,8 +15,10 @@ from tierd.cli.options import (
     ConfigOption,
     JsonOption,
     Places,
+    RunArgument,
     RunOption,
     SpoolOption,
+    StepArgument,
     StepOption,
     UrlArgument,
     places,
@@ -97,8 +99,8 @@ def ls(
 
 
 def show(
-    run: Annotated[str, typer.Argument(help="The run's name.")],
-    step: Annotated[int, typer.Argument(help="The checkpoint's step.")],
+    run: RunArgument,
+    step: StepArgument,
     url: UrlArgument = None,
     spool: SpoolOption = None,
     config: ConfigOption = None,

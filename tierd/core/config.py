@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from tierd.core.errors import ConfigError
-from tierd.core.retention import Duration, RetentionPolicy
+from tierd.core.retention import Duration, RetentionPolicy, seconds
 from tierd.core.urls import parse_url
 
 _RESERVED = frozenset({"local"})  # the spool's own name among the tiers
@@ -23,7 +23,7 @@ _RESERVED = frozenset({"local"})  # the spool's own name among the tiers
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tier: where it is and what it keeps. The order in the file is the order of preference when reading."""
 
-    name: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
+    name: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9-]{0,31}\Z")]
     url: str
     retention: RetentionPolicy = RetentionPolicy()
 
@@ -86,6 +86,8 @@ def from_urls(spool: str, urls: Sequence[str], retention: RetentionPolicy | None
 
 
 def _checked(config: Config, where: str) -> Config:
+    if not seconds(config.rescan):
+        raise ConfigError(f"{where}: rescan: {config.rescan!r} would look without a pause")
     names: set[str] = set()
     urls: dict[str, str] = {}
     for index, tier in enumerate(config.tier):

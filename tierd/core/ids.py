@@ -5,6 +5,7 @@ Law: a name that comes from outside (an argument, a listing, a manifest) becomes
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ MAX_WORLD = 99_999
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ATTEMPT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")
-_CHECKPOINT = re.compile(r"(\d{12})\.([0-9a-f]{12}-[0-9a-f]{8})")
-_PART = re.compile(r"(\d{5})-of-(\d{5})")
+_CHECKPOINT = re.compile(r"([0-9]{12})\.([0-9a-f]{12}-[0-9a-f]{8})")
+_PART = re.compile(r"([0-9]{5})-of-([0-9]{5})")
 _RESERVED_RUNS = frozenset({"README.md"})  # a tier's own objects at its root
 
 
@@ -38,9 +39,12 @@ def check_step(step: object) -> int:
     Raises:
         StepRefused: not an integer (a bool or float is not), negative, or beyond `MAX_STEP`.
     """
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise StepRefused(f"step {step!r}: a step is an int, not {type(step).__name__}")
-    number = int(step.__index__())
+    try:
+        if isinstance(step, bool):
+            raise TypeError
+        number = operator.index(step)  # type: ignore[arg-type]  # arrays have __index__ too, and most of them refuse it
+    except TypeError:
+        raise StepRefused(f"step {step!r}: a step is an int, not {type(step).__name__}") from None
     if not 0 <= number <= MAX_STEP:
         raise StepRefused(f"step {number}: a step lies between 0 and {MAX_STEP}")
     return number

@@ -20,25 +20,26 @@ from tierd.core.ids import MAX_STEP, MAX_WORLD, CheckpointId, PartId
 
 VERSION = 1
 MANIFEST_NAME = "manifest.json"  # inside a part's directory in the spool
+_RESERVED = (MANIFEST_NAME, f"{MANIFEST_NAME}.new")  # the second while the first is being healed
 CHUNK_SIZE = 64 << 20  # what this writer cuts files into, bytes
 MAX_CHUNK_SIZE = 256 << 20  # what a reader accepts, bytes: a chunk is held in memory whole
 MAX_MANIFEST_SIZE = 32 << 20
 MAX_FILES = 100_000
 MAX_METRICS = 1_000
 
-Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
-Attempt = Annotated[str, Meta(pattern=r"^[0-9a-f]{12}-[0-9a-f]{8}$")]
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+Attempt = Annotated[str, Meta(pattern=r"^[0-9a-f]{12}-[0-9a-f]{8}\Z")]
 Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
 _SEAL = b',"digest":"'
 _SEAL_SIZE = len(_SEAL) + 32 + len('"}\n')
-_CHUNK_KEY = re.compile(r"chunks/\d{12}\.[0-9a-f]{12}-[0-9a-f]{8}/(\d{5})/[0-9a-f]{32}\.[a-z0-9]{1,16}")
+_CHUNK_KEY = re.compile(r"chunks/[0-9]{12}\.[0-9a-f]{12}-[0-9a-f]{8}/([0-9]{5})/[0-9a-f]{32}\.[a-z0-9]{1,16}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
     """How a chunk rests on a tier: its encoded form, which is byte-identical on every tier."""
 
-    codec: Annotated[str, Meta(pattern=r"^[a-z0-9]{1,16}$")]
+    codec: Annotated[str, Meta(pattern=r"^[a-z0-9]{1,16}\Z")]
     size: Annotated[int, Meta(ge=0, le=MAX_CHUNK_SIZE + (MAX_CHUNK_SIZE >> 4))]
     xxh3_128: Digest
     key: Annotated[str, Meta(max_length=128)]  # relative to the run; may lie under an older checkpoint of the same rank
@@ -230,5 +231,5 @@ def check_path(path: str, where: str) -> None:
         raise ManifestError(f"{where}: {path!r} is not valid Unicode") from error
     if any(piece in (b"", b".", b"..") or len(piece) > 255 for piece in pieces) or _CONTROL.search(path):
         raise ManifestError(f"{where}: {path!r} is not a safe relative path")
-    if path == MANIFEST_NAME:
+    if path.split("/")[0] in _RESERVED:
         raise ManifestError(f"{where}: {path!r} is the manifest's own name")

@@ -20,8 +20,8 @@ from tierd.core.ids import CheckpointId
 from tierd.core.timeline import timeline
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
-Duration = Annotated[str, Meta(pattern=r"^\d+(\.\d+)?[smhd]$")]  # "90s", "10m", "12h", "7d"
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd])")
+Duration = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?[smhd]\Z")]  # "90s", "10m", "12h", "7d"
 
 
 def seconds(duration: str) -> float:

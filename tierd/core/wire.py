@@ -12,7 +12,7 @@ import msgspec
 
 from tierd.core import errors
 from tierd.core.errors import DaemonUnavailable, TierdError
-from tierd.core.ids import CheckpointId, PartId
+from tierd.core.ids import CheckpointId, PartId, check_attempt, check_rank, check_run, check_step
 
 HEARTBEAT = 5.0  # seconds
 MAX_REQUEST = 64 << 10  # bytes
@@ -82,9 +82,33 @@ def decode_request(line: bytes) -> AnyRequest:
     """Read one request.
 
     Raises:
-        msgspec.DecodeError: not a request.
+        msgspec.DecodeError: not a request, or a name in it is none.
     """
-    return _decoder.decode(line)
+    request = _decoder.decode(line)
+    try:
+        match request:
+            case Report(run=str(run)):
+                check_run(run)
+            case Candidates(run=run, step=step, attempt=attempt):
+                check_run(run)
+                if step is not None:
+                    check_step(step)
+                if attempt is not None:
+                    check_attempt(attempt)
+            case Fetch(part=part) | Wait(part=part):
+                _check_checkpoint(part.checkpoint)
+                check_rank(part.rank, part.world)
+            case Pin(checkpoint=checkpoint):
+                _check_checkpoint(checkpoint)
+    except TierdError as error:
+        raise msgspec.ValidationError(str(error)) from error
+    return request
+
+
+def _check_checkpoint(checkpoint: CheckpointId) -> None:
+    check_run(checkpoint.run)
+    check_attempt(checkpoint.attempt)
+    check_step(checkpoint.step)
 
 
 def error_reply(error: Exception) -> dict[str, Any]:

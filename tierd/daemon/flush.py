@@ -13,8 +13,8 @@ from importlib import resources
 
 import msgspec
 
-from tierd.codec import Encoded, check_stored, encode
-from tierd.core.errors import CorruptChunk, ObjectNotFound, StoreUnavailable
+from tierd.codec import Encoded, check_stored, decode, encode
+from tierd.core.errors import CorruptChunk, ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import Chunk, File, Manifest
 from tierd.core.manifest import encode as encode_manifest
@@ -36,8 +36,19 @@ class Flushed:
     sent: int
 
 
-async def flush(spool: Spool, part: PartId, store: Store) -> Flushed:
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """Another tier's copy of the part: what it stores is what this tier shall store, byte for byte."""
+
+    store: Store
+    manifest: Manifest
+
+
+async def flush(spool: Spool, part: PartId, store: Store, twin: Twin | None = None) -> Flushed:
     """Copy a committed part to a tier.
+
+    Args:
+        twin: where a tier holds the part already: chunks are stored as there, even if today's encoder packs otherwise.
 
     Raises:
         ObjectNotFound: the part is not in the spool any more.
@@ -48,8 +59,12 @@ async def flush(spool: Spool, part: PartId, store: Store) -> Flushed:
     prefix = f"{part.checkpoint.run}/chunks/{part.checkpoint.name}/{part.rank:05}/"
     there = {info.key async for info in store.scan(prefix)}
     await _introduce(store)
+    if twin and not twin.manifest.same_content(manifest):
+        twin = None
     work = [
-        _Chunk(spool, store, part, file, index, there) for file in manifest.files for index in range(len(file.chunks))
+        _Chunk(spool, store, part, there, twin, number, index, file)
+        for number, file in enumerate(manifest.files)
+        for index in range(len(file.chunks))
     ]
     sent = await together(_CHUNKS, [chunk.send() for chunk in work])
     tiered = _with_stored(manifest, [chunk.encoded for chunk in work])
@@ -62,14 +77,25 @@ async def flush(spool: Spool, part: PartId, store: Store) -> Flushed:
 class _Chunk:
     """One chunk on its way. After `send`, `encoded` is its entry for the manifest."""
 
-    def __init__(self, spool: Spool, store: Store, part: PartId, file: File, index: int, there: set[str]) -> None:
-        self._store, self._part, self._file, self._index, self._there = store, part, file, index, there
+    def __init__(
+        self,
+        spool: Spool,
+        store: Store,
+        part: PartId,
+        there: set[str],
+        twin: Twin | None,
+        number: int,
+        index: int,
+        file: File,
+    ) -> None:
+        self._store, self._part, self._there, self._file, self._index = store, part, there, file, index
+        self._twin = (twin.store, twin.manifest.files[number].chunks[index]) if twin else None
         self._path = spool.path(part) / file.path
         self.encoded: Chunk = file.chunks[index]
 
     async def send(self) -> int:
         """Put the chunk unless it lies there intact; the number of bytes put."""
-        encoded = await asyncio.to_thread(self._read)
+        encoded = await self._as_the_twin(await asyncio.to_thread(self._read))
         self.encoded = encoded.chunk
         key = f"{self._part.checkpoint.run}/{encoded.stored.key}"
         if key in self._there and await self._is_there(key, encoded):
@@ -81,6 +107,18 @@ class _Chunk:
 
     def _read(self) -> Encoded:
         return encode(self._part, self._file.chunks[self._index], read_chunk(self._path, self._file, self._index))
+
+    async def _as_the_twin(self, encoded: Encoded) -> Encoded:
+        if self._twin is None or self._twin[1].stored in (None, encoded.stored):
+            return encoded
+        store, chunk = self._twin
+        same = Encoded(chunk, b"")
+        try:
+            data = await store.get(f"{self._part.checkpoint.run}/{same.stored.key}")
+            await asyncio.to_thread(decode, chunk, data, "the other tier")
+        except TierdError:
+            return encoded  # better right in other bytes than late
+        return Encoded(chunk, data)
 
     async def _is_there(self, key: str, encoded: Encoded) -> bool:
         try:

@@ -11,18 +11,18 @@ import logging
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from tierd.core.config import Config
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Manifest
+from tierd.core.manifest import Manifest, decode
 from tierd.core.plan import SPOOL, Action, Discard, Flush, Mend, Place, Prune, World, pending, plan
 from tierd.core.retention import seconds
 from tierd.daemon.fetch import fetch
-from tierd.daemon.flush import flush
+from tierd.daemon.flush import Twin, flush
 from tierd.daemon.lane import Lane
 from tierd.daemon.observe import SpoolEye, TierEye
 from tierd.daemon.prune import holds, prune, quarantine
@@ -55,12 +55,20 @@ class Reconciler:
         config: what is wanted.
         spool: the local tier, already locked for this daemon.
         stores: tier name -> open store, in order of preference.
+        told: called with every event as it happens.
     """
 
-    def __init__(self, config: Config, spool: Spool, stores: Mapping[str, Store]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        spool: Spool,
+        stores: Mapping[str, Store],
+        told: Callable[[Event], None] | None = None,
+    ) -> None:
         self.config = config
         self.spool = spool
         self.stores = stores
+        self._told = told or (lambda event: None)
         self.counters: Counter[str] = Counter()
         self.events: deque[Event] = deque(maxlen=256)
         self.held: Counter[CheckpointId] = Counter()
@@ -212,7 +220,7 @@ class Reconciler:
     async def _flush(self, part: PartId, tier: str) -> None:
         self._busy[part] += 1
         try:
-            done = await flush(self.spool, part, self.stores[tier])
+            done = await flush(self.spool, part, self.stores[tier], await self._twin(part, tier))
         except ObjectNotFound:
             return  # removed from the spool since the look
         except (CorruptChunk, ManifestError) as error:
@@ -227,6 +235,16 @@ class Reconciler:
         self.counters["flushed_sent_bytes"] += done.sent
         await self.look(tier)
         self._tell("flushed", tier, part, f"verified, {done.raw} bytes as {done.stored}")
+
+    async def _twin(self, part: PartId, tier: str) -> Twin | None:
+        """Another tier that, as last seen, holds the part: a chunk is the same bytes on every tier."""
+        for name, store in self.stores.items():
+            if name != tier and self.has(part, name):
+                try:
+                    return Twin(store, decode(bytes(await store.get(part.manifest_key)), part))
+                except TierdError:
+                    continue
+        return None
 
     async def _prune(self, checkpoint: CheckpointId, tier: str, reasons: tuple[str, ...]) -> None:
         if tier == SPOOL:
@@ -310,7 +328,9 @@ class Reconciler:
         self.wake()
 
     def _tell(self, what: str, place: str, subject: PartId | CheckpointId, why: str) -> None:
-        self.events.append(Event(datetime.now(UTC).isoformat(timespec="milliseconds"), what, place, str(subject), why))
+        event = Event(datetime.now(UTC).isoformat(timespec="milliseconds"), what, place, str(subject), why)
+        self.events.append(event)
+        self._told(event)
         level = logging.ERROR if what in ("corrupt", "quarantined") else logging.INFO
         log.log(level, "%s: %s %s: %s", place, what, subject, why)
 

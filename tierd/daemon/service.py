@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tierd.core.retention import seconds
 from tierd.core.urls import parse_url
 from tierd.daemon.control import Control
 from tierd.daemon.notify import feed_watchdog, notify
-from tierd.daemon.reconcile import Reconciler
+from tierd.daemon.reconcile import Event, Reconciler
 from tierd.daemon.watch import watching
 from tierd.spool import Spool
 from tierd.stores.base import Store
@@ -37,8 +38,11 @@ async def open_tiers(config: Config, stack: AsyncExitStack) -> dict[str, Store]:
     return stores
 
 
-async def serve(config: Config, *, until_idle: bool = False) -> None:
+async def serve(config: Config, *, until_idle: bool = False, told: Callable[[Event], None] | None = None) -> None:
     """Run the daemon until it is told to stop, or with `until_idle` until no trainer is left and all is flushed.
+
+    Args:
+        told: called with every event as it happens.
 
     Raises:
         SpoolUnusable: the spool cannot be used, or another daemon holds it.
@@ -51,7 +55,7 @@ async def serve(config: Config, *, until_idle: bool = False) -> None:
         loop.add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
         stack.enter_context(spool.lock())
-        reconciler = Reconciler(config, spool, await open_tiers(config, stack))
+        reconciler = Reconciler(config, spool, await open_tiers(config, stack), told)
         control = Control(reconciler)
         stack.enter_context(watching(spool, reconciler.wake))
         await stack.enter_async_context(control.listening())
