@@ -260,20 +260,28 @@ def test_modules_are_given_views_unless_they_may_keep_them():
         def set_extra_state(self, state):
             self.extra = state
 
+    hooked = {}
+
+    def keep(module, state_dict, prefix, *rest):
+        hooked["weight"] = state_dict[prefix + "weight"]
+
     def make():
-        return nn.Sequential(nn.Linear(2, 2), Metric(), Extra(2, 2), nn.BatchNorm1d(2))
+        last = nn.Linear(2, 2)
+        last.register_load_state_dict_pre_hook(keep)
+        return nn.Sequential(last, nn.Linear(2, 2), Metric(), Extra(2, 2), nn.BatchNorm1d(2))
 
     model = make()
-    model[1].total = torch.tensor([3.0, 4.0])
+    model[2].total = torch.tensor([3.0, 4.0])
     tree, file = stored({"m": model})
     fresh = {"m": make()}
     restored = unflatten(tree, file)
     load(fresh, restored)
     file[:] = b"\0" * len(file)
-    assert fresh["m"][1].total.tolist() == [3, 4]
-    assert fresh["m"][2].extra["t"].tolist() == [1, 1]
+    assert fresh["m"][2].total.tolist() == [3, 4]
+    assert fresh["m"][3].extra["t"].tolist() == [1, 1]
     for (name, a), (_, b) in zip(model.named_parameters(), fresh["m"].named_parameters(), strict=True):
         assert torch.equal(a, b), name
+    assert torch.equal(hooked["weight"], model[0].weight)
 
 
 def test_no_tensor_of_a_plain_module_is_cloned(monkeypatch):

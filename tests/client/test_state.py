@@ -6,7 +6,6 @@ import enum
 import functools
 import json
 import math
-import threading
 import tracemalloc
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
@@ -136,12 +135,13 @@ def test_parameters_and_buffers_come_back_as_tensors():
 
 
 def test_tied_tensors_are_stored_once_and_tied_again():
-    w = nn.Parameter(torch.randn(3, 4))
+    w = nn.Parameter(torch.randn(4, 4))
     state = {"a": w, "b": [w.detach(), w[:]], "row": w[0], "t": w.t(), "copy": w.detach().clone(), "z": torch.zeros(0)}
     flat = flatten(state)
     assert list(flat.tensors) == ["a", "row", "t", "copy", "z"]
     back = through(state)
     assert back["a"] is back["b"][0] is back["b"][1]
+    assert torch.equal(back["t"], w.detach().t())
     back["a"].zero_()
     assert back["row"].abs().sum() > 0
     assert back["copy"].abs().sum() > 0
@@ -327,6 +327,13 @@ def test_the_tree_is_json_that_one_can_read():
     }
 
 
+def test_ints_beyond_what_json_readers_keep_are_tagged():
+    state = {"high": [1, 2**53 + 1], "low": [-(2**53) - 1, 2], "mixed": [2**53 + 1, None], "edge": [2**53, -(2**53)]}
+    high, low = {"$int": "0x20000000000001"}, {"$int": "-0x20000000000001"}
+    expected = {"high": [1, high], "low": [low, 2], "mixed": [high, None], "edge": [2**53, -(2**53)]}
+    assert json.loads(flatten(state).tree) == expected
+
+
 def test_the_tree_is_the_same_for_the_same_state():
     one, two = {"s": {"a", "b", "c", "d"}}, {"s": {"d", "c", "b", "a"}}
     assert flatten(one).tree == flatten(two).tree
@@ -405,23 +412,15 @@ def test_nothing_changes_after_the_copy():
 
 
 def test_a_dict_that_grows_meanwhile():
-    grows: dict[int, int] = {0: 0}
-    stop = threading.Event()
+    grows: dict[object, object] = {}
 
-    def grow():
-        n = 0
-        while not stop.is_set():
-            n += 1
-            grows[n % 5000] = n
+    class Grows(Box):
+        def state_dict(self):
+            grows["later"] = 1
+            return 0
 
-    thread = threading.Thread(target=grow)
-    thread.start()
-    try:
-        for _ in range(200):
-            flatten({"d": {"inner": grows}})
-    finally:
-        stop.set()
-        thread.join()
+    grows["first"] = Grows(None)
+    assert through({"d": grows}) == {"d": {"first": 0}}
 
 
 # ---- refusals
@@ -644,6 +643,8 @@ BAD_TREES = [
             {"$bytes": 3},
             {"$set": [[1]]},
             {"$set": [{"$set": []}]},
+            {"$set": [{"$range": [0, 1, 1]}]},
+            {"$dict": [[{"$complex": [1.0, 2.0]}, 1]]},
             {"$dict": [[1]]},
             {"$dict": [[1, 2], [True, 3]]},
             {"$dict": [[[1], 2]]},
@@ -695,6 +696,15 @@ BAD_TREES = [
 def test_a_malformed_tree_is_refused(tree):
     with pytest.raises(StateMismatch, match=r"^the state tree: "):
         unflatten(tree, bytearray(FILE))
+
+
+def test_naming_a_dtype_imports_nothing(monkeypatch):
+    def lazy(name):
+        raise AssertionError(f"torch.{name} was imported")
+
+    monkeypatch.setattr(torch, "__getattr__", lazy)
+    with pytest.raises(StateMismatch, match=r"NoneType in the place of dtype"):
+        unflatten(b'{"a": {"$dtype": "_absent_module"}}', bytearray(FILE))
 
 
 def test_a_malformed_file_is_refused():

@@ -24,7 +24,7 @@ class StateRefused(TierdError):
 
 
 class StateMismatch(TierdError):
-    """The checkpoint does not fit the objects it should be loaded into. Nothing was loaded."""
+    """The checkpoint does not fit the objects it should be loaded into; what was loaded before, if anything, is named."""
 
 
 class StoreUnavailable(TierdError):
