@@ -22,6 +22,7 @@ from tierd.spool import Spool
 
 _SILENCE = 6 * HEARTBEAT  # seconds without a byte after which a daemon counts as hung
 _START = 60.0  # seconds that a daemon may take to answer after it was started; imports from a network disk are slow
+_QUEUE = 5.0  # seconds to wait for a place in the daemon's queue of callers
 _ABSENT = (errno.ENOENT, errno.ECONNREFUSED)
 _started: list[
     subprocess.Popen[bytes]
@@ -129,8 +130,16 @@ def _over() -> TimeoutError:
 def _connect(connection: socket.socket, spool: Spool) -> None:
     # A socket's path may be 107 bytes long, a spool's longer: so it is named through a descriptor of its directory.
     directory = os.open(spool.control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    end = time.monotonic() + _QUEUE
     try:
-        connection.connect(f"/proc/self/fd/{directory}/{spool.socket.name}")
+        while True:
+            try:
+                connection.connect(f"/proc/self/fd/{directory}/{spool.socket.name}")
+                return
+            except BlockingIOError:  # it listens, and has more callers waiting than the system lets wait
+                if time.monotonic() >= end:
+                    raise
+            time.sleep(0.02)
     finally:
         os.close(directory)
 

@@ -56,14 +56,18 @@ def places(spool: Path | None, urls: list[str] | None, config: Path | None, keep
         if spool or urls or keep_last:
             raise ConfigError("--config names the spool and the tiers itself; leave --spool, URLs and --keep-last out")
         found = load_config(config)
-        return Places(Spool(found.spool), found, policy=True)
+        return Places(_spool(Path(found.spool)) if Path(found.spool).exists() else None, found, policy=True)
     if spool is None and not urls:
         raise ConfigError("nothing to look at: give --spool DIR, a tier's URL, or --config FILE")
-    if spool is not None and not spool.is_dir():
-        raise ConfigError(f"--spool {spool}: there is no such directory")
     retention = RetentionPolicy(keep_last=keep_last) if keep_last else None
     tiers = from_urls(str(spool.absolute()) if spool else "/", urls, retention) if urls else None
-    return Places(Spool(spool) if spool else None, tiers, policy=keep_last is not None)
+    return Places(_spool(spool) if spool else None, tiers, policy=keep_last is not None)
+
+
+def _spool(path: Path) -> Spool:
+    if not (path / ".tierd").is_dir():  # opening it would make one of any directory
+        raise ConfigError(f"{path}: not a spool; a Checkpointer or `tierd run` makes one")
+    return Spool(path)
 
 
 def load_config(path: Path) -> Config:

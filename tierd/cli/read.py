@@ -25,7 +25,14 @@ from tierd.cli.options import (
 )
 from tierd.cli.tables import checkpoints, console, print_json, progress, size, table
 from tierd.core import wire
-from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, ManifestError, ObjectNotFound, TierdError
+from tierd.core.errors import (
+    CheckpointNotFound,
+    ConfigError,
+    DaemonUnavailable,
+    ManifestError,
+    ObjectNotFound,
+    TierdError,
+)
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest, decode
 from tierd.core.plan import SPOOL, World
@@ -49,7 +56,8 @@ def register(app: typer.Typer) -> None:
 def status(spool: SpoolOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
     """How the node's daemon does: each tier's backlog, failures and last events."""
     found = places(spool, None, config)
-    assert found.spool is not None
+    if found.spool is None:
+        raise ConfigError("the spool that --config names is not there yet: no daemon has run")
     with Link(found.spool) as link:
         answer = link.ask(wire.Status())["status"]
     if json:

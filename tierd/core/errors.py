@@ -24,7 +24,7 @@ class StateRefused(TierdError):
 
 
 class StateMismatch(TierdError):
-    """The checkpoint does not fit the objects it should be loaded into; what was loaded before, if anything, is named."""
+    """The checkpoint does not fit the objects it should be loaded into; whatever was loaded before is named."""
 
 
 class StoreUnavailable(TierdError):

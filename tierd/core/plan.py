@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from tierd.core.config import Config
-from tierd.core.errors import ManifestError, TierdError
+from tierd.core.errors import FormatTooNew, ManifestError, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.retention import CheckpointInfo, RetentionPolicy, Verdict, decide
@@ -154,8 +154,9 @@ def plan(world: World, config: Config, backoff: Backoff, now: float) -> tuple[Ac
     ]
     flushes.sort(key=lambda flush: (flush.part.checkpoint.attempt, flush.part.checkpoint.step), reverse=True)
     mends = [Mend(part) for part in _corrupt(world.spool)]
-    for name, place in awake.items():  # what the spool has right is flushed anew instead
-        mends += [Mend(part, name) for part in _corrupt(place) if not world.spool.parts.get(part)]
+    anew = {(flush.part, flush.tier) for flush in flushes}
+    for name, place in awake.items():  # what is flushed anew needs no mending
+        mends += [Mend(part, name) for part in _corrupt(place) if (part, name) not in anew and part not in world.busy]
     actions: list[Action] = [*flushes, *mends]
     for run in runs(world):
         for name, place in awake.items():
@@ -172,6 +173,10 @@ def _corrupt(place: Place) -> list[PartId]:
 
 def _flushes(world: World, tier: Place, policy: RetentionPolicy, run: str, name: str) -> Iterator[Flush]:
     wanted = {verdict.id for verdict in judge_tier(world, tier, policy, run, pending=True) if verdict.keep}
+    # Ranks that never come must not keep what is whole already from the tier.
+    sure = judge_tier(world, tier, policy, run, pending=True, hoping=False)
+    parts = by_checkpoint({*world.spool.parts, *tier.parts})
+    wanted |= {verdict.id for verdict in sure if verdict.keep and is_complete(parts.get(verdict.id, ()))}
     for part in pending(world.spool, tier, run):
         if part.checkpoint in wanted and part not in world.busy:
             yield Flush(part, name)
@@ -185,9 +190,10 @@ def pending(spool: Place, tier: Place, run: str) -> list[PartId]:
 
 
 def judge_tier(
-    world: World, tier: Place, policy: RetentionPolicy, run: str, *, pending: bool = False
+    world: World, tier: Place, policy: RetentionPolicy, run: str, *, pending: bool = False, hoping: bool = True
 ) -> tuple[Verdict, ...]:
-    """Retention's verdicts over what a tier holds of `run`; with `pending`, as if the spool's parts were there too."""
+    """Retention's verdicts over what a tier holds of `run`; with `pending`, as if the spool's parts were there too, and
+    when `hoping`, also the other ranks' parts that other spools may hold."""
     parts: dict[PartId, Facts | None] = {
         part: facts for part, facts in tier.parts.items() if part.checkpoint.run == run
     }
@@ -196,7 +202,7 @@ def judge_tier(
     if pending:
         local = {part: facts for part, facts in world.spool.parts.items() if part.checkpoint.run == run and facts}
         parts = {**local, **{part: facts or local.get(part) for part, facts in parts.items()}}
-    coming = {part.checkpoint for part in world.spool.parts} if pending else set()
+    coming = {part.checkpoint for part in world.spool.parts} if pending and hoping else set()
     pins = tier.pins | world.spool.pins | world.held
     infos = [
         _info(checkpoint, found, parts, pins, complete=checkpoint in coming or is_complete(found))
@@ -236,8 +242,11 @@ def _info(
 def _tier_prunes(world: World, tier: Place, policy: RetentionPolicy, run: str, name: str) -> Iterator[Prune]:
     if not is_janitor(world, tier, run):
         return
+    if any(isinstance(defect, FormatTooNew) and part.checkpoint.run == run for part, defect in tier.defects.items()):
+        return  # which chunks a newer tierd's manifest names cannot be known, nor what it would keep
     wanted = {verdict.id for verdict in judge_tier(world, tier, policy, run, pending=True) if verdict.keep}
-    coming = {part.checkpoint for part in pending(world.spool, tier, run)} & wanted
+    # What the spool would send again at once stays, even where the other ranks' parts never came.
+    coming = {part.checkpoint for part, facts in world.spool.parts.items() if facts} & wanted
     coming |= {part.checkpoint for part in world.busy}
     for verdict in reversed(judge_tier(world, tier, policy, run)):
         if not verdict.keep and verdict.id not in coming:

@@ -99,6 +99,7 @@ def _checkpoint(
     resumes: bool,
 ) -> Checkpoint:
     parts = {part for place in places.values() for part in place.parts if part.checkpoint == checkpoint}
+    aside = {part for place in places.values() for part in place.quarantined if part.checkpoint == checkpoint}
     facts = next(
         (
             found
@@ -113,7 +114,7 @@ def _checkpoint(
         run=checkpoint.run,
         step=checkpoint.step,
         attempt=checkpoint.attempt,
-        world_size=max((part.world for part in parts), default=1),
+        world_size=max(part.world for part in parts | aside),
         created=facts.created.isoformat() if facts else None,
         metrics={name: value if value == value else None for name, value in facts.metrics.items()} if facts else {},
         resumed_from=facts.origin.name if facts and facts.origin else None,

@@ -66,7 +66,8 @@ def restore_candidates(world: World, run: str, step: int | None = None, attempt:
             for checkpoint in (*line.path, *line.branches)
             if step in (None, checkpoint.step) and attempt in (None, checkpoint.attempt)
         )
-        order = order[:1] if step is not None else order
+        # An attempt asked for by name is a line of its own: its newest first, abandoned or not.
+        order = order[:1] if step is not None else tuple(sorted(order, reverse=True))
     first = order[0] if order else None
     return Resume(
         candidates=tuple(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,9 +26,10 @@ from tierd.core.ids import PartId
 from tierd.core.manifest import MANIFEST_NAME, File, Manifest
 from tierd.core.manifest import decode as decode_manifest
 from tierd.core.manifest import encode as encode_manifest
+from tierd.core.plan import SPOOL
 from tierd.daemon.together import together
 from tierd.persist import bad_chunks, sync_directory, write_all, write_file
-from tierd.spool import Spool, translated
+from tierd.spool import Spool, Stage, translated
 from tierd.stores.base import Buffer, Store
 
 _CHUNKS = 3  # chunks in hand at once
@@ -120,7 +122,9 @@ async def fetch(spool: Spool, part: PartId, stores: Mapping[str, Store]) -> Fetc
     local, defect = await asyncio.to_thread(_local_manifest, spool, part)
     reference = local or next(iter(copies.manifests.values()), None)
     if reference is None:
-        copies.give_up(defect or "the spool has no copy", copies.unavailable)
+        if isinstance(defect, OSError):  # a disk that does not answer proves nothing about the bytes
+            copies.unavailable[SPOOL] = f"local: {defect}"
+        copies.give_up(str(defect or "the spool has no copy"), copies.unavailable)
         raise AssertionError
     copies.agree(reference)
     home = spool.path(part)
@@ -132,13 +136,13 @@ async def fetch(spool: Spool, part: PartId, stores: Mapping[str, Store]) -> Fetc
     return Fetched(tuple(name for name in stores if name in copies.used), copies.defects, written)
 
 
-def _local_manifest(spool: Spool, part: PartId) -> tuple[Manifest | None, str | None]:
+def _local_manifest(spool: Spool, part: PartId) -> tuple[Manifest | None, ManifestError | OSError | None]:
     try:
         return spool.manifest(part), None
     except ObjectNotFound:
         return None, None
-    except ManifestError as error:
-        return None, str(error)
+    except (ManifestError, OSError) as error:
+        return None, error
 
 
 async def _heal(home: Path, manifest: Manifest, copies: Copies, *, rewrite_manifest: bool) -> int:
@@ -146,6 +150,7 @@ async def _heal(home: Path, manifest: Manifest, copies: Copies, *, rewrite_manif
     written = 0
     for number, file in enumerate(manifest.files):
         path = home / file.path
+        await asyncio.to_thread(_make_way, home, file.path)
         for index, offset, reason in await asyncio.to_thread(bad_chunks, path, file):
             try:
                 raw = await copies.chunk(number, index, file.path)
@@ -169,10 +174,17 @@ async def _download(spool: Spool, part: PartId, manifest: Manifest, copies: Copi
     stage = spool.stage(part)
     try:
         await download(stage.path, manifest, copies, lambda size: None)
-        await asyncio.to_thread(stage.commit, manifest)
-    finally:
+    except BaseException:
         await asyncio.to_thread(stage.abandon)
+        raise
+    await asyncio.to_thread(_commit, stage, manifest)
     return sum(len(file.chunks) for file in manifest.files)
+
+
+def _commit(stage: Stage, manifest: Manifest) -> None:
+    # In one thread: a caller that is cancelled meanwhile must not abandon what is just being renamed.
+    with stage:
+        stage.commit(manifest)
 
 
 async def download(home: Path, manifest: Manifest, copies: Copies, arrived: Callable[[int], None]) -> None:
@@ -194,9 +206,21 @@ async def download(home: Path, manifest: Manifest, copies: Copies, arrived: Call
     await together(_CHUNKS, work)
 
 
+def _make_way(home: Path, name: str) -> None:
+    """Remove what no writer leaves on a file's path: a link, a directory in its place, a file in a directory's."""
+    here = home
+    for piece in name.split("/")[:-1]:
+        here /= piece
+        if here.is_symlink() or (here.exists() and not here.is_dir()):
+            here.unlink()
+    path = home / name
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    elif path.is_symlink() or (path.exists() and not path.is_file()):
+        path.unlink()
+
+
 def _patch(path: Path, file: File, offset: int, raw: Buffer) -> None:
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise CorruptChunk(f"{path}: not a plain file, which no writer leaves there")
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
@@ -211,6 +235,8 @@ def _patch(path: Path, file: File, offset: int, raw: Buffer) -> None:
 
 def _replace_manifest(home: Path, manifest: Manifest) -> None:
     fresh = home / f"{MANIFEST_NAME}.new"
+    for name in (fresh.name, MANIFEST_NAME):
+        _make_way(home, name)
     fresh.unlink(missing_ok=True)
     write_file(fresh, MANIFEST_NAME, encode_manifest(manifest))
     fresh.replace(home / MANIFEST_NAME)

@@ -24,6 +24,7 @@ from tierd.spool import Spool
 from tierd.stores.base import Store
 
 _CHUNKS = 3  # chunks in hand at once: at most about 3 x (raw + stored + read back) bytes of memory
+_ANSWER = 60.0  # seconds that a chunk waits for another tier's form of it
 README_KEY = "README.md"
 
 
@@ -114,9 +115,10 @@ class _Chunk:
         store, chunk = self._twin
         same = Encoded(chunk, b"")
         try:
-            data = await store.get(f"{self._part.checkpoint.run}/{same.stored.key}")
+            async with asyncio.timeout(_ANSWER):
+                data = await store.get(f"{self._part.checkpoint.run}/{same.stored.key}")
             await asyncio.to_thread(decode, chunk, data, "the other tier")
-        except TierdError:
+        except (TierdError, TimeoutError):
             return encoded  # better right in other bytes than late
         return Encoded(chunk, data)
 

@@ -28,7 +28,7 @@ from tierd.core.ids import (
 from tierd.core.manifest import decode
 from tierd.core.plan import Facts, Place, World
 from tierd.daemon.together import together
-from tierd.spool import Spool
+from tierd.spool import Spool, condition
 from tierd.stores.base import ObjectInfo, Store, children
 
 log = logging.getLogger("tierd.daemon")
@@ -80,6 +80,8 @@ class SpoolEye:
             return None  # removed between the listing and now
         except (ManifestError, FormatTooNew) as error:
             return error
+        except OSError as error:  # of this one file: says nothing about its bytes, nor about any other's
+            return condition(error, f"manifest of {part}")
         cache[key] = found
         return found
 

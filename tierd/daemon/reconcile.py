@@ -7,6 +7,7 @@ it, and looks again; events only shorten the wait. Every failure ends in a backo
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 import time
@@ -45,6 +46,7 @@ class Event:
 
 _STUCK = 60.0  # seconds that a part rests which could neither be sent nor mended
 _ABANDONED = 5.0  # seconds that a stage is seen unlocked before it counts as left over
+_ANSWER = 5.0  # seconds that one tier waits for another's manifest, which it could do without
 _LOOK = 120.0  # seconds; deadline of one look at a tier, above all retries of its calls
 
 
@@ -86,6 +88,8 @@ class Reconciler:
         self._fetching: dict[PartId, asyncio.Lock] = {}
         self._unlocked: dict[str, float] = {}
         self._looking = asyncio.Lock()
+        self._clock = itertools.count()
+        self._seen = dict.fromkeys(stores, -1)  # tier -> the beginning of the look that `_tiers` shows
         self._draining = False
         self._random = random.Random()  # noqa: S311  # jitter
 
@@ -105,6 +109,7 @@ class Reconciler:
     async def drain(self, timeout: float) -> None:
         """Let flushes go on, newest first, for at most `timeout` seconds; nothing else is begun any more."""
         self._draining = True
+        await self._look_at_spool()
         for lane in self.lanes.values():
             lane.retry_now()
         self.wake()
@@ -157,7 +162,7 @@ class Reconciler:
     def _next(self, lane: Lane) -> Action | None:
         backoff = {name: other.retry_at for name, other in self.lanes.items()}
         for action in plan(self.world(), self.config, backoff, lane.now()):
-            stuck = isinstance(action, Flush) and self._stuck.get(action.part, 0.0) > lane.now()
+            stuck = isinstance(action, Flush | Mend) and self._stuck.get(action.part, 0.0) > lane.now()
             if action.tier == lane.name and not stuck and (isinstance(action, Flush) or not self._draining):
                 return action
         return None
@@ -177,15 +182,21 @@ class Reconciler:
         if name == SPOOL:
             return
         runs = {part.checkpoint.run for part in self._place.parts} | self.interest
+        begun = next(self._clock)
         try:
             async with asyncio.timeout(_LOOK):
-                self._tiers[name] = await self._eyes[name].look(runs)
+                self._saw(name, begun, await self._eyes[name].look(runs))
         except TimeoutError as error:
-            self._tiers[name] = None
+            self._saw(name, begun, None)
             raise StoreUnavailable(f"{name}: did not answer within {_LOOK:.0f} s") from error
         except TierdError:
-            self._tiers[name] = None
+            self._saw(name, begun, None)
             raise
+
+    def _saw(self, name: str, begun: int, place: Place | None) -> None:
+        # A lane and an asker may look at once: what began later saw the newer truth, whichever ends first.
+        if begun >= self._seen[name]:
+            self._seen[name], self._tiers[name] = begun, place
 
     async def _look_at_spool(self) -> None:
         async with self._looking:
@@ -241,7 +252,10 @@ class Reconciler:
         for name, store in self.stores.items():
             if name != tier and self.has(part, name):
                 try:
-                    return Twin(store, decode(bytes(await store.get(part.manifest_key)), part))
+                    async with asyncio.timeout(_ANSWER):
+                        return Twin(store, decode(bytes(await store.get(part.manifest_key)), part))
+                except TimeoutError:
+                    self._tiers[name] = None  # it is not asked for every part; its own lane finds out
                 except TierdError:
                     continue
         return None
