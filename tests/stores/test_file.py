@@ -6,8 +6,9 @@ import asyncio
 import errno
 import fcntl
 import os
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,8 @@ def test_a_missing_root_is_refused_and_never_made(tmp_path: Path) -> None:
     for call in (lambda: put(root, "k"), lambda: get(root, "k"), lambda: listed(root)):
         with pytest.raises(StoreRefused, match="mkdir"):
             call()
+    with pytest.raises(StoreRefused, match="mkdir"):
+        asyncio.run(keys(FileStore(root), "no key/"))
     with pytest.raises(StoreRefused):
         asyncio.run(FileStore(root).delete(["k"]))
     assert not root.exists()
@@ -132,6 +135,7 @@ def test_the_order_of_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         await store.delete(["old/new/er/g", "old/new/er/f"])
         assert done == ["old/new/er/"]
         assert os.listdir(tmp_path / "old") == ["x"]
+        assert store._durable == {"old"}  # what is gone is not remembered
         done.clear()
         await store.put("old/new/er/f", b"1")
         assert done == ["temp file", "old/", "old/new/", "rename", "old/new/er/"]
@@ -323,6 +327,35 @@ def test_a_hung_device_does_not_hold_a_cancelled_call(tmp_path: Path, monkeypatc
     asyncio.run(whole())
 
 
+def test_a_cancelled_put_that_wakes_up_late_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync, hung, go_on = os.fsync, threading.Event(), threading.Event()
+
+    def hang(fd: int) -> None:
+        if not hung.is_set() and "/.tmp/" in os.readlink(f"/proc/self/fd/{fd}"):
+            hung.set()
+            go_on.wait(20)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", hang)
+
+    async def whole() -> None:
+        store = FileStore(tmp_path)
+        task = asyncio.create_task(store.put("k", b"first"))
+        await asyncio.to_thread(hung.wait, 10)
+        task.cancel()
+        await asyncio.wait([task])
+        await store.put("k", b"second")
+        go_on.set()
+        for _ in range(500):
+            if not temps(tmp_path):
+                break
+            await asyncio.sleep(0.01)
+        assert temps(tmp_path) == []
+        assert bytes(await store.get("k")) == b"second"
+
+    asyncio.run(whole())
+
+
 def test_a_scan_lists_no_directory_that_cannot_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for run in "abc":
         for step in range(3):
@@ -352,3 +385,44 @@ def test_a_root_without_permission_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(StoreRefused):
         put(tmp_path, "k")
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB of its own, mounted at the returned path."""
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tierd-test", mount], check=True)
+    yield mount
+    subprocess.run(["umount", mount], check=False, capture_output=True)
+
+
+@pytest.mark.system
+def test_a_full_file_system_is_unavailable_and_keeps_no_scrap(mounted: Path) -> None:
+    put(mounted, "run/small", b"x" * 100_000)
+    with pytest.raises(StoreUnavailable, match="full"):
+        put(mounted, "run/small", b"y" * (2 << 20))
+    assert temps(mounted) == []
+    assert get(mounted, "run/small") == b"x" * 100_000
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("below", ["", "tierd"], ids=["root is the mount point", "root is below the mount point"])
+def test_an_unmount_is_unavailable_and_nothing_goes_to_the_disk_below(mounted: Path, below: str) -> None:
+    root = mounted / below
+    root.mkdir(exist_ok=True)
+
+    async def whole() -> None:
+        store = FileStore(root)
+        await store.put("run/k", b"1")
+        await asyncio.to_thread(subprocess.run, ["umount", mounted], check=True)
+        for call in (store.put("run/k", b"2"), store.get("run/k"), store.delete(["run/k"]), keys(store)):
+            with pytest.raises(StoreUnavailable, match="mounted"):
+                await call
+        assert os.listdir(mounted) == []
+        with pytest.raises(
+            StoreRefused if below else ObjectNotFound
+        ):  # a new store knows it only where the root is gone
+            await FileStore(root).get("run/k")
+
+    asyncio.run(whole())

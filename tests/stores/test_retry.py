@@ -1,4 +1,4 @@
-"""RetryingStore: the contract holds over a store that fails at random, every call ends, and only what may pass is retried."""
+"""RetryingStore: the contract holds over a store that fails at random; calls end; only what may pass is retried."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from stores.conformance import Conformance, keys
 
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
-from tierd.stores.base import Buffer, ObjectInfo, Store
+from tierd.stores.base import Buffer, ObjectInfo, Store, check_key
 from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
 from tierd.stores.retry import RetryingStore
@@ -51,6 +51,8 @@ class FlakyStore:
             await self.maybe()
 
     async def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            check_key(key)
         await self.maybe()
         await self.inner.delete(keys[: len(keys) // 2])
         await self.maybe()

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from examples.demo import compare, damage
-from examples.demo.processes import started, wait_until
 
 import tierd
+from examples.demo import compare, damage
+from examples.demo.processes import started, wait_until
 from tierd.core.errors import DaemonUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import decode

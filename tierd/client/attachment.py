@@ -17,6 +17,8 @@ from tierd.spool import Spool
 
 log = logging.getLogger("tierd")
 
+_ANSWER = 5.0  # seconds that naming an attempt waits for the daemon's look at the tiers
+
 
 class Attachment:
     """Known to the daemon as a trainer for as long as this is open, when `to` asked for one.
@@ -34,6 +36,7 @@ class Attachment:
         self._to = tuple(to) if to is not None else None
         self._link: Link | None = None
         self._lock = threading.Lock()
+        self._keeping: threading.Thread | None = None
         if self._to:
             self._attach(self._to)
 
@@ -43,29 +46,44 @@ class Attachment:
         return self._to != ()
 
     def attempts(self, run: str) -> set[str]:
-        """Every attempt that the spool or, where it answers at once, the daemon shows."""
+        """Every attempt that the spool or, where it answers within seconds, the daemon shows."""
         seen = self._spool.attempts(run)
         if self.tiers:
             try:
                 with Link(self._spool) as link:
-                    seen |= set(link.ask(Candidates(run=run))["resume"]["attempts"])
-            except DaemonUnavailable:
+                    seen |= set(link.ask(Candidates(run=run), _ANSWER)["resume"]["attempts"])
+            except (TierdError, TimeoutError):
                 pass  # the spool's word, and the clock's
         return seen
 
     def keep(self) -> None:
-        """After a save: the daemon that `to` asked for may have ended, and this checkpoint needs one."""
+        """After a save: the daemon that `to` asked for may have ended, and this checkpoint needs one.
+
+        Returns at once: a daemon that takes its time to start, or to answer, must not hold up the next save.
+        """
+        if not self._to or (self._keeping and self._keeping.is_alive()):
+            return
+        self._keeping = threading.Thread(target=self.renew, name="tierd-keep")
+        try:
+            self._keeping.start()
+        except RuntimeError:  # the interpreter is ending, and starts no thread any more
+            self.renew()
+
+    def renew(self) -> None:
+        """Attach again, to a new daemon if need be, unless the old tie still holds."""
         if not self._to:
             return
         try:
             with self._lock:
                 if self._link is None or not self._link.alive():
                     self._attach(self._to)
-        except TierdError as error:
+        except (TierdError, TimeoutError, OSError) as error:
             log.warning("no daemon takes checkpoints from the spool: %s", error)
 
     def close(self) -> None:
         """Let go. The daemon flushes what is left and ends by itself."""
+        if self._keeping and self._keeping.ident:
+            self._keeping.join()
         if self._link is not None:
             self._link.close()
 

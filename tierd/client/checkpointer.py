@@ -161,10 +161,10 @@ class Checkpointer:
                 stage.commit(msgspec.structs.replace(self._manifest(part, numbers), files=files))
         self._steps.add(part.checkpoint.step)
         self.stats.saves += 1
+        self._daemon.keep()
 
     def _begin(self, step: int, metrics: Mapping[str, float] | None) -> tuple[PartId, dict[str, float]]:
-        if self._closed:
-            raise ConfigError("this Checkpointer is closed")
+        self._check_open()
         number = check_step(step)
         part = PartId(CheckpointId(self._run, self.attempt, number), self._rank, self._world)
         if number in self._steps or self._spool.path(part).exists():
@@ -236,9 +236,12 @@ class Checkpointer:
             StateMismatch: it does not fit `state`; names the first few places. Nothing was loaded.
             StoreUnavailable, DaemonUnavailable: a place that may hold a newer or the right copy did not answer.
         """
+        self._check_open()
+        asked = check_step(step) if step is not None else None
         self._drain()
+        self._daemon.renew()
         restorer = Restorer(self._spool, self._run, self._rank, self._world, tiers=self._daemon.tiers)
-        found = restorer.find(check_step(step) if step is not None else None, attempt)
+        found = restorer.agreed(asked, check_attempt(attempt) if attempt is not None else None)
         if found is None:
             return None
         manifest = found.manifest
@@ -300,6 +303,10 @@ class Checkpointer:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this Checkpointer is closed")
+
     def _drain(self) -> None:
         self._writer.submit(lambda: None).result()
 
@@ -325,6 +332,6 @@ def _checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     for name, value in metrics.items():
         try:
             numbers[str(name)] = float(value)  # NumPy scalars and 0-d tensors too
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise ConfigError(f"metrics[{name!r}]: {type(value).__name__} is not a number") from error
     return numbers

@@ -10,10 +10,12 @@ import os
 import secrets
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from tierd.core.errors import ConfigError
 from tierd.core.ids import check_attempt, check_rank, next_attempt
+
+T = TypeVar("T")
 
 
 def new_attempt(seen: Iterable[str] = ()) -> str:
@@ -50,16 +52,26 @@ def agree(seen: Iterable[str], world_size: int) -> str:
     """
     if world_size == 1:
         return new_attempt(seen)
-    group = _process_group()
-    if group is None:
+    gathered = exchange((time.time_ns() // 1_000_000, max(seen, default=None), secrets.token_hex(4)), world_size)
+    if gathered is None:
         raise ConfigError(
             f"{world_size} ranks must share one attempt: initialise torch.distributed first, or pass attempt= "
             "(tierd.new_attempt() makes one; give every rank the same)"
         )
-    gathered: list[Any] = [None] * world_size
-    group.all_gather_object(gathered, (time.time_ns() // 1_000_000, max(seen, default=None), secrets.token_hex(4)))
     now, _, token = gathered[0]
     return check_attempt(next_attempt(now, [latest for _, latest, _ in gathered if latest], token))
+
+
+def exchange(value: T, world_size: int) -> list[T] | None:
+    """What every rank gave, in order; None where several ranks have no process group to talk through."""
+    if world_size == 1:
+        return [value]
+    group = _process_group()
+    if group is None:
+        return None
+    gathered: list[Any] = [None] * world_size
+    group.all_gather_object(gathered, value)
+    return gathered
 
 
 def _process_group() -> Any:

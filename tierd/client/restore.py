@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from tierd.client.launch import exchange
 from tierd.core.errors import (
     CorruptChunk,
     DaemonUnavailable,
@@ -32,6 +34,7 @@ from tierd.spool import Spool
 
 log = logging.getLogger("tierd")
 
+_ASIDE = "set aside before: some of it was proven corrupt, and no place had it right"
 _PATIENCE = 5.0  # seconds to wait for a daemon that may be starting, as at a node's boot
 
 
@@ -72,8 +75,36 @@ class Restorer:
         self._spool, self._run, self._rank, self._world, self._tiers = spool, run, rank, world, tiers
         self._why_alone = ""
 
-    def find(self, step: int | None, attempt: str | None) -> Found | None:
-        """Read the checkpoint to resume from; None when the run has none at all.
+    def agreed(self, step: int | None, attempt: str | None) -> Found | None:
+        """As `find`, and the same checkpoint on every rank: where one rank's part is beyond repair, all step back.
+
+        Ranks that have no process group cannot agree here; each then finds its own.
+
+        Raises:
+            StoreUnavailable: another rank could not restore; says which and why.
+        """
+        limit: CheckpointId | None = None
+        while True:
+            found, error = None, None
+            try:
+                found = self.find(step, attempt, limit)
+            except Exception as raised:  # the others are told before it is raised: they would wait for ever
+                error = raised
+            all_found = exchange((found.part.checkpoint if found else None, error and str(error)), self._world)
+            if error is not None:
+                raise error
+            for rank, (_, text) in enumerate(all_found or ()):
+                if text is not None:
+                    raise StoreUnavailable(f"rank {rank} could not restore: {text}")
+            seen = {checkpoint for checkpoint, _ in all_found or ()}
+            if len(seen) <= 1:
+                return found
+            if None in seen:
+                raise StoreUnavailable(f"run {self._run!r}: some ranks see checkpoints and some see none; try again")
+            limit = min(checkpoint for checkpoint in seen if checkpoint)
+
+    def find(self, step: int | None, attempt: str | None, limit: CheckpointId | None = None) -> Found | None:
+        """Read the checkpoint to resume from, none newer than `limit`; None when the run has none at all.
 
         Raises:
             CheckpointNotFound: there are some, and none could be verified, or not the one asked for.
@@ -85,7 +116,7 @@ class Restorer:
         link = self._connect()
         try:
             resume = self._ask(link, step, attempt)
-            return self._walk(link, resume, step)
+            return self._walk(link, resume, step, limit)
         finally:
             if link:
                 link.close()
@@ -122,9 +153,13 @@ class Restorer:
         aside = {part: Facts.of(found) if found else None for part, found in self._spool.quarantined().items()}
         return Place(parts, quarantined=aside)
 
-    def _walk(self, link: Link | None, resume: Resume, step: int | None) -> Found | None:
+    def _walk(self, link: Link | None, resume: Resume, step: int | None, limit: CheckpointId | None) -> Found | None:
         skipped = [Skipped(c.step, c.attempt, "incomplete: not every rank's part is there") for c in resume.incomplete]
         for candidate in resume.candidates:
+            if limit and candidate.checkpoint > limit:
+                reason = "another rank's part of it could not be verified"
+                skipped.append(Skipped(candidate.checkpoint.step, candidate.checkpoint.attempt, reason))
+                continue
             self._check_world(candidate)
             part = own_part(candidate, self._rank)
             try:
@@ -134,8 +169,9 @@ class Restorer:
                 skipped.append(Skipped(candidate.checkpoint.step, candidate.checkpoint.attempt, str(error)))
                 continue
             home = self._spool.path(part)
+            skipped = _with_aside(skipped, [one for one in resume.quarantined if one > candidate.checkpoint])
             return Found(part, manifest, files, tier, tuple(skipped), home, resume.attempts, resume.unreached)
-        self._nothing(link, resume, step, skipped)
+        self._nothing(link, resume, step, _with_aside(skipped, resume.quarantined))
         return None
 
     def _check_world(self, candidate: Candidate) -> None:
@@ -192,3 +228,10 @@ class Restorer:
 
     def _log_skip(self, checkpoint: CheckpointId, reason: str) -> None:
         log.error("restore skips %s: %s", checkpoint, reason)
+
+
+def _with_aside(skipped: list[Skipped], aside: Sequence[CheckpointId]) -> list[Skipped]:
+    """Newest first, those among them that an earlier restore or the daemon had set aside."""
+    told = {(one.attempt, one.step) for one in skipped}
+    more = [Skipped(one.step, one.attempt, _ASIDE) for one in aside if (one.attempt, one.step) not in told]
+    return sorted((*skipped, *more), key=lambda one: (one.attempt, one.step), reverse=True)

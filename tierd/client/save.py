@@ -67,6 +67,7 @@ class Save:
         Raises:
             SaveFailed: it could not be made durable; the cause is chained.
             StoreRefused: the tier says no (credentials, bucket); the daemon keeps trying.
+            CheckpointNotFound: it will not come there: newer ones have retired it meanwhile, or it was set aside.
             ConfigError: the daemon has no tier of that name.
             DaemonUnavailable: a tier was asked for, and no daemon answers.
             TimeoutError: not within `timeout`; says the tier's last error.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from tierd.core.config import Config
@@ -214,7 +214,23 @@ def judge_tier(
         for checkpoint in extra - known
         if checkpoint.run == run
     ]
-    return decide(infos, policy)
+    return decide(infos, policy) if pending else _patient(infos, policy)
+
+
+def _patient(infos: list[CheckpointInfo], policy: RetentionPolicy) -> tuple[Verdict, ...]:
+    """Retention's verdicts, but an incomplete checkpoint stays where it would stay if it were whole: another node may
+    still hold the rest of it, and would send what is deleted here again and again."""
+    halves = {info.id: replace(info, complete=True) for info in infos if not info.complete and info.created}
+    reasons: dict[CheckpointId, tuple[str, ...]] = {}
+    for group in (*({half} for half in halves), set(halves)):
+        verdicts = decide([halves[info.id] if info.id in group else info for info in infos], policy)
+        reasons |= {verdict.id: verdict.reasons for verdict in verdicts if verdict.keep and verdict.id in group}
+    return tuple(
+        verdict
+        if verdict.keep or verdict.id not in reasons
+        else Verdict(verdict.id, True, ("incomplete; if the rest comes:", *reasons[verdict.id]))
+        for verdict in decide(infos, policy)
+    )
 
 
 def _info(

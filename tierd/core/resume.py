@@ -27,7 +27,8 @@ class Candidate:
 class Resume:
     """What a restore of one run has to go on.
 
-    `candidates` are to be tried in order. `branches` are complete checkpoints that the timeline does not reach.
+    `candidates` are to be tried in order. `quarantined` belong between them, and were set aside, whole or in part, as
+    proven corrupt everywhere. `branches` are complete checkpoints that the timeline does not reach.
     `incomplete` are newer than the first candidate and lack a rank's part. `lost` is an attempt whose origin nobody can
     tell. `unreached` are tiers that did not answer.
     """
@@ -38,6 +39,7 @@ class Resume:
     lost: str | None
     unreached: tuple[str, ...]
     attempts: tuple[str, ...]
+    quarantined: tuple[CheckpointId, ...] = ()
 
 
 def restore_candidates(world: World, run: str, step: int | None = None, attempt: str | None = None) -> Resume:
@@ -69,6 +71,11 @@ def restore_candidates(world: World, run: str, step: int | None = None, attempt:
         # An attempt asked for by name is a line of its own: its newest first, abandoned or not.
         order = order[:1] if step is not None else tuple(sorted(order, reverse=True))
     first = order[0] if order else None
+    lost = {part.checkpoint for part in aside} - set(complete)
+    if step is None and attempt is None:
+        reached = lost & set(timeline(known, known, origins).path)
+    else:
+        reached = {c for c in lost if step in (None, c.step) and attempt in (None, c.attempt)}
     return Resume(
         candidates=tuple(
             Candidate(
@@ -83,10 +90,13 @@ def restore_candidates(world: World, run: str, step: int | None = None, attempt:
             for checkpoint in order
         ),
         branches=tuple(checkpoint for checkpoint in line.branches if checkpoint not in order),
-        incomplete=tuple(sorted((c for c in found if c not in complete and (not first or c > first)), reverse=True)),
+        incomplete=tuple(
+            sorted((c for c in found if c not in complete and c not in lost and (not first or c > first)), reverse=True)
+        ),
         lost=line.lost,
         unreached=tuple(name for name, place in world.tiers.items() if place is None),
         attempts=tuple(sorted({checkpoint.attempt for checkpoint in known})),
+        quarantined=tuple(sorted(reached, reverse=True)),
     )
 
 
@@ -95,6 +105,8 @@ def not_found(resume: Resume, run: str, step: int | None, skipped: list[str]) ->
     asked = f"run {run!r}" if step is None else f"run {run!r} step {step}"
     lines = [f"{asked}: no checkpoint could be verified"] if skipped else [f"{asked}: there is no such checkpoint"]
     lines += [f"  skipped {text}" for text in skipped]
+    if resume.quarantined and not resume.candidates and step is None:
+        lines.append("  to begin from nothing all the same, give the run another name")
     if resume.lost and resume.branches:
         lines.append(f"  what attempt {resume.lost} resumed from cannot be told any more")
     if resume.branches:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from tierd.core import wire
-from tierd.core.errors import ConfigError, StoreRefused, TierdError
+from tierd.core.errors import CheckpointNotFound, ConfigError, StoreRefused, TierdError
 from tierd.core.ids import CheckpointId, PartId, pin_key
 from tierd.core.plan import SPOOL
 from tierd.core.report import report
@@ -145,10 +145,15 @@ class Control:
             names = ", ".join([SPOOL, *self._reconciler.stores])
             raise ConfigError(f"tier {tier!r}: the daemon has no tier of that name; it has {names}")
         lane = self._reconciler.lanes[tier]
+        await self._reconciler.look(SPOOL)
         self._reconciler.wake()
         try:
             async with asyncio.timeout(timeout), self._reconciler.moved:
                 while not self._reconciler.has(part, tier):
+                    if self._reconciler.is_retired(part, tier):
+                        raise CheckpointNotFound(
+                            f"{tier}: {part} is not there and will not come: newer ones have retired it, or it is gone"
+                        )
                     if isinstance(lane.last_error, StoreRefused):
                         raise StoreRefused(f"{tier}: {part} is not there yet, and the tier refuses: {lane.last_error}")
                     await self._reconciler.moved.wait()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tierd.codec import decode
+from tierd.codec import RAW, ZSTD, decode
 from tierd.core.errors import (
     CorruptChunk,
     ManifestError,
@@ -22,13 +22,13 @@ from tierd.core.errors import (
     StoreUnavailable,
     TierdError,
 )
-from tierd.core.ids import PartId
-from tierd.core.manifest import MANIFEST_NAME, File, Manifest
+from tierd.core.ids import PartId, chunk_key
+from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Manifest, Stored
 from tierd.core.manifest import decode as decode_manifest
 from tierd.core.manifest import encode as encode_manifest
 from tierd.core.plan import SPOOL
 from tierd.daemon.together import together
-from tierd.persist import bad_chunks, sync_directory, write_all, write_file
+from tierd.persist import bad_chunks, digest, sync_directory, write_all, write_file
 from tierd.spool import Spool, Stage, translated
 from tierd.stores.base import Buffer, Store
 
@@ -46,6 +46,7 @@ class Copies:
     defects: dict[str, str] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
+    reference: Manifest | None = None
 
     async def ask(self) -> None:
         """Read the part's manifest on every tier."""
@@ -61,6 +62,7 @@ class Copies:
 
     def agree(self, reference: Manifest) -> None:
         """Set aside tiers whose manifest describes other content than `reference`."""
+        self.reference = reference
         for name, manifest in list(self.manifests.items()):
             if not manifest.same_content(reference):
                 del self.manifests[name]
@@ -88,8 +90,32 @@ class Copies:
                 self.defects[name] = str(error)
             except TierdError as error:
                 unavailable[name] = str(error)
+        for name in self.stores:
+            if name not in self.manifests and name not in self.unavailable:
+                found = await self._by_digest(name, file, index, unavailable)
+                if found is not None:
+                    return found
         self.give_up(f"chunk {index} of {path}", unavailable)
         raise AssertionError
+
+    async def _by_digest(self, name: str, file: int, index: int, unavailable: dict[str, str]) -> Buffer | None:
+        """A chunk from a tier whose manifest is lost or wrong: the digest in its key is proof enough."""
+        assert self.reference is not None
+        wanted = self.reference.files[file].chunks[index]
+        for codec in (RAW, ZSTD):
+            key = chunk_key(self.part, wanted.xxh3_128, codec)
+            try:
+                data = await self.stores[name].get(f"{self.part.checkpoint.run}/{key}")
+                stored = Stored(codec=codec, size=len(data), xxh3_128=digest(data), key=key)
+                chunk = Chunk(size=wanted.size, xxh3_128=wanted.xxh3_128, stored=stored)
+                raw = await asyncio.to_thread(decode, chunk, data, name)
+                self.used.add(name)
+                return raw
+            except (ObjectNotFound, CorruptChunk):
+                continue
+            except TierdError as error:
+                unavailable[name] = str(error)
+        return None
 
     def give_up(self, what: str, unavailable: Mapping[str, str]) -> None:
         """Say that no tier could help: as corruption only when every one of them answered."""

@@ -353,6 +353,14 @@ class Reconciler:
         place = self._tiers[tier]
         return bool(place and place.parts.get(part))
 
+    def is_retired(self, part: PartId, tier: str) -> bool:
+        """Whether the tier, as last seen, lacks a part and will not be sent it: nobody has it, or nobody wants it."""
+        if self._tiers[tier] is None or self._busy[part]:
+            return False
+        if part in self._place.parts and self._place.parts[part] is None:
+            return False  # it is mended, or set aside, first
+        return Flush(part, tier) not in plan(self.world(), self.config, {}, 0.0)
+
     def backlog(self, tier: str) -> tuple[int, int]:
         """`(parts, bytes)` that the spool has and the tier, as last seen, lacks and wants."""
         parts = {action.part for action in plan(self.world(), self.config, {}, 0.0) if isinstance(action, Flush)}

@@ -83,7 +83,6 @@ class FileStore:
                 return data
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        await self._run(self._check)
         pending = [_parent(prefix)]  # a stack of keys in order, next one last; directories end in '/'
         while pending:
             if not (first := pending.pop()) or first.endswith("/"):
@@ -94,7 +93,6 @@ class FileStore:
                 page.append(pending.pop())
             for info in await self._run(self._stat, directory, page):
                 yield info
-        await self._run(self._check)  # else a file system that went away meanwhile would look like a shorter listing
 
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -151,10 +149,6 @@ class FileStore:
                     ) from None
             yield root
 
-    def _check(self) -> None:
-        with self._root():
-            pass
-
     def _open(self, key: str, flags: int) -> int:
         """Open an object for aiofiles."""
         *parents, name = key.split("/")
@@ -171,10 +165,10 @@ class FileStore:
 
     def _list(self, directory: str, prefix: str, after: str) -> list[str]:
         """What of `directory` (empty, or ending in '/') a scan may show: keys, and directories, which end in '/'."""
-        if directory and not is_key(directory[:-1]):
-            return []
         found = []
-        with self._root() as root:
+        with self._root() as root:  # each step looks at the root, so that one that went away is no shorter listing
+            if directory and not is_key(directory[:-1]):
+                return []
             try:
                 with descend(root, directory.split("/")[:-1]) as fd, os.scandir(fd) as entries:
                     for entry in entries:

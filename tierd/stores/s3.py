@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import logging
 import zlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -40,6 +41,9 @@ _NOT_NOW |= {"BadDigest", "XAmzContentChecksumMismatch", "IncompleteBody"}  # da
 _CREDENTIALS = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
 _PLACE = {"PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed", "InvalidRegion"}
 _UNKNOWN_CHECKSUM = {"InvalidArgument", "InvalidRequest", "NotImplemented"}
+
+for _library in ("botocore", "aiobotocore"):  # at DEBUG they log session tokens, and the secrets that STS answers with
+    logging.getLogger(_library).setLevel(logging.INFO)
 
 
 class S3Store:
@@ -144,6 +148,7 @@ class S3Store:
                 )
                 client = await self._closing.enter_async_context(creating)
                 client.meta.events.register("before-call.s3.DeleteObjects", _with_md5)
+                client.meta.events.register("before-call.s3.HeadBucket", _without_redirect)
                 self._client = client
             return self._client
 
@@ -176,7 +181,7 @@ class S3Store:
             )
         if isinstance(error, botocore.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
             return StoreRefused(f"{self._url}: {doing}: the server's certificate does not verify; see AWS_CA_BUNDLE")
-        unheard = (botocore.HTTPClientError, botocore.IncompleteReadError)
+        unheard = (botocore.ConnectionError, botocore.HTTPClientError, botocore.IncompleteReadError)
         if isinstance(error, botocore.BotoCoreError) and not isinstance(error, unheard):
             return StoreRefused(f"{self._url}: {doing}: {name}: check the AWS configuration")
         return StoreUnavailable(f"{self._url}: {doing}: {name}: no answer, or not all of it")
@@ -217,3 +222,8 @@ def _with_md5(params: dict[str, Any], **_: Any) -> None:
     params["context"].pop("checksum", None)
     digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
     params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
+
+
+def _without_redirect(params: dict[str, Any], **_: Any) -> None:
+    """On a redirect botocore asks HeadBucket for the region; were that redirected too, it would ask without end."""
+    params["context"].setdefault("s3_redirect", {})["redirected"] = True

@@ -1,0 +1,143 @@
+"""tierd.toml: what it may say; and that each mistake is answered with the path of the key that holds it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tierd.core.config import Config, TierConfig, from_toml, from_urls
+from tierd.core.errors import ConfigError
+from tierd.core.retention import Best, RetentionPolicy
+
+TIER = '[[tier]]\nname = "nfs"\nurl = "/mnt/tier"\n'
+WHOLE = """
+spool = "/nvme/tierd"
+rescan = "10s"
+drain = "2m"
+min_free_percent = 7.5
+
+[retention]
+keep_last = 2
+
+[[tier]]
+name = "nfs"
+url = "file:///mnt/tier"
+
+[[tier]]
+name = "s3"
+url = "s3://bucket/prefix?region=eu-central-1"
+[tier.retention]
+keep_last = 5
+keep_every_steps = 1000
+keep_within = "7d"
+keep_best = {metric = "loss", mode = "max", count = 3}
+"""
+
+
+def test_everything_that_can_be_said():
+    assert from_toml(WHOLE, "tierd.toml") == Config(
+        spool="/nvme/tierd",
+        rescan="10s",
+        drain="2m",
+        min_free_percent=7.5,
+        retention=RetentionPolicy(keep_last=2),
+        tier=(
+            TierConfig(name="nfs", url="file:///mnt/tier"),
+            TierConfig(
+                name="s3",
+                url="s3://bucket/prefix?region=eu-central-1",
+                retention=RetentionPolicy(
+                    keep_last=5,
+                    keep_every_steps=1000,
+                    keep_within="7d",
+                    keep_best=Best(metric="loss", mode="max", count=3),
+                ),
+            ),
+        ),
+    )
+
+
+def test_little_needs_to_be_said():
+    config = from_toml(f'spool = "/s"\n{TIER}', "tierd.toml")
+    assert config.retention == config.tier[0].retention == RetentionPolicy(keep_last=3)
+    assert config.named("nfs") is config.tier[0]
+
+
+def text(top: str = "", tier: str = "", *, spool: str = 'spool = "/s"') -> str:
+    return f"{spool}\n{top}\n{TIER}{tier}\n"
+
+
+@pytest.mark.parametrize(
+    ("toml", "path"),
+    [
+        (text("color = 1"), "color"),
+        (text(spool=""), "spool"),
+        (text(spool="spool = 7"), "spool"),
+        (text(spool='spool = "relative"'), "spool"),
+        (text('rescan = "soon"'), "rescan"),
+        (text('rescan = "0s"'), "rescan"),
+        (text('rescan = "30s\\n"'), "rescan"),
+        (text("rescan = 30"), "rescan"),
+        (text('drain = "1w"'), "drain"),
+        (text("min_free_percent = -1"), "min_free_percent"),
+        (text("min_free_percent = 91"), "min_free_percent"),
+        (text("min_free_percent = nan"), "min_free_percent"),
+        (text("min_free_percent = true"), "min_free_percent"),
+        (text("[retention]\nkeep_last = 0"), "retention.keep_last"),
+        (text("[retention]\nkeep_last = true"), "retention.keep_last"),
+        (text("[retention]\nkeep_last = 1.5"), "retention.keep_last"),
+        (text("[retention]\nkeep_first = 1"), "retention"),
+        (text("[retention]\nkeep_every_steps = 0"), "retention.keep_every_steps"),
+        (text('[retention]\nkeep_within = "forever"'), "retention.keep_within"),
+        (text("[retention.keep_best]\ncount = 2"), "retention.keep_best"),
+        (text('[retention.keep_best]\nmetric = ""'), "retention.keep_best.metric"),
+        (text('[retention.keep_best]\nmetric = "loss"\nmode = "low"'), "retention.keep_best.mode"),
+        (text('[retention.keep_best]\nmetric = "loss"\ncount = 0'), "retention.keep_best.count"),
+        (text(tier="bucket = 1"), "tier[0]"),
+        (text(tier="[tier.retention]\nkeep_last = 0"), "tier[0].retention.keep_last"),
+        (text(tier='[[tier]]\nname = "b"'), "tier[1]"),
+        (text(tier='[[tier]]\nname = "B"\nurl = "/b"'), "tier[1].name"),
+        (text(tier='[[tier]]\nname = "b\\n"\nurl = "/b"'), "tier[1].name"),
+        (text(tier='[[tier]]\nname = "nfs"\nurl = "/b"'), "tier[1].name"),
+        (text(tier='[[tier]]\nname = "local"\nurl = "/b"'), "tier[1].name"),
+        (text(tier='[[tier]]\nname = "b"\nurl = "relative"'), "tier[1].url"),
+        (text(tier='[[tier]]\nname = "b"\nurl = "s3://key:secret@bucket"'), "tier[1].url"),
+        (text(tier='[[tier]]\nname = "b"\nurl = "file:///mnt//tier/"'), "tier[1].url"),
+        ('spool = "/s"\n', "tier"),
+        ('spool = "/s"\ntier = []\n', "tier"),
+        ('spool = "/s"\ntier = "/mnt"\n', "tier"),
+    ],
+)
+def test_a_mistake_is_named_by_its_path(toml, path):
+    with pytest.raises(ConfigError) as caught:
+        from_toml(toml, "tierd.toml")
+    message = str(caught.value)
+    named = message.startswith(f"tierd.toml: {path}: ")
+    # A key at the top level has no path above it: its own name is in the message.
+    assert named or f"`{path}`" in message
+    assert "$" not in message.replace("\\Z", "").split("matching regex")[0]
+    assert "secret" not in message or "://" not in message
+
+
+def test_what_is_no_toml_is_said_so():
+    with pytest.raises(ConfigError, match=r"^tierd.toml: not TOML: .*line 2"):
+        from_toml('spool = "/s"\nrescan = \n[x]', "tierd.toml")
+
+
+def test_urls_alone_are_a_configuration_and_name_their_tiers():
+    config = from_urls("/s", ["/a", "s3://bucket", "file:///b"], RetentionPolicy(keep_last=9))
+    assert [(tier.name, tier.url) for tier in config.tier] == [
+        ("file", "/a"),
+        ("s3", "s3://bucket"),
+        ("file-2", "file:///b"),
+    ]
+    assert {config.retention.keep_last, *(tier.retention.keep_last for tier in config.tier)} == {9}
+    assert from_urls("/s", ["/a"]).retention == RetentionPolicy()
+
+
+@pytest.mark.parametrize(
+    ("urls", "said"),
+    [([], "--to URL"), (["relative"], "store URL"), (["/a", "ftp://x"], "ftp"), (["/a", "file:///a/"], "tier 'file'")],
+)
+def test_urls_that_are_no_configuration(urls, said):
+    with pytest.raises(ConfigError, match=said):
+        from_urls("/s", urls)

@@ -1,0 +1,320 @@
+"""The manifest: what is written is read back; anything else, down to one flipped bit, is refused as what it is."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import msgspec
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierd.core.errors import FormatTooNew, ManifestError
+from tierd.core.ids import CheckpointId, PartId, chunk_key
+from tierd.core.manifest import (
+    CHUNK_SIZE,
+    MAX_CHUNK_SIZE,
+    MAX_FILES,
+    MAX_MANIFEST_SIZE,
+    MAX_METRICS,
+    Chunk,
+    File,
+    Manifest,
+    Origin,
+    Stored,
+    check_path,
+    chunk_sizes,
+    decode,
+    encode,
+    metrics_to_json,
+)
+
+ATTEMPT, EARLIER = "0123456789ab-01234567", "0123456789aa-01234567"
+PART = PartId(CheckpointId("run", ATTEMPT, 200), 1, 2)
+DIGEST = "0123456789abcdef" * 2
+KEY = chunk_key(PART, DIGEST, "zst")
+
+
+def manifest(**changes) -> Manifest:
+    chunk = Chunk(size=5, xxh3_128=DIGEST, stored=Stored(codec="zst", size=4, xxh3_128=DIGEST, key=KEY))
+    plain = Manifest(
+        version=1,
+        run="run",
+        step=200,
+        attempt=ATTEMPT,
+        resumed_from=Origin(step=100, attempt=EARLIER),
+        rank=1,
+        world_size=2,
+        created="2025-01-01T00:00:00+00:00",
+        writer="tierd 0.1.0",
+        metrics={"loss": 0.5},
+        files=(File(path="a/b.bin", size=5, chunks=(chunk,)), File(path="empty", size=0, chunks=())),
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+def seal(members: object) -> bytes:
+    """Any JSON object with an intact seal, as a hostile or future writer could make it."""
+    body = (members if isinstance(members, bytes) else json.dumps(members).encode())[:-1]
+    return body + b',"digest":"' + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
+
+
+def members(**changes) -> dict:
+    return {**json.loads(msgspec.json.encode(manifest())), **changes}
+
+
+def with_chunk(**changes) -> dict:
+    found = members()
+    found["files"][0]["chunks"][0] |= changes
+    return found
+
+
+def with_stored(**changes) -> dict:
+    return with_chunk(stored=members()["files"][0]["chunks"][0]["stored"] | changes)
+
+
+def with_file(**changes) -> dict:
+    found = members()
+    found["files"][0] |= changes
+    return found
+
+
+def with_paths(*paths: str) -> dict:
+    return members(files=[{"path": path, "size": 0, "chunks": []} for path in paths])
+
+
+# -- what is written is read ------------------------------------------------------------------------------------------
+
+
+def test_what_is_encoded_decodes_to_itself_and_is_plain_json():
+    data = encode(manifest())
+    assert decode(data, PART) == decode(data) == manifest()
+    assert encode(decode(data)) == data
+    plain = json.loads(data)
+    assert plain.pop("digest") == xxhash.xxh3_128_hexdigest(data[: data.rindex(b',"digest"')])
+    assert plain == members()
+    assert seal(msgspec.json.encode(manifest())) == data
+
+
+def test_what_a_manifest_says_of_itself():
+    found = manifest()
+    assert found.part == PART
+    assert found.origin == CheckpointId("run", EARLIER, 100)
+    assert manifest(resumed_from=None).origin is None
+    assert (found.size, found.stored_size) == (5, 4)
+    assert found.created_at.isoformat() == found.created
+
+
+@given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), st.floats(), max_size=5))
+def test_every_metric_comes_back_nan_and_infinities_included(metrics):
+    found = decode(encode(manifest(metrics=metrics_to_json(metrics)))).numbers
+    assert found.keys() == metrics.keys()
+    for name, value in metrics.items():
+        assert found[name] == value or (math.isnan(found[name]) and math.isnan(value))
+
+
+def test_members_that_a_later_version_1_adds_are_ignored():
+    future = with_chunk(later=[{"x": None}]) | {"added": {"deep": [1, 2.5, "x"]}, "resumed_from": None}
+    future["files"][0]["mode"] = 0o644
+    assert decode(seal(future), PART) == manifest(resumed_from=None)
+
+
+@given(st.integers(0, 10 * CHUNK_SIZE), st.integers(1, 2 * CHUNK_SIZE))
+def test_chunks_cover_a_file_without_a_gap_and_only_the_last_is_short(size, chunk_size):
+    if size // chunk_size > 10_000:
+        size %= 10_000 * chunk_size
+    sizes = chunk_sizes(size, chunk_size)
+    assert sum(sizes) == size
+    assert all(length == chunk_size for length in sizes[:-1])
+    assert all(0 < length <= chunk_size for length in sizes)
+
+
+def test_the_same_content_is_the_same_however_it_is_stored():
+    spool = manifest(files=tuple(_unstored(file) for file in manifest().files))
+    assert spool.same_content(manifest())
+    assert spool.stored_size == 0
+    assert manifest().same_content(manifest(metrics={}, created="2026-01-01T00:00:00Z"))
+    other = File(path="a/b.bin", size=5, chunks=(Chunk(size=5, xxh3_128="f" * 32),))
+    assert not spool.same_content(manifest(files=(other,)))
+    assert not spool.same_content(manifest(resumed_from=None))
+    assert not spool.same_content(manifest(step=201))
+
+
+def _unstored(file: File) -> File:
+    return File(
+        path=file.path, size=file.size, chunks=tuple(Chunk(size=c.size, xxh3_128=c.xxh3_128) for c in file.chunks)
+    )
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_single_flipped_bit_is_refused_as_corruption():
+    data = encode(manifest())
+    for index in range(len(data)):
+        for bit in range(8):
+            flipped = bytearray(data)
+            flipped[index] ^= 1 << bit
+            with pytest.raises(ManifestError):
+                decode(bytes(flipped), PART)
+
+
+def test_every_truncation_and_anything_appended_is_refused():
+    data = encode(manifest())
+    for length in range(len(data)):
+        with pytest.raises(ManifestError):
+            decode(data[:length], PART)
+    for extra in (b"\n", b"\0", b"}", data):
+        with pytest.raises(ManifestError):
+            decode(data + extra, PART)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.one_of(st.binary(max_size=200), st.binary(max_size=100).map(lambda body: seal(body + b"}"))))
+def test_garbage_is_refused_and_never_anything_else(data):
+    with pytest.raises(ManifestError):
+        decode(data)
+
+
+def test_more_than_is_ever_read_is_refused_unread():
+    largest = MAX_MANIFEST_SIZE - len(seal(members(padding="")))
+    assert decode(seal(members(padding="x" * largest))) == manifest()
+    for size in (largest + 1, 33 << 20):
+        with pytest.raises(ManifestError, match="at most 33554432 are read"):
+            decode(seal(members(padding="x" * size)))
+
+
+# -- hostile content, with an intact seal -----------------------------------------------------------------------------
+
+HOSTILE = {
+    "the parent": with_paths("../x"),
+    "a parent inside": with_paths("a/../../x"),
+    "a parent last": with_paths("a/.."),
+    "here": with_paths("./a"),
+    "absolute": with_paths("/etc/passwd"),
+    "an empty component": with_paths("a//b"),
+    "a trailing slash": with_paths("a/"),
+    "no path": with_paths(""),
+    "the manifest's name": with_paths("manifest.json"),
+    "below the manifest's name": with_paths("manifest.json/x"),
+    "the name of a manifest being healed": with_paths("manifest.json.new"),
+    "a path twice": with_paths("a", "b", "a"),
+    "a file inside a file": with_paths("a/b/c", "a/b"),
+    "a file inside a file, far apart": with_paths("a", "b", "a/b/c"),
+    "a newline": with_paths("a\nb"),
+    "an escape": with_paths("\x1b[2J"),
+    "a NUL": with_paths("a\0"),
+    "a delete": with_paths("\x7f"),
+    "a component of 256 bytes": with_paths("ü" * 128),
+    "a path of 1025": with_paths("/".join(["x" * 40] * 25) + "y"),
+    "half a surrogate": json.dumps(with_paths("x")).replace('"x"', '"\\ud800"').encode(),
+    "a chunk of 10^12 bytes": members(files=[with_chunk(size=10**12)["files"][0] | {"size": 10**12}]),
+    "a chunk one byte too large": with_chunk(size=MAX_CHUNK_SIZE + 1),
+    "an empty chunk": with_chunk(size=0),
+    "a negative chunk": with_chunk(size=-5),
+    "a size that is no integer": with_chunk(size=5.5),
+    "chunks that add up to less": with_file(size=6),
+    "chunks that add up to more": with_file(size=4),
+    "a negative file": with_file(size=-1),
+    "stored larger than any chunk": with_stored(size=2 * MAX_CHUNK_SIZE),
+    "a digest in capitals": with_chunk(xxh3_128=DIGEST.upper()),
+    "a digest with a newline": with_chunk(xxh3_128=DIGEST + "\n"),
+    "a short digest": with_chunk(xxh3_128=DIGEST[1:]),
+    "a codec that is a path": with_stored(codec="../x"),
+    "a key of another rank": with_stored(key=KEY.replace("/00001/", "/00000/")),
+    "a key of another run": with_stored(key=f"other/{KEY}"),
+    "a key that climbs": with_stored(key=f"../other/{KEY}"),
+    "a key that climbs inside": with_stored(key=KEY.replace("/00001/", "/../")),
+    "an absolute key": with_stored(key=f"/{KEY}"),
+    "a key of no chunk": with_stored(key=f"manifests/{PART.checkpoint.name}/{PART.name}.json"),
+    "a key with foreign digits": with_stored(key=KEY.replace("000000000200", "\u0660" * 12)),
+    "a key without an end": with_stored(key=KEY + "x" * 200),
+    "an origin of the same attempt": members(resumed_from={"step": 100, "attempt": ATTEMPT}),
+    "a later origin": members(resumed_from={"step": 100, "attempt": "f" + ATTEMPT[1:]}),
+    "an origin of no form": members(resumed_from={"step": 100, "attempt": EARLIER + "\n"}),
+    "an origin before time": members(resumed_from={"step": -1, "attempt": EARLIER}),
+    "a run that climbs": members(run="../run"),
+    "a run with a slash": members(run="a/b"),
+    "no run": members(run=""),
+    "an attempt of no form": members(attempt="x"),
+    "an attempt with a newline": members(attempt=ATTEMPT + "\n"),
+    "a negative step": members(step=-1),
+    "a step beyond": members(step=10**12),
+    "a step that is a flag": members(step=True),
+    "a rank beyond the world": members(rank=2),
+    "a negative rank": members(rank=-1),
+    "a world of none": members(world_size=0),
+    "a world too large": members(world_size=100_000),
+    "created in no zone": members(created="2025-01-01T00:00:00"),
+    "created elsewhere": members(created="2025-01-01T00:00:00+01:00"),
+    "created never": members(created="yesterday"),
+    "a metric that is no number": members(metrics={"loss": "low"}),
+    "a metric that is a list": members(metrics={"loss": [1]}),
+    "a metric beyond a float": json.dumps(members()).replace("0.5", "1" + "0" * 400).encode(),
+    "too many metrics": members(metrics={str(number): 0 for number in range(MAX_METRICS + 1)}),
+    "too many files": with_paths(*map(str, range(MAX_FILES + 1))),
+    "a long writer": members(writer="x" * 65),
+    "files missing": {name: value for name, value in members().items() if name != "files"},
+    "a version that is no number": members(version="1"),
+    "no version": {name: value for name, value in members().items() if name != "version"},
+    "a list": b"[1]",
+    "two objects": json.dumps(members()).encode() + b"{}",
+    "bottomless": b'{"version":1,"x":' + b"[" * 100_000 + b"}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_content_is_refused_before_anything_is_made_of_it(name):
+    with pytest.raises(ManifestError) as caught:
+        decode(seal(HOSTILE[name]))
+    assert str(caught.value).startswith("manifest: ")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        PartId(CheckpointId("other", ATTEMPT, 200), 1, 2),
+        PartId(CheckpointId("run", EARLIER, 200), 1, 2),
+        PartId(CheckpointId("run", ATTEMPT, 201), 1, 2),
+        PartId(CheckpointId("run", ATTEMPT, 200), 0, 2),
+        PartId(CheckpointId("run", ATTEMPT, 200), 1, 3),
+    ],
+)
+def test_an_intact_manifest_in_another_ones_place_is_refused(other):
+    with pytest.raises(ManifestError, match="it says that it is run step 200"):
+        decode(encode(manifest()), other)
+
+
+def test_a_borrowed_chunk_of_an_older_checkpoint_of_the_same_rank_is_fine():
+    older = PartId(CheckpointId("run", EARLIER, 100), 1, 2)
+    key = chunk_key(older, DIGEST, "raw")
+    assert decode(seal(with_stored(key=key))).files[0].chunks[0].stored.key == key
+
+
+@pytest.mark.parametrize(
+    "path", ["a", "a/b", ".metadata", "...", "a..b", "-", "ü/é", "manifest.json.bak", "a/manifest.json", "x" * 255]
+)
+def test_ordinary_paths_are_taken(path):
+    check_path(path, "here")
+
+
+# -- other versions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [2, 3, 10**6])
+def test_a_newer_format_is_too_new_and_not_corrupt(version):
+    """Whatever else it holds: only `version` and the seal are promised."""
+    for found in (members(version=version), {"version": version}, {"version": version, "files": "elsewhere"}):
+        with pytest.raises(FormatTooNew) as caught:
+            decode(seal(found), PART)
+        assert not isinstance(caught.value, ManifestError)
+        assert str(version) in str(caught.value)
+
+
+def test_a_damaged_newer_format_is_corrupt():
+    data = bytearray(seal({"version": 2}))
+    data[3] ^= 1
+    with pytest.raises(ManifestError):
+        decode(bytes(data))

@@ -1,0 +1,320 @@
+"""plan(): what is sent, what is deleted, and above all what is not. Properties over random worlds; see worlds.py."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from core.worlds import Cluster, attempt, cases, checkpoint, config, facts, newer_whole, part, solo, whole
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from tierd.core.errors import FormatTooNew, ManifestError
+from tierd.core.plan import SPOOL, Discard, Facts, Flush, Mend, Place, Prune, World, is_complete, plan
+from tierd.core.retention import Best, RetentionPolicy
+
+LAST1 = RetentionPolicy(keep_last=1)
+A100, A200, A300 = (checkpoint(1, step) for step in (100, 200, 300))
+
+
+def planned(world, settings, backoff=None, now=0.0):
+    return plan(world, settings, backoff or {}, now)
+
+
+def prunes(actions, tier=None):
+    return [a for a in actions if isinstance(a, Prune) and tier in (None, a.tier)]
+
+
+# -- what holds in every world ----------------------------------------------------------------------------------------
+
+
+def a_local_copy_goes_only_when_a_tier_has_it_or_every_tier_is_past_it(world, settings):
+    """P5. Written against the world alone, not against plan.py's own ideas of 'verified' and 'retired'."""
+    for prune in prunes(planned(world, settings), SPOOL):
+        own = [p for p in world.spool.parts if p.checkpoint == prune.checkpoint]
+        on_one = any(tier and all(tier.parts.get(p) for p in own) for tier in world.tiers.values())
+        past_all = all(
+            tier is not None and newer_whole(tier, prune.checkpoint) >= settings.named(name).retention.keep_last
+            for name, tier in world.tiers.items()
+        )
+        event(f"local prune: on a tier {on_one}, all tiers past it {past_all}")
+        assert own
+        assert on_one or past_all
+
+
+def a_tier_keeps_its_newest_verified_and_what_is_pinned_held_or_arriving(world, settings):
+    for prune in prunes(planned(world, settings)):
+        if prune.tier == SPOOL:
+            continue
+        tier, policy = world.tiers[prune.tier], settings.named(prune.tier).retention
+        event("tier prune")
+        assert newer_whole(tier, prune.checkpoint) >= policy.keep_last
+        assert prune.checkpoint not in tier.pins | world.spool.pins | world.held
+        assert prune.checkpoint not in {p.checkpoint for p in world.busy}
+        assert not (
+            policy.keep_every_steps
+            and whole(tier, prune.checkpoint)
+            and prune.checkpoint.step % policy.keep_every_steps == 0
+        )
+
+
+def nothing_held_busy_or_pinned_is_pruned_from_the_spool(world, settings):
+    pruned = {p.checkpoint for p in prunes(planned(world, settings), SPOOL)}
+    assert not pruned & (world.held | {p.checkpoint for p in world.busy})
+    if world.free > 0.05:
+        assert not pruned & world.spool.pins
+
+
+def a_tier_that_did_not_answer_is_not_touched_and_proves_nothing(world, settings):
+    """With every tier dark, nothing at all is deleted for a tier's sake."""
+    dark = {name for name, tier in world.tiers.items() if tier is None}
+    assert not [a for a in planned(world, settings) if a.tier in dark]
+    blind = replace(world, tiers=dict.fromkeys(world.tiers), free=1.0, leftovers=())
+    assert not [a for a in planned(blind, settings) if isinstance(a, Prune | Discard | Flush)]
+
+
+def the_plan_is_a_function_of_what_was_seen_not_of_its_order(world, settings):
+    rng = random.Random(len(world.spool.parts))
+    first = planned(world, settings)
+    assert planned(world, settings) == first
+
+    def shuffled(place):
+        if place is None:
+            return None
+        parts = list(place.parts.items())
+        rng.shuffle(parts)
+        return replace(place, parts=dict(parts))
+
+    other = replace(
+        world, spool=shuffled(world.spool), tiers={name: shuffled(tier) for name, tier in world.tiers.items()}
+    )
+    assert set(planned(other, settings)) == set(first)
+    assert len(first) == len(set(first))
+
+
+def flushes_come_first_newest_first_and_only_what_is_readable_and_missing(world, settings):
+    actions = planned(world, settings)
+    flushes = [a for a in actions if isinstance(a, Flush)]
+    order = [(f.part.checkpoint.attempt, f.part.checkpoint.step) for f in flushes]
+    assert order == sorted(order, reverse=True)
+    assert list(actions[: len(flushes)]) == flushes
+    for flush in flushes:
+        assert world.spool.parts[flush.part]
+        assert not world.tiers[flush.tier].parts.get(flush.part)
+        assert flush.part not in world.busy
+
+
+def the_newest_local_checkpoint_is_always_wanted_by_every_tier(world, settings):
+    readable = [p for p, found in world.spool.parts.items() if found and p.checkpoint.run == "r"]
+    tiers = {name: tier for name, tier in world.tiers.items() if tier}
+    places = (world.spool, *tiers.values())
+    seen = [p for place in places for p in place.parts if p.checkpoint.run == "r"]
+    if not readable or max(seen).checkpoint != max(readable).checkpoint:
+        event("the newest is not local")
+        return
+    newest = [p for p in readable if p.checkpoint == max(readable).checkpoint]
+    if not all(place.parts.get(p, True) for place in places for p in newest):
+        return
+    event("the newest is local")
+    flushes = {(a.part, a.tier) for a in planned(world, settings) if isinstance(a, Flush)}
+    for name, tier in tiers.items():
+        for p in newest:
+            assert (p, name) in flushes or p in tier.parts or p in world.busy
+
+
+LAWS = (
+    a_local_copy_goes_only_when_a_tier_has_it_or_every_tier_is_past_it,
+    a_tier_keeps_its_newest_verified_and_what_is_pinned_held_or_arriving,
+    nothing_held_busy_or_pinned_is_pruned_from_the_spool,
+    a_tier_that_did_not_answer_is_not_touched_and_proves_nothing,
+    the_plan_is_a_function_of_what_was_seen_not_of_its_order,
+    flushes_come_first_newest_first_and_only_what_is_readable_and_missing,
+    the_newest_local_checkpoint_is_always_wanted_by_every_tier,
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_every_law_holds_in_every_world(case):
+    for law in LAWS:
+        law(*case)
+
+
+# -- doing what it says ends ------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(cases(), st.data())
+def test_carried_out_in_any_order_the_plan_comes_to_rest_and_sends_nothing_twice(case, data):
+    """Spool and tiers keep different amounts, in either direction: no flush undoes a prune or the reverse. Every state
+    on the way keeps the newest verified checkpoint of each tier."""
+    world, settings = case
+    cluster = Cluster([world.spool], dict(world.tiers), settings)
+    done = []
+    for _ in range(400):
+        lanes = cluster.lanes()
+        if not lanes:
+            break
+        node, action = data.draw(st.sampled_from(lanes))
+        before = dict(cluster.tiers)
+        cluster.act(node, action)
+        done.append(action)
+        assert max(cluster.flushed.values(), default=0) <= 1, "\n".join(map(str, done))
+        _same_newest(before, cluster.tiers)
+    else:
+        pytest.fail("no rest after 400 actions, at last:\n" + "\n".join(map(str, done[-12:])))
+    assert planned(cluster.world(0), settings) == ()
+
+
+def _same_newest(before, after):
+    for name, tier in before.items():
+        for run in ("r", "other"):
+            found = [p.checkpoint for p in (tier.parts if tier else ()) if p.checkpoint.run == run]
+            verified = [c for c in found if whole(tier, c)]
+            if verified:
+                assert whole(after[name], max(verified))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(cases(flawed=False, dark=False), st.integers(1, 3), st.integers(1, 3), st.data())
+def test_two_daemons_on_shared_tiers_come_to_rest_too(case, spool_last, tier_last, data):
+    """Each node holds its own rank's parts. Rules by number only: see the report on keep_every_steps across nodes."""
+    world, _ = case
+    settings = config(
+        *[RetentionPolicy(keep_last=tier_last)] * len(world.tiers), spool=RetentionPolicy(keep_last=spool_last)
+    )
+    spools = [Place({p: f for p, f in world.spool.parts.items() if p.rank == rank}) for rank in (0, 1)]
+    cluster = Cluster(spools, dict(world.tiers), settings)
+    for _ in range(400):
+        lanes = cluster.lanes()
+        if not lanes:
+            break
+        cluster.act(*data.draw(st.sampled_from(lanes)))
+    else:
+        pytest.fail("no rest after 400 actions")
+    assert max(cluster.flushed.values(), default=0) <= 2  # once by each node that has the part, at most
+
+
+# -- single rules, as examples ----------------------------------------------------------------------------------------
+
+
+def test_only_the_daemon_with_rank_0_of_the_newest_attempt_prunes_a_shared_tier():
+    tier = solo(Place(), A100, A200)
+    mine = World(solo(Place(), A200), {"a": tier})
+    assert prunes(planned(mine, config(LAST1)), "a") == [
+        Prune(A100, "a", ("older than the last 1, and no rule keeps it",))
+    ]
+    rank1 = World(Place({part(A200, 1, 2): facts()}), {"a": tier})
+    assert prunes(planned(rank1, config(LAST1))) == []
+    relaunched_elsewhere = World(solo(Place(), A200), {"a": solo(tier, checkpoint(2, 5))})
+    assert prunes(planned(relaunched_elsewhere, config(LAST1)), "a") == []
+    assert prunes(planned(World(Place(), {"a": tier}), config(LAST1))) == []
+
+
+def test_with_little_room_verified_local_copies_go_early_but_never_the_newest_or_the_unverified():
+    spool, tier = solo(Place(), A100, A200, A300), solo(Place(), A100, A200)
+    keep3 = RetentionPolicy(keep_last=3)
+    assert prunes(planned(World(spool, {"a": tier}, free=0.06), config(keep3))) == []
+    low = planned(World(spool, {"a": tier}, free=0.04), config(keep3))
+    assert prunes(low) == [Prune(A100, SPOOL, ("under 5 % of the spool's disk is free",))]
+    assert Flush(part(A300), "a") in low
+    assert prunes(planned(World(spool, {"a": tier}, free=0.04), config(keep3, low=0))) == []
+    assert prunes(planned(World(spool, {"a": tier}, free=0.04, held=frozenset({A100})), config(keep3))) == []
+
+
+def test_an_incomplete_checkpoint_on_a_tier_retires_once_enough_newer_ones_are_complete():
+    half = Place({part(A100, 1, 2): facts()})
+    keep2 = RetentionPolicy(keep_last=2)
+    one = World(solo(Place(), A200), {"a": solo(half, A200)})
+    assert prunes(planned(one, config(keep2))) == []
+    two = World(solo(Place(), A300), {"a": solo(half, A200, A300)})
+    assert prunes(planned(two, config(keep2))) == [
+        Prune(A100, "a", ("incomplete, and 2 newer complete ones are verified",))
+    ]
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_chunks_that_no_manifest_names_retire_with_age_unless_a_survivor_borrows_them(lent):
+    tier = solo(Place(owners=frozenset({A100, A200})), A200, borrowed=[A100] if lent else ())
+    found = prunes(planned(World(solo(Place(), A200), {"a": tier}), config(LAST1)))
+    assert [p.checkpoint for p in found] == ([] if lent else [A100])
+
+
+def test_an_incomplete_checkpoint_is_not_sent_and_pruned_in_turn():
+    """Found by the executor above: rank 1 never came, keep_every_steps wants the step, age retires it."""
+    every = RetentionPolicy(keep_last=1, keep_every_steps=100)
+    spool = replace(solo(Place(), A200), parts={part(A100, 0, 2): facts(), part(A200): facts()})
+    cluster = Cluster([spool], {"a": solo(Place(), A200)}, config(every, spool=RetentionPolicy(keep_last=3)))
+    assert planned(cluster.world(0), cluster.settings) == (Flush(part(A100, 0, 2), "a"),)
+    cluster.act(0, Flush(part(A100, 0, 2), "a"))
+    assert planned(cluster.world(0), cluster.settings) == ()
+
+
+def test_a_corrupt_manifest_is_sent_anew_where_the_spool_has_it_right_and_mended_otherwise():
+    bad = Place({part(A200): None}, {part(A200): ManifestError("its bytes differ")})
+    assert planned(World(solo(Place(), A200), {"a": bad}), config(LAST1)) == (Flush(part(A200), "a"),)
+    assert planned(World(Place(), {"a": bad}), config(LAST1)) == (Mend(part(A200), "a"),)
+    assert planned(World(bad, {"a": solo(Place(), A200)}), config(LAST1)) == (Mend(part(A200), SPOOL),)
+
+
+def test_a_corrupt_manifest_that_nothing_wants_any_more_is_mended_before_prunes_need_to_read_it():
+    """Found by the executor above: the prune of another checkpoint cannot go on past an unreadable survivor."""
+    tier = solo(Place({part(A200): None}, {part(A200): ManifestError("its bytes differ")}), A100, A300)
+    world = World(solo(Place(), A200, A300), {"a": tier})
+    assert planned(world, config(LAST1, spool=RetentionPolicy(keep_last=9)))[0] == Mend(part(A200), "a")
+
+
+def test_a_newer_format_is_left_alone_and_stops_prunes_of_its_run():
+    """What a newer tierd's manifest borrows, or would keep, cannot be known."""
+    tier = solo(Place({part(A100): None}, {part(A100): FormatTooNew("format version 2")}), A200, A300)
+    assert planned(World(solo(Place(), A300), {"a": tier}), config(LAST1)) == ()
+    assert planned(World(replace(tier, parts={part(A100): None}), {"a": Place()}), config(LAST1)) == ()
+
+
+def test_backoff_leaves_a_tier_alone_until_its_time_but_still_believes_what_it_showed():
+    world = World(solo(Place(), A100, A200), {"a": solo(Place(), A100, A200), "b": Place()})
+    both = config(LAST1, LAST1, spool=LAST1)
+    waiting = planned(world, both, {"a": 10.0, "b": 10.0}, 9.0)
+    assert waiting == (Prune(A100, SPOOL, ("older than the last 1, and no rule keeps it",)),)
+    assert {a.tier for a in planned(world, both, {"a": 10.0, "b": 10.0}, 10.0)} == {"a", "b", SPOOL}
+
+
+def test_what_a_dead_writer_left_is_discarded_last():
+    world = World(solo(Place(), A100), {"a": Place()}, leftovers=("stage/x", "trash/y"))
+    assert planned(world, config(LAST1)) == (Flush(part(A100), "a"), Discard("stage/x"), Discard("trash/y"))
+
+
+def test_a_quarantined_part_is_kept_to_be_looked_at_until_enough_newer_ones_are_verified():
+    aside = Place(quarantined={part(A100): None})
+    keep2 = RetentionPolicy(keep_last=2)
+    one = World(solo(aside, A200), {"a": solo(Place(), A200)})
+    assert planned(one, config(keep2, spool=keep2)) == ()
+    two = World(solo(aside, A200, A300), {"a": solo(Place(), A200, A300)})
+    assert planned(two, config(keep2, spool=keep2)) == (Discard(f"quarantine/{part(A100).path}"),)
+
+
+def test_a_slow_tier_does_not_want_what_it_would_drop_at_once():
+    """After an outage only what retention keeps is sent; the rest leaves the spool when every tier is past it."""
+    spool = solo(Place(), A100, A200, A300)
+    caught_up = World(spool, {"a": solo(Place(), A300)})
+    assert planned(caught_up, config(LAST1, spool=LAST1)) == tuple(
+        Prune(c, SPOOL, ("older than the last 1, and no rule keeps it",)) for c in (A100, A200)
+    )
+    assert planned(World(spool, {"a": Place()}), config(LAST1, spool=LAST1)) == (Flush(part(A300), "a"),)
+    half_blind = World(spool, {"a": solo(Place(), A300), "b": None})
+    assert planned(half_blind, config(LAST1, LAST1, spool=LAST1)) == ()
+
+
+def test_the_best_of_what_is_still_to_be_sent_is_sent_even_when_it_is_old():
+    spool = Place({part(c): facts(metrics={"loss": loss}) for c, loss in ((A100, 1.0), (A200, 3.0), (A300, 2.0))})
+    best = RetentionPolicy(keep_last=1, keep_best=Best(metric="loss"))
+    assert planned(World(spool, {"a": Place()}), config(best)) == (Flush(part(A300), "a"), Flush(part(A100), "a"))
+
+
+def test_complete_means_every_rank_of_one_world_size():
+    assert is_complete([part(A100, 0, 2), part(A100, 1, 2)])
+    assert not is_complete([part(A100, 0, 2), part(A100, 1, 3)])
+    assert not is_complete([])
+    assert attempt(1) == A100.attempt
+    assert isinstance(facts(), Facts)

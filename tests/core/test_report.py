@@ -1,0 +1,106 @@
+"""What ls and show tell: the truth about every copy, in plain data that JSON can hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from core.worlds import cases, checkpoint, config, facts, part, solo
+from hypothesis import HealthCheck, given, settings
+
+from tierd.core.errors import ManifestError
+from tierd.core.plan import Place, Prune, World, plan
+from tierd.core.report import Report, report
+from tierd.core.retention import RetentionPolicy
+
+A100, A200, B210 = checkpoint(1, 100), checkpoint(1, 200), checkpoint(2, 210)
+LAST1 = config(*[RetentionPolicy(keep_last=1)] * 2, spool=RetentionPolicy(keep_last=1))
+
+
+def states(found: Report) -> dict[tuple[int, str], str]:
+    return {(one.step, copy.place): copy.state for one in found.checkpoints for copy in one.copies}
+
+
+def test_a_checkpoint_with_its_copies():
+    spool = Place({part(A100): facts(1, metrics={"loss": 0.5, "bad": float("nan")})}, pins=frozenset({A100}))
+    found = report(World(spool, {"a": spool, "b": None}), LAST1)
+    assert found.unreached == ("b",)
+    (one,) = found.checkpoints
+    assert (one.run, one.step, one.attempt, one.world_size) == ("r", 100, A100.attempt, 1)
+    assert one.created == "2025-01-01T00:01:00+00:00"
+    assert one.metrics == {"loss": 0.5, "bad": None}
+    assert (one.complete, one.pinned, one.resumes, one.resumed_from) == (True, True, True, None)
+    local, tier = one.copies
+    assert (local.place, local.state, local.ranks, local.keep, local.reasons) == (
+        "local",
+        "committed",
+        (0,),
+        True,
+        ("pinned", "newest"),
+    )
+    assert (tier.place, tier.state, tier.size, tier.stored_size, tier.defects) == ("a", "verified", 10, 8, ())
+
+
+def test_each_state_a_copy_can_be_in():
+    half = {part(A200, 0, 2): facts()}
+    tier = Place(
+        {**half, part(B210): None},
+        {part(B210): ManifestError("manifest of r step 210: its bytes differ")},
+        quarantined={part(A100): facts()},
+    )
+    found = report(World(Place(half), {"a": tier}), None)
+    assert states(found) == {
+        (210, "a"): "corrupt",
+        (200, "local"): "committed",
+        (200, "a"): "incomplete",
+        (100, "a"): "quarantined",
+    }
+    assert found.checkpoints[0].copies[0].defects == ("manifest of r step 210: its bytes differ",)
+    assert [one.complete for one in found.checkpoints] == [True, False, False]  # names alone decide
+
+
+def test_what_a_quarantined_part_still_tells_is_told():
+    aside = Place(quarantined={part(B210, 1, 4): facts(7, metrics={"loss": 2.0}, origin=A100)})
+    found = report(World(solo(Place(), A100), {"a": aside}), None).checkpoints[0]
+    assert (found.world_size, found.metrics, found.resumed_from) == (4, {"loss": 2.0}, A100.name)
+    assert (found.copies[0].ranks, found.complete, found.resumes) == ((1,), False, False)
+
+
+def test_exactly_the_checkpoint_that_a_restore_would_try_first_resumes():
+    spool = solo(solo(Place(), A100, A200), B210, origin=A100)
+    assert [one.step for one in report(World(spool, {}), None).checkpoints if one.resumes] == [210]
+    lost = replace(solo(Place(), A100), quarantined={part(B210): None})
+    assert not any(one.resumes for one in report(World(lost, {}), None).checkpoints)
+
+
+def test_one_run_or_all_of_them():
+    spool = solo(solo(Place(), A100), checkpoint(1, 5, "other"))
+    assert [one.run for one in report(World(spool, {}), None).checkpoints] == ["other", "r"]
+    assert [one.run for one in report(World(spool, {}), None, "r").checkpoints] == ["r"]
+    assert report(World(spool, {}), None, "nothing") == Report((), ())
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+def test_verdicts_are_given_where_there_is_a_policy_to_give_them(with_config):
+    place = solo(Place(), A100, A200)
+    found = report(World(place, {"a": place}), LAST1 if with_config else None)
+    older = found.checkpoints[1]
+    assert [copy.keep for copy in older.copies] == [not with_config] * 2
+    assert all(bool(copy.reasons) == with_config for copy in older.copies)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_what_will_be_deleted_is_announced_and_the_report_is_json(case):
+    world, asked = case
+    found = report(replace(world, free=1.0), asked)
+    assert msgspec.convert(msgspec.json.decode(msgspec.json.encode(found)), Report) == found
+    kept = {(one.run, one.attempt, one.step, copy.place): copy.keep for one in found.checkpoints for copy in one.copies}
+    for action in plan(replace(world, free=1.0), asked, {}, 0.0):
+        if isinstance(action, Prune):  # of a copy; chunks that no manifest names are none, and no row
+            own = action.checkpoint
+            assert not kept.get((own.run, own.attempt, own.step, action.tier), False)
+    for one in found.checkpoints:
+        assert one.copies
+        assert sum(other.resumes for other in found.checkpoints if other.run == one.run) <= 1

@@ -1,0 +1,147 @@
+"""Retention: the tables in golden/retention.json, and what holds for every history and every policy."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+from core.worlds import EPOCH, attempt, histories, policies
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierd.core.ids import CheckpointId
+from tierd.core.retention import Best, CheckpointInfo, RetentionPolicy, decide, seconds
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "retention.json").read_text())["cases"]
+SUITE = settings(max_examples=150, deadline=None)
+
+
+def read_row(row) -> tuple[CheckpointInfo, bool, tuple[str, ...]]:
+    name, flags, minute, loss, verdict, reasons = row
+    match = re.fullmatch(r"(\d+)@(\d+)(?: < (\d+)@(\d+))?", name)
+    own = CheckpointId("r", attempt(int(match[1])), int(match[2]))
+    origin = CheckpointId("r", attempt(int(match[3])), int(match[4])) if match[3] else None
+    info = CheckpointInfo(
+        own,
+        complete="i" not in flags,
+        verified="u" not in flags,
+        pinned="p" in flags,
+        created=EPOCH + timedelta(minutes=minute),
+        metrics=None if loss is None else {"loss": float(loss)},
+        origin=origin,
+    )
+    return info, verdict == "keep", tuple(reasons)
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["name"])
+def test_golden_tables(case):
+    rows = [read_row(row) for row in case["rows"]]
+    policy = msgspec.convert(case["policy"], RetentionPolicy)
+    found = decide([info for info, *_ in reversed(rows)], policy)
+    assert [(v.id, v.keep, v.reasons) for v in found] == [(info.id, keep, reasons) for info, keep, reasons in rows]
+
+
+@st.composite
+def infos(draw) -> list[CheckpointInfo]:
+    often = st.sampled_from([True, True, True, False])
+    return [
+        CheckpointInfo(
+            part.checkpoint, draw(often), draw(often), not draw(often), facts.created, facts.metrics, facts.origin
+        )
+        for part, facts in draw(histories(max_world=1)).items()
+    ]
+
+
+def deleted(found, policy):
+    return {verdict.id for verdict in decide(found, policy) if not verdict.keep}
+
+
+@SUITE
+@given(infos(), policies)
+def test_what_no_policy_may_delete(found, policy):
+    gone = deleted(found, policy)
+    counted = sorted(info.id for info in found if info.complete and info.verified)
+    assert not gone & set(counted[-policy.keep_last :])  # the newest verified, and as many as were asked for
+    assert not gone & {info.id for info in found if not info.verified}
+    assert not gone & {info.id for info in found if info.pinned}
+    for checkpoint in gone:
+        assert sum(other > checkpoint for other in counted) >= policy.keep_last
+
+
+@SUITE
+@given(infos(), policies, policies)
+def test_adding_a_rule_never_deletes_more(found, policy, other):
+    for rule in ("keep_every_steps", "keep_within", "keep_best"):
+        without = msgspec.structs.replace(policy, **{rule: None})
+        more = msgspec.structs.replace(without, **{rule: getattr(other, rule)})
+        assert deleted(found, more) <= deleted(found, without)
+
+
+@SUITE
+@given(infos(), policies, st.integers(1, 3))
+def test_keeping_more_of_the_last_never_deletes_more(found, policy, extra):
+    wider = msgspec.structs.replace(policy, keep_last=policy.keep_last + extra)
+    assert deleted(found, wider) <= deleted(found, policy)
+
+
+@SUITE
+@given(infos(), policies, st.randoms(use_true_random=False))
+def test_verdicts_are_newest_first_one_each_with_reasons_whatever_the_order_of_asking(found, policy, rng):
+    verdicts = decide(found, policy)
+    assert [verdict.id for verdict in verdicts] == sorted((info.id for info in found), reverse=True)
+    assert all(verdict.reasons for verdict in verdicts)
+    shuffled = list(found)
+    rng.shuffle(shuffled)
+    assert decide(shuffled, policy) == verdicts
+
+
+@SUITE
+@given(infos(), policies, st.integers(-(10**6), 10**6))
+def test_no_wall_clock_decides(found, policy, minutes):
+    """The whole history moved in time is judged the same: ages are differences between checkpoints."""
+    moved = [replace(info, created=info.created + timedelta(minutes=minutes)) for info in found]
+    assert decide(moved, policy) == decide(found, policy)
+
+
+@SUITE
+@given(infos(), policies)
+def test_what_is_deleted_once_is_not_missed(found, policy):
+    """Acting on the verdicts and asking again deletes nothing more: retention is idempotent."""
+    gone = deleted(found, policy)
+    left = [info for info in found if info.id not in gone]
+    assert deleted(left, policy) == set()
+
+
+@SUITE
+@given(infos(), st.integers(1, 3), st.sampled_from(["min", "max"]))
+def test_the_best_are_the_best(found, count, mode):
+    policy = RetentionPolicy(keep_last=1, keep_best=Best(metric="loss", mode=mode, count=count))
+    named = [v.id for v in decide(found, policy) if any("best" in reason for reason in v.reasons)]
+    values = {
+        info.id: info.metrics["loss"]
+        for info in found
+        if info.complete and info.verified and not math.isnan(info.metrics.get("loss", math.nan))
+    }
+    assert len(named) == min(count, len(values))
+    sign = 1 if mode == "max" else -1
+    worst = min((sign * values[checkpoint] for checkpoint in named), default=math.inf)
+    assert all(sign * value <= worst for checkpoint, value in values.items() if checkpoint not in named)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("90s", 90), ("1.5m", 90), ("12h", 43200), ("7d", 604800), ("0s", 0)])
+def test_durations(text, expected):
+    assert seconds(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "90", "s", "-1s", "1 s", "1s\n", "1w", "1.s", "1e3s", "\u0663s"])
+def test_other_texts_are_no_durations(text):
+    with pytest.raises(ValueError, match="no duration"):
+        seconds(text)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"keep_within": text}, RetentionPolicy)

@@ -1,0 +1,132 @@
+"""The socket's language: requests come through as they were sent or not at all, errors as what they were."""
+
+from __future__ import annotations
+
+import inspect
+import json
+
+import msgspec
+import pytest
+from core.worlds import checkpoint, part
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierd.core import errors, wire
+from tierd.core.errors import DaemonUnavailable, TierdError
+
+OWNER = checkpoint(1, 100)
+PART = part(OWNER, 1, 2)
+ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, TierdError)]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        wire.Attach(),
+        wire.Status(),
+        wire.Report(),
+        wire.Report(run="r"),
+        wire.Candidates(run="r"),
+        wire.Candidates(run="r", step=7, attempt=OWNER.attempt),
+        wire.Fetch(part=PART),
+        wire.Wait(part=PART, tier="s3"),
+        wire.Wait(part=PART, tier="s3", timeout_s=1.5),
+        wire.Pin(checkpoint=OWNER, pinned=False),
+    ],
+    ids=repr,
+)
+def test_a_request_is_one_line_and_comes_through(request_):
+    line = wire.encode_line(request_)
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    assert len(line) < wire.MAX_REQUEST
+    assert wire.decode_request(line) == request_
+
+
+def fetch(**changes) -> bytes:
+    """A fetch request with something else in its part or checkpoint."""
+    found = json.loads(wire.encode_line(wire.Fetch(part=PART)))
+    for name, value in changes.items():
+        (found["part"]["checkpoint"] if name in found["part"]["checkpoint"] else found["part"])[name] = value
+    return json.dumps(found).encode()
+
+
+def test_the_hostile_requests_below_differ_from_a_good_one_only_in_what_they_say():
+    assert wire.decode_request(fetch()) == wire.Fetch(part=PART)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"\n",
+        b"null",
+        b"[]",
+        b"{}",
+        b"\xff\xfe",
+        b'{"op": "reboot"}',
+        b'{"op": "attach"',
+        b'{"op": "attach", "as": "root"}',
+        b'{"op": "candidates"}',
+        b'{"op": "candidates", "run": 7}',
+        b'{"op": "candidates", "run": "../x"}',
+        b'{"op": "candidates", "run": "r", "step": -1}',
+        b'{"op": "candidates", "run": "r", "step": true}',
+        b'{"op": "candidates", "run": "r", "attempt": "../../x"}',
+        b'{"op": "report", "run": "/etc"}',
+        b'{"op": "wait", "part": null, "tier": "s3"}',
+        b'{"op": "pin", "checkpoint": {"run": "r", "attempt": "a", "step": 1}, "pinned": true}',
+        b'{"op": "pin", "checkpoint": {"run": "r"}, "pinned": true}',
+        fetch(run="../../etc"),
+        fetch(run="a/b"),
+        fetch(run=""),
+        fetch(attempt="../x"),
+        fetch(attempt=OWNER.attempt + "\n"),
+        fetch(step=-1),
+        fetch(step=10**12),
+        fetch(rank=2),
+        fetch(rank=-1),
+        fetch(world=0),
+        fetch(world=100_000),
+    ],
+)
+def test_garbage_and_names_that_could_lead_elsewhere_are_no_requests(line):
+    with pytest.raises(msgspec.DecodeError):
+        wire.decode_request(line)
+
+
+@given(st.binary(max_size=100))
+def test_any_bytes_are_a_request_or_refused_as_none(line):
+    try:
+        assert isinstance(wire.decode_request(line), wire.Request)
+    except msgspec.DecodeError as error:
+        assert str(error)  # what the daemon logs before it drops the connection
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_an_error_is_raised_on_the_other_side_as_what_it_was(kind):
+    line = wire.encode_line(wire.error_reply(kind("bucket 'x': no\nsuch ü")))
+    reply = msgspec.json.decode(line)
+    assert reply["ok"] is False
+    with pytest.raises(TierdError) as caught:
+        wire.raise_error(reply)
+    assert type(caught.value) is kind
+    assert str(caught.value) == "bucket 'x': no\nsuch ü"
+
+
+def test_every_condition_the_design_names_is_covered():
+    assert len(ERRORS) >= 16
+    assert {"StoreUnavailable", "CorruptChunk", "SpoolFull"} <= {kind.__name__ for kind in ERRORS}
+
+
+def test_a_timeout_is_pythons_own():
+    with pytest.raises(TimeoutError, match="not within 3 s"):
+        wire.raise_error(wire.error_reply(TimeoutError("not within 3 s")))
+
+
+@pytest.mark.parametrize(
+    "reply", [{}, {"error": "KeyError"}, {"error": None}, {"error": "annotations"}, {"error": "Any"}]
+)
+def test_an_error_that_is_none_of_ours_says_that_the_daemon_failed(reply):
+    with pytest.raises(DaemonUnavailable, match="the daemon failed"):
+        wire.raise_error({"message": "x", **reply})

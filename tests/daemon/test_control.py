@@ -1,0 +1,212 @@
+"""The socket: every answer is bounded and true, and nothing that a peer sends or leaves out disturbs the daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import stat
+import threading
+import time
+
+import pytest
+from support.doubles import Double, contents
+from support.world import Daemon, commit, part, wait_until
+
+from tierd.core.errors import (
+    CheckpointNotFound,
+    ConfigError,
+    DaemonUnavailable,
+    StoreRefused,
+    StoreUnavailable,
+)
+from tierd.core.wire import MAX_REQUEST, Attach, Status, Wait
+from tierd.link import Link
+from tierd.spool import Spool
+
+
+def down() -> Double:
+    store = Double()
+    store.error = StoreUnavailable("down")
+    return store
+
+
+def raw(spool: Spool, data: bytes, *, half: bool = False) -> bytes:
+    """What the daemon sends to a peer that sends `data` and, unless `half`, nothing more."""
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(10)
+        peer.connect(str(spool.socket))
+        try:
+            peer.sendall(data)
+            if half:
+                return b""
+            peer.shutdown(socket.SHUT_WR)
+            return b"".join(iter(lambda: peer.recv(1 << 16), b""))
+        except (BrokenPipeError, ConnectionResetError):
+            return b""
+
+
+GARBAGE = {
+    "nothing": b"",
+    "empty line": b"\n",
+    "noise": random.Random(1).randbytes(5000) + b"\n",
+    "half a request": b'{"op":"stat',
+    "no op": b"{}\n",
+    "unknown op": b'{"op":"reboot"}\n',
+    "unknown field": b'{"op":"status","more":1}\n',
+    "wrong type": b'{"op":"candidates","run":7}\n',
+    "escape in a run": b'{"op":"candidates","run":"../../etc"}\n',
+    "escape in a part": json.dumps(
+        {"op": "fetch", "part": {"checkpoint": {"run": "../..", "attempt": "x", "step": 1}, "rank": 0, "world": 1}}
+    ).encode()
+    + b"\n",
+    "escape in a pin": b'{"op":"pin","checkpoint":{"run":"r","attempt":"../..","step":1},"pinned":true}\n',
+    "deep": b"[" * 50_000 + b"\n",
+    "oversized": b"x" * (MAX_REQUEST * 4) + b"\n",
+    "oversized, no end": b"x" * (MAX_REQUEST * 4),
+    "binary zeros": bytes(10_000) + b"\n",
+}
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_garbage_does_not_disturb_the_daemon(spool, kind):
+    commit(spool, part(1))
+    with Daemon(spool.root, {"tier": Double()}) as daemon, Link(spool) as link:
+        link.ask(Attach())
+        for half in (False, True):
+            answer = raw(spool, GARBAGE[kind], half=half)
+            assert b'"ok":true' not in answer
+        assert link.ask(Status())["status"]["trainers"] == 1
+        assert not daemon.reconciler.held
+        link.ask(Wait(part=part(1), tier="tier", timeout_s=10))
+        wait_until(lambda: len(daemon.control._connections) == 1)
+
+
+def test_many_silent_peers_do_not_disturb_it(spool):
+    with Daemon(spool.root, {"tier": Double()}):
+        peers = [socket.socket(socket.AF_UNIX) for _ in range(200)]
+        try:
+            for peer in peers:
+                peer.connect(str(spool.socket))
+            with Link(spool) as link:
+                assert link.ask(Status(), 10)["status"]["pid"] == os.getpid()
+        finally:
+            for peer in peers:
+                peer.close()
+
+
+def test_the_socket_is_its_owners_alone(spool):
+    with Daemon(spool.root, {"tier": Double()}):
+        mode = spool.socket.stat().st_mode
+        assert stat.S_ISSOCK(mode) and stat.S_IMODE(mode) == 0o600
+    assert not spool.socket.exists()
+
+
+def test_a_socket_left_by_a_killed_daemon_is_replaced(spool):
+    with socket.socket(socket.AF_UNIX) as old:
+        old.bind(str(spool.socket))
+    with pytest.raises(DaemonUnavailable, match="none is running"):
+        Link(spool)
+    with Daemon(spool.root, {"tier": Double()}), Link(spool) as link:
+        assert link.ask(Status())["status"]["spool"] == str(spool.root)
+
+
+def test_a_spool_whose_path_is_longer_than_a_sockets_may_be(tmp_path):
+    deep = tmp_path / ("d" * 100) / ("e" * 100)
+    spool = Spool(deep)
+    assert len(str(spool.socket)) > 200
+    with Daemon(deep, {"tier": Double()}), Link(spool) as link:
+        assert link.ask(Attach())["tiers"] == {"tier": "file:///tier"}
+
+
+def test_no_daemon_says_how_to_start_one(spool):
+    with pytest.raises(DaemonUnavailable, match="tierd run --spool"):
+        Link(spool)
+
+
+# -- wait -------------------------------------------------------------------------------------------------------------
+
+
+def test_wait_answers_when_the_tier_has_verified_it(spool):
+    store = Double()
+    commit(spool, part(1))
+    with Daemon(spool.root, {"tier": store}) as daemon, Link(spool) as link:
+        assert link.ask(Wait(part=part(1), tier="tier", timeout_s=10))["ok"]
+        assert part(1).manifest_key in daemon.call(contents(store.inner))
+
+
+def test_wait_for_what_will_never_come_does_not_wait_for_ever(spool):
+    """Older than what the tier keeps, or nowhere at all: there is nothing to wait for."""
+    store = Double()
+    store.error = StoreUnavailable("down")
+    for step in range(3):
+        commit(spool, part(step))
+    with Daemon(spool.root, {"tier": store}, keep=1), Link(spool) as link:
+        with pytest.raises(TimeoutError, match="down"):
+            link.ask(Wait(part=part(0), tier="tier", timeout_s=0.3))
+        threading.Timer(0.3, lambda: setattr(store, "error", None)).start()
+        with pytest.raises(CheckpointNotFound, match="will not come"):
+            link.ask(Wait(part=part(0), tier="tier"), 20)
+        link.ask(Wait(part=part(2), tier="tier"), 20)
+        with pytest.raises(CheckpointNotFound, match="will not come"):
+            link.ask(Wait(part=part(9), tier="tier"), 20)
+
+
+def test_wait_outlasts_a_tier_that_is_down_and_says_why_when_it_does_not(spool):
+    store = Double()
+    store.error = StoreUnavailable("no route to host")
+    commit(spool, part(1))
+    with Daemon(spool.root, {"tier": store}), Link(spool) as link:
+        with pytest.raises(TimeoutError, match="no route to host"):
+            link.ask(Wait(part=part(1), tier="tier", timeout_s=0.3))
+        threading.Timer(0.3, lambda: setattr(store, "error", None)).start()
+        assert link.ask(Wait(part=part(1), tier="tier", timeout_s=10))["ok"]
+
+
+def test_wait_raises_at_once_where_the_tier_refuses(spool):
+    store = Double()
+    store.error = StoreRefused("403 Forbidden")
+    commit(spool, part(1))
+    with Daemon(spool.root, {"tier": store}), Link(spool) as link, pytest.raises(StoreRefused, match="403"):
+        link.ask(Wait(part=part(1), tier="tier"), 10)
+
+
+def test_wait_for_a_tier_that_is_not_there_names_those_that_are(spool):
+    with (
+        Daemon(spool.root, {"tier": Double()}),
+        Link(spool) as link,
+        pytest.raises(ConfigError, match="local, tier"),
+    ):
+        link.ask(Wait(part=part(1), tier="s3"), 10)
+
+
+def test_a_daemon_that_works_for_long_shows_so(spool, monkeypatch):
+    monkeypatch.setattr("tierd.core.wire.HEARTBEAT", 0.05)
+    monkeypatch.setattr("tierd.link._SILENCE", 0.5)
+    commit(spool, part(1))
+    with Daemon(spool.root, {"tier": down()}), Link(spool) as link:
+        with pytest.raises(TimeoutError):  # and not DaemonUnavailable, after four times its silence
+            link.ask(Wait(part=part(1), tier="tier", timeout_s=2.0))
+        assert link.ask(Status())["ok"]  # the connection goes on
+
+
+def test_a_silent_daemon_costs_a_bounded_wait(spool, monkeypatch):
+    monkeypatch.setattr("tierd.link._SILENCE", 0.3)
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(str(spool.socket))
+        mute.listen()
+        with Link(spool) as link:
+            begun = time.monotonic()
+            with pytest.raises(DaemonUnavailable, match="silent"):
+                link.ask(Status())
+            assert time.monotonic() - begun < 5
+
+
+def test_a_daemon_that_goes_away_in_the_middle_is_unavailable(spool):
+    commit(spool, part(1))
+    with Daemon(spool.root, {"tier": down()}) as daemon, Link(spool) as link:
+        threading.Timer(0.2, daemon.stop).start()
+        with pytest.raises(DaemonUnavailable):
+            link.ask(Wait(part=part(1), tier="tier"), 10)
+        assert not link.alive()

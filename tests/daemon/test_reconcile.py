@@ -1,0 +1,300 @@
+"""The reconciler: newest first, each tier by itself, and nothing goes that policy or prudence would keep."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from pathlib import Path
+
+import pytest
+from support.doubles import Double, contents, is_chunk, is_manifest
+from support.world import (
+    commit,
+    content,
+    converge,
+    part,
+    read,
+    reconciler,
+    running,
+    settle,
+    steps_in,
+    steps_on,
+    until,
+)
+
+from tierd.core.errors import StoreRefused, StoreUnavailable
+from tierd.core.manifest import MANIFEST_NAME
+from tierd.stores.memory import MemoryStore
+
+
+def test_the_newest_is_flushed_first(spool):
+    for step in (3, 1, 2):
+        commit(spool, part(step))
+    commit(spool, part(1, launch=2), origin=part(2).checkpoint)  # the latest attempt is newer than any step
+    store = Double()
+    asyncio.run(converge(spool, {"tier": store}))
+    shown = [tuple(key.split("/")[2].split(".")) for key in store.puts(is_manifest)]
+    assert [(int(step), attempt[-1]) for step, attempt in shown] == [(1, "2"), (3, "1"), (2, "1"), (1, "1")]
+
+
+def test_a_tier_that_is_down_delays_only_itself_and_drains_when_it_is_back(spool):
+    async def work():
+        up, down = Double(), Double()
+        down.error = StoreUnavailable("no route")
+        for step in range(5):
+            commit(spool, part(step))
+        async with running(reconciler(spool, {"down": down, "up": up})) as daemon:
+            await until(lambda: all(daemon.has(part(step), "up") for step in range(5)))
+            assert not daemon.has(part(0), "down") and daemon.pending() == {part(step) for step in range(5)}
+            assert isinstance(daemon.lanes["down"].last_error, StoreUnavailable)
+            down.error = None
+            await settle(daemon)
+            assert daemon.lanes["down"].last_error is None and not daemon.pending()
+        return await contents(up.inner), await contents(down.inner)
+
+    first, second = asyncio.run(work())
+    assert first == second and steps_on(first) == [0, 1, 2, 3, 4]
+
+
+def test_a_tier_that_hangs_delays_only_itself(spool):
+    """Even where it holds what the other tier lacks, and hangs after it was seen to."""
+
+    async def work():
+        hung, up = Double(), Double()
+        for step in range(3):
+            commit(spool, part(step))
+        async with running(reconciler(spool, {"hung": hung})) as daemon:
+            await settle(daemon)
+        async with running(reconciler(spool, {"hung": hung, "up": up})) as daemon:
+            up.error = StoreUnavailable("not yet")
+            await until(lambda: daemon.has(part(2), "hung") and daemon.lanes["up"].failures)
+            hung.delay, up.error = 3600.0, None
+            await until(lambda: all(daemon.has(part(step), "up") for step in range(3)), 15)
+
+    asyncio.run(work())
+
+
+def test_a_refusing_tier_is_told_apart_and_tried_again(spool):
+    async def work():
+        store = Double()
+        store.error = StoreRefused("no such bucket")
+        commit(spool, part(1))
+        async with running(reconciler(spool, {"tier": store})) as daemon:
+            await until(lambda: daemon.lanes["tier"].failures >= 2)
+            assert isinstance(daemon.lanes["tier"].last_error, StoreRefused)
+            store.error = None
+            await until(lambda: daemon.has(part(1), "tier"))
+
+    asyncio.run(work())
+
+
+def test_lost_answers_and_flaky_calls_end_in_the_same_tier(spool):
+    for step in range(4):
+        commit(spool, part(step))
+    calm = MemoryStore()
+    asyncio.run(converge(spool, {"tier": calm}))
+    for seed in range(10):
+        noise, store = random.Random(seed), Double()
+
+        def flaky(operation, key, noise=noise):
+            if noise.random() < 0.05:
+                raise StoreUnavailable("flaky")
+
+        store.before, store.lose = flaky, 3
+        asyncio.run(converge(spool, {"tier": store}))
+        assert asyncio.run(contents(store.inner)) == asyncio.run(contents(calm)), f"seed {seed}"
+
+
+def test_a_foreign_error_ends_no_lane(spool):
+    async def work():
+        store = Double()
+        store.error = ZeroDivisionError("a bug")
+        commit(spool, part(1))
+        async with running(reconciler(spool, {"tier": store})) as daemon:
+            await until(lambda: daemon.lanes["tier"].failures >= 2)
+            store.error = None
+            await until(lambda: daemon.has(part(1), "tier"))
+
+    asyncio.run(work())
+
+
+def test_one_unreadable_manifest_in_the_spool_stops_nothing_else(spool, monkeypatch):
+    """EIO on one manifest: the others are flushed, and the one is neither set aside nor forgotten."""
+    for step in range(3):
+        commit(spool, part(step))
+    bad = spool.path(part(1)) / MANIFEST_NAME
+    real = os.open
+
+    def failing(path, *rest, **options):
+        if isinstance(path, str | Path) and Path(path) == bad:
+            raise OSError(5, os.strerror(5))
+        return real(path, *rest, **options)
+
+    monkeypatch.setattr(os, "open", failing)
+
+    async def work():
+        store = MemoryStore()
+        async with running(reconciler(spool, {"tier": store})) as daemon:
+            await until(lambda: daemon.has(part(0), "tier") and daemon.has(part(2), "tier"))
+            await asyncio.sleep(0.2)
+            assert spool.path(part(1)).is_dir() and not spool.quarantined()
+            monkeypatch.setattr(os, "open", real)
+            await until(lambda: daemon.wake() or daemon.has(part(1), "tier"))
+
+    asyncio.run(work())
+
+
+def test_a_drain_sees_what_was_committed_a_moment_before(spool):
+    async def work():
+        store = MemoryStore()
+        async with running(reconciler(spool, {"tier": store}, rescan="1h")) as daemon:
+            await settle(daemon)
+            commit(spool, part(1))
+            await daemon.drain(10)
+            return steps_on(await contents(store))
+
+    assert asyncio.run(work()) == [1]
+
+
+def test_a_drain_ends_in_time_when_a_tier_is_down(spool):
+    async def work():
+        store = Double()
+        store.error = StoreUnavailable("down")
+        commit(spool, part(1))
+        async with running(reconciler(spool, {"tier": store})) as daemon:
+            async with asyncio.timeout(5):
+                await daemon.drain(0.3)
+            assert daemon.pending() == {part(1)}
+
+    asyncio.run(work())
+
+
+# -- retention --------------------------------------------------------------------------------------------------------
+
+
+def test_each_place_keeps_what_its_own_policy_says(spool):
+    for step in range(8):
+        commit(spool, part(step))
+    store = MemoryStore()
+    asyncio.run(converge(spool, {"tier": store}))
+    assert steps_on(asyncio.run(contents(store))) == list(range(8))
+    asyncio.run(converge(spool, {"tier": store}, keep=4, keep_local=2))
+    left = asyncio.run(contents(store))
+    assert steps_on(left) == [4, 5, 6, 7]
+    assert {key.split("/")[2] for key in left if is_chunk(key)} == {part(step).checkpoint.name for step in range(4, 8)}
+    assert steps_in(spool) == [6, 7]
+    assert not list((spool.control / "trash").iterdir())
+
+
+def test_nothing_local_goes_while_no_tier_has_verified_it(spool):
+    async def work():
+        store = Double()
+        store.error = StoreUnavailable("down")
+        for step in range(6):
+            commit(spool, part(step))
+        async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
+            await until(lambda: daemon.lanes["tier"].failures > 5)
+            daemon.wake()
+            await asyncio.sleep(0.2)
+            assert steps_in(spool) == list(range(6))
+            store.error = None
+            await settle(daemon)
+        assert steps_in(spool) == [5] and steps_on(await contents(store.inner)) == [5]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("harm", ["remove", "truncate"])
+def test_a_local_copy_stays_when_its_copy_on_the_tier_has_lost_a_chunk(spool, harm):
+    """The tier is looked at once more before anything goes; what is gone from it is flushed again."""
+
+    async def work():
+        store = Double()
+        for step in range(3):
+            commit(spool, part(step))
+        async with running(reconciler(spool, {"tier": store})) as daemon:
+            await settle(daemon)
+        victims = [key for key in await contents(store.inner) if is_chunk(key) and part(0).checkpoint.name in key]
+        if harm == "remove":
+            await store.inner.delete(victims[:1])
+        else:
+            await store.inner.put(victims[0], b"short")
+        store.calls = []
+        async with running(reconciler(spool, {"tier": store}, keep=100, keep_local=1)) as daemon:
+            await settle(daemon)
+            assert store.puts(is_chunk) == victims[:1]
+            assert daemon.has(part(0), "tier")
+        assert steps_in(spool) == [2]
+        for step in (0, 1):
+            async with running(reconciler(spool, {"tier": store})) as daemon:
+                await daemon.fetch(part(step))
+            assert read(spool, part(step)) == content(step)
+
+    asyncio.run(work())
+
+
+def test_what_is_being_restored_is_not_evicted(spool):
+    async def work():
+        store = MemoryStore()
+        for step in range(4):
+            commit(spool, part(step))
+        daemon = reconciler(spool, {"tier": store}, keep=1)
+        daemon.held[part(0).checkpoint] += 1
+        async with running(daemon):
+            await settle(daemon)
+            assert steps_in(spool) == [0, 3]
+            daemon.held.clear()
+            await settle(daemon)
+            assert steps_in(spool) == [3]
+
+    asyncio.run(work())
+
+
+def test_a_pin_keeps_every_copy(spool):
+    async def work():
+        store = MemoryStore()
+        for step in range(5):
+            commit(spool, part(step))
+        spool.pin(part(1).checkpoint, pinned=True)
+        async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
+            await settle(daemon)
+            assert steps_in(spool) == [1, 4] and steps_on(await contents(store)) == [1, 4]
+            spool.pin(part(1).checkpoint, pinned=False)
+            await settle(daemon)
+            assert steps_in(spool) == [4] and steps_on(await contents(store)) == [4]
+
+    asyncio.run(work())
+
+
+def test_an_incomplete_checkpoint_waits_for_its_other_rank(spool):
+    async def work():
+        store = MemoryStore()
+        for step in range(2):
+            commit(spool, part(step, rank=0, world=2))
+            commit(spool, part(step, rank=1, world=2))
+        commit(spool, part(2, rank=0, world=2))
+        async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
+            await settle(daemon)
+            assert {1, 2} <= set(steps_in(spool)) and {1, 2} <= set(steps_on(await contents(store)))
+            commit(spool, part(2, rank=1, world=2))
+            await settle(daemon)
+            assert set(steps_in(spool)) == {2} and set(steps_on(await contents(store))) == {2}
+
+    asyncio.run(work())
+
+
+def test_leftovers_of_dead_writers_go_and_those_of_live_ones_stay(spool):
+    async def work():
+        live = spool.stage(part(1))
+        dead = spool.control / "stage" / "dead"
+        dead.mkdir()
+        (dead / "half").write_bytes(b"half")
+        (spool.control / "trash" / "half").mkdir()
+        async with running(reconciler(spool, {"tier": MemoryStore()})) as daemon:
+            await until(lambda: daemon.wake() or not dead.exists())
+            await settle(daemon)
+        assert live.path.is_dir() and not list((spool.control / "trash").iterdir())
+        live.abandon()
+
+    asyncio.run(work())

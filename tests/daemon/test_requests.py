@@ -1,0 +1,130 @@
+"""What trainers and the command line ask for: a part to hold, candidates, pins; answered from a fresh look."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+from support.doubles import Double, contents, is_manifest
+from support.world import RUN, Daemon, commit, content, part, read, wait_until
+
+from tierd.core.errors import (
+    CorruptChunk,
+    SpoolUnusable,
+    StoreUnavailable,
+)
+from tierd.core.wire import Candidates, Fetch, Pin, Report, Status
+from tierd.link import Link
+from tierd.spool import Spool
+
+
+def test_what_a_connection_fetched_is_held_until_it_ends(spool):
+    store = Double()
+    for step in range(4):
+        commit(spool, part(step))
+    with Daemon(spool.root, {"tier": store}) as daemon:
+        daemon.settle()
+    with Daemon(spool.root, {"tier": store}, keep=100, keep_local=1) as daemon:
+        daemon.settle()
+        assert daemon.spool.parts() == [part(3)]
+        with Link(spool) as link:
+            assert link.ask(Fetch(part=part(0)))["tiers"] == ["tier"]
+            daemon.settle()
+            assert read(spool, part(0)) == content(0)
+        wait_until(lambda: daemon.spool.parts() == [part(3)])
+
+
+def test_a_fetch_whose_asker_goes_away_lets_go(spool):
+    store = Double()
+    commit(spool, part(0))
+    with Daemon(spool.root, {"tier": store}) as daemon:
+        daemon.settle()
+        spool.remove(part(0).checkpoint)
+        store.delay = 0.3
+        link = Link(spool)
+        with pytest.raises(TimeoutError):
+            link.ask(Fetch(part=part(0)), 0.2)
+        link.close()
+        wait_until(lambda: not daemon.reconciler.held)
+        store.delay = 0.0
+        with Link(spool) as again:
+            assert again.ask(Fetch(part=part(0)), 20)["ok"]
+        assert read(spool, part(0)) == content(0)
+
+
+def test_a_part_that_nobody_has_is_corrupt_by_name(spool):
+    with Daemon(spool.root, {"tier": Double()}), Link(spool) as link:
+        with pytest.raises(CorruptChunk, match="no tier has a copy"):
+            link.ask(Fetch(part=part(9)), 10)
+        assert link.ask(Status())["ok"]
+
+
+def test_candidates_are_a_fresh_look_even_at_a_run_that_the_spool_has_never_seen(spool, tmp_path):
+    store = Double()
+    other = Spool(tmp_path / "other")
+    commit(other, part(5))
+    with Daemon(other.root, {"tier": store}) as daemon:
+        daemon.settle()
+    with Daemon(spool.root, {"tier": store}), Link(spool) as link:
+        resume = link.ask(Candidates(run=RUN))["resume"]
+        assert [one["checkpoint"]["step"] for one in resume["candidates"]] == [5]
+        store.error = StoreUnavailable("down")
+        assert link.ask(Candidates(run=RUN))["resume"]["unreached"] == ["tier"]
+        assert link.ask(Report(run=RUN))["report"]["unreached"] == ["tier"]
+
+
+def test_a_pin_reaches_the_spool_and_every_tier_and_goes_again(spool):
+    stores = {"one": Double(), "two": Double()}
+    commit(spool, part(1))
+    with Daemon(spool.root, stores) as daemon, Link(spool) as link:
+        daemon.settle()
+        for pinned in (True, False):
+            link.ask(Pin(checkpoint=part(1).checkpoint, pinned=pinned))
+            assert (part(1).checkpoint in spool.pins()) == pinned
+            for store in stores.values():
+                objects = daemon.call(contents(store.inner))
+                assert any("/pins/" in key for key in objects) == pinned
+                assert any(is_manifest(key) for key in objects)
+
+
+def test_two_daemons_on_one_spool_the_second_is_refused_and_names_the_first(spool):
+    with (
+        Daemon(spool.root, {"tier": Double()}),
+        pytest.raises(SpoolUnusable, match=rf"pid {os.getpid()}\b"),
+        Daemon(spool.root, {"tier": Double()}),
+    ):
+        pass
+
+
+def test_a_look_that_began_earlier_never_hides_a_later_one(spool):
+    """A slow look of one asker ends after a quick one of another began and ended: the later one's word stands."""
+    store = Double()
+    commit(spool, part(1))
+
+    async def overtaken(daemon: Daemon) -> bool:
+        reconciler = daemon.reconciler
+        await reconciler.look("tier")
+        eye = reconciler._eyes["tier"]
+        real, gate = eye.look, asyncio.Event()
+
+        async def slow(runs):
+            place = await real(runs)
+            await gate.wait()
+            return place
+
+        eye.look = slow
+        first = asyncio.ensure_future(reconciler.look("tier"))
+        await asyncio.sleep(0.1)
+        eye.look = real
+        await store.inner.delete([part(1).manifest_key])
+        await reconciler.look("tier")
+        assert not reconciler.has(part(1), "tier")
+        gate.set()
+        await first
+        return reconciler.has(part(1), "tier")
+
+    with Daemon(spool.root, {"tier": store}) as daemon:
+        daemon.settle()
+        daemon.reconciler._draining = True  # nothing but the looks below
+        assert not daemon.call(overtaken(daemon))

@@ -1,0 +1,115 @@
+"""Stores that misbehave on purpose, around one that does not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+
+from tierd.core.errors import StoreUnavailable
+from tierd.stores.base import Buffer, ObjectInfo, Store
+from tierd.stores.memory import MemoryStore
+
+
+def is_chunk(key: str) -> bool:
+    return "/chunks/" in key
+
+
+def is_manifest(key: str) -> bool:
+    return "/manifests/" in key
+
+
+class Double:
+    """Passes every call on to `inner` and notes it; each fault is an attribute to set.
+
+    `error` is raised by every call while set. `before` is asked with `(operation, key)` before each call and may raise
+    or sleep. `spoil` alters what is put. `lose` is a number of puts that are done and then answered with a failure.
+    """
+
+    def __init__(self, inner: Store | None = None) -> None:
+        self.inner: Store = inner or MemoryStore()
+        self.calls: list[tuple[str, str]] = []
+        self.error: Exception | None = None
+        self.before: Callable[[str, str], None] | None = None
+        self.spoil: Callable[[str, bytes], bytes] | None = None
+        self.lose = 0
+        self.delay = 0.0
+
+    def puts(self, of: Callable[[str], bool] = lambda key: True) -> list[str]:
+        return [key for operation, key in self.calls if operation == "put" and of(key)]
+
+    async def _enter(self, operation: str, key: str) -> None:
+        self.calls.append((operation, key))
+        if self.delay:
+            await asyncio.sleep(self.delay)
+        if self.error is not None:
+            raise self.error
+        if self.before is not None:
+            self.before(operation, key)
+
+    async def put(self, key: str, data: Buffer) -> None:
+        await self._enter("put", key)
+        await self.inner.put(key, self.spoil(key, bytes(data)) if self.spoil else data)
+        if self.lose:
+            self.lose -= 1
+            raise StoreUnavailable(f"put {key}: the answer was lost")
+
+    async def get(self, key: str) -> Buffer:
+        await self._enter("get", key)
+        return await self.inner.get(key)
+
+    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        await self._enter("scan", prefix)
+        async for info in self.inner.scan(prefix, after):
+            yield info
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            await self._enter("delete", key)
+        await self.inner.delete(keys)
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
+
+
+async def contents(store: Store) -> dict[str, bytes]:
+    """Everything that a store holds."""
+    keys = [info.key async for info in store.scan("")]
+    return {key: bytes(await store.get(key)) for key in keys}
+
+
+def flipped(data: bytes, at: int | None = None) -> bytes:
+    """`data` with one bit flipped."""
+    changed = bytearray(data)
+    changed[len(data) // 2 if at is None else at] ^= 0x10
+    return bytes(changed)
+
+
+async def flip(store: Store, key: str) -> None:
+    """Flip one bit of a stored object."""
+    await store.put(key, flipped(bytes(await store.get(key))))
+
+
+def damage(path: Path, harm: str) -> None:
+    """Harm a file in one of the ways in which files come to harm."""
+    match harm:
+        case "flip":
+            path.write_bytes(flipped(path.read_bytes()))
+        case "truncate":
+            os.truncate(path, path.stat().st_size // 2)
+        case "empty":
+            os.truncate(path, 0)
+        case "lengthen":
+            path.write_bytes(path.read_bytes() + b"more")
+        case "remove":
+            path.unlink()
+        case "directory":
+            path.unlink()
+            (path / "inside").mkdir(parents=True)
+        case "symlink":
+            path.rename(path.with_suffix(".aside"))
+            path.symlink_to(path.with_suffix(".aside"))
+        case "fifo":
+            path.unlink()
+            os.mkfifo(path)

@@ -1,0 +1,62 @@
+"""A small training, and ways to compare what it holds to the last bit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import tierd
+
+
+def fresh(seed: int = 0) -> dict[str, Any]:
+    """A state as a trainer has it: model with buffers, AdamW, scheduler, generators, counters."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+        "rng": tierd.RngState(),
+        "epoch": 0,
+        "seen": {"samples": [], "best": float("inf"), "name": "ä"},
+    }
+
+
+def train(state: dict[str, Any], steps: int = 1) -> list[float]:
+    """Some steps that depend on everything in the state; their losses."""
+    losses = []
+    for _ in range(steps):
+        loss = (state["model"](torch.randn(16, 8)) * random.random() * np.random.rand()).square().mean()
+        state["optimizer"].zero_grad()
+        loss.backward()
+        state["optimizer"].step()
+        state["scheduler"].step()
+        state["epoch"] += 1
+        state["seen"]["samples"].append(random.randrange(1000))
+        losses.append(loss.item())
+    return losses
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    """A state of plain tensors whose every value tells the step."""
+    return {
+        "a": torch.full((3000,), float(step)),
+        "b": torch.arange(step, step + 500),
+        "c": torch.full((7, 11), step % 2 == 0),
+        "d": torch.full((100,), float(step)).bfloat16(),
+    }
+
+
+def same(state: dict[str, torch.Tensor], step: int) -> bool:
+    """Whether a state is, bit for bit, the one of `step`."""
+    expected = tensors(step)
+    return state.keys() == expected.keys() and all(
+        state[name].dtype == expected[name].dtype and torch.equal(state[name], expected[name]) for name in expected
+    )

@@ -1,0 +1,232 @@
+"""A small world: parts committed to a spool, and a daemon over it, without a trainer and without a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from tierd.core.config import Config, TierConfig
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import VERSION, Manifest, Origin
+from tierd.core.plan import plan
+from tierd.core.retention import RetentionPolicy
+from tierd.daemon import lane
+from tierd.daemon.control import Control
+from tierd.daemon.reconcile import Reconciler
+from tierd.persist import write_file
+from tierd.spool import Spool
+from tierd.stores.base import Store
+
+RUN = "run"
+CHUNK = 1000  # bytes: a small file has several chunks
+
+
+def attempt(number: int) -> str:
+    """The n-th launch's name."""
+    return f"{0x18_0000_0000 + number:012x}-{number:08x}"
+
+
+def part(step: int, launch: int = 1, rank: int = 0, world: int = 1, run: str = RUN) -> PartId:
+    return PartId(CheckpointId(run, attempt(launch), step), rank, world)
+
+
+def content(step: int, launch: int = 1, rank: int = 0, chunks: int = 3) -> dict[str, bytes]:
+    """What a part holds: different for each, some of it compressible, one file empty, one in a subdirectory."""
+    noise = random.Random(f"{step} {launch} {rank}")
+    return {
+        "weights.bin": noise.randbytes(CHUNK * (chunks - 1)) + bytes([step % 251]) * (CHUNK // 2),
+        "deep/er/state.json": b'{"step": %d}' % step,
+        "empty": b"",
+    }
+
+
+def commit(
+    spool: Spool,
+    which: PartId,
+    files: Mapping[str, bytes] | None = None,
+    origin: CheckpointId | None = None,
+    metrics: Mapping[str, float] | None = None,
+) -> dict[str, bytes]:
+    """Commit a part as a trainer would; what its files hold."""
+    if files is None:
+        files = content(which.checkpoint.step, int(which.checkpoint.attempt[-8:]), which.rank)
+    with spool.stage(which) as stage:
+        described = []
+        for name, data in sorted(files.items()):
+            (stage.path / name).parent.mkdir(parents=True, exist_ok=True)
+            described.append(write_file(stage.path / name, name, data, CHUNK))
+        manifest = Manifest(
+            version=VERSION,
+            run=which.checkpoint.run,
+            step=which.checkpoint.step,
+            attempt=which.checkpoint.attempt,
+            resumed_from=Origin(step=origin.step, attempt=origin.attempt) if origin else None,
+            rank=which.rank,
+            world_size=which.world,
+            created=f"2026-01-01T{which.checkpoint.step // 60 % 24:02}:{which.checkpoint.step % 60:02}:00+00:00",
+            writer="test",
+            metrics=dict(metrics or {}),
+            files=(),
+        )
+        stage.commit(msgspec.structs.replace(manifest, files=tuple(described)))
+    return dict(files)
+
+
+def read(spool: Spool, which: PartId) -> dict[str, bytes]:
+    """Every file of a part, verified by tierd."""
+    return {name: bytes(data) for name, data in spool.read(which, spool.manifest(which)).items()}
+
+
+def listing(spool: Spool) -> list[str]:
+    """Everything below the spool but what a daemon keeps for itself."""
+    own = ("lock", "control.sock", "daemon.log")
+    return sorted(str(path.relative_to(spool.root)) for path in spool.root.rglob("*") if path.name not in own)
+
+
+def config(
+    spool: Spool, *tiers: str, keep: int = 100, keep_local: int | None = None, rescan: str = "60s", **more: object
+) -> Config:
+    policy = RetentionPolicy(keep_last=keep)
+    return Config(
+        spool=str(spool.root),
+        tier=tuple(TierConfig(name=name, url=f"file:///{name}", retention=policy) for name in tiers),
+        retention=RetentionPolicy(keep_last=keep_local or keep),
+        rescan=rescan,
+        **{"min_free_percent": 0.0, **more},
+    )
+
+
+def reconciler(spool: Spool, stores: Mapping[str, Store], **options: object) -> Reconciler:
+    return Reconciler(config(spool, *stores, **options), spool, stores)
+
+
+@contextlib.asynccontextmanager
+async def running(daemon: Reconciler) -> AsyncIterator[Reconciler]:
+    """The reconciler at work while the context lasts."""
+    work = asyncio.ensure_future(daemon.run())
+    try:
+        yield daemon
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+
+async def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
+    """Wait until a condition holds; fail when it does not come to hold."""
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come to hold in time"
+        await asyncio.sleep(0.005)
+
+
+def wait_until(condition: Callable[[], object], timeout: float = 20.0) -> None:
+    """As `until`, where no loop runs."""
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come to hold in time"
+        time.sleep(0.01)
+
+
+async def settle(daemon: Reconciler, timeout: float = 20.0) -> None:
+    """Until every place answers and, look after look, nothing is left to do."""
+    end = time.monotonic() + timeout
+    quiet = 0
+    while quiet < 3:
+        assert time.monotonic() < end, f"not settled: {[(one.name, one.last_error) for one in daemon.lanes.values()]}"
+        daemon.wake()
+        await asyncio.sleep(0.03)
+        world = daemon.world()
+        calm = all(one.doing is None and not one.wake.is_set() and not one.last_error for one in daemon.lanes.values())
+        done = calm and None not in world.tiers.values() and not plan(world, daemon.config, {}, 0.0) and not world.busy
+        quiet = quiet + 1 if done else 0
+
+
+async def converge(spool: Spool, stores: Mapping[str, Store], **options: object) -> Reconciler:
+    """Run a reconciler until nothing is left to do; the reconciler, for its counters and events."""
+    async with running(reconciler(spool, stores, **options)) as daemon:
+        await settle(daemon)
+    return daemon
+
+
+def steps_on(objects: Iterable[str]) -> list[int]:
+    """The step of every manifest among a store's keys."""
+    return [int(key.split("/")[2][:12]) for key in sorted(objects) if "/manifests/" in key]
+
+
+def steps_in(spool: Spool) -> list[int]:
+    return [one.checkpoint.step for one in spool.parts()]
+
+
+def corrupt(path: Path) -> None:
+    """Flip one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+def hurry(monkeypatch) -> None:
+    """Backoffs of milliseconds, leftovers at once: the order of things stays, the waiting goes."""
+    monkeypatch.setattr(lane, "_LONGEST", 0.02)
+    monkeypatch.setattr("tierd.daemon.reconcile._ABANDONED", 0.05)
+    monkeypatch.setattr("tierd.daemon.reconcile._ANSWER", 0.5)
+    monkeypatch.setattr("tierd.daemon.reconcile._STUCK", 0.05)
+
+
+class Daemon:
+    """A reconciler and its socket in a thread of this process: for the client's tests."""
+
+    def __init__(self, spool: str | Path, stores: Mapping[str, Store] | Callable[[], Mapping[str, Store]], **options):
+        self.spool = Spool(spool)
+        self._stores, self._options = stores, options
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, daemon=True)
+
+    def __enter__(self) -> Daemon:
+        self._thread.start()
+        assert self._ready.wait(20), "the daemon did not come up"
+        if self._failure:
+            raise self._failure
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(20)
+            assert not self._thread.is_alive()
+
+    def call(self, coroutine, timeout: float = 20.0):
+        """Run a coroutine on the daemon's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout)
+
+    def settle(self) -> None:
+        self.call(settle(self.reconciler))
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._failure = error
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        stores = self._stores() if callable(self._stores) else self._stores
+        with self.spool.lock():
+            self.reconciler = reconciler(self.spool, stores, **self._options)
+            self.control = Control(self.reconciler)
+            async with self.control.listening(), running(self.reconciler):
+                self._ready.set()
+                await self._stop.wait()
+        for store in stores.values():
+            await store.aclose()

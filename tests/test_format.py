@@ -1,0 +1,272 @@
+"""The format: what version 1 left on a disk is read by today's code, is written the same by it, and is read by nothing
+but FORMAT.md. The fixtures in tests/format/v1/ are never edited; see tests/format/make_v1.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tierd import codec
+from tierd.core import manifest as manifest_module
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import Chunk, File, Manifest, Origin, Stored, decode, encode
+from tierd.core.plan import Facts
+from tierd.spool import Spool
+
+HERE = Path(__file__).parent / "format"
+V1 = HERE / "v1"
+TIER = V1 / "tier"
+FORMAT = (Path(__file__).parent.parent / "tierd" / "FORMAT.md").read_text()
+A = CheckpointId("demo", "01941f297c00-0a0b0c0d", 100)
+B = CheckpointId("demo", "01941f3ad400-1a1b1c1d", 200)
+PARTS = [PartId(A, 0, 1), PartId(B, 0, 1)]
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def on_tier(part: PartId) -> Manifest:
+    return decode((TIER / part.manifest_key).read_bytes(), part)
+
+
+def restored(part: PartId) -> dict[str, bytes]:
+    """A part's files from the tier, by today's code."""
+    run = TIER / part.checkpoint.run
+    return {
+        file.path: b"".join(
+            bytes(codec.decode(chunk, (run / chunk.stored.key).read_bytes(), "v1")) for chunk in file.chunks
+        )
+        for file in on_tier(part).files
+    }
+
+
+# -- read by today's code ---------------------------------------------------------------------------------------------
+
+
+def test_the_fixture_shows_what_the_format_has():
+    """Both codecs, several chunks, a borrowed one, an origin, non-finite metrics, a pin: else the rest proves less."""
+    names = tree(V1)
+    assert {name.rsplit(".", 1)[1] for name in names if "/chunks/" in name} == {"raw", "zst"}
+    first, second = map(on_tier, PARTS)
+    assert max(len(file.chunks) for file in second.files) == 3
+    assert Facts.of(second).borrowed == {A}
+    assert (first.origin, second.origin) == (None, A)
+    assert math.isnan(second.numbers["loss"])
+    assert second.numbers["accuracy"] == math.inf
+    assert first.numbers == {"loss": 0.5, "accuracy": 1.0}
+    assert f"tier/demo/pins/{B.name}" in names
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_a_tier_of_version_1_is_read_and_verified(part):
+    files = restored(part)
+    assert set(files) == {"state.json", "tensors.safetensors"}
+    assert {file.path: file.size for file in on_tier(part).files} == {name: len(data) for name, data in files.items()}
+
+
+def test_a_spool_of_version_1_is_read_and_verified(tmp_path):
+    shutil.copytree(V1 / "spool", tmp_path / "spool")
+    spool = Spool(tmp_path / "spool")
+    assert spool.parts() == PARTS[1:]
+    manifest = spool.manifest(PARTS[1])
+    assert manifest.same_content(on_tier(PARTS[1]))
+    assert spool.read(PARTS[1], manifest) == restored(PARTS[1])
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_a_state_of_version_1_is_restored(part):
+    torch = pytest.importorskip("torch")
+    from tierd.client.state import unflatten
+
+    files = restored(part)
+    found = unflatten(files["state.json"], bytearray(files["tensors.safetensors"]))
+    expected = _maker().state(part.checkpoint.step)
+    assert found["model"]["tied"] is found["model"]["weight"]
+    assert list(found["model"]) == ["weight", "tied", "phase"]
+    moments, expected_moments = found["optimizer"]["state"][0], expected["optimizer"]["state"][0]
+    pairs = [(found["model"][name], expected["model"][name]) for name in ("weight", "phase")]
+    pairs += [(moments[name], expected_moments[name]) for name in ("exp_avg", "step")]
+    for here, there in pairs:
+        assert (here.dtype, here.shape) == (there.dtype, there.shape)
+        assert torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8))  # NaNs too
+    assert (found["data"], found["rest"]) == (expected["data"], expected["rest"])
+
+
+def test_the_tensor_file_opens_with_the_safetensors_library():
+    load = pytest.importorskip("safetensors.torch").load
+    found = load(restored(PARTS[1])["tensors.safetensors"])
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+        "model/weight": (1024,),
+        "model/phase": (2, 2),
+        "optimizer/state/0/exp_avg": (32, 32),
+        "optimizer/state/0/step": (),
+    }
+
+
+# -- written the same by today's code ---------------------------------------------------------------------------------
+
+
+def _maker():
+    pytest.importorskip("torch")
+    spec = importlib.util.spec_from_file_location("make_v1", HERE / "make_v1.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_same_input_is_still_written_as_the_same_bytes(tmp_path):
+    """A zstd chunk may be packed otherwise by another libzstd: there the raw bytes count, and what its manifest says of
+    the packed ones is put aside before manifests are compared."""
+    _maker().build(tmp_path)
+    old, new = tree(V1), tree(tmp_path)
+    assert sorted(new) == sorted(old)
+    for name in old:
+        if name.endswith(".zst"):
+            import zstandard
+
+            unpack = zstandard.ZstdDecompressor().decompress
+            assert unpack(new[name]) == unpack(old[name])
+        elif "/manifests/" in name:
+            assert _without_packing(new[name]) == _without_packing(old[name])
+        else:
+            assert new[name] == old[name], name
+
+
+def _without_packing(data: bytes) -> bytes:
+    found = decode(data)
+    assert encode(found) == data
+
+    def blank(chunk: Chunk) -> Chunk:
+        if chunk.stored.codec != "zst":
+            return chunk
+        stored = msgspec.structs.replace(chunk.stored, size=0, xxh3_128="0" * 32)
+        return msgspec.structs.replace(chunk, stored=stored)
+
+    files = tuple(
+        msgspec.structs.replace(file, chunks=tuple(blank(chunk) for chunk in file.chunks)) for file in found.files
+    )
+    return encode(msgspec.structs.replace(found, files=files))
+
+
+# -- read by nothing but FORMAT.md ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def by_hand(tmp_path):
+    """Runs FORMAT.md's own program, isolated from this checkout; returns its exit status, output and what it wrote."""
+    (program,) = re.findall(r"```python\n(.*?)```", FORMAT, re.DOTALL)
+    assert "tierd" not in program
+    assert set(re.findall(r"^(?:import|from) (\w+)", program, re.M)) == {
+        "json",
+        "sys",
+        "pathlib",
+        "xxhash",
+        "zstandard",
+    }
+    (tmp_path / "restore.py").write_text(program)
+
+    def run(tier: Path, name: str = "demo"):
+        target = tmp_path / "target"
+        shutil.rmtree(target, ignore_errors=True)
+        command = [sys.executable, "-I", tmp_path / "restore.py", tier, name, target]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        return done.returncode, done.stdout + done.stderr, tree(target) if target.exists() else {}
+
+    return run
+
+
+def test_the_documented_program_restores_the_newest_checkpoint(by_hand):
+    status, output, wrote = by_hand(TIER)
+    assert (status, output) == (0, f"restored {B.name}\n")
+    assert wrote == {f"00000-of-00001/{name}": data for name, data in restored(PARTS[1]).items()}
+
+
+def test_the_documented_program_passes_over_an_incomplete_checkpoint(by_hand, tmp_path):
+    tier = tmp_path / "tier"
+    shutil.copytree(TIER, tier)
+    manifest = tier / PARTS[1].manifest_key
+    manifest.rename(manifest.with_name("00000-of-00002.json"))
+    status, output, wrote = by_hand(tier)
+    assert (status, output) == (0, f"restored {A.name}\n")
+    assert wrote == {f"00000-of-00001/{name}": data for name, data in restored(PARTS[0]).items()}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in tree(TIER) if name.endswith((".raw", ".zst", ".json"))))
+def test_the_documented_program_notices_a_flip_in_anything_that_it_reads(by_hand, tmp_path, name):
+    tier = tmp_path / "tier"
+    shutil.copytree(TIER, tier)
+    data = bytearray((tier / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (tier / name).write_bytes(data)
+    status, output, wrote = by_hand(tier)
+    read = {PARTS[1].manifest_key, *(f"demo/{chunk.stored.key}" for chunk in on_tier(PARTS[1]).chunks())}
+    if name in read:
+        assert status == 1
+        assert "not restored: " in output
+    else:
+        assert status == 0
+    whole = {f"00000-of-00001/{path}": content for path, content in restored(PARTS[1]).items()}
+    assert wrote.items() <= whole.items()
+
+
+def test_the_documented_program_refuses_another_version_and_an_unknown_run(by_hand, tmp_path):
+    tier = tmp_path / "tier"
+    shutil.copytree(TIER, tier)
+    path = tier / PARTS[1].manifest_key
+    path.write_bytes(encode(msgspec.structs.replace(on_tier(PARTS[1]), version=2)))
+    assert by_hand(tier)[:1] == (1,)
+    assert "has version 2" in by_hand(tier)[1]
+    (tier / "empty" / "manifests").mkdir(parents=True)
+    assert "empty has no complete checkpoint" in by_hand(tier, "empty")[1]
+
+
+# -- FORMAT.md says what the code does --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Manifest, File, Chunk, Stored, Origin], ids=lambda kind: kind.__name__)
+def test_every_member_is_in_the_tables(kind):
+    for field in msgspec.structs.fields(kind):
+        assert f"`{field.encode_name}`" in FORMAT
+
+
+def test_no_member_in_the_tables_is_made_up():
+    tables = FORMAT.split("## The manifest")[1].split("### The seal")[0]
+    named = re.findall(r"^\| `(\w+)` \|", tables, re.M)
+    known = {field.encode_name for kind in (Manifest, File, Chunk, Stored) for field in msgspec.structs.fields(kind)}
+    assert set(named) == known | {"digest"}
+    assert set(json.loads((TIER / PARTS[1].manifest_key).read_bytes())) <= set(named)
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [
+        "MAX_MANIFEST_SIZE",
+        "MAX_FILES",
+        "MAX_METRICS",
+        "MAX_CHUNK_SIZE",
+        "CHUNK_SIZE",
+        "MAX_STEP",
+        "MAX_WORLD",
+        "_SEAL_SIZE",
+    ],
+)
+def test_every_bound_is_written_down(bound):
+    assert f"{getattr(manifest_module, bound):,}" in FORMAT
+
+
+def test_every_tag_of_the_state_tree_is_in_the_table_and_no_other():
+    tags = pytest.importorskip("tierd.client.tree")
+    table = FORMAT.split("an object with one key, a tag:")[1].split("A *mapping*")[0]
+    named = set(re.findall(r"`(\$\w+)`", "".join(re.findall(r"^\|([^|]*)\|", table, re.M))))
+    assert named == set(tags._TAGS) | {"$tensor", "$view", "$array"}
+    assert named == set(re.findall(r"\$[a-z]+", tags.__doc__)) - {"$"}

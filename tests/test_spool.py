@@ -1,0 +1,656 @@
+"""The local tier: a part is there whole or not at all, whatever happens to its writer; removing is as sudden."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tierd import spool as spool_module
+from tierd.core.errors import (
+    CorruptChunk,
+    FormatTooNew,
+    ManifestError,
+    ObjectNotFound,
+    SpoolFull,
+    SpoolUnusable,
+    StepRefused,
+)
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import Manifest, encode
+from tierd.persist import write_file
+from tierd.spool import Spool, describe_directory, translated
+
+ATTEMPT = "0123456789ab-01234567"
+
+
+def part(step=100, rank=0, world=1, run="r") -> PartId:
+    return PartId(CheckpointId(run, ATTEMPT, step), rank, world)
+
+
+def empty(owner: PartId) -> Manifest:
+    return Manifest(
+        version=1,
+        run=owner.checkpoint.run,
+        step=owner.checkpoint.step,
+        attempt=owner.checkpoint.attempt,
+        resumed_from=None,
+        rank=owner.rank,
+        world_size=owner.world,
+        created="2025-01-01T00:00:00+00:00",
+        writer="test",
+        metrics={},
+        files=(),
+    )
+
+
+def fill(stage, owner: PartId) -> Manifest:
+    """Two files, one of them in a directory, as any writer would stage them."""
+    (stage.path / "deep").mkdir()
+    for name in ("one", "deep/two"):
+        write_file(stage.path / name, name, f"{name} of {owner}".encode() * 50, 64)
+    return msgspec.structs.replace(empty(owner), files=describe_directory(stage.path))
+
+
+def commit(spool: Spool, owner: PartId) -> Manifest:
+    with spool.stage(owner) as stage:
+        manifest = fill(stage, owner)
+        stage.commit(manifest)
+    return manifest
+
+
+@pytest.fixture
+def spool(tmp_path):
+    return Spool(tmp_path / "spool")
+
+
+def is_whole(spool: Spool, owner: PartId) -> bool:
+    found = spool.read(owner, spool.manifest(owner))
+    return found == {name: f"{name} of {owner}".encode() * 50 for name in ("one", "deep/two")}
+
+
+# -- commit -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_committed_part_is_listed_and_read_back(spool):
+    manifest = commit(spool, part())
+    assert spool.parts() == [part()]
+    assert spool.manifest(part()) == manifest
+    assert is_whole(spool, part())
+    assert spool.path(part()) == spool.root / "r" / f"000000000100.{ATTEMPT}" / "00000-of-00001"
+    assert spool.leftovers() == []
+    assert spool.attempts("r") == {ATTEMPT}
+    assert spool.attempts("other") == set()
+
+
+def test_nothing_is_visible_before_commit_or_after_abandon(spool):
+    stage = spool.stage(part())
+    fill(stage, part())
+    assert spool.parts() == []
+    stage.abandon()
+    stage.abandon()
+    assert spool.parts() == spool.leftovers() == []
+    assert list((spool.control / "stage").iterdir()) == []
+
+
+def test_an_exception_in_the_block_abandons(spool):
+    with pytest.raises(KeyError), spool.stage(part()) as stage:
+        fill(stage, part())
+        raise KeyError
+    assert spool.parts() == spool.leftovers() == []
+
+
+def test_a_part_is_never_committed_twice(spool):
+    late = spool.stage(part())  # begun before the other was committed
+    commit(spool, part())
+    with pytest.raises(StepRefused, match="already committed"):
+        spool.stage(part())
+    with pytest.raises(StepRefused, match="already committed"), late:
+        late.commit(fill(late, part()))
+    assert is_whole(spool, part())
+    assert spool.leftovers() == []
+
+
+def test_other_ranks_steps_and_attempts_do_not_collide(spool):
+    others = [part(rank=0, world=2), part(rank=1, world=2), part(200), part(run="r2")]
+    for owner in others:
+        commit(spool, owner)
+    assert spool.parts() == sorted(others)
+
+
+def test_every_directory_of_a_part_is_synced_and_the_manifest_is_written_last(spool, monkeypatch):
+    """P1, as an order of system calls: content, manifest, directories, the rename, then the directories around it."""
+    calls: list[str] = []
+    real_fsync, real_rename = os.fsync, Path.rename
+
+    def fsync(fd):
+        calls.append("sync " + os.readlink(f"/proc/self/fd/{fd}").removeprefix(str(spool.root)))
+        real_fsync(fd)
+
+    def rename(self, target):
+        calls.append("rename")
+        return real_rename(self, target)
+
+    stage = spool.stage(part())
+    manifest = fill(stage, part())
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    stage.commit(manifest)
+    here = str(stage.path).removeprefix(str(spool.root))
+    checkpoint = f"/r/{part().checkpoint.name}"
+    assert calls == [
+        f"sync {here}/manifest.json",
+        f"sync {here}/deep",
+        f"sync {here}",
+        "sync ",
+        "sync /r",
+        "rename",
+        f"sync {checkpoint}",
+        "sync /.tierd/stage",
+    ]
+    calls.clear()
+    commit(spool, part(rank=0, world=2))  # another rank made the directories, and may not have synced them yet
+    assert {"sync ", "sync /r", f"sync {checkpoint}"} <= set(calls)
+
+
+# -- cut off anywhere -------------------------------------------------------------------------------------------------
+
+_CALLS = ("open", "fsync", "pwrite", "mkdir", "rename", "close")
+
+
+def _fail_at(monkeypatch, number: int, happen) -> list[str]:
+    """Let the `number`-th of the calls that `commit` makes to the system do `happen` instead."""
+    made: list[str] = []
+    for name in _CALLS:
+        real = getattr(os, name)
+
+        def call(*args, _name=name, _real=real, **kwargs):
+            made.append(_name)
+            if len(made) == number:
+                happen()
+            return _real(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, call)
+    return made
+
+
+def test_whichever_system_call_fails_the_part_is_whole_or_not_there(tmp_path, monkeypatch):
+    """P2 and P6 by exhaustion: every call in turn reports EIO."""
+
+    def fail():
+        raise OSError(errno.EIO, "Input/output error")
+
+    outcomes = []
+    for number in range(1, 100):
+        spool = Spool(tmp_path / str(number))
+        with spool.stage(part()) as stage:
+            manifest = fill(stage, part())
+            with monkeypatch.context() as patch:
+                made = _fail_at(patch, number, fail)
+                try:
+                    stage.commit(manifest)
+                    failed = False
+                except OSError:
+                    failed = True
+        if len(made) < number:
+            assert spool.parts() == [part()]
+            break
+        assert spool.parts() in ([], [part()])
+        if spool.parts():
+            assert is_whole(spool, part())
+        else:
+            assert failed  # a commit that returned is visible
+            commit(spool, part())
+            assert is_whole(spool, part())
+        for name in spool.leftovers():
+            spool.discard(name)
+        assert spool.leftovers() == []
+        outcomes.append(made[number - 1])
+    assert {"fsync", "rename", "pwrite", "mkdir"} <= set(outcomes)
+
+
+_WRITER = """
+import os, signal, sys
+sys.path[:0] = {path!r}
+from test_spool import Spool, _fail_at, fill, part
+
+class Patch:
+    def setattr(self, target, name, value):
+        setattr(target, name, value)
+
+spool = Spool(sys.argv[1])
+stage = spool.stage(part())
+manifest = fill(stage, part())
+_fail_at(Patch(), int(sys.argv[2]), lambda: os.kill(os.getpid(), signal.SIGKILL))
+stage.commit(manifest)
+os._exit(0)
+"""
+
+
+def _writer(root: Path, number: int) -> subprocess.Popen[bytes]:
+    code = _WRITER.format(path=[str(Path(__file__).parent)])
+    return subprocess.Popen([sys.executable, "-c", code, str(root), str(number)])
+
+
+def test_killed_at_any_system_call_the_part_is_whole_or_not_there(tmp_path):
+    """SIGKILL instead of an error: nobody abandons the stage, so the next start has to find and discard it."""
+    seen = set()
+    numbers = range(1, 40, 3)
+    for some in (numbers[:7], numbers[7:]):
+        writers = {number: _writer(tmp_path / str(number), number) for number in some}
+        for number, writer in writers.items():
+            status = writer.wait(60)
+            assert status in (0, -signal.SIGKILL)
+            spool = Spool(tmp_path / str(number))
+            visible = spool.parts() == [part()]
+            seen.add((status, visible))
+            assert spool.parts() in ([], [part()])
+            assert not visible or is_whole(spool, part())
+            for name in spool.leftovers():
+                spool.discard(name)
+            assert list((spool.control / "stage").iterdir()) == []
+            if not visible:
+                commit(spool, part())
+                assert is_whole(spool, part())
+    assert {(-signal.SIGKILL, False), (0, True)} <= seen
+
+
+_LOOP = """
+import sys
+sys.path[:0] = {path!r}
+from test_spool import Spool, commit, part
+spool = Spool(sys.argv[1])
+print("begun", flush=True)
+for step in range(100000):
+    commit(spool, part(step))
+"""
+
+
+def test_killed_at_a_random_moment_every_visible_part_is_whole(tmp_path):
+    rng = random.Random(7)
+    writers = []
+    for number in range(4):
+        code = _LOOP.format(path=[str(Path(__file__).parent)])
+        command = [sys.executable, "-c", code, str(tmp_path / str(number))]
+        writers.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+    for number, writer in enumerate(writers):
+        assert writer.stdout.readline() == b"begun\n"
+        time.sleep(rng.uniform(0.05, 0.3))
+        writer.kill()
+        writer.wait()
+        writer.stdout.close()
+        spool = Spool(tmp_path / str(number))
+        found = spool.parts()
+        assert found == [part(step) for step in range(len(found))]
+        assert all(is_whole(spool, owner) for owner in found)
+        for name in spool.leftovers():
+            spool.discard(name)
+        assert list((spool.control / "stage").iterdir()) == []
+        commit(spool, part(len(found)))
+
+
+# -- leftovers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_living_writers_stage_is_no_leftover_a_dead_ones_is(spool):
+    stage = spool.stage(part())
+    fill(stage, part())
+    other = Spool(spool.root)
+    assert other.leftovers() == []
+    other.discard(f"stage/{stage.path.name}")  # not even when it is asked for
+    assert stage.path.is_dir()
+    os.close(stage._fd)  # what a death does
+    stage._fd = -1
+    assert other.leftovers() == [f"stage/{stage.path.name}"]
+    other.discard(other.leftovers()[0])
+    assert other.leftovers() == []
+    assert not stage.path.exists()
+
+
+def test_a_stage_that_was_swept_before_its_lock_was_taken_is_made_anew(spool, monkeypatch):
+    """Between mkdir and flock a sweep may take the directory away."""
+    real, swept = os.open, []
+
+    def open_after_a_sweep(path, *args, **kwargs):
+        fd = real(path, *args, **kwargs)
+        if "stage" in str(path) and not swept:
+            swept.append(path)
+            Path(path).rename(spool.control / "trash" / "swept")
+        return fd
+
+    monkeypatch.setattr(os, "open", open_after_a_sweep)
+    stage = spool.stage(part())
+    monkeypatch.undo()
+    assert swept
+    stage.commit(fill(stage, part()))
+    assert is_whole(spool, part())
+
+
+def test_what_a_removal_left_half_way_is_a_leftover(spool, monkeypatch):
+    commit(spool, part())
+    monkeypatch.setattr(spool_module.shutil, "rmtree", lambda *args, **kwargs: None)
+    spool.remove(part().checkpoint)
+    monkeypatch.undo()
+    assert spool.parts() == []
+    (name,) = spool.leftovers()
+    assert name.startswith("trash/")
+    spool.discard(name)
+    assert spool.leftovers() == []
+    assert list((spool.control / "trash").iterdir()) == []
+
+
+# -- remove and quarantine --------------------------------------------------------------------------------------------
+
+
+def test_remove_takes_every_rank_of_one_checkpoint_and_nothing_else(spool):
+    for owner in (part(100, 0, 2), part(100, 1, 2), part(200)):
+        commit(spool, owner)
+    spool.remove(part(100).checkpoint)
+    assert spool.parts() == [part(200)]
+    spool.remove(part(100).checkpoint)  # gone before: no error
+    assert is_whole(spool, part(200))
+
+
+def test_reading_while_the_checkpoint_is_removed_is_not_found_rather_than_corrupt(spool, monkeypatch):
+    manifest = commit(spool, part())
+    real = spool_module.read_file
+
+    def remove_meanwhile(path, file):
+        found = real(path, file)
+        spool.remove(part().checkpoint)
+        return found
+
+    monkeypatch.setattr(spool_module, "read_file", remove_meanwhile)
+    with pytest.raises(ObjectNotFound):
+        spool.read(part(), manifest)
+    with pytest.raises(ObjectNotFound):
+        spool.manifest(part())
+    assert spool.manifest_stamp(part()) == 0
+
+
+def test_a_quarantined_part_is_out_of_sight_but_still_tells_what_it_was(spool):
+    manifest = commit(spool, part(100, 0, 2))
+    commit(spool, part(100, 1, 2))
+    spool.quarantine(part(100, 0, 2))
+    assert spool.parts() == [part(100, 1, 2)]
+    assert spool.quarantined() == {part(100, 0, 2): manifest}
+    assert spool.attempts("r") == {ATTEMPT}
+    spool.quarantine(part(100, 1, 2))
+    assert spool.attempts("r") == {ATTEMPT}  # so that a new launch still sorts after it
+    assert not spool.path(part(100, 1, 2)).parent.exists()
+
+
+def test_a_quarantined_part_whose_manifest_is_damaged_is_listed_without_it(spool):
+    commit(spool, part())
+    (spool.path(part()) / "manifest.json").write_bytes(b"x")
+    spool.quarantine(part())
+    assert spool.quarantined() == {part(): None}
+
+
+def test_quarantine_twice_keeps_what_was_set_aside(spool):
+    """The trainer and the daemon may both find the same part bad; the second finds nothing left to move."""
+    manifest = commit(spool, part())
+    spool.quarantine(part())
+    spool.quarantine(part())
+    assert spool.quarantined() == {part(): manifest}
+
+
+def test_a_part_that_went_bad_again_after_a_fetch_replaces_the_one_set_aside(spool):
+    commit(spool, part())
+    spool.quarantine(part())
+    commit(spool, part())
+    (spool.path(part()) / "one").write_bytes(b"bad again")
+    spool.quarantine(part())
+    aside = spool.control / "quarantine" / part().path
+    assert (aside / "one").read_bytes() == b"bad again"
+    assert spool.leftovers() == []
+    spool.discard(f"quarantine/{part().path}")
+    assert spool.quarantined() == {}
+
+
+# -- what is not right ------------------------------------------------------------------------------------------------
+
+
+def _manifest_path(spool: Spool) -> Path:
+    return spool.path(part()) / "manifest.json"
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, 10)
+
+
+def _link(path: Path) -> None:
+    path.rename(path.with_name("other"))
+    path.symlink_to("other")
+
+
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _of_another(path: Path) -> None:
+    path.write_bytes(encode(empty(part(999))))
+
+
+def _huge(path: Path) -> None:
+    os.truncate(path, 33 << 20)
+
+
+@pytest.mark.timeout(20)  # a FIFO must not be waited for
+@pytest.mark.parametrize("damage", [Path.unlink, _truncate, _link, _fifo, _directory, _of_another, _huge])
+def test_a_manifest_that_is_not_right_is_a_manifest_error(spool, damage):
+    commit(spool, part())
+    damage(_manifest_path(spool))
+    with pytest.raises(ManifestError):
+        spool.manifest(part())
+    assert spool.parts() == [part()]  # by name it is still there, for the plan to mend
+
+
+def test_a_newer_format_is_too_new(spool):
+    commit(spool, part())
+    _manifest_path(spool).write_bytes(encode(msgspec.structs.replace(empty(part()), version=2)))
+    with pytest.raises(FormatTooNew):
+        spool.manifest(part())
+
+
+def test_a_damaged_file_is_a_corrupt_chunk_that_names_it(spool):
+    manifest = commit(spool, part())
+    (spool.path(part()) / "deep" / "two").unlink()
+    with pytest.raises(CorruptChunk, match="deep/two: the file is missing"):
+        spool.read(part(), manifest)
+
+
+def test_names_that_are_no_parts_are_passed_over(spool):
+    commit(spool, part())
+    for name in ("r/notes", "r/pins/x", "lost+found", "r/000000000100.x/00000-of-00001", ".hidden/a/b"):
+        (spool.root / name).mkdir(parents=True)
+    (spool.root / "r" / part().checkpoint.name / "00001-of-00001").mkdir()
+    (spool.root / "r" / "file").write_bytes(b"")
+    (spool.root / "link").symlink_to(spool.root / "r")
+    assert spool.parts() == [part()]
+    assert spool.pins() == set()
+
+
+# -- pins, lock, and places that cannot be spools ---------------------------------------------------------------------
+
+
+def test_pins_come_and_go_and_need_no_checkpoint(spool):
+    owner = part().checkpoint
+    spool.pin(owner, pinned=False)
+    spool.pin(owner, pinned=True)
+    spool.pin(owner, pinned=True)
+    spool.pin(part(run="other").checkpoint, pinned=True)
+    assert Spool(spool.root).pins() == {owner, part(run="other").checkpoint}
+    spool.pin(owner, pinned=False)
+    assert spool.pins() == {part(run="other").checkpoint}
+    assert spool.parts() == []
+
+
+def test_the_second_daemon_is_refused_and_told_who_holds_the_spool(spool):
+    """P10, between processes."""
+    code = "import sys; from tierd.spool import Spool\nwith Spool(sys.argv[1]).lock(): print('in', flush=True); input()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(spool.root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdout.readline() == b"in\n"
+    with pytest.raises(SpoolUnusable, match=rf"pid {holder.pid}\)"), spool.lock():
+        pass
+    holder.kill()
+    holder.communicate()
+    with spool.lock():  # a dead holder holds nothing
+        pass
+    with spool.lock():
+        pass
+
+
+@pytest.mark.parametrize("below", ["", "/below"])
+def test_a_file_is_no_spool(tmp_path, below):
+    (tmp_path / "file").write_bytes(b"mine")
+    with pytest.raises(SpoolUnusable, match=str(tmp_path / "file")):
+        Spool(f"{tmp_path}/file{below}")
+    assert (tmp_path / "file").read_bytes() == b"mine"
+
+
+def _as_nobody(root: Path) -> str:
+    """What opening a spool says to a user without rights; root has every right."""
+    code = (
+        "import os, sys\nfrom tierd.spool import Spool\n"  # before the rights to read it are gone
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "try: Spool(sys.argv[1])\nexcept Exception as error: print(type(error).__name__, error)"
+    )
+    return subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give rights up")
+def test_a_place_without_rights_is_no_spool_and_the_message_says_what_to_do(tmp_path_factory):
+    base = Path("/tmp") / f"tierd-test-{os.getpid()}"  # below a directory that everybody may enter
+    base.mkdir()
+    try:
+        spool = Spool(base / "spool")
+        assert "SpoolUnusable" in _as_nobody(spool.root)
+        assert "not writable by uid 65534" in _as_nobody(spool.root)
+        base.chmod(0o700)
+        assert _as_nobody(base / "spool").startswith("SpoolUnusable")  # cannot even be looked at
+        assert _as_nobody(base / "new").startswith("SpoolUnusable")
+    finally:
+        spool_module.shutil.rmtree(base)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (errno.ENOSPC, SpoolFull),
+        (errno.EDQUOT, SpoolFull),
+        (errno.EIO, SpoolUnusable),
+        (errno.EROFS, SpoolUnusable),
+        (errno.EACCES, SpoolUnusable),
+    ],
+)
+def test_an_error_of_the_file_system_is_the_condition_that_it_states(code, kind):
+    with pytest.raises(kind, match=f"spool /s: {os.strerror(code)}") as caught, translated("spool /s"):
+        raise OSError(code, os.strerror(code))
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+@pytest.mark.system
+def test_a_full_disk_is_said_so_and_leaves_nothing_behind(tmp_path):
+    """A real ENOSPC: 1 MB of tmpfs. What was committed before stays whole; the next save fits once there is room."""
+    home = tmp_path / "disk"
+    home.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(home)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"SKIPPED WITHOUT PROOF: no tmpfs could be mounted: {mounted.stderr.decode().strip()}")
+    try:
+        spool = Spool(home / "spool")
+        commit(spool, part(1))
+        with pytest.raises(SpoolFull, match="No space left"), spool.stage(part(2)) as stage, translated("spool"):
+            write_file(stage.path / "big", "big", bytes(2 << 20))
+        assert spool.parts() == [part(1)]
+        assert spool.leftovers() == []
+        assert is_whole(spool, part(1))
+        commit(spool, part(3))
+        assert is_whole(spool, part(3))
+        free, total = spool.free()
+        assert 0 < free < total == 1 << 20
+    finally:
+        subprocess.run(["umount", str(home)], check=True)
+
+
+# -- directories that other libraries wrote ---------------------------------------------------------------------------
+
+
+def test_a_directory_is_described_file_by_file_in_order(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "empty directory").mkdir()
+    for name, size in (("z", 3), (".metadata", 0), ("b/c", 5)):
+        (tmp_path / name).write_bytes(bytes(size))
+    assert [(file.path, file.size) for file in describe_directory(tmp_path)] == [(".metadata", 0), ("b/c", 5), ("z", 3)]
+
+
+def _dangling(home):
+    (home / "link").symlink_to("nowhere")
+
+
+def _to_a_file(home):
+    (home / "link").symlink_to("file")
+
+
+def _to_a_directory(home):
+    (home / "link").symlink_to("/etc")
+
+
+def _a_fifo(home):
+    os.mkfifo(home / "fifo")
+
+
+def _a_reserved_name(home):
+    (home / "manifest.json").write_bytes(b"{}")
+
+
+def _not_unicode(home):
+    Path(os.fsdecode(os.fsencode(home) + b"/\xff")).write_bytes(b"")
+
+
+def _a_newline(home):
+    (home / "a\nb").write_bytes(b"")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "spoil", [_dangling, _to_a_file, _to_a_directory, _a_fifo, _a_reserved_name, _not_unicode, _a_newline]
+)
+def test_what_no_checkpoint_can_hold_is_refused(tmp_path, spoil):
+    (tmp_path / "file").write_bytes(b"x")
+    spoil(tmp_path)
+    with pytest.raises(ManifestError):
+        describe_directory(tmp_path)
+
+
+def test_a_directory_that_cannot_be_listed_is_an_error_and_not_an_empty_one(tmp_path, monkeypatch):
+    """os.walk passes over what it cannot read; a checkpoint that lacks those files would be committed as complete."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "weights").write_bytes(b"x")
+    real = os.scandir
+
+    def fail(path):
+        if str(path).endswith("sub"):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        describe_directory(tmp_path)
