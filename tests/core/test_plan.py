@@ -177,13 +177,11 @@ def _same_newest(before, after):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(cases(flawed=False, dark=False), st.integers(1, 3), st.integers(1, 3), st.data())
-def test_two_daemons_on_shared_tiers_come_to_rest_too(case, spool_last, tier_last, data):
-    """Each node holds its own rank's parts. Rules by number only: see the report on keep_every_steps across nodes."""
-    world, _ = case
-    settings = config(
-        *[RetentionPolicy(keep_last=tier_last)] * len(world.tiers), spool=RetentionPolicy(keep_last=spool_last)
-    )
+@given(cases(flawed=False, dark=False), st.data())
+def test_two_daemons_on_shared_tiers_come_to_rest_too(case, data):
+    """Each node holds its own rank's parts, and knows of the other's only what the tiers show. Ranks that never come
+    are among the worlds: found that one node went on sending for ever what the other retired as incomplete."""
+    world, settings = case
     spools = [Place({p: f for p, f in world.spool.parts.items() if p.rank == rank}) for rank in (0, 1)]
     cluster = Cluster(spools, dict(world.tiers), settings)
     for _ in range(400):
@@ -191,9 +189,9 @@ def test_two_daemons_on_shared_tiers_come_to_rest_too(case, spool_last, tier_las
         if not lanes:
             break
         cluster.act(*data.draw(st.sampled_from(lanes)))
+        assert max(cluster.flushed.values(), default=0) <= 2  # again at most once, after the other node had retired it
     else:
         pytest.fail("no rest after 400 actions")
-    assert max(cluster.flushed.values(), default=0) <= 2  # once by each node that has the part, at most
 
 
 # -- single rules, as examples ----------------------------------------------------------------------------------------
@@ -232,6 +230,15 @@ def test_an_incomplete_checkpoint_on_a_tier_retires_once_enough_newer_ones_are_c
     assert prunes(planned(two, config(keep2))) == [
         Prune(A100, "a", ("incomplete, and 2 newer complete ones are verified",))
     ]
+
+
+def test_an_incomplete_checkpoint_that_a_rule_would_keep_whole_waits_for_its_other_ranks():
+    """A slower node may still hold them; and whatever is retired here it would send again and again."""
+    half = Place({part(A100, 1, 2): facts()})
+    every = RetentionPolicy(keep_last=1, keep_every_steps=100)
+    world = World(solo(Place(), A300), {"a": solo(half, A200, A300)})
+    assert prunes(planned(world, config(every))) == []
+    assert [p.checkpoint for p in prunes(planned(world, config(LAST1)))] == [A100, A200]
 
 
 @pytest.mark.parametrize("lent", [False, True])
