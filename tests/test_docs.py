@@ -19,7 +19,7 @@ from tierd.core.config import Config, TierConfig, from_toml
 from tierd.core.report import Checkpoint, Copy, Report
 from tierd.core.retention import Best, RetentionPolicy
 from tierd.daemon.export import Exported
-from tierd.daemon.reconcile import Event
+from tierd.daemon.journal import Event
 from tierd.daemon.status import COUNTERS, Status, TierStatus
 
 ROOT = Path(__file__).parent.parent

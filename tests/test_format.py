@@ -19,7 +19,7 @@ from tierd import codec
 from tierd.core import manifest as manifest_module
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Chunk, File, Manifest, Origin, Stored, decode, encode
-from tierd.core.plan import Facts
+from tierd.core.world import Facts
 from tierd.spool import Spool
 
 HERE = Path(__file__).parent / "format"

@@ -114,10 +114,16 @@ def read_chunk(path: Path, file: File, index: int) -> bytearray:
 def bad_chunks(path: Path, file: File) -> list[tuple[int, int, CorruptChunk | OSError]]:
     """`(index, offset, reason)` of every chunk of a file that cannot be verified, unreadable ones included.
 
-    A file that is too long is reported as a bad last chunk: writing that chunk and truncating makes it whole.
+    A file that is too long is reported as a bad last chunk: writing that chunk and truncating makes it whole. An empty
+    file that is missing or not empty is reported as chunk 0.
     """
     found: list[tuple[int, int, CorruptChunk | OSError]] = []
     offset = 0
+    if not file.chunks:
+        try:
+            read_file(path, file)
+        except (CorruptChunk, OSError) as error:
+            found.append((0, 0, error))
     for index, chunk in enumerate(file.chunks):
         try:
             fd = open_plain(path)

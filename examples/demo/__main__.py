@@ -24,8 +24,8 @@ from examples.demo.compare import Launch
 from examples.demo.processes import Child, DemoFailed, started, wait_until
 from tierd.core.errors import DaemonUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.plan import SPOOL
 from tierd.core.wire import Report, Status, Wait
+from tierd.core.world import SPOOL
 from tierd.link import Link
 from tierd.spool import Spool
 

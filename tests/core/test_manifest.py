@@ -28,6 +28,7 @@ from tierd.core.manifest import (
     chunk_sizes,
     decode,
     encode,
+    is_metric_name,
     metrics_to_json,
 )
 
@@ -107,7 +108,17 @@ def test_what_a_manifest_says_of_itself():
     assert found.created_at.isoformat() == found.created
 
 
-@given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), st.floats(), max_size=5))
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+
+
+@pytest.mark.parametrize("name", ["", "a\x1b[2J", "a\nb", "x" * 257])
+def test_a_metric_whose_name_could_not_be_printed_is_refused(name):
+    assert not is_metric_name(name)
+    with pytest.raises(ManifestError):
+        decode(encode(manifest(metrics={name: 1.0})))
+
+
+@given(st.dictionaries(NAMES.filter(is_metric_name), st.floats(), max_size=5))
 def test_every_metric_comes_back_nan_and_infinities_included(metrics):
     found = decode(encode(manifest(metrics=metrics_to_json(metrics)))).numbers
     assert found.keys() == metrics.keys()

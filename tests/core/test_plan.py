@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from tierd.core.errors import FormatTooNew, ManifestError
-from tierd.core.plan import SPOOL, Discard, Facts, Flush, Mend, Place, Prune, World, is_complete, plan
+from tierd.core.plan import Discard, Flush, Mend, Prune, plan
 from tierd.core.retention import Best, RetentionPolicy
+from tierd.core.world import SPOOL, Facts, Place, World, is_complete
 
 LAST1 = RetentionPolicy(keep_last=1)
 A100, A200, A300 = (checkpoint(1, step) for step in (100, 200, 300))

@@ -10,9 +10,10 @@ from core.worlds import cases, checkpoint, config, facts, part, solo
 from hypothesis import HealthCheck, given, settings
 
 from tierd.core.errors import ManifestError
-from tierd.core.plan import Place, Prune, World, plan
+from tierd.core.plan import Prune, plan
 from tierd.core.report import Report, report
 from tierd.core.retention import RetentionPolicy
+from tierd.core.world import Place, World
 
 A100, A200, B210 = checkpoint(1, 100), checkpoint(1, 200), checkpoint(2, 210)
 LAST1 = config(*[RetentionPolicy(keep_last=1)] * 2, spool=RetentionPolicy(keep_last=1))

@@ -9,8 +9,8 @@ from core.worlds import cases, checkpoint, facts, part, solo
 from hypothesis import HealthCheck, given, settings
 
 from tierd.core.errors import CheckpointNotFound
-from tierd.core.plan import Place, World
 from tierd.core.resume import Candidate, Resume, not_found, own_part, restore_candidates
+from tierd.core.world import Place, World
 
 A100, A200, A300 = (checkpoint(1, step) for step in (100, 200, 300))
 B210 = checkpoint(2, 210)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tierd.core.config import Config, TierConfig
 from tierd.core.errors import ManifestError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.plan import SPOOL, Action, Discard, Facts, Flush, Mend, Place, Prune, World, plan
+from tierd.core.plan import Action, Discard, Flush, Mend, Prune, plan
 from tierd.core.retention import Best, RetentionPolicy
+from tierd.core.world import SPOOL, Facts, Place, World
 
 EPOCH = datetime(2025, 1, 1, tzinfo=UTC)
 

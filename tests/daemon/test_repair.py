@@ -36,8 +36,8 @@ def test_a_corrupt_local_part_is_healed_from_the_other_tier_and_then_flushed(spo
         daemon = await converge(spool, {"first": first, "second": second})
         assert read(spool, part(1)) == content(1)
         assert await contents(first) == await contents(second)
-        assert daemon.counters["healed_chunks"] == 1 and daemon.counters["corruptions"] == 1
-        assert not daemon.counters["quarantined"] and not spool.quarantined()
+        assert daemon.journal.counters["healed_chunks"] == 1 and daemon.journal.counters["corruptions"] == 1
+        assert not daemon.journal.counters["quarantined"] and not spool.quarantined()
 
     asyncio.run(work())
 
@@ -52,7 +52,7 @@ def test_a_corrupt_local_part_that_nobody_else_has_is_set_aside_and_told(spool, 
         daemon = await converge(spool, {"tier": store})
         assert steps_on(await contents(store)) == [1] and steps_in(spool) == [1]
         assert set(spool.quarantined()) == {part(2)}
-        assert [event.subject for event in daemon.events if event.what == "quarantined"] == [str(part(2))]
+        assert [event.subject for event in daemon.journal.events if event.what == "quarantined"] == [str(part(2))]
         # asked for again, what was set aside stays where it is: it is all that is left
         async with running(reconciler(spool, {"tier": store})) as again:
             with pytest.raises(CorruptChunk):
@@ -73,8 +73,8 @@ def test_nothing_is_set_aside_while_a_tier_cannot_be_asked(spool, error):
         corrupt(spool.path(part(2)) / MANIFEST_NAME)
         down.error = error
         async with running(reconciler(spool, {"down": down, "up": up})) as daemon:
-            await until(lambda: daemon.counters["errors"] > 10)
-            assert not spool.quarantined() and not daemon.counters["quarantined"]
+            await until(lambda: daemon.journal.counters["errors"] > 10)
+            assert not spool.quarantined() and not daemon.journal.counters["quarantined"]
             with pytest.raises(StoreUnavailable):
                 await daemon.fetch(part(1))
             down.error = None

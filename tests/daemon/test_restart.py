@@ -18,7 +18,7 @@ from support.world import (
     reconciler,
 )
 
-from tierd.core.plan import SPOOL
+from tierd.core.world import SPOOL
 from tierd.spool import Spool
 from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore

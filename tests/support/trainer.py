@@ -51,7 +51,8 @@ def main(spool: str, log: str, steps: int, to: Sequence[str] | None = None, ever
             if save.done() and save.error():
                 note(log, f"failed {number} {save.error()}")
         checkpointer.close()
-        note(log, f"acked {number}")
+        if number % every:
+            note(log, f"acked {number}")
     except BaseException:
         note(log, f"died {traceback.format_exc().splitlines()[-1]}")
         raise

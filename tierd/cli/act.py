@@ -32,13 +32,14 @@ from tierd.core import wire
 from tierd.core.config import Config, from_urls
 from tierd.core.errors import ConfigError, DaemonUnavailable, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, check_run, pin_key
-from tierd.core.plan import judge_tier, runs
+from tierd.core.plan import judge_tier
 from tierd.core.retention import RetentionPolicy
 from tierd.core.urls import parse_url
+from tierd.core.world import runs
 from tierd.daemon.export import Exported, export
+from tierd.daemon.journal import Event
 from tierd.daemon.observe import look_around
 from tierd.daemon.prune import prune as prune_tier
-from tierd.daemon.reconcile import Event
 from tierd.daemon.service import open_tiers, serve
 from tierd.link import Link
 from tierd.stores.base import children

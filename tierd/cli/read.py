@@ -35,9 +35,9 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest, decode
-from tierd.core.plan import SPOOL, World
 from tierd.core.report import Report, report
 from tierd.core.resume import not_found, restore_candidates
+from tierd.core.world import SPOOL, World
 from tierd.daemon.observe import look_around
 from tierd.daemon.prune import verify as verify_on_tier
 from tierd.daemon.service import open_tiers

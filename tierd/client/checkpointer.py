@@ -31,7 +31,7 @@ from tierd.client.state import flatten, unflatten
 from tierd.client.tensorfile import plan_layout
 from tierd.core.errors import ConfigError, StateMismatch, StepRefused
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check_step
-from tierd.core.manifest import MAX_METRICS, VERSION, Manifest, Origin, metrics_to_json
+from tierd.core.manifest import MAX_METRICS, VERSION, Manifest, Origin, is_metric_name, metrics_to_json
 from tierd.persist import write_file
 from tierd.spool import Spool, condition, describe_directory, translated
 
@@ -330,8 +330,10 @@ def _checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
         raise ConfigError(f"{len(metrics)} metrics; a checkpoint holds at most {MAX_METRICS}")
     numbers = {}
     for name, value in metrics.items():
+        if not is_metric_name(name):
+            raise ConfigError(f"metrics[{name!r}]: a name is 1 to 256 characters, none of them a control character")
         try:
-            numbers[str(name)] = float(value)  # NumPy scalars and 0-d tensors too
+            numbers[name] = float(value)  # NumPy scalars and 0-d tensors too
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise ConfigError(f"metrics[{name!r}]: {type(value).__name__} is not a number") from error
     return numbers

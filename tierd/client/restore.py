@@ -26,9 +26,9 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
-from tierd.core.plan import SPOOL, Facts, Place, World
 from tierd.core.resume import Candidate, Resume, not_found, own_part, restore_candidates
 from tierd.core.wire import Candidates, Fetch
+from tierd.core.world import SPOOL, Facts, Place, World
 from tierd.link import Link
 from tierd.spool import Spool
 
@@ -193,7 +193,11 @@ class Restorer:
             tiers = link.ask(Fetch(part=part))["tiers"]
         except CorruptChunk as error:
             raise CorruptChunk(str(error) if SPOOL in str(error) else f"local: {local}; {error}") from error
-        return *self._read(part), tiers[0] if tiers else SPOOL
+        try:
+            return *self._read(part), tiers[0] if tiers else SPOOL
+        except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
+            # Some copy is right, or the fetch would have said so: this disk is failing, and no reason to step back.
+            raise StoreUnavailable(f"{part} was just healed, and reads back wrong from the spool: {error}") from error
 
     def _alone(self, part: PartId, local: Exception) -> tuple[Manifest, dict[str, bytearray], str]:
         if self._tiers:

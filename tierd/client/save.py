@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from tierd.core.errors import SaveFailed
 from tierd.core.ids import PartId
-from tierd.core.plan import SPOOL
 from tierd.core.wire import Wait
+from tierd.core.world import SPOOL
 from tierd.link import Link
 from tierd.spool import Spool
 

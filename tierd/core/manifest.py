@@ -30,6 +30,7 @@ MAX_METRICS = 1_000
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Attempt = Annotated[str, Meta(pattern=r"^[0-9a-f]{12}-[0-9a-f]{8}\Z")]
 Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
+MetricName = Annotated[str, Meta(max_length=256, pattern=r"\A[^\x00-\x1f\x7f]+\Z")]  # they are printed
 _SEAL = b',"digest":"'
 _SEAL_SIZE = len(_SEAL) + 32 + len('"}\n')
 _CHUNK_KEY = re.compile(r"chunks/[0-9]{12}\.[0-9a-f]{12}-[0-9a-f]{8}/([0-9]{5})/[0-9a-f]{32}\.[a-z0-9]{1,16}")
@@ -79,8 +80,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     rank: Annotated[int, Meta(ge=0, lt=MAX_WORLD)]
     world_size: Annotated[int, Meta(ge=1, le=MAX_WORLD)]
     created: str
-    writer: Annotated[str, Meta(max_length=64)]
-    metrics: Annotated[dict[str, float | str], Meta(max_length=MAX_METRICS)]
+    writer: Annotated[str, Meta(max_length=64, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
+    metrics: Annotated[dict[MetricName, float | str], Meta(max_length=MAX_METRICS)]
     files: Annotated[tuple[File, ...], Meta(max_length=MAX_FILES)]
 
     @property
@@ -123,6 +124,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             return [(file.path, [(chunk.size, chunk.xxh3_128) for chunk in file.chunks]) for file in manifest.files]
 
         return self.part == other.part and self.resumed_from == other.resumed_from and raw(self) == raw(other)
+
+
+def is_metric_name(name: object) -> bool:
+    """Whether `name` can name a metric: it is printed as it is, so it holds no control character."""
+    return isinstance(name, str) and 0 < len(name) <= 256 and not _CONTROL.search(name)
 
 
 def metrics_to_json(metrics: Mapping[str, float]) -> dict[str, float | str]:

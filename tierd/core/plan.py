@@ -6,77 +6,16 @@ the `World` and proves nothing. Called again on an unchanged world, it gives the
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from datetime import datetime
+from dataclasses import dataclass, replace
 
 from tierd.core.config import Config
-from tierd.core.errors import FormatTooNew, ManifestError, TierdError
+from tierd.core.errors import FormatTooNew, ManifestError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Manifest
 from tierd.core.retention import CheckpointInfo, RetentionPolicy, Verdict, decide
+from tierd.core.world import SPOOL, Facts, Place, World, by_checkpoint, is_complete, runs
 
-SPOOL = "local"  # the spool's name wherever a tier's name can stand
 Backoff = Mapping[str, float]  # tier -> monotonic time before which it is left alone, seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What planning needs of one readable manifest. Sizes in bytes; `stored_size` is 0 in the spool."""
-
-    created: datetime
-    metrics: Mapping[str, float]
-    origin: CheckpointId | None
-    size: int
-    stored_size: int
-    borrowed: frozenset[CheckpointId]  # older checkpoints whose chunks this manifest names
-
-    @staticmethod
-    def of(manifest: Manifest) -> Facts:
-        own = manifest.part.checkpoint
-        named = {chunk.stored.key.split("/")[1] for chunk in manifest.chunks() if chunk.stored}
-        owners = {CheckpointId.parse(own.run, name) for name in named - {own.name}}
-        return Facts(
-            manifest.created_at,
-            manifest.numbers,
-            manifest.origin,
-            manifest.size,
-            manifest.stored_size,
-            frozenset(owner for owner in owners if owner),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What one place, the spool or a tier, was seen to hold.
-
-    A part maps to None where its manifest is there but cannot be used; `defects` then says why. `owners` are the
-    checkpoints under whose name chunks lie on a tier. Quarantined parts still tell the timeline where they can.
-    """
-
-    parts: Mapping[PartId, Facts | None] = field(default_factory=dict)
-    defects: Mapping[PartId, TierdError] = field(default_factory=dict)
-    pins: frozenset[CheckpointId] = frozenset()
-    owners: frozenset[CheckpointId] = frozenset()
-    quarantined: Mapping[PartId, Facts | None] = field(default_factory=dict)
-
-    @property
-    def checkpoints(self) -> dict[CheckpointId, list[PartId]]:
-        """The parts of each checkpoint that has any."""
-        return by_checkpoint(self.parts)
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """Everything observed. `held` and `busy` are what the daemon itself has in hand: nothing there is deleted."""
-
-    spool: Place
-    tiers: Mapping[str, Place | None]  # in order of preference; None: it did not answer
-    free: float = 1.0  # share of the spool's file system that is free, 0..1
-    leftovers: tuple[str, ...] = ()  # stages whose writer is gone
-    held: frozenset[CheckpointId] = frozenset()  # being restored
-    busy: frozenset[PartId] = frozenset()  # being flushed
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,27 +52,6 @@ class Mend:
 
 
 Action = Flush | Prune | Discard | Mend
-
-
-def by_checkpoint(parts: Iterable[PartId]) -> dict[CheckpointId, list[PartId]]:
-    found: dict[CheckpointId, list[PartId]] = defaultdict(list)
-    for part in parts:
-        found[part.checkpoint].append(part)
-    return dict(found)
-
-
-def is_complete(parts: Iterable[PartId]) -> bool:
-    """Whether ranks 0..W-1 of one world size are all among one checkpoint's parts."""
-    ranks: dict[int, set[int]] = defaultdict(set)
-    for part in parts:
-        ranks[part.world].add(part.rank)
-    return any(len(found) == world for world, found in ranks.items())
-
-
-def runs(world: World) -> list[str]:
-    """Every run that any place shows."""
-    places = [world.spool, *(place for place in world.tiers.values() if place)]
-    return sorted({part.checkpoint.run for place in places for part in place.parts})
 
 
 def plan(world: World, config: Config, backoff: Backoff, now: float) -> tuple[Action, ...]:
@@ -198,7 +116,8 @@ def judge_tier(
         part: facts for part, facts in tier.parts.items() if part.checkpoint.run == run
     }
     lent = {owner for facts in parts.values() if facts for owner in facts.borrowed}
-    extra = {part.checkpoint for part in tier.quarantined} | (tier.owners - lent)
+    aside = {part.checkpoint for part in tier.quarantined}
+    extra = aside | (tier.owners - lent)
     if pending:
         local = {part: facts for part, facts in world.spool.parts.items() if part.checkpoint.run == run and facts}
         parts = {**local, **{part: facts or local.get(part) for part, facts in parts.items()}}
@@ -210,7 +129,7 @@ def judge_tier(
     ]
     known = {info.id for info in infos}
     infos += [
-        CheckpointInfo(checkpoint, complete=False, verified=True, pinned=checkpoint in pins)
+        CheckpointInfo(checkpoint, complete=False, verified=True, pinned=checkpoint in pins, aside=checkpoint in aside)
         for checkpoint in extra - known
         if checkpoint.run == run
     ]

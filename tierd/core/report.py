@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from tierd.core.config import Config
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.plan import SPOOL, Facts, Place, World, is_complete, judge_spool, judge_tier, runs
+from tierd.core.plan import judge_spool, judge_tier
 from tierd.core.resume import restore_candidates
 from tierd.core.retention import Verdict
+from tierd.core.world import SPOOL, Facts, Place, World, is_complete, runs
 
 
 @dataclass(frozen=True, slots=True)

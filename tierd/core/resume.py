@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from tierd.core.errors import CheckpointNotFound
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.plan import SPOOL, World, by_checkpoint, is_complete
 from tierd.core.timeline import timeline
+from tierd.core.world import SPOOL, World, by_checkpoint, is_complete
 
 
 @dataclass(frozen=True, slots=True)

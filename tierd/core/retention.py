@@ -61,7 +61,8 @@ class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class CheckpointInfo:
     """What retention needs to know of one checkpoint in one place.
 
-    `origin` is the checkpoint that its attempt resumed from; `created` is None where no manifest can be read.
+    `origin` is the checkpoint that its attempt resumed from; `created` is None where no manifest can be read;
+    `aside` says that it was proven corrupt and quarantined.
     """
 
     id: CheckpointId
@@ -71,6 +72,7 @@ class CheckpointInfo:
     created: datetime | None = None
     metrics: Mapping[str, float] | None = None
     origin: CheckpointId | None = None
+    aside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,10 @@ def _verdict(
         return Verdict(info.id, False, (f"older than the last {policy.keep_last}, and no rule keeps it",))
     newer = sum(other.id > info.id for other in counted)
     if newer < policy.keep_last:
-        return Verdict(info.id, True, ("incomplete: its other parts may still come",))
-    return Verdict(info.id, False, (f"incomplete, and {newer} newer complete ones are verified",))
+        why = "quarantined: kept to be looked at" if info.aside else "incomplete: its other parts may still come"
+        return Verdict(info.id, True, (why,))
+    what = "quarantined" if info.aside else "incomplete"
+    return Verdict(info.id, False, (f"{what}, and {newer} newer complete ones are verified",))
 
 
 def _keep_last(counted: Sequence[CheckpointInfo], count: int, reasons: dict[CheckpointId, list[str]]) -> None:

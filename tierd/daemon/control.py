@@ -19,9 +19,9 @@ import msgspec
 from tierd.core import wire
 from tierd.core.errors import CheckpointNotFound, ConfigError, StoreRefused, TierdError
 from tierd.core.ids import CheckpointId, PartId, pin_key
-from tierd.core.plan import SPOOL
 from tierd.core.report import report
 from tierd.core.resume import restore_candidates
+from tierd.core.world import SPOOL
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.status import status
 

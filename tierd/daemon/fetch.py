@@ -26,7 +26,7 @@ from tierd.core.ids import PartId, chunk_key
 from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Manifest, Stored
 from tierd.core.manifest import decode as decode_manifest
 from tierd.core.manifest import encode as encode_manifest
-from tierd.core.plan import SPOOL
+from tierd.core.world import SPOOL
 from tierd.daemon.together import together
 from tierd.persist import bad_chunks, digest, sync_directory, write_all, write_file
 from tierd.spool import Spool, Stage, translated
@@ -177,6 +177,9 @@ async def _heal(home: Path, manifest: Manifest, copies: Copies, *, rewrite_manif
     for number, file in enumerate(manifest.files):
         path = home / file.path
         await asyncio.to_thread(_make_way, home, file.path)
+        if not file.chunks:
+            await asyncio.to_thread(_patch, path, file, 0, b"")
+            continue
         for index, offset, reason in await asyncio.to_thread(bad_chunks, path, file):
             try:
                 raw = await copies.chunk(number, index, file.path)
@@ -186,8 +189,6 @@ async def _heal(home: Path, manifest: Manifest, copies: Copies, *, rewrite_manif
                 raise CorruptChunk(f"local: {reason}; {error}") from error
             await asyncio.to_thread(_patch, path, file, offset, raw)
             written += 1
-        if not file.chunks:
-            await asyncio.to_thread(_patch, path, file, 0, b"")
     if rewrite_manifest:
         await asyncio.to_thread(_replace_manifest, home, manifest)
     return written

@@ -26,7 +26,7 @@ from tierd.core.ids import (
     quarantine_prefix,
 )
 from tierd.core.manifest import decode
-from tierd.core.plan import Facts, Place, World
+from tierd.core.world import Facts, Place, World
 from tierd.daemon.together import together
 from tierd.spool import Spool, condition
 from tierd.stores.base import ObjectInfo, Store, children

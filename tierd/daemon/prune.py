@@ -48,14 +48,19 @@ async def _named(store: Store, part: PartId) -> set[str]:
     return {f"{part.checkpoint.run}/{chunk.stored.key}" for chunk in manifest.chunks() if chunk.stored}
 
 
-async def quarantine(store: Store, part: PartId) -> None:
-    """Take a part's manifest out of sight on a tier: its copy is proven corrupt. The chunks stay to be looked at."""
+async def quarantine(store: Store, part: PartId) -> bool:
+    """Take a part's manifest out of sight on a tier: its copy is proven corrupt. The chunks stay to be looked at.
+
+    Returns:
+        Whether there was a manifest.
+    """
     try:
         data = await store.get(part.manifest_key)
     except ObjectNotFound:
-        return
+        return False
     await store.put(part.quarantine_key, data)
     await store.delete([part.manifest_key])
+    return True
 
 
 async def holds(store: Store, part: PartId, local: Manifest | None) -> bool:

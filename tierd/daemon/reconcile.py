@@ -11,37 +11,26 @@ import itertools
 import logging
 import random
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from tierd.core.config import Config
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest, decode
-from tierd.core.plan import SPOOL, Action, Discard, Flush, Mend, Place, Prune, World, pending, plan
+from tierd.core.plan import Action, Discard, Flush, Mend, Prune, pending, plan
 from tierd.core.retention import seconds
-from tierd.daemon.fetch import fetch
+from tierd.core.world import SPOOL, Place, World
 from tierd.daemon.flush import Twin, flush
+from tierd.daemon.journal import Event, Journal
 from tierd.daemon.lane import Lane
 from tierd.daemon.observe import SpoolEye, TierEye
 from tierd.daemon.prune import holds, prune, quarantine
+from tierd.daemon.repair import Repairer
 from tierd.spool import Spool
 from tierd.stores.base import Store
 
 log = logging.getLogger("tierd.daemon")
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened to a checkpoint or part: `at` is RFC 3339 in UTC, `why` may be empty."""
-
-    at: str
-    what: str
-    place: str
-    subject: str
-    why: str = ""
 
 
 _STUCK = 60.0  # seconds that a part rests which could neither be sent nor mended
@@ -70,9 +59,8 @@ class Reconciler:
         self.config = config
         self.spool = spool
         self.stores = stores
-        self._told = told or (lambda event: None)
-        self.counters: Counter[str] = Counter()
-        self.events: deque[Event] = deque(maxlen=256)
+        self.journal = Journal(told)
+        self._repairer = Repairer(spool, stores, self.journal)
         self.held: Counter[CheckpointId] = Counter()
         self.interest: set[str] = set()  # runs that a trainer asked for, beside those in the spool
         self.moved = asyncio.Condition()  # notified after every look and every action
@@ -85,7 +73,6 @@ class Reconciler:
         self._tiers: dict[str, Place | None] = dict.fromkeys(stores)
         self._busy: Counter[PartId] = Counter()
         self._stuck: dict[PartId, float] = {}
-        self._fetching: dict[PartId, asyncio.Lock] = {}
         self._unlocked: dict[str, float] = {}
         self._looking = asyncio.Lock()
         self._clock = itertools.count()
@@ -168,7 +155,7 @@ class Reconciler:
         return None
 
     def _failed(self, lane: Lane, action: Action | None, error: Exception) -> None:
-        self.counters["errors"] += 1
+        self.journal.counters["errors"] += 1
         delay = lane.failed(error, self._random, long=isinstance(error, StoreRefused))
         doing = _describe(action) if action else "looking"
         known = isinstance(error, TierdError | OSError)
@@ -235,17 +222,17 @@ class Reconciler:
         except ObjectNotFound:
             return  # removed from the spool since the look
         except (CorruptChunk, ManifestError) as error:
-            self.counters["corruptions"] += 1
-            self._tell("corrupt", SPOOL, part, str(error))
+            self.journal.counters["corruptions"] += 1
+            self.journal.tell("corrupt", SPOOL, part, str(error))
             await self._mend(part, SPOOL)
             return
         finally:
             self._busy -= Counter([part])
-        self.counters["flushed"] += 1
-        self.counters["flushed_raw_bytes"] += done.raw
-        self.counters["flushed_sent_bytes"] += done.sent
+        self.journal.counters["flushed"] += 1
+        self.journal.counters["flushed_raw_bytes"] += done.raw
+        self.journal.counters["flushed_sent_bytes"] += done.sent
         await self.look(tier)
-        self._tell("flushed", tier, part, f"verified, {done.raw} bytes as {done.stored}")
+        self.journal.tell("flushed", tier, part, f"verified, {done.raw} bytes as {done.stored}")
 
     async def _twin(self, part: PartId, tier: str) -> Twin | None:
         """Another tier that, as last seen, holds the part: a chunk is the same bytes on every tier."""
@@ -268,8 +255,8 @@ class Reconciler:
             await asyncio.to_thread(self.spool.remove, checkpoint)
         else:
             await prune(self.stores[tier], checkpoint)
-        self.counters["pruned"] += 1
-        self._tell("pruned", tier, checkpoint, "; ".join(reasons))
+        self.journal.counters["pruned"] += 1
+        self.journal.tell("pruned", tier, checkpoint, "; ".join(reasons))
 
     async def _covered(self, checkpoint: CheckpointId) -> bool:
         """Look once more at the tiers before a local copy goes: one holds it, or none wants it any more."""
@@ -282,7 +269,7 @@ class Reconciler:
             if all([await holds(self.stores[name], part, local[part]) for part in parts]):
                 return True
             for part in parts:
-                self._tell("corrupt", name, part, "chunks are missing; it will be flushed again")
+                self.journal.tell("corrupt", name, part, "chunks are missing; it will be flushed again")
                 await quarantine(self.stores[name], part)
             self._tiers[name] = None
         return False
@@ -295,9 +282,7 @@ class Reconciler:
 
     async def _mend(self, part: PartId, tier: str) -> None:
         if tier != SPOOL:
-            await quarantine(self.stores[tier], part)
-            self.counters["quarantined"] += 1
-            self._tell("quarantined", tier, part, "its manifest is corrupt")
+            await self._repairer.set_aside(tier, part, "its manifest is corrupt")
             return
         try:
             await self.fetch(part)
@@ -308,45 +293,11 @@ class Reconciler:
             raise
 
     async def fetch(self, part: PartId) -> tuple[str, ...]:
-        """Make the spool's copy of `part` whole; the tiers that chunks came from.
-
-        Copies that turn out corrupt are quarantined where they lie, so that the next look repairs or retires them.
-
-        Raises:
-            CorruptChunk: every copy is proven bad; all are quarantined.
-            StoreUnavailable: a copy that might be good could not be reached; nothing was quarantined.
-        """
+        """Make the spool's copy of `part` whole, as `Repairer.heal` does, and look again."""
         try:
-            async with self._fetching.setdefault(part, asyncio.Lock()):
-                fetched = await fetch(self.spool, part, self.stores)
-        except CorruptChunk as error:
-            await self._set_aside(part, str(error))
-            raise
-        for name, reason in fetched.defects.items():
-            self.counters["corruptions"] += 1
-            self._tell("corrupt", name, part, f"it will be flushed again: {reason}")
-            await quarantine(self.stores[name], part)
-        if fetched.chunks:
-            self.counters["healed_chunks"] += fetched.chunks
-            self._tell("healed", SPOOL, part, f"{fetched.chunks} chunks from {', '.join(fetched.tiers)}")
-        self.wake()
-        return fetched.tiers
-
-    async def _set_aside(self, part: PartId, reason: str) -> None:
-        self.counters["corruptions"] += 1
-        await asyncio.to_thread(self.spool.quarantine, part)
-        for store in self.stores.values():
-            await quarantine(store, part)
-        self.counters["quarantined"] += 1
-        self._tell("quarantined", SPOOL, part, reason)
-        self.wake()
-
-    def _tell(self, what: str, place: str, subject: PartId | CheckpointId, why: str) -> None:
-        event = Event(datetime.now(UTC).isoformat(timespec="milliseconds"), what, place, str(subject), why)
-        self.events.append(event)
-        self._told(event)
-        level = logging.ERROR if what in ("corrupt", "quarantined") else logging.INFO
-        log.log(level, "%s: %s %s: %s", place, what, subject, why)
+            return await self._repairer.heal(part)
+        finally:
+            self.wake()
 
     def has(self, part: PartId, tier: str) -> bool:
         """Whether the latest look saw a usable manifest of `part` on `tier`, that is, a verified copy."""

@@ -16,8 +16,9 @@ from tierd.core.config import Config
 from tierd.core.retention import seconds
 from tierd.core.urls import parse_url
 from tierd.daemon.control import Control
+from tierd.daemon.journal import Event
 from tierd.daemon.notify import feed_watchdog, notify
-from tierd.daemon.reconcile import Event, Reconciler
+from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.watch import watching
 from tierd.spool import Spool
 from tierd.stores.base import Store

@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 
 from tierd.core.urls import parse_url
-from tierd.daemon.reconcile import Event, Reconciler
+from tierd.daemon.journal import Event
+from tierd.daemon.reconcile import Reconciler
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ def status(reconciler: Reconciler, trainers: int) -> Status:
         spool_parts=len(world.spool.parts),
         trainers=trainers,
         tiers=tuple(_tier(reconciler, tier.name, tier.url) for tier in reconciler.config.tier),
-        counters={name: reconciler.counters[name] for name in COUNTERS},
-        events=tuple(reconciler.events),
+        counters={name: reconciler.journal.counters[name] for name in COUNTERS},
+        events=tuple(reconciler.journal.events),
     )
 
 

@@ -1,0 +1,54 @@
+"""A spool whose disk corrupts what is written to it: a copy elsewhere is right, so there is no reason to step back."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+import tierd
+from tierd.client.restore import Restorer
+from tierd.core.errors import StoreUnavailable
+from tierd.core.resume import restore_candidates
+from tierd.core.wire import Candidates, Fetch
+from tierd.core.world import World
+from tierd.spool import Spool
+
+
+class Healer:
+    """A daemon that says it healed the part; the disk then shows the same wrong bytes."""
+
+    def __init__(self, restorer: Restorer) -> None:
+        self._restorer = restorer
+        self.fetched: list[int] = []
+
+    def ask(self, request):
+        if isinstance(request, Candidates):
+            return {"resume": msgspec.to_builtins(restore_candidates(World(self._restorer._look(), {}), "r"))}
+        assert isinstance(request, Fetch)
+        self.fetched.append(request.part.checkpoint.step)
+        return {"tiers": ["s3"]}
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_was_healed_and_reads_back_wrong_is_an_error_and_not_a_step_back(tmp_path, monkeypatch):
+    with tierd.Checkpointer(tmp_path, "r", to=[]) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"x": torch.full((1000,), float(step))}).wait()
+    path = next(tmp_path.glob("r/*2.*/*/tensors.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    restorer = Restorer(Spool(tmp_path), "r", 0, 1, tiers=True)
+    healer = Healer(restorer)
+    monkeypatch.setattr(Restorer, "_connect", lambda self: healer)
+    with pytest.raises(StoreUnavailable, match="just healed, and reads back wrong"):
+        restorer.find(None, None)
+    assert healer.fetched == [2]
+    data[-1] ^= 1
+    path.write_bytes(data)
+    found = restorer.find(None, None)
+    assert found is not None
+    assert (found.part.checkpoint.step, found.tier) == (2, "local")
