@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tierd.client.checkpointer import Checkpointer, Restored
+    from tierd.client.checkpointer import Checkpointer
     from tierd.client.launch import new_attempt
-    from tierd.client.restore import Skipped
+    from tierd.client.restore import Restored, Skipped
     from tierd.client.rng import RngState
     from tierd.client.save import Save
 
@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Checkpointer": "tierd.client.checkpointer",
-    "Restored": "tierd.client.checkpointer",
+    "Restored": "tierd.client.restore",
     "Save": "tierd.client.save",
     "Skipped": "tierd.client.restore",
     "new_attempt": "tierd.client.launch",

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,15 +22,15 @@ import msgspec
 from tierd import __version__
 from tierd.client.attachment import Attachment
 from tierd.client.launch import agree, rank_and_world
-from tierd.client.load import check_fit, load
-from tierd.client.restore import Found, Restorer, Skipped
-from tierd.client.save import Save, Stats
+from tierd.client.load import load
+from tierd.client.restore import Found, Restored, Restorer
+from tierd.client.save import Save, Stats, checked_metrics
 from tierd.client.snapshot import Arena
 from tierd.client.state import flatten, unflatten
 from tierd.client.tensorfile import plan_layout
 from tierd.core.errors import ConfigError, StateMismatch, StepRefused
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check_step
-from tierd.core.manifest import MAX_METRICS, VERSION, Manifest, Origin, is_metric_name, metrics_to_json
+from tierd.core.manifest import VERSION, Manifest, Origin, metrics_to_json
 from tierd.persist import write_file
 from tierd.spool import Spool, condition, describe_directory, translated
 
@@ -43,29 +42,6 @@ log = logging.getLogger("tierd")
 TENSORS = "tensors.safetensors"
 TREE = "state.json"
 Buffer = bytes | bytearray | memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """What a restore gave.
-
-    Attributes:
-        step: the checkpoint's step; training goes on at `step + 1`.
-        attempt: the launch that wrote it.
-        tier: where its bytes came from: `"local"`, or the tier that healed or supplied them.
-        metrics: as given to `save`.
-        skipped: newer checkpoints that were passed over, each with its reason.
-        unreached: tiers that did not answer; a newer checkpoint could lie there.
-        directory: the verified files.
-    """
-
-    step: int
-    attempt: str
-    tier: str
-    metrics: dict[str, float]
-    skipped: tuple[Skipped, ...]
-    unreached: tuple[str, ...]
-    directory: Path
 
 
 class Checkpointer:
@@ -169,7 +145,7 @@ class Checkpointer:
         part = PartId(CheckpointId(self._run, self.attempt, number), self._rank, self._world)
         if number in self._steps or self._spool.path(part).exists():
             raise StepRefused(f"{part} is already committed by this attempt; a checkpoint is never overwritten")
-        return part, _checked_metrics(metrics or {})
+        return part, checked_metrics(metrics or {})
 
     def _manifest(self, part: PartId, metrics: Mapping[str, float]) -> Manifest:
         origin = self._origin
@@ -233,7 +209,8 @@ class Checkpointer:
 
         Raises:
             CheckpointNotFound: none could be verified, or not the one asked for; says what was skipped and why.
-            StateMismatch: it does not fit `state`; names the first few places. Nothing was loaded.
+            StateMismatch: it does not fit `state`; names the first few places. Nothing was loaded, unless an object's own
+                `load_state_dict` refused what fitted.
             StoreUnavailable, DaemonUnavailable: a place that may hold a newer or the right copy did not answer.
         """
         self._check_open()
@@ -266,9 +243,7 @@ class Checkpointer:
             raise StateMismatch(
                 f"{found.part} was written through stage(): call restore() without a state and read its `directory`"
             )
-        restored = unflatten(found.files[TREE], found.files[TENSORS])
-        check_fit(state, restored)
-        load(state, restored)
+        load(state, unflatten(found.files[TREE], found.files[TENSORS]))
 
     def _check_given(self, found: Found) -> None:
         if self._given is None:
@@ -282,24 +257,11 @@ class Checkpointer:
 
     def _go_on_from(self, origin: CheckpointId, attempts: Sequence[str]) -> None:
         """An attempt has one origin: restoring after a save begins another one."""
-        if self._steps and self._given is not None:
-            raise ConfigError(
-                "restore() after save() begins a new attempt: make a new Checkpointer with another attempt="
-            )
         self._origin = origin
         self._steps.clear()
-        seen = {
-            *attempts,
-            *self._spool.attempts(self._run),
-            origin.attempt,
-            *([self._attempt] if self._attempt else []),
-        }
         if self._given is None:
-            self._attempt = agree(seen, self._world)
-        elif self._given <= max(seen - {self._given}, default=""):
-            raise ConfigError(
-                f"attempt {self._given} is not later than those that are there: {max(seen)}; make a new one"
-            )
+            own = [self._attempt] if self._attempt else []
+            self._attempt = agree({*attempts, *self._spool.attempts(self._run), origin.attempt, *own}, self._world)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -323,17 +285,3 @@ class Checkpointer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    if len(metrics) > MAX_METRICS:
-        raise ConfigError(f"{len(metrics)} metrics; a checkpoint holds at most {MAX_METRICS}")
-    numbers = {}
-    for name, value in metrics.items():
-        if not is_metric_name(name):
-            raise ConfigError(f"metrics[{name!r}]: a name is 1 to 256 characters, none of them a control character")
-        try:
-            numbers[name] = float(value)  # NumPy scalars and 0-d tensors too
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise ConfigError(f"metrics[{name!r}]: {type(value).__name__} is not a number") from error
-    return numbers

@@ -51,6 +51,29 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restore gave.
+
+    Attributes:
+        step: the checkpoint's step; training goes on at `step + 1`.
+        attempt: the launch that wrote it.
+        tier: where its bytes came from: `"local"`, or the tier that healed or supplied them.
+        metrics: as given to `save`.
+        skipped: newer checkpoints that were passed over, each with its reason.
+        unreached: tiers that did not answer; a newer checkpoint could lie there.
+        directory: the verified files.
+    """
+
+    step: int
+    attempt: str
+    tier: str
+    metrics: dict[str, float]
+    skipped: tuple[Skipped, ...]
+    unreached: tuple[str, ...]
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
     """A part whose every byte was verified just now. `tier` is where bytes came from: `"local"` or a tier's name."""
 

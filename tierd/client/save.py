@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tierd.core.errors import SaveFailed
+from tierd.core.errors import ConfigError, SaveFailed
 from tierd.core.ids import PartId
+from tierd.core.manifest import MAX_METRICS, is_metric_name
 from tierd.core.wire import Wait
 from tierd.core.world import SPOOL
 from tierd.link import Link
@@ -87,3 +89,18 @@ class Save:
         """The persisting side's word on how it ended."""
         self._error = error
         self._ended.set()
+
+
+def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics as floats, NumPy scalars and 0-d tensors too; raises `ConfigError` naming one that is no number."""
+    if len(metrics) > MAX_METRICS:
+        raise ConfigError(f"{len(metrics)} metrics; a checkpoint holds at most {MAX_METRICS}")
+    numbers = {}
+    for name, value in metrics.items():
+        if not is_metric_name(name):
+            raise ConfigError(f"metrics[{name!r}]: a name is 1 to 256 characters, none of them a control character")
+        try:
+            numbers[name] = float(value)  # NumPy scalars and 0-d tensors too
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise ConfigError(f"metrics[{name!r}]: {type(value).__name__} is not a number") from error
+    return numbers
