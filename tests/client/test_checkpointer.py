@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from support.training import fresh, same, tensors, train
+from support.training import fresh, restored, same, tensors, train
 from support.world import listing
 
 import tierd
@@ -20,25 +20,6 @@ from tierd.core.errors import (
     StateRefused,
     StepRefused,
 )
-from tierd.spool import Spool
-
-
-@pytest.fixture
-def spool(tmp_path):
-    return Spool(tmp_path / "spool")
-
-
-@pytest.fixture
-def local(spool):
-    """A checkpointer with nothing but the spool."""
-    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
-        yield checkpointer
-
-
-def restored(spool: Spool, step: int | None = None) -> tuple[tierd.Restored, dict]:
-    state = tensors(10**6)
-    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
-        return checkpointer.restore(state, step=step), state
 
 
 def test_training_goes_on_exactly_where_it_was_saved(spool):

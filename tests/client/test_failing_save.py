@@ -9,7 +9,7 @@ import time
 
 import pytest
 from support.doubles import Double, is_manifest
-from support.training import same, tensors
+from support.training import restored, same, tensors
 from support.world import Daemon, hurry
 
 import tierd
@@ -22,25 +22,6 @@ from tierd.core.errors import (
     SpoolUnusable,
     StoreUnavailable,
 )
-from tierd.spool import Spool
-
-
-@pytest.fixture
-def spool(tmp_path):
-    return Spool(tmp_path / "spool")
-
-
-@pytest.fixture
-def local(spool):
-    """A checkpointer with nothing but the spool."""
-    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
-        yield checkpointer
-
-
-def restored(spool: Spool, step: int | None = None) -> tuple[tierd.Restored, dict]:
-    state = tensors(10**6)
-    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
-        return checkpointer.restore(state, step=step), state
 
 
 class Disk:

@@ -20,11 +20,6 @@ from tierd.core.errors import (
 from tierd.spool import Spool
 
 
-@pytest.fixture
-def spool(tmp_path):
-    return Spool(tmp_path / "spool")
-
-
 def rank(spool: Spool, number: int, name: str, world: int = 2) -> tierd.Checkpointer:
     return tierd.Checkpointer(spool.root, "run", rank=number, world_size=world, attempt=name, to=[])
 

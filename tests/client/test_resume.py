@@ -26,11 +26,6 @@ from tierd.core.errors import (
 from tierd.spool import Spool
 
 
-@pytest.fixture
-def spool(tmp_path):
-    return Spool(tmp_path / "spool")
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     hurry(monkeypatch)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import tierd
+from tierd.spool import Spool
 
 
 def fresh(seed: int = 0) -> dict[str, Any]:
@@ -60,3 +61,10 @@ def same(state: dict[str, torch.Tensor], step: int) -> bool:
     return state.keys() == expected.keys() and all(
         state[name].dtype == expected[name].dtype and torch.equal(state[name], expected[name]) for name in expected
     )
+
+
+def restored(spool: Spool, step: int | None = None) -> tuple[tierd.Restored, dict]:
+    """The checkpoint that a launch without a daemon resumes from, and what it loaded."""
+    state = tensors(10**6)
+    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        return checkpointer.restore(state, step=step), state

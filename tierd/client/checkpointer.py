@@ -209,8 +209,8 @@ class Checkpointer:
 
         Raises:
             CheckpointNotFound: none could be verified, or not the one asked for; says what was skipped and why.
-            StateMismatch: it does not fit `state`; names the first few places. Nothing was loaded, unless an object's own
-                `load_state_dict` refused what fitted.
+            StateMismatch: it does not fit `state`; names the first few places. Nothing was loaded, unless an object's
+                own `load_state_dict` refused what fitted.
             StoreUnavailable, DaemonUnavailable: a place that may hold a newer or the right copy did not answer.
         """
         self._check_open()
