@@ -103,7 +103,6 @@ def flushes_come_first_newest_first_and_only_what_is_readable_and_missing(world,
     for flush in flushes:
         assert world.spool.parts[flush.part]
         assert not world.tiers[flush.tier].parts.get(flush.part)
-        assert flush.part not in world.busy
 
 
 def the_newest_local_checkpoint_is_always_wanted_by_every_tier(world, settings):
@@ -121,7 +120,7 @@ def the_newest_local_checkpoint_is_always_wanted_by_every_tier(world, settings):
     flushes = {(a.part, a.tier) for a in planned(world, settings) if isinstance(a, Flush)}
     for name, tier in tiers.items():
         for p in newest:
-            assert (p, name) in flushes or p in tier.parts or p in world.busy
+            assert (p, name) in flushes or p in tier.parts  # also while another tier is being sent it
 
 
 LAWS = (

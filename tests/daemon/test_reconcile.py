@@ -75,6 +75,24 @@ def test_a_tier_that_hangs_delays_only_itself(spool):
     asyncio.run(work())
 
 
+class HangsInPut(Double):
+    """Answers every look, and never takes anything."""
+
+    async def put(self, key, data):
+        await asyncio.sleep(3600)
+
+
+def test_a_part_that_one_tier_is_stuck_with_goes_to_the_other(spool):
+    async def work():
+        stuck, up = HangsInPut(), Double()
+        commit(spool, part(1))
+        async with running(reconciler(spool, {"stuck": stuck, "up": up})) as daemon:
+            await until(lambda: daemon.has(part(1), "up"), 15)
+            assert not daemon.has(part(1), "stuck")
+
+    asyncio.run(work())
+
+
 def test_a_refusing_tier_is_told_apart_and_tried_again(spool):
     async def work():
         store = Double()

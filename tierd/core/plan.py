@@ -96,7 +96,7 @@ def _flushes(world: World, tier: Place, policy: RetentionPolicy, run: str, name:
     parts = by_checkpoint({*world.spool.parts, *tier.parts})
     wanted |= {verdict.id for verdict in sure if verdict.keep and is_complete(parts.get(verdict.id, ()))}
     for part in pending(world.spool, tier, run):
-        if part.checkpoint in wanted and part not in world.busy:
+        if part.checkpoint in wanted:
             yield Flush(part, name)
 
 
