@@ -172,7 +172,7 @@ def test_a_second_daemon_on_one_spool_is_refused_and_told_whose_it_is(tmp_path):
     try:
         command = [sys.executable, "-m", "tierd", "run", "--spool", str(spool), "--to", f"file://{tmp_path / 'tier'}"]
         second = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert second.returncode == 3
+        assert second.returncode == 7
         assert f"pid {daemon.pid})" in second.stderr and "Traceback" not in second.stderr
         assert daemon.poll() is None and answers(spool)
     finally:

@@ -148,6 +148,19 @@ def test_prune(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) ->
     assert [path.name[:12] for path in tier.glob("r/manifests/*")] == ["000000000030"]
 
 
+def test_a_pin_that_reaches_the_spool_alone_is_refused(
+    places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["pin", "r", "10", "--spool", str(places[0])]) == 6
+    assert "name the tiers" in capsys.readouterr().err
+    assert not Spool(places[0]).pins()
+
+
+def test_show_invents_no_policy(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["show", "r", "10", str(places[1]), "--json"]) == 0
+    assert all(copy["keep"] for copy in json.loads(capsys.readouterr().out)["checkpoint"]["copies"])
+
+
 def test_prune_without_a_policy_is_refused(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["prune", str(places[1])]) == 3
     assert "no policy" in capsys.readouterr().err
@@ -202,6 +215,9 @@ def test_config_check_reaches_tiers(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["run", "--spool", "/tmp"], 3, "no tier"),
         (["restore", "/tmp"], 3, "--run"),
         (["verify", "/does/not/exist"], 6, ""),
+        (["ls", "/does/not/exist"], 6, ""),
+        (["show", "r", "1", "/does/not/exist"], 6, "did not answer"),
+        (["pin", "r", "1", "/does/not/exist"], 6, "did not answer"),
         (["nonsense"], 2, "nonsense"),
         (["show", "r"], 2, "STEP"),
     ],

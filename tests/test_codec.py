@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierd import codec
-from tierd.core.errors import CorruptChunk
+from tierd.core.errors import CorruptChunk, FormatTooNew
 from tierd.core.ids import CheckpointId, PartId, chunk_key
 from tierd.core.manifest import Chunk, Stored
 from tierd.persist import digest
@@ -123,7 +123,7 @@ def test_a_chunk_that_is_nowhere_stored_cannot_be_decoded():
 
 
 def test_a_codec_of_a_newer_tierd_is_named():
-    with pytest.raises(CorruptChunk, match="'lz9' is not known"):
+    with pytest.raises(FormatTooNew, match="'lz9' is not known"):
         codec.decode(crafted(b"x", b"x", "lz9"), b"x", "t")
 
 

@@ -18,7 +18,7 @@ import pytest
 from tierd import codec
 from tierd.core import manifest as manifest_module
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Chunk, File, Manifest, Origin, Stored, decode, encode
+from tierd.core.manifest import Chunk, File, Manifest, Origin, Stored, decode, encode, seal
 from tierd.core.world import Facts
 from tierd.spool import Spool
 
@@ -223,7 +223,7 @@ def test_the_documented_program_refuses_another_version_and_an_unknown_run(by_ha
     tier = tmp_path / "tier"
     shutil.copytree(TIER, tier)
     path = tier / PARTS[1].manifest_key
-    path.write_bytes(encode(msgspec.structs.replace(on_tier(PARTS[1]), version=2)))
+    path.write_bytes(seal(msgspec.structs.replace(on_tier(PARTS[1]), version=2)))
     assert by_hand(tier)[:1] == (1,)
     assert "has version 2" in by_hand(tier)[1]
     (tier / "empty" / "manifests").mkdir(parents=True)

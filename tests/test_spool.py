@@ -25,7 +25,7 @@ from tierd.core.errors import (
     StepRefused,
 )
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Manifest, encode
+from tierd.core.manifest import Manifest, encode, seal
 from tierd.persist import write_file
 from tierd.spool import Spool, describe_directory, translated
 
@@ -462,7 +462,7 @@ def test_a_manifest_that_is_not_right_is_a_manifest_error(spool, damage):
 
 def test_a_newer_format_is_too_new(spool):
     commit(spool, part())
-    _manifest_path(spool).write_bytes(encode(msgspec.structs.replace(empty(part()), version=2)))
+    _manifest_path(spool).write_bytes(seal(msgspec.structs.replace(empty(part()), version=2)))
     with pytest.raises(FormatTooNew):
         spool.manifest(part())
 
@@ -541,7 +541,8 @@ def test_a_place_without_rights_is_no_spool_and_the_message_says_what_to_do(tmp_
     base.mkdir()
     try:
         spool = Spool(base / "spool")
-        assert "SpoolUnusable" in _as_nobody(spool.root)
+        assert "SpoolUnusable" in _as_nobody(spool.root)  # private as it was made
+        spool.root.chmod(0o755)
         assert "not writable by uid 65534" in _as_nobody(spool.root)
         base.chmod(0o700)
         assert _as_nobody(base / "spool").startswith("SpoolUnusable")  # cannot even be looked at

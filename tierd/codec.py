@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import zstandard
 
-from tierd.core.errors import CorruptChunk
+from tierd.core.errors import CorruptChunk, FormatTooNew
 from tierd.core.ids import PartId, chunk_key
 from tierd.core.manifest import Chunk, Stored
 from tierd.persist import digest
@@ -63,6 +63,7 @@ def decode(chunk: Chunk, data: bytes | bytearray | memoryview, where: str) -> by
 
     Raises:
         CorruptChunk: the stored bytes, the frame or the raw bytes are not what the manifest promised.
+        FormatTooNew: the stored bytes are right, and of a codec that this tierd does not know.
     """
     stored = chunk.stored
     if stored is None:
@@ -76,7 +77,7 @@ def decode(chunk: Chunk, data: bytes | bytearray | memoryview, where: str) -> by
 
 def _expand(chunk: Chunk, stored: Stored, data: bytes | bytearray | memoryview, where: str) -> bytes:
     if stored.codec != ZSTD:
-        raise CorruptChunk(f"{where}: {stored.key}: codec {stored.codec!r} is not known; a newer tierd may read it")
+        raise FormatTooNew(f"{where}: {stored.key}: codec {stored.codec!r} is not known; use a newer tierd")
     try:
         # decompress() would trust a size that the frame itself names, so that is compared first.
         if zstandard.get_frame_parameters(bytes(data[:32])).content_size != chunk.size:

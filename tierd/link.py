@@ -11,22 +11,37 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tierd.core.errors import DaemonUnavailable
-from tierd.core.wire import HEARTBEAT, MAX_REPLY, Request, encode_line, raise_error
+from tierd.core.wire import EXIT_HELD, HEARTBEAT, MAX_REPLY, Request, encode_line, raise_error
 from tierd.spool import Spool
 
 _SILENCE = 6 * HEARTBEAT  # seconds without a byte after which a daemon counts as hung
 _START = 60.0  # seconds that a daemon may take to answer after it was started; imports from a network disk are slow
 _QUEUE = 5.0  # seconds to wait for a place in the daemon's queue of callers
+_AGAIN = 1.0  # seconds between attempts to take a spool that another daemon holds
 _ABSENT = (errno.ENOENT, errno.ECONNREFUSED)
 _started: list[
     subprocess.Popen[bytes]
 ] = []  # kept, so that nobody is warned of a daemon that outlives us, as it should
+
+
+_open: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    # A DataLoader's worker must not keep its trainer attached: the connection's end is how the daemon sees a death.
+    for link in list(_open):
+        link._socket.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class Link:
@@ -40,6 +55,7 @@ class Link:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(_SILENCE)
         self._rest = b""
+        _open.add(self)
         try:
             _connect(self._socket, spool)
         except OSError as error:
@@ -114,6 +130,11 @@ class Link:
             return False
 
     def close(self) -> None:
+        """End the connection, also where a forked child still has its descriptor."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
         self._socket.close()
 
     def __enter__(self) -> Link:
@@ -144,10 +165,20 @@ def _connect(connection: socket.socket, spool: Spool) -> None:
         os.close(directory)
 
 
+def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/"
+        )
+    _started.append(process)
+    return process
+
+
 def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
     """Start a daemon for `spool` that outlives this process until everything is flushed; wait until it answers.
 
-    Another rank may do the same at the same moment: one of the two daemons gets the spool, and serves both.
+    Another rank may do the same at the same moment: one of the daemons gets the spool, and serves all. The others end
+    with `EXIT_HELD`, and are started again as long as nobody answers: the one that holds the spool may be about to end.
 
     Raises:
         DaemonUnavailable: it ended or did not answer; the message holds the end of its log.
@@ -156,19 +187,18 @@ def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
     command = [sys.executable, "-m", "tierd", "run", "--spool", str(spool.root), "--until-idle"]
     for url in urls:
         command += ["--to", url]
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/"
-        )
-    _started.append(process)
+    process = _start(command, log)
     end = time.monotonic() + _START
     while time.monotonic() < end:
-        ended = process.poll() is not None
+        ended = process.poll()
         try:
             Link(spool).close()
             return
         except DaemonUnavailable:
-            if ended:
+            if ended == EXIT_HELD:
+                time.sleep(_AGAIN)
+                process = _start(command, log)
+            elif ended is not None:
                 break
         time.sleep(0.05)
     tail = log.read_text(errors="replace")[-2000:].strip()

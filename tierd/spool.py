@@ -25,6 +25,7 @@ from tierd.core.errors import (
     ManifestError,
     ObjectNotFound,
     SpoolFull,
+    SpoolHeld,
     SpoolUnusable,
     StepRefused,
     TierdError,
@@ -105,20 +106,34 @@ class Stage:
 class Spool:
     """A node's local checkpoints, in one directory.
 
+    Args:
+        write: make what is missing; without, a spool is only looked at.
+
     Raises:
         SpoolUnusable: `root` is no directory, cannot be made, or cannot be written to.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, write: bool = True) -> None:
+        if not os.fspath(root):
+            raise SpoolUnusable("spool '': name a directory")
         self.root = Path(root).absolute()
         self.control = self.root / ".tierd"
         with translated(f"spool {self.root}"):
             if self.root.exists() and not self.root.is_dir():
                 raise SpoolUnusable(f"spool {self.root}: it is not a directory; name another, or move that file away")
-            for directory in (self.root, self.control, *(self.control / name for name in _ROOMS)):
+            if not write:
+                return
+            self.root.parent.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(mode=0o700, exist_ok=True)  # weights are nobody else's business
+            for directory in (self.control, *(self.control / name for name in _ROOMS)):
                 directory.mkdir(parents=True, exist_ok=True)
             if not os.access(self.root, os.W_OK | os.X_OK):
-                raise SpoolUnusable(f"spool {self.root}: not writable by uid {os.geteuid()}; change its owner or mode")
+                why = (
+                    "its file system is mounted read-only"
+                    if os.statvfs(self.root).f_flag & os.ST_RDONLY
+                    else (f"not writable by uid {os.geteuid()}; change its owner or mode")
+                )
+                raise SpoolUnusable(f"spool {self.root}: {why}")
 
     def path(self, part: PartId) -> Path:
         return self.root / part.path
@@ -133,6 +148,13 @@ class Spool:
             if part:
                 found.append(part)
         return sorted(found)
+
+    def has(self, part: PartId) -> bool:
+        """Whether the part was committed; False also where the disk does not say, since staging asks again."""
+        try:
+            return self.path(part).exists()
+        except OSError:
+            return False
 
     def attempts(self, run: str) -> set[str]:
         """Every attempt of `run` that left a checkpoint or a quarantined part here."""
@@ -278,7 +300,7 @@ class Spool:
         """Hold the spool as its only daemon.
 
         Raises:
-            SpoolUnusable: another daemon holds it; names its process.
+            SpoolHeld: another daemon holds it; names its process.
         """
         fd = os.open(self.control / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -286,7 +308,7 @@ class Spool:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-                raise SpoolUnusable(f"spool {self.root}: a daemon holds it already (pid {owner})") from error
+                raise SpoolHeld(f"spool {self.root}: a daemon holds it already (pid {owner})") from error
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
             yield

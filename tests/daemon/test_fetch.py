@@ -14,7 +14,7 @@ from support.doubles import Double, contents, damage, flip, flipped, is_chunk
 from support.world import CHUNK, RUN, commit, content, listing, part, read
 
 from tierd.core.errors import CorruptChunk, StoreUnavailable
-from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Stored, decode, encode
+from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Stored, decode, encode, seal
 from tierd.daemon.fetch import fetch
 from tierd.daemon.flush import flush
 from tierd.persist import digest
@@ -227,7 +227,7 @@ def test_a_hostile_manifest_never_writes_outside(spool, tmp_path, escape):
     hostile = tuple(
         msgspec.structs.replace(file, path=escape) if file.path == "weights.bin" else file for file in manifest.files
     )
-    asyncio.run(store.put(PART.manifest_key, encode(msgspec.structs.replace(manifest, files=hostile))))
+    asyncio.run(store.put(PART.manifest_key, seal(msgspec.structs.replace(manifest, files=hostile))))
     fresh = Spool(tmp_path / "fresh")
     before = listing(fresh)
     with pytest.raises(CorruptChunk):

@@ -12,6 +12,7 @@ import typer
 
 from tierd.cli import act, read
 from tierd.core import errors
+from tierd.core.wire import EXIT_HELD
 
 app = typer.Typer(
     name="tierd",
@@ -32,6 +33,7 @@ EXIT_CODES: dict[int, str] = {
     4: "not found: no such checkpoint, or none that could be verified",
     5: "corruption was found",
     6: "a store or the daemon did not answer, or refused; nothing is known to be wrong",
+    EXIT_HELD: "another daemon holds the spool",
 }
 _CODES: dict[type[errors.TierdError], int] = {
     errors.CheckpointNotFound: 4,
@@ -41,6 +43,7 @@ _CODES: dict[type[errors.TierdError], int] = {
     errors.StoreUnavailable: 6,
     errors.StoreRefused: 6,
     errors.DaemonUnavailable: 6,
+    errors.SpoolHeld: EXIT_HELD,
 }
 
 

@@ -234,7 +234,9 @@ def _pin_by_daemon(where: Places, run: str, step: int, attempt: str | None, *, p
     try:
         link = Link(where.spool)
     except DaemonUnavailable:
-        return None
+        raise DaemonUnavailable(
+            f"no daemon holds spool {where.spool.root}, and it alone is not every place: name the tiers' URLs too"
+        ) from None
     with link:
         found = link.ask(wire.Candidates(run=run, step=step, attempt=attempt))["resume"]["candidates"]
         if not found:

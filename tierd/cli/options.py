@@ -67,7 +67,7 @@ def places(spool: Path | None, urls: list[str] | None, config: Path | None, keep
 def _spool(path: Path) -> Spool:
     if not (path / ".tierd").is_dir():  # opening it would make one of any directory
         raise ConfigError(f"{path}: not a spool; a Checkpointer or `tierd run` makes one")
-    return Spool(path)
+    return Spool(path, write=False)
 
 
 def load_config(path: Path) -> Config:

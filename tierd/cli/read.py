@@ -31,6 +31,7 @@ from tierd.core.errors import (
     DaemonUnavailable,
     ManifestError,
     ObjectNotFound,
+    StoreUnavailable,
     TierdError,
 )
 from tierd.core.ids import CheckpointId, PartId
@@ -100,10 +101,12 @@ def ls(
     found = _report(places(spool, url, config), run)
     if json:
         print_json(found)
-        return
-    console().print(checkpoints(found))
-    for name in found.unreached:
-        console().print(f"{name} did not answer")
+    else:
+        console().print(checkpoints(found))
+        for name in found.unreached:
+            console().print(f"{name} did not answer")
+    if found.unreached:
+        raise typer.Exit(6)
 
 
 def show(
@@ -119,7 +122,11 @@ def show(
     where = places(spool, url, config)
     world = asyncio.run(_look(where, run))
     checkpoint = choose(world, run, step, attempt)
-    found = next(c for c in report(world, where.config, run).checkpoints if (c.step, c.attempt) == _name(checkpoint))
+    found = next(
+        c
+        for c in report(world, where.config if where.policy else None, run).checkpoints
+        if (c.step, c.attempt) == _name(checkpoint)
+    )
     manifests = asyncio.run(_manifests(where, world, checkpoint))
     if json:
         print_json({"checkpoint": found, "manifests": manifests})
@@ -185,6 +192,8 @@ def choose(world: World, run: str, step: int, attempt: str | None) -> Checkpoint
         for part in (*place.parts, *place.quarantined)
     }
     matching = [c for c in named if (c.run, c.step) == (run, step) and attempt in (None, c.attempt)]
+    if not matching and resume.unreached:
+        raise StoreUnavailable(f"run {run!r} step {step}: not seen, and {', '.join(resume.unreached)} did not answer")
     if not matching:
         raise not_found(resume, run, step, [])
     return max(matching)
@@ -201,8 +210,7 @@ def _report(where: Places, run: str | None) -> Report:
                 return msgspec.convert(link.ask(wire.Report(run=run))["report"], Report)
         except DaemonUnavailable:
             pass
-    policy = where.config if where.spool else None
-    return report(asyncio.run(_look(where, run)), policy, run)
+    return report(asyncio.run(_look(where, run)), where.config if where.policy else None, run)
 
 
 async def _look(where: Places, run: str | None) -> World:

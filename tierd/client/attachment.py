@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 
 from tierd.core.config import from_urls
-from tierd.core.errors import DaemonUnavailable, TierdError
+from tierd.core.errors import ConfigError, DaemonUnavailable, TierdError
 from tierd.core.wire import Attach, Candidates
 from tierd.link import Link, start_daemon
 from tierd.spool import Spool
@@ -33,6 +33,8 @@ class Attachment:
 
     def __init__(self, spool: Spool, to: Sequence[str] | None) -> None:
         self._spool = spool
+        if isinstance(to, str) or not all(isinstance(url, str) for url in to or ()):
+            raise ConfigError(f"to={to!r}: a list of URLs, such as to=['s3://bucket/prefix']")
         self._to = tuple(to) if to is not None else None
         self._link: Link | None = None
         self._lock = threading.Lock()
@@ -47,7 +49,11 @@ class Attachment:
 
     def attempts(self, run: str) -> set[str]:
         """Every attempt that the spool or, where it answers within seconds, the daemon shows."""
-        seen = self._spool.attempts(run)
+        try:
+            seen = self._spool.attempts(run)
+        except OSError as error:  # the clock's word then; naming an attempt must not end a training
+            log.warning("spool %s: %s", self._spool.root, error)
+            seen = set()
         if self.tiers:
             try:
                 with Link(self._spool) as link:

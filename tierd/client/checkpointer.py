@@ -21,16 +21,17 @@ import msgspec
 
 from tierd import __version__
 from tierd.client.attachment import Attachment
-from tierd.client.launch import agree, rank_and_world
-from tierd.client.load import load
+from tierd.client.launch import agree, exchange, rank_and_world
+from tierd.client.load import check_fit, load
 from tierd.client.restore import Found, Restored, Restorer
 from tierd.client.save import Save, Stats, checked_metrics
 from tierd.client.snapshot import Arena
-from tierd.client.state import flatten, unflatten
-from tierd.client.tensorfile import plan_layout
-from tierd.core.errors import ConfigError, StateMismatch, StepRefused
+from tierd.client.state import Flattened, flatten, unflatten
+from tierd.client.tensorfile import Layout, plan_layout
+from tierd.core.errors import ConfigError, StateMismatch, StepRefused, TierdError
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check_step
 from tierd.core.manifest import VERSION, Manifest, Origin, metrics_to_json
+from tierd.link import Link
 from tierd.persist import write_file
 from tierd.spool import Spool, condition, describe_directory, translated
 
@@ -80,6 +81,8 @@ class Checkpointer:
         self._arena = Arena()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tierd-persist")
         self._closed = False
+        self._pid = os.getpid()
+        self._hold: Link | None = None  # while it is open, the daemon leaves the last restored directory alone
         self.stats = Stats()
         self._daemon = Attachment(self._spool, to)
         if self._world > 1 and self._given is None:
@@ -110,12 +113,18 @@ class Checkpointer:
         flat = flatten(state)
         layout = plan_layout(flat.tensors)
         save = Save(part, self._spool)
-        self.stats.waited_s += self._arena.wait()
-        image = self._arena.take(layout, flat.tensors)
+        try:
+            self._writer.submit(self._take, save, layout, flat, self._manifest(part, numbers), time.perf_counter())
+        except RuntimeError as error:
+            raise ConfigError("the interpreter is ending and runs nothing more: save before its exit") from error
+        self._steps.add(part.checkpoint.step)
+        try:
+            save.wait_for_snapshot()
+        except BaseException:
+            self._steps.discard(part.checkpoint.step)
+            raise
         self.stats.saves += 1
         self.stats.blocked_s += time.perf_counter() - begun
-        self._steps.add(part.checkpoint.step)
-        self._writer.submit(self._persist, save, self._manifest(part, numbers), {TENSORS: image, TREE: flat.tree})
         return save
 
     @contextmanager
@@ -143,7 +152,7 @@ class Checkpointer:
         self._check_open()
         number = check_step(step)
         part = PartId(CheckpointId(self._run, self.attempt, number), self._rank, self._world)
-        if number in self._steps or self._spool.path(part).exists():
+        if number in self._steps or self._spool.has(part):
             raise StepRefused(f"{part} is already committed by this attempt; a checkpoint is never overwritten")
         return part, checked_metrics(metrics or {})
 
@@ -162,6 +171,17 @@ class Checkpointer:
             metrics=metrics_to_json(metrics),
             files=(),
         )
+
+    def _take(self, save: Save, layout: Layout, flat: Flattened, manifest: Manifest, asked: float) -> None:
+        """Copy, tell the caller, and persist. All of it runs in the one thread that owns the arena."""
+        self.stats.waited_s += time.perf_counter() - asked
+        try:
+            image = self._arena.copy(layout, flat.tensors)
+        except Exception as error:
+            save.snapshot_taken(error)
+            return
+        if save.snapshot_taken():
+            self._persist(save, manifest, {TENSORS: image, TREE: flat.tree})
 
     def _persist(self, save: Save, manifest: Manifest, files: Mapping[str, Buffer]) -> None:
         """Make a snapshot durable. Runs behind training; whatever happens ends in the save's handle."""
@@ -182,8 +202,6 @@ class Checkpointer:
         else:
             self.stats.persisted_bytes += sum(len(data) for data in files.values())
             save.finish(None)
-        finally:
-            self._arena.release()
         self._daemon.keep()
 
     def _write(self, part: PartId, manifest: Manifest, files: Mapping[str, Buffer]) -> None:
@@ -217,14 +235,17 @@ class Checkpointer:
         asked = check_step(step) if step is not None else None
         self._drain()
         self._daemon.renew()
-        restorer = Restorer(self._spool, self._run, self._rank, self._world, tiers=self._daemon.tiers)
+        restorer = Restorer(
+            self._spool, self._run, self._rank, self._world, tiers=self._daemon.tiers, keep=state is not None
+        )
+        self._let_go()
         found = restorer.agreed(asked, check_attempt(attempt) if attempt is not None else None)
         if found is None:
             return None
-        manifest = found.manifest
-        self._check_given(found)
+        self._hold, manifest = found.hold, found.manifest
+        restored = self._fitting(state, found)
         if state is not None:
-            self._load(state, found)
+            load(state, restored)
         self._go_on_from(found.part.checkpoint, found.attempts)
         if found.unreached:
             log.warning("restored step %d; not asked for newer ones: %s", manifest.step, ", ".join(found.unreached))
@@ -238,12 +259,36 @@ class Checkpointer:
             directory=found.directory,
         )
 
-    def _load(self, state: MutableMapping[str, Any], found: Found) -> None:
+    def _fitting(self, state: MutableMapping[str, Any] | None, found: Found) -> dict[str, Any]:
+        """What was restored, once every rank has said that its own fits: else one would load, and wait for the rest."""
+        restored: dict[str, Any] = {}
+        misfit: TierdError | None = None
+        try:
+            self._check_given(found)
+            if state is not None:
+                restored = self._tree(found)
+                check_fit(state, restored)
+        except TierdError as error:
+            misfit = error
+        told = exchange(misfit and str(misfit), self._world)
+        if misfit is not None:
+            raise misfit
+        for rank, text in enumerate(told or ()):
+            if text is not None:
+                raise StateMismatch(f"rank {rank}: {text}; nothing was loaded")
+        return restored
+
+    def _tree(self, found: Found) -> dict[str, Any]:
         if TREE not in found.files or TENSORS not in found.files:
             raise StateMismatch(
                 f"{found.part} was written through stage(): call restore() without a state and read its `directory`"
             )
-        load(state, unflatten(found.files[TREE], found.files[TENSORS]))
+        return unflatten(found.files[TREE], found.files[TENSORS])
+
+    def _let_go(self) -> None:
+        if self._hold is not None:
+            self._hold.close()
+            self._hold = None
 
     def _check_given(self, found: Found) -> None:
         if self._given is None:
@@ -261,13 +306,15 @@ class Checkpointer:
         self._steps.clear()
         if self._given is None:
             own = [self._attempt] if self._attempt else []
-            self._attempt = agree({*attempts, *self._spool.attempts(self._run), origin.attempt, *own}, self._world)
+            self._attempt = agree({*attempts, origin.attempt, *own}, self._world)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this Checkpointer is closed")
+        if os.getpid() != self._pid:
+            raise ConfigError("this process was forked from the one that made the Checkpointer: make one of its own")
 
     def _drain(self) -> None:
         self._writer.submit(lambda: None).result()
@@ -278,6 +325,7 @@ class Checkpointer:
             self._drain()
             self._closed = True
             self._writer.shutdown()
+            self._let_go()
             self._daemon.close()
 
     def __enter__(self) -> Self:

@@ -30,6 +30,7 @@ from tierd.core.resume import Candidate, Resume, not_found, own_part, restore_ca
 from tierd.core.wire import Candidates, Fetch
 from tierd.core.world import SPOOL, Facts, Place, World
 from tierd.link import Link
+from tierd.persist import bad_chunks
 from tierd.spool import Spool
 
 log = logging.getLogger("tierd")
@@ -85,6 +86,7 @@ class Found:
     directory: Path
     attempts: tuple[str, ...]
     unreached: tuple[str, ...]
+    hold: Link | None  # to be closed by whoever is done with `directory`
 
 
 class Restorer:
@@ -92,10 +94,12 @@ class Restorer:
 
     Args:
         tiers: whether there may be copies beyond the spool; without, the spool's word is final.
+        keep: hand the files on in memory; without, they are only verified, and their directory is held in the spool.
     """
 
-    def __init__(self, spool: Spool, run: str, rank: int, world: int, *, tiers: bool) -> None:
-        self._spool, self._run, self._rank, self._world, self._tiers = spool, run, rank, world, tiers
+    def __init__(self, spool: Spool, run: str, rank: int, world: int, *, tiers: bool, keep: bool = True) -> None:
+        self._spool, self._run, self._rank, self._world = spool, run, rank, world
+        self._tiers, self._keep = tiers, keep
         self._why_alone = ""
 
     def agreed(self, step: int | None, attempt: str | None) -> Found | None:
@@ -137,11 +141,12 @@ class Restorer:
             FormatTooNew: the newest was written by a newer tierd.
         """
         link = self._connect()
+        found = None
         try:
-            resume = self._ask(link, step, attempt)
-            return self._walk(link, resume, step, limit)
+            found = self._walk(link, self._ask(link, step, attempt), step, limit)
+            return found
         finally:
-            if link:
+            if link and not (found and found.hold):
                 link.close()
 
     def _connect(self) -> Link | None:
@@ -178,6 +183,12 @@ class Restorer:
 
     def _walk(self, link: Link | None, resume: Resume, step: int | None, limit: CheckpointId | None) -> Found | None:
         skipped = [Skipped(c.step, c.attempt, "incomplete: not every rank's part is there") for c in resume.incomplete]
+        if resume.incomplete and resume.unreached and step is None:
+            # Known to be there, and perhaps whole: the missing part may lie where nobody answers.
+            raise StoreUnavailable(
+                f"{resume.incomplete[0]} lacks parts in the places that answered, and {', '.join(resume.unreached)} "
+                "did not; restoring an older step is your decision: restore(state, step=…)"
+            )
         for candidate in resume.candidates:
             if limit and candidate.checkpoint > limit:
                 reason = "another rank's part of it could not be verified"
@@ -193,7 +204,8 @@ class Restorer:
                 continue
             home = self._spool.path(part)
             skipped = _with_aside(skipped, [one for one in resume.quarantined if one > candidate.checkpoint])
-            return Found(part, manifest, files, tier, tuple(skipped), home, resume.attempts, resume.unreached)
+            hold = None if self._keep else link
+            return Found(part, manifest, files, tier, tuple(skipped), home, resume.attempts, resume.unreached, hold)
         self._nothing(link, resume, step, _with_aside(skipped, resume.quarantined))
         return None
 
@@ -201,10 +213,12 @@ class Restorer:
         if candidate.world != self._world:
             raise StateMismatch(
                 f"{candidate.checkpoint} was saved by {candidate.world} ranks, and this launch has {self._world}: "
-                f"launch {candidate.world} ranks, or keep a torch.distributed.checkpoint in a stage(), which reshards"
+                f"launch {candidate.world} ranks"
             )
 
     def _obtain(self, link: Link | None, part: PartId) -> tuple[Manifest, dict[str, bytearray], str]:
+        if link and not self._keep:
+            link.ask(Fetch(part=part))  # whole or not: the daemon holds it from here on
         try:
             return *self._read(part), SPOOL
         except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
@@ -235,7 +249,12 @@ class Restorer:
 
     def _read(self, part: PartId) -> tuple[Manifest, dict[str, bytearray]]:
         manifest = self._spool.manifest(part)
-        return manifest, self._spool.read(part, manifest)
+        if self._keep:
+            return manifest, self._spool.read(part, manifest)
+        for file in manifest.files:
+            for _, _, bad in bad_chunks(self._spool.path(part) / file.path, file):
+                raise bad
+        return manifest, {}
 
     def _nothing(self, link: Link | None, resume: Resume, step: int | None, skipped: list[Skipped]) -> None:
         """Return when starting anew is right; raise when it would be a silent loss."""

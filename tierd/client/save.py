@@ -44,6 +44,9 @@ class Save:
     def __init__(self, part: PartId, spool: Spool) -> None:
         self.part = part
         self._spool = spool
+        self._lock = threading.Lock()
+        self._taken = threading.Event()
+        self._given_up = False
         self._ended = threading.Event()
         self._error: Exception | None = None
 
@@ -85,6 +88,25 @@ class Save:
         with Link(self._spool) as link:
             link.ask(Wait(part=self.part, tier=tier, timeout_s=left), None if left is None else left + 10)
 
+    def wait_for_snapshot(self) -> None:
+        """Return when the state was copied, and may change. An interrupt meanwhile gives the save up: what training
+        changes from then on must not get in. Raises what the copy raised."""
+        try:
+            self._taken.wait()
+        except BaseException:
+            with self._lock:
+                self._given_up = not self._taken.is_set()
+            raise
+        if self._error is not None and not self._ended.is_set():
+            raise self._error
+
+    def snapshot_taken(self, error: Exception | None = None) -> bool:
+        """The persisting side's word that the copy is done, or why not; whether the save is still wanted."""
+        with self._lock:
+            self._error = error
+            self._taken.set()
+            return error is None and not self._given_up
+
     def finish(self, error: Exception | None) -> None:
         """The persisting side's word on how it ended."""
         self._error = error
@@ -100,7 +122,7 @@ def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
         if not is_metric_name(name):
             raise ConfigError(f"metrics[{name!r}]: a name is 1 to 256 characters, none of them a control character")
         try:
-            numbers[name] = float(value)  # NumPy scalars and 0-d tensors too
+            numbers[name] = float(value.item() if hasattr(value, "item") else value)  # NumPy scalars, 0-d tensors
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise ConfigError(f"metrics[{name!r}]: {type(value).__name__} is not a number") from error
     return numbers

@@ -56,7 +56,11 @@ class CheckpointNotFound(TierdError):
 
 
 class SpoolUnusable(TierdError):
-    """The spool is no directory, is not writable, or another daemon holds it."""
+    """The spool is no directory, or is not readable or writable."""
+
+
+class SpoolHeld(SpoolUnusable):
+    """Another daemon holds the spool."""
 
 
 class SpoolFull(TierdError):

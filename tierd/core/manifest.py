@@ -144,7 +144,18 @@ def chunk_sizes(size: int, chunk_size: int = CHUNK_SIZE) -> list[int]:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as one JSON object whose last member, `digest`, is the xxh3-128 of every byte before its comma."""
+    """The manifest as one JSON object whose last member, `digest`, is the xxh3-128 of every byte before its comma.
+
+    Raises:
+        ManifestError: no reader would take it (too many files, too long a path): what is written can be read.
+    """
+    data = seal(manifest)
+    decode(data, manifest.part)
+    return data
+
+
+def seal(manifest: Manifest) -> bytes:
+    """As `encode`, of anything: a test's way to say what no writer says."""
     body = msgspec.json.encode(manifest)[:-1]
     return body + _SEAL + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
 

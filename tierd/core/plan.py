@@ -133,7 +133,16 @@ def judge_tier(
         for checkpoint in extra - known
         if checkpoint.run == run
     ]
-    return decide(infos, policy) if pending else _patient(infos, policy)
+    if pending:
+        return decide(infos, policy)
+    verdicts = _patient(infos, policy)
+    if any(isinstance(defect, FormatTooNew) and part.checkpoint.run == run for part, defect in tier.defects.items()):
+        # Which chunks a newer tierd's manifest names cannot be known, nor what it would keep.
+        return tuple(
+            verdict if verdict.keep else Verdict(verdict.id, True, ("a newer tierd writes here",))
+            for verdict in verdicts
+        )
+    return verdicts
 
 
 def _patient(infos: list[CheckpointInfo], policy: RetentionPolicy) -> tuple[Verdict, ...]:
@@ -177,8 +186,6 @@ def _info(
 def _tier_prunes(world: World, tier: Place, policy: RetentionPolicy, run: str, name: str) -> Iterator[Prune]:
     if not is_janitor(world, tier, run):
         return
-    if any(isinstance(defect, FormatTooNew) and part.checkpoint.run == run for part, defect in tier.defects.items()):
-        return  # which chunks a newer tierd's manifest names cannot be known, nor what it would keep
     wanted = {verdict.id for verdict in judge_tier(world, tier, policy, run, pending=True) if verdict.keep}
     # What the spool would send again at once stays, even where the other ranks' parts never came.
     coming = {part.checkpoint for part, facts in world.spool.parts.items() if facts} & wanted
@@ -201,8 +208,7 @@ def judge_spool(world: World, config: Config, run: str) -> tuple[Verdict, ...]:
     retired = [_retired(world, place, config.named(name).retention, run) for name, place in world.tiers.items()]
     gone = frozenset.intersection(*retired) if retired else frozenset()
     parts = {part: facts for part, facts in world.spool.parts.items() if part.checkpoint.run == run}
-    pins = world.spool.pins | world.held
-    pins = pins.union(*(place.pins for place in world.tiers.values() if place))
+    pins = _pins(world) | world.held
     return decide(
         [
             _info(
@@ -217,6 +223,10 @@ def judge_spool(world: World, config: Config, run: str) -> tuple[Verdict, ...]:
         ],
         config.retention,
     )
+
+
+def _pins(world: World) -> frozenset[CheckpointId]:
+    return world.spool.pins.union(*(place.pins for place in world.tiers.values() if place))
 
 
 def _retired(world: World, tier: Place | None, policy: RetentionPolicy, run: str) -> frozenset[CheckpointId]:
@@ -246,6 +256,7 @@ def _on_a_tier(parts: Iterable[PartId], world: World) -> bool:
 def _spool_prunes(world: World, config: Config, run: str) -> Iterator[Prune]:
     verdicts = judge_spool(world, config, run)
     busy = {part.checkpoint for part in world.busy} | world.held
+    pins = _pins(world)
     low = world.free * 100 < config.min_free_percent
     counted = [verdict for verdict in verdicts if _on_a_tier(world.spool.checkpoints[verdict.id], world)]
     for verdict in reversed(verdicts):
@@ -253,7 +264,7 @@ def _spool_prunes(world: World, config: Config, run: str) -> Iterator[Prune]:
             continue
         if not verdict.keep:
             yield Prune(verdict.id, SPOOL, verdict.reasons)
-        elif low and verdict in counted[1:]:
+        elif low and verdict in counted[1:] and verdict.id not in pins:
             yield Prune(verdict.id, SPOOL, (f"under {config.min_free_percent:g} % of the spool's disk is free",))
 
 

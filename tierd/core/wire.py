@@ -15,6 +15,7 @@ from tierd.core.errors import DaemonUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_rank, check_run, check_step
 
 HEARTBEAT = 5.0  # seconds
+EXIT_HELD = 7  # how a daemon ends that finds another one on its spool: whoever started it can use that one
 MAX_REQUEST = 64 << 10  # bytes
 MAX_REPLY = 64 << 20  # bytes
 

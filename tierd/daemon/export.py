@@ -6,6 +6,7 @@ stands in the directory at the end was verified. Until then it stands beside it,
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ async def export(
         StoreUnavailable: a tier did not answer, so that a newer or the right copy may lie there.
         ConfigError: `target` is in the way.
     """
+    target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"--to {target}: it exists and is not an empty directory; nothing was touched")
     world = await look_around(None, stores, run)
@@ -60,15 +62,16 @@ async def export(
     if resume.unreached:
         raise StoreUnavailable(f"not every tier could be asked: {', '.join(resume.unreached)}")
     skipped: list[str] = []
-    aside = target.with_name(f".{target.name}.partial")
     for candidate in resume.candidates:
-        shutil.rmtree(aside, ignore_errors=True)
+        aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
         try:
             parts, tiers = await _all_ranks(stores, candidate, aside, moved)
+            aside.replace(target)
         except CorruptChunk as error:
             skipped.append(f"step {candidate.checkpoint.step} (attempt {candidate.checkpoint.attempt}): {error}")
             continue
-        aside.replace(target)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
         sync_directory(target.parent)
         return Exported(
             run,
@@ -79,7 +82,6 @@ async def export(
             tiers,
             tuple(skipped),
         )
-    shutil.rmtree(aside, ignore_errors=True)
     raise not_found(resume, run, step, skipped)
 
 

@@ -91,7 +91,8 @@ class _Chunk:
     ) -> None:
         self._store, self._part, self._there, self._file, self._index = store, part, there, file, index
         self._twin = (twin.store, twin.manifest.files[number].chunks[index]) if twin else None
-        self._path = spool.path(part) / file.path
+        self._home = spool.path(part)
+        self._path = self._home / file.path
         self.encoded: Chunk = file.chunks[index]
 
     async def send(self) -> int:
@@ -107,7 +108,13 @@ class _Chunk:
         return encoded.stored.size
 
     def _read(self) -> Encoded:
-        return encode(self._part, self._file.chunks[self._index], read_chunk(self._path, self._file, self._index))
+        try:
+            raw = read_chunk(self._path, self._file, self._index)
+        except CorruptChunk:
+            if not self._home.is_dir():
+                raise ObjectNotFound(f"{self._part} is not in the spool any more") from None
+            raise
+        return encode(self._part, self._file.chunks[self._index], raw)
 
     async def _as_the_twin(self, encoded: Encoded) -> Encoded:
         if self._twin is None or self._twin[1].stored in (None, encoded.stored):

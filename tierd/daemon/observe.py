@@ -7,6 +7,7 @@ never handed on, since deletions are decided from it.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 
 from tierd.core.errors import (
@@ -33,6 +34,7 @@ from tierd.stores.base import ObjectInfo, Store, children
 
 log = logging.getLogger("tierd.daemon")
 
+_RELIST = 600.0  # seconds between listings of a run's chunks
 _READERS = 8  # manifests read at once
 
 
@@ -92,6 +94,8 @@ class TierEye:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._cache: dict[tuple[str, str], Facts | TierdError] = {}
+        self._owners: dict[str, set[CheckpointId]] = {}
+        self._listed: dict[str, float] = {}  # run -> when its chunks were listed, monotonic seconds
 
     async def runs(self) -> set[str]:
         """Every run on the tier, at about one listing request each."""
@@ -107,21 +111,36 @@ class TierEye:
         aside: dict[PartId, Facts | None] = {}
         defects: dict[PartId, TierdError] = {}
         pins: set[CheckpointId | None] = set()
-        owners: set[CheckpointId | None] = set()
+        owners: set[CheckpointId] = set()
+        seen: set[tuple[str, str]] = set()
         for run in sorted(runs):
             for prefix, found in ((manifests_prefix(run), parts), (quarantine_prefix(run), aside)):
                 infos = [info async for info in self.store.scan(prefix)]
+                seen |= {(info.key, info.token) for info in infos}
                 for part, facts in await self._read_all(infos):
                     found[part] = facts if isinstance(facts, Facts) else None
                     if isinstance(facts, TierdError) and found is parts:
                         defects[part] = facts
-            owners |= {CheckpointId.parse(run, name) async for name in children(self.store, chunks_prefix(run))}
+            owners |= await self._chunk_owners(run)
             pins |= {
                 CheckpointId.parse(run, info.key.rsplit("/", 1)[1]) async for info in self.store.scan(pins_prefix(run))
             }
-        return Place(
-            parts, defects, frozenset(pin for pin in pins if pin), frozenset(own for own in owners if own), aside
-        )
+        self._cache = {key: found for key, found in self._cache.items() if key in seen}
+        return Place(parts, defects, frozenset(pin for pin in pins if pin), frozenset(owners), aside)
+
+    async def _chunk_owners(self, run: str) -> set[CheckpointId]:
+        """Checkpoints under whose name chunks lie. It takes a listing of all chunks and only finds what a dead flush or
+        prune left, so it is made at the first look and seldom again."""
+        now = time.monotonic()
+        if now - self._listed.get(run, -_RELIST) >= _RELIST:
+            names = {info.key.split("/")[2] async for info in self.store.scan(chunks_prefix(run))}
+            self._owners[run] = {found for name in names if (found := CheckpointId.parse(run, name))}
+            self._listed[run] = now
+        return self._owners[run]
+
+    def forget(self, checkpoint: CheckpointId) -> None:
+        """A checkpoint's chunks were just deleted."""
+        self._owners.get(checkpoint.run, set()).discard(checkpoint)
 
     async def _read_all(self, infos: list[ObjectInfo]) -> list[tuple[PartId, Facts | TierdError]]:
         named = [(info, part) for info in infos if (part := PartId.parse_key(info.key))]

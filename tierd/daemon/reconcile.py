@@ -226,6 +226,9 @@ class Reconciler:
             self.journal.tell("corrupt", SPOOL, part, str(error))
             await self._mend(part, SPOOL)
             return
+        except OSError:  # this part's disk, not the tier's: others of this lane go first meanwhile
+            self._stuck[part] = time.monotonic() + _STUCK
+            raise
         finally:
             self._busy -= Counter([part])
         self.journal.counters["flushed"] += 1
@@ -252,9 +255,12 @@ class Reconciler:
             if not await self._covered(checkpoint):
                 self.wake()
                 return
+            if checkpoint in self.held or any(part.checkpoint == checkpoint for part in self._busy):
+                return  # taken up while the tiers were asked; the next plan decides
             await asyncio.to_thread(self.spool.remove, checkpoint)
         else:
             await prune(self.stores[tier], checkpoint)
+            self._eyes[tier].forget(checkpoint)
         self.journal.counters["pruned"] += 1
         self.journal.tell("pruned", tier, checkpoint, "; ".join(reasons))
 

@@ -1,0 +1,156 @@
+"""How real trainers treat a Checkpointer: signals in the middle of a save, forks, directories kept in use."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from support.doubles import Double
+from support.training import restored, same, tensors
+from support.world import Daemon, hurry
+
+import tierd
+from tierd.client import restore
+from tierd.client.snapshot import Arena
+from tierd.core.errors import ConfigError
+from tierd.link import Link
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    hurry(monkeypatch)
+    monkeypatch.setattr(restore, "_PATIENCE", 0.2)
+
+
+class Slow(Arena):
+    """A copy that takes its time, as a large state does."""
+
+    def copy(self, layout, tensors):
+        time.sleep(0.3)
+        return super().copy(layout, tensors)
+
+
+def after(seconds: float, handler) -> None:
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def test_a_signal_handler_may_save_while_a_save_is_copying(spool, local):
+    """Preemption: SIGTERM comes when it likes, and its handler saves."""
+    local._arena = Slow()
+    saved = []
+    after(0.1, lambda *_: saved.append(local.save(2, tensors(2))))
+    local.save(1, tensors(1)).wait(timeout=20)
+    saved[0].wait(timeout=20)
+    for step in (1, 2):
+        assert same(restored(spool, step)[1], step)
+
+
+def test_an_interrupted_save_is_no_checkpoint_and_blocks_no_later_one(spool, local):
+    """Ctrl-C in a notebook: training may change the state from then on, so that save must not come to be."""
+    local._arena = Slow()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    state = tensors(1)
+    after(0.1, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        local.save(1, state)
+    for tensor in state.values():
+        tensor.zero_()
+    local.save(1, tensors(1)).wait(timeout=20)
+    assert same(restored(spool, 1)[1], 1)
+
+
+def test_a_copy_that_fails_is_raised_and_blocks_no_later_one(spool, local, monkeypatch):
+    def fails(*_):
+        raise MemoryError("no room for the arena")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local._arena, "copy", fails)
+        with pytest.raises(MemoryError):
+            local.save(1, tensors(1))
+    local.save(1, tensors(1)).wait(timeout=20)
+    assert local.stats.saves == 1
+
+
+def child(work) -> int:
+    """The exit code of a forked child that does `work`."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        except ConfigError:
+            os._exit(7)
+        except BaseException:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_cannot_save_and_cannot_reach_the_arena(spool, local):
+    local.save(1, tensors(1)).wait()
+    assert child(lambda: local.save(2, tensors(2))) == 7
+    memory = local._arena._memory
+    before = bytes(memory[:4096])
+    assert child(lambda: memory.__setitem__(slice(0, 4096), b"\xff" * 4096)) == 0
+    assert bytes(memory[:4096]) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_does_not_keep_its_parent_attached(spool):
+    with Daemon(spool.root, {"tier": Double()}) as daemon:
+        from tierd.core.wire import Attach
+
+        link = Link(spool)
+        link.ask(Attach())
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(20)
+            os._exit(0)
+        try:
+            assert daemon.control.trainers == 1
+            link.close()
+            end = time.monotonic() + 8
+            while daemon.control.trainers and time.monotonic() < end:
+                time.sleep(0.02)
+            assert daemon.control.trainers == 0
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def test_a_restored_directory_stays_until_the_next_restore(spool):
+    """The spool keeps one, and an old one is asked for: retention must not take it from under its reader."""
+    with Daemon(spool.root, {"tier": Double()}, keep=10, keep_local=1) as daemon:
+        with tierd.Checkpointer(spool.root, "run") as ckpt:
+            for step in (1, 2, 3):
+                with ckpt.stage(step) as home:
+                    (home / "model.bin").write_bytes(bytes([step]) * 1000)
+            daemon.settle()
+        with tierd.Checkpointer(spool.root, "run") as ckpt:
+            found = ckpt.restore(step=1)
+            daemon.settle()
+            assert (found.directory / "model.bin").read_bytes() == b"\1" * 1000
+            newest = ckpt.restore()
+            daemon.settle()
+            assert newest.step == 3
+            assert not found.directory.exists()
+
+
+def test_a_list_of_urls_is_a_list(spool):
+    for wrong in ("file:///x", [3]):
+        with pytest.raises(ConfigError, match="a list of URLs"):
+            tierd.Checkpointer(spool.root, "run", to=wrong)
+
+
+def test_a_loss_that_still_has_its_graph_is_a_metric_without_a_warning(local, recwarn):
+    loss = torch.ones((), requires_grad=True) * 2
+    local.save(1, tensors(1), metrics={"loss": loss}).wait()
+    assert not [one for one in recwarn if "requires_grad" in str(one.message)]
+    assert local.restore(tensors(0)).metrics == {"loss": 2.0}

@@ -1,0 +1,140 @@
+"""What a sceptical reading of the daemon found; each of these was so once."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+
+import msgspec
+import pytest
+from support.doubles import Double, is_manifest
+from support.world import commit, config, listing, part, reconciler, running, settle, until
+
+from tierd.core.errors import CorruptChunk, ManifestError, StoreUnavailable
+from tierd.core.manifest import decode, seal
+from tierd.core.plan import Prune, plan
+from tierd.core.world import SPOOL, Facts, Place, World
+from tierd.daemon import flush as flush_module
+from tierd.daemon.flush import flush
+
+
+def test_a_codec_that_is_not_known_is_no_corruption(spool, tmp_path):
+    from tierd.spool import Spool
+
+    async def work():
+        store = Double()
+        commit(spool, part(1))
+        await flush(spool, part(1), store)
+        manifest = decode(bytes(await store.get(part(1).manifest_key)))
+        file = manifest.files[-1]
+        chunk = file.chunks[0]
+        key = chunk.stored.key.rsplit(".", 1)[0] + ".bp1"
+        odd = msgspec.structs.replace(chunk, stored=msgspec.structs.replace(chunk.stored, codec="bp1", key=key))
+        await store.put(f"run/{key}", await store.get(f"run/{chunk.stored.key}"))
+        files = (*manifest.files[:-1], msgspec.structs.replace(file, chunks=(odd, *file.chunks[1:])))
+        await store.put(part(1).manifest_key, seal(msgspec.structs.replace(manifest, files=files)))
+        fresh = Spool(tmp_path / "fresh")
+        daemon = reconciler(fresh, {"tier": store})
+        with pytest.raises(StoreUnavailable, match="bp1"):
+            await daemon.fetch(part(1))
+        assert [key async for key in _keys(store) if is_manifest(key)] == [part(1).manifest_key]
+
+    asyncio.run(work())
+
+
+async def _keys(store):
+    async for info in store.scan(""):
+        yield info.key
+
+
+def test_what_no_reader_would_take_is_not_committed(spool):
+    before = listing(spool)
+    long = "/".join(["d" * 200] * 6)
+    with pytest.raises(ManifestError, match="1024"):
+        commit(spool, part(1), {long: b"x"})
+    assert [name for name in listing(spool) if "run" in name.split("/")[0]] == [
+        name for name in before if "run" in name.split("/")[0]
+    ]
+
+
+def test_little_room_takes_no_pinned_copy(spool):
+    for step in (1, 2):
+        commit(spool, part(step))
+    held = {part(step): Facts.of(spool.manifest(part(step))) for step in (1, 2)}
+    tier = Place(held)
+    tight = config(spool, "tier", keep=5, min_free_percent=50.0)
+    going = [a for a in plan(World(Place(held), {"tier": tier}, free=0.1), tight, {}, 0.0) if isinstance(a, Prune)]
+    assert [(a.checkpoint.step, a.tier) for a in going] == [(1, SPOOL)]
+    pinned = Place(held, pins=frozenset({part(1).checkpoint}))
+    assert not plan(World(pinned, {"tier": tier}, free=0.1), tight, {}, 0.0)
+
+
+def test_a_part_that_the_disk_does_not_give_holds_up_no_other(spool, monkeypatch):
+    read = flush_module.read_chunk
+
+    def failing(path, file, index):
+        if f"{4:012}" in str(path):
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path, file, index)
+
+    monkeypatch.setattr(flush_module, "read_chunk", failing)
+
+    async def work():
+        store = Double()
+        for step in (1, 2, 3, 4):
+            commit(spool, part(step))
+        async with running(reconciler(spool, {"tier": store})) as daemon:
+            await until(lambda: all(daemon.has(part(step), "tier") for step in (1, 2, 3)))
+            assert not daemon.has(part(4), "tier")
+        assert not spool.quarantined()
+
+    asyncio.run(work())
+
+
+def test_a_part_that_goes_while_it_is_flushed_is_not_called_corrupt(spool, monkeypatch):
+    read = flush_module.read_chunk
+
+    def racing(path, file, index):
+        spool.remove(part(1).checkpoint)
+        return read(path, file, index)
+
+    monkeypatch.setattr(flush_module, "read_chunk", racing)
+
+    async def work():
+        store = Double()
+        commit(spool, part(1))
+        daemon = reconciler(spool, {"tier": store})
+        await daemon.look("tier")
+        await daemon._flush(part(1), "tier")
+        assert not daemon.journal.counters["corruptions"]
+        assert not [event for event in daemon.journal.events if event.what == "corrupt"]
+
+    asyncio.run(work())
+
+
+def test_looks_forget_what_is_gone(spool):
+    async def work():
+        store = Double()
+        for step in range(6):
+            commit(spool, part(step))
+        async with running(reconciler(spool, {"tier": store}, keep=2)) as daemon:
+            await settle(daemon)
+        assert len(daemon._eyes["tier"]._cache) == 2
+
+    asyncio.run(work())
+
+
+def test_both_copies_wrong_is_still_corruption(spool):
+    """The other side of the above: what is proven stays proven."""
+
+    async def work():
+        store = Double()
+        commit(spool, part(1))
+        path = spool.path(part(1)) / "weights.bin"
+        path.write_bytes(bytes(len(path.read_bytes())))
+        daemon = reconciler(spool, {"tier": store})
+        with pytest.raises(CorruptChunk):
+            await daemon.fetch(part(1))
+        assert list(spool.quarantined()) == [part(1)]
+
+    asyncio.run(work())
