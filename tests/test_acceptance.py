@@ -213,3 +213,18 @@ def test_a_daemon_started_by_a_trainer_outlives_it_until_all_is_flushed(tmp_path
     last = max(int(words[1]) for words in lines(log) if words[0] == "acked")
     shutil.rmtree(spool)
     assert from_the_tier(tier, tmp_path / "replaced") >= last
+
+
+def test_several_ranks_may_start_the_one_daemon_at_the_same_moment(tmp_path):
+    (tmp_path / "tier").mkdir()
+    code = (
+        "import sys, torch, tierd\n"
+        "rank = int(sys.argv[1])\n"
+        f"spool, tier = '{tmp_path}/spool', 'file://{tmp_path}/tier'\n"
+        "with tierd.Checkpointer(spool, f'run-{rank}', to=[tier]) as ckpt:\n"
+        "    ckpt.save(1, {'x': torch.ones(10)}).wait('file', timeout=60)\n"
+    )
+    ranks = [subprocess.Popen([sys.executable, "-c", code, str(rank)], stderr=subprocess.PIPE) for rank in range(4)]
+    said = [rank.communicate(timeout=100)[1].decode() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 4, said
+    assert len(list((tmp_path / "tier").glob("run-*/manifests/*/*.json"))) == 4
