@@ -10,9 +10,12 @@ import pytest
 from support.doubles import Double, is_manifest
 from support.world import commit, config, listing, part, reconciler, running, settle, until
 
-from tierd.core.errors import CorruptChunk, ManifestError, StoreUnavailable
+from tierd.client.restore import Restorer
+from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, StoreUnavailable
 from tierd.core.manifest import decode, seal
-from tierd.core.plan import Prune, plan
+from tierd.core.plan import Prune, judge_tier, plan
+from tierd.core.resume import restore_candidates
+from tierd.core.retention import RetentionPolicy
 from tierd.core.world import SPOOL, Facts, Place, World
 from tierd.daemon import flush as flush_module
 from tierd.daemon.flush import flush
@@ -138,3 +141,32 @@ def test_both_copies_wrong_is_still_corruption(spool):
         assert list(spool.quarantined()) == [part(1)]
 
     asyncio.run(work())
+
+
+def test_where_a_newer_tierd_writes_nothing_is_judged_to_go(spool):
+    """By the plan, `ls` and `tierd prune` alike: they ask the same function."""
+    for step in (1, 2, 3):
+        commit(spool, part(step))
+    parts = {part(step): Facts.of(spool.manifest(part(step))) for step in (1, 2, 3)}
+    policy = RetentionPolicy(keep_last=1)
+    assert [verdict.keep for verdict in judge_tier(World(Place(), {}), Place(parts), policy, "run")] == [
+        True,
+        False,
+        False,
+    ]
+    odd = Place({**parts, part(4): None}, defects={part(4): FormatTooNew("version 2")})
+    assert all(verdict.keep for verdict in judge_tier(World(Place(), {}), odd, policy, "run"))
+
+
+def test_what_lacks_a_part_while_a_tier_is_silent_is_not_passed_over(spool):
+    """Step 3 may be whole on the tier that did not answer: stepping back to 2 would rest on its silence."""
+    for rank in (0, 1):
+        commit(spool, part(2, rank=rank, world=2))
+    commit(spool, part(3, world=2))
+    seen = Place({which: Facts.of(spool.manifest(which)) for which in spool.parts()})
+    restorer = Restorer(spool, "run", 0, 2, tiers=True)
+    silent = restore_candidates(World(seen, {"s3": None}), "run")
+    with pytest.raises(StoreUnavailable, match="s3 did not"):
+        restorer._walk(None, silent, None, None)
+    answered = restore_candidates(World(seen, {"s3": Place()}), "run")
+    assert restorer._walk(None, answered, None, None).part == part(2, world=2)
