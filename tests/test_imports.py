@@ -23,17 +23,18 @@ DAEMON_ONLY = {"asyncio", "aiofiles", "aiobotocore", "aiohttp", "botocore", "ric
 MAY = {
     "core": {"core"},
     "persist": {"persist", "core"},
-    "spool": {"spool", "persist", "core"},
+    "stage": {"stage", "persist", "core"},
+    "spool": {"spool", "stage", "persist", "core"},
     "codec": {"codec", "persist", "core"},
     "link": {"link", "spool", "persist", "core"},
     "stores": {"stores", "core"},
-    "client": {"client", "link", "spool", "persist", "core", ""},
-    "daemon": {"daemon", "stores", "codec", "spool", "persist", "core"},
+    "client": {"client", "link", "spool", "stage", "persist", "core", ""},
+    "daemon": {"daemon", "stores", "codec", "spool", "stage", "persist", "core"},
     "cli": {"cli", "daemon", "stores", "codec", "link", "spool", "persist", "core", ""},
     "": {"client"},  # `import tierd` itself: names, loaded at their first use
     "__main__": {"cli"},
 }
-SYNC = {"core", "persist", "spool", "link", "client", "codec", ""}
+SYNC = {"core", "persist", "stage", "spool", "link", "client", "codec", ""}
 OPENS_STORES = {"tierd/daemon/service.py", "tierd/stores/open.py"}
 PURE = {"os", "time", "random", "asyncio", "io", "socket", "threading", "subprocess", "secrets", "pathlib", "tempfile"}
 

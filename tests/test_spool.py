@@ -27,7 +27,8 @@ from tierd.core.errors import (
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest, encode, seal
 from tierd.persist import write_file
-from tierd.spool import Spool, describe_directory, translated
+from tierd.spool import Spool, translated
+from tierd.stage import describe_directory
 
 ATTEMPT = "0123456789ab-01234567"
 

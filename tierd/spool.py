@@ -1,4 +1,4 @@
-"""The local tier: stage, commit, read, quarantine, remove. Sync; shared by client and daemon.
+"""The local tier: what lies in it, reading, quarantine, removal. Sync; shared by client and daemon.
 
 Law: a part becomes visible by one rename of a directory whose every byte is durable, and vanishes by one rename before
 anything in it is touched. So a reader, or a start after a power cut, finds a whole part or none.
@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from tierd.core.errors import (
     CorruptChunk,
@@ -31,8 +30,9 @@ from tierd.core.errors import (
     TierdError,
 )
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import MANIFEST_NAME, MAX_MANIFEST_SIZE, File, Manifest, check_path, decode, encode
-from tierd.persist import describe_file, open_plain, read_file, sync_directory, write_file
+from tierd.core.manifest import MANIFEST_NAME, MAX_MANIFEST_SIZE, Manifest, decode
+from tierd.persist import open_plain, read_file, sync_directory
+from tierd.stage import Stage, try_lock
 
 
 @contextmanager
@@ -50,57 +50,6 @@ def condition(error: OSError, doing: str) -> TierdError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SpoolFull(f"{text}; free space on that file system, or keep less in the spool")
     return SpoolUnusable(text)
-
-
-class Stage:
-    """A directory being filled, locked while its writer lives: so a dead writer's is told from a slow one's."""
-
-    def __init__(self, spool: Spool, part: PartId) -> None:
-        self.part = part
-        self._spool = spool
-        checkpoint = part.checkpoint
-        name = f"{checkpoint.run}.{checkpoint.name}.{part.name}.{secrets.token_hex(4)}"
-        self.path = spool.control / "stage" / name
-        self._fd = _make_locked(self.path)
-
-    def commit(self, manifest: Manifest) -> None:
-        """Make the staged files visible as `part`. Everything in the stage except the manifest is already durable.
-
-        Raises:
-            StepRefused: this attempt has committed the part before; the stage is left for `abandon`.
-        """
-        target = self._spool.path(self.part)
-        write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))
-        for directory, _, _ in os.walk(self.path, topdown=False, onerror=_raise):
-            sync_directory(Path(directory))
-        for parent in (target.parent.parent, target.parent):
-            parent.mkdir(exist_ok=True)
-            sync_directory(parent.parent)  # even if it was there: another rank may have made it and not synced it yet
-        try:
-            self.path.rename(target)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                raise StepRefused(f"{self.part} is already committed; a checkpoint is never overwritten") from error
-            raise
-        sync_directory(target.parent)
-        sync_directory(self.path.parent)
-        os.close(self._fd)
-        self._fd = -1
-
-    def abandon(self) -> None:
-        """Remove what was staged; harmless after `commit`."""
-        if self._fd >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._fd)
-            self._fd = -1
-
-    def __enter__(self) -> Stage:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abandon()
 
 
 class Spool:
@@ -204,7 +153,7 @@ class Spool:
         """A new stage for `part`; refuses at once what was committed before."""
         if self.path(part).exists():
             raise StepRefused(f"{part} is already committed; a checkpoint is never overwritten")
-        return Stage(self, part)
+        return Stage(self.control / "stage", part, self.path(part))
 
     def remove(self, checkpoint: CheckpointId) -> None:
         """Delete a checkpoint's local copy. Decided by `core/plan.py` alone."""
@@ -247,7 +196,7 @@ class Spool:
         """Stages whose writer is gone, and what a removal left half-way; by name, for `discard`."""
         found = [f"trash/{path.name}" for path in (self.control / "trash").iterdir()]
         for path in (self.control / "stage").iterdir():
-            fd = _try_lock(path)
+            fd = try_lock(path)
             if fd is not None:
                 os.close(fd)
                 found.append(f"stage/{path.name}")
@@ -259,7 +208,7 @@ class Spool:
         if not name.startswith("stage/"):
             self._trash(path)
             return
-        fd = _try_lock(path)  # held while it goes, so that no writer takes a stage which is being removed
+        fd = try_lock(path)  # held while it goes, so that no writer takes a stage which is being removed
         if fd is not None:
             self._trash(path)
             os.close(fd)
@@ -324,31 +273,6 @@ class Spool:
 _ROOMS = ("stage", "trash", "quarantine")
 
 
-def describe_directory(home: Path) -> tuple[File, ...]:
-    """Digest and sync every file that another library wrote under `home`.
-
-    Raises:
-        ManifestError: something there is neither a file nor a directory, or its name is not safe.
-    """
-    files = []
-    for directory, names, leaves in os.walk(home, onerror=_raise):
-        for name in names:
-            if Path(directory, name).is_symlink():
-                raise ManifestError(f"{Path(directory, name)}: a symbolic link; a checkpoint holds plain files only")
-        for name in leaves:
-            path = Path(directory, name)
-            if path.is_symlink() or not path.is_file():
-                raise ManifestError(f"{path}: not a plain file; a checkpoint holds plain files only")
-            relative = path.relative_to(home).as_posix()
-            check_path(relative, f"stage {home}")
-            files.append(describe_file(path, relative))
-    return tuple(sorted(files, key=lambda file: file.path))
-
-
-def _raise(error: OSError) -> None:
-    raise error  # os.walk leaves out what it cannot list, unless it is told
-
-
 def _descend(base: Path) -> Iterator[tuple[str, str, str]]:
     """`(run, checkpoint, part)` names of the directories three levels under `base`; races with removal are no error."""
     for run in _directories(base):
@@ -367,34 +291,3 @@ def _directories(path: Path) -> list[str]:
             ]
     except FileNotFoundError:
         return []
-
-
-def _make_locked(path: Path) -> int:
-    """Make a directory and hold its lock. A sweep may take it between the two, so look whether it is still there."""
-    while True:
-        path.mkdir(exist_ok=True)
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        try:
-            if os.fstat(fd).st_ino == path.stat().st_ino:
-                return fd
-        except FileNotFoundError:
-            pass
-        os.close(fd)
-
-
-def _try_lock(path: Path) -> int | None:
-    """The lock of a stage whose writer is gone, as a descriptor to close; None while it is held."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    return fd

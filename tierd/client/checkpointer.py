@@ -33,7 +33,8 @@ from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check
 from tierd.core.manifest import VERSION, Manifest, Origin, metrics_to_json
 from tierd.link import Link
 from tierd.persist import write_file
-from tierd.spool import Spool, condition, describe_directory, translated
+from tierd.spool import Spool, condition, translated
+from tierd.stage import describe_directory
 
 if TYPE_CHECKING:
     from typing import Self

@@ -29,7 +29,8 @@ from tierd.core.manifest import encode as encode_manifest
 from tierd.core.world import SPOOL
 from tierd.daemon.together import together
 from tierd.persist import bad_chunks, digest, sync_directory, write_all, write_file
-from tierd.spool import Spool, Stage, translated
+from tierd.spool import Spool, translated
+from tierd.stage import Stage
 from tierd.stores.base import Buffer, Store
 
 _CHUNKS = 3  # chunks in hand at once

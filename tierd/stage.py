@@ -1,0 +1,132 @@
+"""Filling a part's directory, and the one rename that makes it visible.
+
+Law: whatever is renamed into place is durable to the last byte, manifest included; whatever is not renamed is locked by
+its living writer or left over. Nobody has to ask a clock.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from pathlib import Path
+from types import TracebackType
+
+from tierd.core.errors import ManifestError, StepRefused
+from tierd.core.ids import PartId
+from tierd.core.manifest import MANIFEST_NAME, File, Manifest, check_path, encode
+from tierd.persist import describe_file, sync_directory, write_file
+
+
+class Stage:
+    """A directory being filled, locked while its writer lives: so a dead writer's is told from a slow one's.
+
+    Args:
+        room: where stages lie, on the file system of `target`.
+        target: the directory that the commit's rename makes visible.
+    """
+
+    def __init__(self, room: Path, part: PartId, target: Path) -> None:
+        self.part = part
+        self._target = target
+        checkpoint = part.checkpoint
+        name = f"{checkpoint.run}.{checkpoint.name}.{part.name}.{secrets.token_hex(4)}"
+        self.path = room / name
+        self._fd = _make_locked(self.path)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make the staged files visible as `part`. Everything in the stage except the manifest is already durable.
+
+        Raises:
+            StepRefused: this attempt has committed the part before; the stage is left for `abandon`.
+        """
+        target = self._target
+        write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))
+        for directory, _, _ in os.walk(self.path, topdown=False, onerror=_raise):
+            sync_directory(Path(directory))
+        for parent in (target.parent.parent, target.parent):
+            parent.mkdir(exist_ok=True)
+            sync_directory(parent.parent)  # even if it was there: another rank may have made it and not synced it yet
+        try:
+            self.path.rename(target)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise StepRefused(f"{self.part} is already committed; a checkpoint is never overwritten") from error
+            raise
+        sync_directory(target.parent)
+        sync_directory(self.path.parent)
+        os.close(self._fd)
+        self._fd = -1
+
+    def abandon(self) -> None:
+        """Remove what was staged; harmless after `commit`."""
+        if self._fd >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abandon()
+
+
+def describe_directory(home: Path) -> tuple[File, ...]:
+    """Digest and sync every file that another library wrote under `home`.
+
+    Raises:
+        ManifestError: something there is neither a file nor a directory, or its name is not safe.
+    """
+    files = []
+    for directory, names, leaves in os.walk(home, onerror=_raise):
+        for name in names:
+            if Path(directory, name).is_symlink():
+                raise ManifestError(f"{Path(directory, name)}: a symbolic link; a checkpoint holds plain files only")
+        for name in leaves:
+            path = Path(directory, name)
+            if path.is_symlink() or not path.is_file():
+                raise ManifestError(f"{path}: not a plain file; a checkpoint holds plain files only")
+            relative = path.relative_to(home).as_posix()
+            check_path(relative, f"stage {home}")
+            files.append(describe_file(path, relative))
+    return tuple(sorted(files, key=lambda file: file.path))
+
+
+def _make_locked(path: Path) -> int:
+    """Make a directory and hold its lock. A sweep may take it between the two, so look whether it is still there."""
+    while True:
+        path.mkdir(exist_ok=True)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            if os.fstat(fd).st_ino == path.stat().st_ino:
+                return fd
+        except FileNotFoundError:
+            pass
+        os.close(fd)
+
+
+def try_lock(path: Path) -> int | None:
+    """The lock of a stage whose writer is gone, as a descriptor to close; None while it is held."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _raise(error: OSError) -> None:
+    raise error  # os.walk leaves out what it cannot list, unless it is told
