@@ -135,11 +135,12 @@ def test_a_restored_directory_stays_until_the_next_restore(spool):
             daemon.settle()
         with tierd.Checkpointer(spool.root, "run") as ckpt:
             found = ckpt.restore(step=1)
+            assert found.tier == "tier"
             daemon.settle()
             assert (found.directory / "model.bin").read_bytes() == b"\1" * 1000
             newest = ckpt.restore()
             daemon.settle()
-            assert newest.step == 3
+            assert (newest.step, newest.tier) == (3, "local")
             assert not found.directory.exists()
 
 

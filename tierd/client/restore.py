@@ -217,19 +217,21 @@ class Restorer:
             )
 
     def _obtain(self, link: Link | None, part: PartId) -> tuple[Manifest, dict[str, bytearray], str]:
-        if link and not self._keep:
-            link.ask(Fetch(part=part))  # whole or not: the daemon holds it from here on
-        try:
-            return *self._read(part), SPOOL
-        except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
-            local = error
-        if link is None:
-            return self._alone(part, local)
-        log.warning("%s is not whole in the spool, asking the tiers: %s", part, local)
+        local: Exception | None = None
+        if link is None or self._keep:  # a directory is asked for in any case: the daemon then holds it
+            try:
+                return *self._read(part), SPOOL
+            except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
+                local = error
+                if link is None:
+                    return self._alone(part, error)
+            log.warning("%s is not whole in the spool, asking the tiers: %s", part, local)
+        assert link is not None
         try:
             tiers = link.ask(Fetch(part=part))["tiers"]
         except CorruptChunk as error:
-            raise CorruptChunk(str(error) if SPOOL in str(error) else f"local: {local}; {error}") from error
+            told = local is None or SPOOL in str(error)
+            raise CorruptChunk(str(error) if told else f"local: {local}; {error}") from error
         try:
             return *self._read(part), tiers[0] if tiers else SPOOL
         except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
