@@ -22,6 +22,7 @@ from tierd.core.errors import (
     SpoolUnusable,
     StoreUnavailable,
 )
+from tierd.core.ids import CheckpointId, PartId
 
 
 class Disk:
@@ -129,3 +130,14 @@ def test_a_daemon_that_takes_its_time_holds_up_no_save(spool, tmp_path, monkeypa
     assert checkpointer.stats.blocked_s < 1.0
     checkpointer.close()
     assert 1 <= len(tries) <= 3
+
+
+def test_a_failure_that_is_quicker_than_the_caller_is_still_no_exception_of_save(spool):
+    """Between the error being noted and the save's end being told, the caller may look."""
+    save = tierd.Save(PartId(CheckpointId("run", tierd.new_attempt(), 1), 0, 1), spool)
+    assert save.snapshot_taken()
+    save._error = OSError(28, "No space left on device")  # as `finish` notes it, a moment before it tells of the end
+    save.wait_for_snapshot()
+    save.finish(save._error)
+    with pytest.raises(SaveFailed):
+        save.wait()

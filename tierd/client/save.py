@@ -47,6 +47,7 @@ class Save:
         self._lock = threading.Lock()
         self._taken = threading.Event()
         self._given_up = False
+        self._copy_error: Exception | None = None  # not `_error`: a quick failure of persisting is never raised by save
         self._ended = threading.Event()
         self._error: Exception | None = None
 
@@ -97,13 +98,13 @@ class Save:
             with self._lock:
                 self._given_up = not self._taken.is_set()
             raise
-        if self._error is not None and not self._ended.is_set():
-            raise self._error
+        if self._copy_error is not None:
+            raise self._copy_error
 
     def snapshot_taken(self, error: Exception | None = None) -> bool:
         """The persisting side's word that the copy is done, or why not; whether the save is still wanted."""
         with self._lock:
-            self._error = error
+            self._copy_error = error
             self._taken.set()
             return error is None and not self._given_up
 

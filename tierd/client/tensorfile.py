@@ -19,10 +19,10 @@ from typing import TypeAlias
 import torch
 
 from tierd.core.errors import StateMismatch, StateRefused
+from tierd.persist import PAGE
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
 
-PAGE = 4096
 MAX_HEADER = 100_000_000  # safetensors' own limit
 MAX_DIMS = 64  # torch's own limit for most operations
 METADATA = "__metadata__"
