@@ -1,6 +1,7 @@
 # make demo    sets itself up and runs the main job, about two minutes
 # make test    sets itself up and runs every test that needs no root
 # make check   what every commit passes: ruff, mypy strict, the fast tests
+# make bench   measures what saving costs, beside its peers, an hour and a half on two cores; leaves benchmarks/overhead.*
 # make system  tests that need root or a real S3 server (.ci/run calls it)
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint check system format clean
+.PHONY: demo test lint check bench system format clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml constraints.txt
@@ -31,6 +32,10 @@ lint: $(READY)
 
 check: lint
 	$(BIN)/python -m pytest -q -m 'not system and not slow'
+
+bench: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/tierd bench overhead --rounds 15,15,5 --dir . --out benchmarks
 
 system: $(READY)
 	$(BIN)/python -m pytest -m system

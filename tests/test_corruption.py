@@ -21,8 +21,10 @@ from support.training import same, tensors
 from support.world import Daemon, hurry
 
 import tierd
-from tierd.client import checkpointer, restore
+from tierd import commit
+from tierd.client import pipeline, restore
 from tierd.core.errors import CheckpointNotFound
+from tierd.daemon import handoff
 from tierd.stores.file import FileStore
 
 CHUNK = 8192  # bytes
@@ -60,7 +62,8 @@ def _keys(manifest: Path) -> list[list[str]]:
 
 
 def build(root: Path, tiers: tuple[str, ...], patch: pytest.MonkeyPatch) -> World:
-    patch.setattr(checkpointer, "write_file", functools.partial(checkpointer.write_file, chunk_size=CHUNK))
+    for module in (pipeline, handoff):
+        patch.setattr(module, "write_part", functools.partial(commit.write_part, chunk_size=CHUNK))
     for tier in tiers:
         (root / tier).mkdir(parents=True)
     with Daemon(root / "spool", lambda: {tier: FileStore(root / tier) for tier in tiers}) as daemon:

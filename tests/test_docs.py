@@ -41,7 +41,7 @@ def commands(command: object = None, prefix: str = "tierd") -> dict[str, list[st
 
 def test_every_command_and_option_is_in_the_readme() -> None:
     found = commands()
-    assert len(found) == 10
+    assert len(found) == 12
     for command, options in found.items():
         assert command in README, f"{command} is not documented"
         for option in options:
@@ -49,7 +49,7 @@ def test_every_command_and_option_is_in_the_readme() -> None:
 
 
 def test_every_command_that_the_readme_names_exists() -> None:
-    named = {match[1] for match in re.finditer(r"`?tierd ((?:config )?[a-z]+)\b", README)}
+    named = {match[1] for match in re.finditer(r"`?tierd ((?:config |bench )?[a-z]+)\b", README)}
     verbs = {command.removeprefix("tierd ") for command in commands()}
     prose = named - verbs
     assert {word for word in prose if f"`tierd {word}" in README or f"    tierd {word}" in README} == set()

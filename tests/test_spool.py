@@ -417,6 +417,130 @@ def test_a_part_that_went_bad_again_after_a_fetch_replaces_the_one_set_aside(spo
     assert spool.quarantined() == {}
 
 
+# -- blocks for the next save -----------------------------------------------------------------------------------------
+
+LARGE = 1 << 20
+
+
+def commit_large(spool: Spool, owner: PartId, sizes=(LARGE, LARGE + 5)) -> None:
+    with spool.stage(owner) as stage:
+        (stage.path / "deep").mkdir()
+        names = ("deep/large", "small", "third")[: len(sizes)]
+        files = [write_file(stage.path / n, n, bytes([65 + i]) * sizes[i]) for i, n in enumerate(names)]
+        stage.commit(msgspec.structs.replace(empty(owner), files=tuple(files)))
+
+
+def test_the_largest_file_of_a_lane_is_kept_for_its_next_writer(spool):
+    commit_large(spool, part(1), (LARGE, LARGE + 5, 10))
+    assert spool.recycled(part(2)) is None
+    spool.remove(part(1).checkpoint, reuse=frozenset({part(1).lane}))
+    kept = spool.recycled(part(2))
+    assert kept == spool.control / "recycle" / "r.00000-of-00001"
+    assert kept.read_bytes() == b"B" * (LARGE + 5)
+    assert spool.parts() == spool.leftovers() == []
+    assert spool.recycled(part(2, run="other")) is None
+
+
+def test_nothing_is_kept_unless_it_is_asked_for(spool):
+    for reuse in ((), {"r"}, {"r.00001-of-00002"}, {"other.00000-of-00001"}):
+        commit_large(spool, part(1))
+        spool.remove(part(1).checkpoint, reuse)
+        assert list((spool.control / "recycle").iterdir()) == []
+        assert list((spool.control / "trash").iterdir()) == []
+
+
+def test_of_several_ranks_those_asked_for_are_kept(spool):
+    for rank in range(3):
+        commit_large(spool, part(1, rank, 3))
+    spool.remove(part(1).checkpoint, reuse={part(1, 0, 3).lane, part(1, 2, 3).lane})
+    found = [spool.recycled(part(2, rank, 3)) is not None for rank in range(3)]
+    assert found == [True, False, True]
+
+
+def test_small_files_and_linked_files_are_not_kept(spool, tmp_path):
+    lane = {part().lane}
+    commit_large(spool, part(1), (LARGE - 1,))
+    spool.remove(part(1).checkpoint, lane)
+    assert spool.recycled(part()) is None
+    commit_large(spool, part(2))
+    (tmp_path / "users").hardlink_to(spool.path(part(2)) / "small")
+    spool.remove(part(2).checkpoint, lane)
+    assert spool.recycled(part()) is None
+    assert (tmp_path / "users").read_bytes() == b"B" * (LARGE + 5)
+    commit_large(spool, part(3))
+    (spool.path(part(3)) / "link").symlink_to(tmp_path / "users")
+    spool.remove(part(3).checkpoint, lane)
+    assert not spool.recycled(part()).is_symlink()
+
+
+def test_one_file_is_kept_for_a_lane(spool):
+    for step in (1, 2):
+        commit_large(spool, part(step), (LARGE + step,))
+        spool.remove(part(step).checkpoint, {part().lane})
+    assert spool.recycled(part()).stat().st_size == LARGE + 1
+    assert list((spool.control / "trash").iterdir()) == []
+
+
+def test_what_is_kept_is_dropped_by_lane(spool):
+    for run in ("a", "b"):
+        commit_large(spool, part(1, run=run))
+        spool.remove(part(1, run=run).checkpoint, {part(run=run).lane})
+    spool.drop_recycled({"b.00000-of-00001"})
+    assert spool.recycled(part(run="a")) is None
+    assert spool.recycled(part(run="b")) is not None
+    spool.drop_recycled(())
+    assert spool.recycled(part(run="b")) is None
+
+
+@pytest.mark.parametrize("plant", [os.mkfifo, lambda path: os.symlink("/etc/passwd", path)])
+def test_what_is_no_plain_file_is_not_offered_and_can_be_dropped(spool, plant):
+    plant(spool.control / "recycle" / part().lane)
+    assert spool.recycled(part()) is None
+    spool.drop_recycled(())
+    assert list((spool.control / "recycle").iterdir()) == []
+
+
+def test_a_spool_that_is_only_looked_at_offers_nothing(tmp_path):
+    assert Spool(tmp_path, write=False).recycled(part()) is None
+
+
+def test_a_checkpoint_is_out_of_sight_for_good_before_a_file_of_it_is_moved(spool, monkeypatch):
+    """Else a power cut could bring a checkpoint back whose file a save has overwritten."""
+    calls: list[str] = []
+    real_rename, real_sync = Path.rename, spool_module.sync_directory
+    commit_large(spool, part())
+
+    def rename(self, target):
+        calls.append(f"rename {self.name} {Path(target).parent.name}")
+        return real_rename(self, target)
+
+    def sync(path):
+        calls.append(f"sync {path.name}")
+        real_sync(path)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(spool_module, "sync_directory", sync)
+    spool.remove(part().checkpoint, {part().lane})
+    assert calls == [f"rename {part().checkpoint.name} trash", "sync r", "rename small recycle"]
+
+
+@pytest.mark.parametrize("call", ["rename", "lstat", "exists"])
+def test_a_file_that_cannot_be_kept_is_deleted_like_the_rest(spool, monkeypatch, call):
+    commit_large(spool, part())
+    real = getattr(Path, call)
+
+    def fail(self, *args):
+        if "recycle" in str((self, *args)) or (call == "lstat" and self.name == "small"):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, call, fail)
+        spool.remove(part().checkpoint, {part().lane})
+    assert spool.recycled(part()) is None
+    assert spool.parts() == spool.leftovers() == []
+
+
 # -- what is not right ------------------------------------------------------------------------------------------------
 
 

@@ -57,7 +57,7 @@ class Link:
         self._rest = b""
         _open.add(self)
         try:
-            _connect(self._socket, spool)
+            connect(self._socket, spool.socket)
         except OSError as error:
             self._socket.close()
             absent = error.errno in _ABSENT
@@ -148,14 +148,15 @@ def _over() -> TimeoutError:
     return TimeoutError("the daemon did not answer in the time given")
 
 
-def _connect(connection: socket.socket, spool: Spool) -> None:
+def connect(connection: socket.socket, path: Path) -> None:
+    """Connect to one of the daemon's sockets; raises `OSError` when nobody listens."""
     # A socket's path may be 107 bytes long, a spool's longer: so it is named through a descriptor of its directory.
-    directory = os.open(spool.control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     end = time.monotonic() + _QUEUE
     try:
         while True:
             try:
-                connection.connect(f"/proc/self/fd/{directory}/{spool.socket.name}")
+                connection.connect(f"/proc/self/fd/{directory}/{path.name}")
                 return
             except BlockingIOError:  # it listens, and has more callers waiting than the system lets wait
                 if time.monotonic() >= end:

@@ -8,18 +8,21 @@ writes anew from the source and never calls fsync on it again.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import TypeAlias
 
 import xxhash
 
 from tierd.core.errors import CorruptChunk
 from tierd.core.manifest import CHUNK_SIZE, Chunk, File, chunk_sizes
+from tierd.device import LARGE, PIECE, ahead, is_spare, memory_for, read_into, reserve, set_direct, settle, write_all
 
-PAGE = 4096  # O_DIRECT alignment of memory, offsets and lengths on every Linux file system we know, bytes
-_PIECE = 16 << 20  # one write(2), bytes; larger ones gain nothing (design, section 7)
+Buffer: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
@@ -27,35 +30,111 @@ def digest(data: bytes | bytearray | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def write_file(path: Path, name: str, data: bytes | bytearray | memoryview, chunk_size: int = CHUNK_SIZE) -> File:
-    """Write `data` to a new file at `path` and make its content durable; directories are the caller's to sync.
+class FileWriter:
+    """A file being written from memory: what comes next is digested while what came before goes to the disk.
 
     Args:
+        path: a new file; where `recycled`, one that may be overwritten, unless it turns out that somebody holds it.
         name: the file's path inside its part, for the manifest.
+        size: how many bytes will come.
 
-    Returns:
-        The file's description, whose digests were taken from `data` in memory.
+    Attributes:
+        direct: whether all that was written went past the page cache, but for what is less than a page.
+        recycled: whether it lies in the blocks of the file that was there.
 
     Raises:
-        OSError: as the system reports it; the file must then be abandoned.
+        OSError: as the system reports it, from any method; the file must then be abandoned.
     """
-    view = memoryview(data).cast("B") if len(data) else memoryview(b"")
-    chunks = tuple(Chunk(size=len(piece), xxh3_128=digest(piece)) for piece in _cut(view, chunk_size))
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    try:
-        write_all(fd, view, 0)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return File(path=name, size=len(view), chunks=chunks)
+
+    def __init__(
+        self, path: Path, name: str, size: int, chunk_size: int = CHUNK_SIZE, *, recycled: bool = False
+    ) -> None:
+        self._name, self._size, self._chunk_size, self._done = name, size, chunk_size, 0
+        self._hash, self._chunks = xxhash.xxh3_128(), list[Chunk]()
+        over = _open_spare(path) if recycled else None
+        self.recycled = over is not None
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(path, flags, 0o644) if over is None else over
+        try:
+            if os.fstat(self._fd).st_size > size:
+                os.ftruncate(self._fd, size)
+            if size >= LARGE:
+                reserve(self._fd, size)
+            self.direct = size >= LARGE and set_direct(self._fd, True)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def write(self, piece: memoryview) -> None:
+        """Write the next bytes, whole pages except the last ones; they are wanted no more when this returns.
+
+        Raises:
+            ValueError: there are more than were announced.
+        """
+        if self._done + len(piece) > self._size:
+            raise ValueError(f"{self._name}: more than the {self._size} bytes that were announced")
+        with ahead(self._digested(piece), worth=len(piece) > PIECE) as digested:
+            for offset, data in digested:
+                self.direct &= write_all(self._fd, data, offset)
+
+    def finish(self) -> File:
+        """Make the content durable, and describe it by the digests that were taken from memory.
+
+        Raises:
+            ValueError: there are fewer bytes than were announced.
+        """
+        if self._done != self._size:
+            raise ValueError(f"{self._name}: {self._done} bytes, not the {self._size} that were announced")
+        os.fsync(self._fd)
+        return File(path=self._name, size=self._size, chunks=tuple(self._chunks))
+
+    def _digested(self, piece: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """What may be written, with its offset: none of it ends beyond a chunk."""
+        while piece:
+            begun = len(self._chunks) * self._chunk_size
+            data = piece[: min(PIECE, begun + self._chunk_size - self._done)]
+            piece, offset = piece[len(data) :], self._done
+            self._hash.update(data)
+            self._done += len(data)
+            if self._done in (begun + self._chunk_size, self._size):
+                self._chunks.append(Chunk(size=self._done - begun, xxh3_128=self._hash.hexdigest()))
+                self._hash.reset()
+            yield offset, data
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
 
 
-def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-    """Write all of `data` at `offset`, in pieces."""
+def write_file(path: Path, name: str, data: Buffer, chunk_size: int = CHUNK_SIZE) -> File:
+    """Write `data` to a new file as `FileWriter` does, and make it durable; directories are the caller's to sync."""
+    view = flat(data)
+    with FileWriter(path, name, len(view), chunk_size) as writer:
+        writer.write(view)
+        return writer.finish()
+
+
+def flat(data: Buffer) -> memoryview:
+    """The bytes of any buffer."""
     view = memoryview(data)
-    done = 0
-    while done < len(view):
-        done += os.pwrite(fd, view[done : done + _PIECE], offset + done)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _open_spare(path: Path) -> int | None:
+    """Open a file to overwrite it; None, and it is gone, where that could change what somebody else holds."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if is_spare(fd):
+            return fd
+        os.close(fd)
+    except OSError:
+        pass
+    path.unlink(missing_ok=True)
+    return None
 
 
 def describe_file(path: Path, name: str, chunk_size: int = CHUNK_SIZE) -> File:
@@ -66,7 +145,7 @@ def describe_file(path: Path, name: str, chunk_size: int = CHUNK_SIZE) -> File:
         size = os.fstat(fd).st_size
         chunks, offset = [], 0
         for length in chunk_sizes(size, chunk_size):
-            chunks.append(Chunk(size=length, xxh3_128=digest(_read(fd, offset, length, path))))
+            chunks.append(Chunk(size=length, xxh3_128=digest(_read(fd, length, offset, path))))
             offset += length
         if os.fstat(fd).st_size != size:
             raise CorruptChunk(f"{path}: it changed while it was being digested")
@@ -75,36 +154,51 @@ def describe_file(path: Path, name: str, chunk_size: int = CHUNK_SIZE) -> File:
     return File(path=name, size=size, chunks=tuple(chunks))
 
 
-def read_file(path: Path, file: File) -> bytearray:
-    """All bytes of a file, verified chunk by chunk.
+def read_file(path: Path, file: File) -> memoryview:
+    """All bytes of a file, writable, verified chunk by chunk: one is digested while the next is read.
 
     Raises:
         CorruptChunk: size or digest differ; names the file and the byte range.
         OSError: the system could not read; says nothing about the bytes.
     """
-    fd = open_plain(path)
+    fd = _open_direct(path, file.size)
     try:
         _check_size(fd, path, file)
-        data = bytearray(file.size)
-        view, offset = memoryview(data), 0
-        for chunk in file.chunks:
-            piece = view[offset : offset + chunk.size]
-            _read_into(fd, offset, piece, path)
-            _check(piece, chunk, path, offset)
-            offset += chunk.size
-        return data
+        memory = memory_for(file.size)
+        with ahead(_chunks_read(fd, memory, path, file), worth=len(file.chunks) > 1) as chunks:
+            for offset, chunk in chunks:
+                _check(memory[offset : offset + chunk.size], chunk, path, offset)
+        return settle(memory, file.size)
     finally:
         os.close(fd)
 
 
-def read_chunk(path: Path, file: File, index: int) -> bytearray:
+def _chunks_read(fd: int, memory: memoryview, path: Path, file: File) -> Iterator[tuple[int, Chunk]]:
+    offset = 0
+    for chunk in file.chunks:
+        _read_into(fd, memory[offset:], chunk.size, offset, path)
+        yield offset, chunk
+        offset += chunk.size
+
+
+def check_bytes(data: memoryview, file: File) -> None:
+    """Verify all bytes of a file that are in memory already; raises `CorruptChunk` as `read_file` does."""
+    if len(data) != file.size:
+        raise CorruptChunk(f"{file.path}: {len(data)} bytes, not the {file.size} of its manifest")
+    offset = 0
+    for chunk in file.chunks:
+        _check(data[offset : offset + chunk.size], chunk, file.path, offset)
+        offset += chunk.size
+
+
+def read_chunk(path: Path, file: File, index: int) -> memoryview:
     """One chunk of a file, verified; raises as `read_file` does."""
-    fd = open_plain(path)
+    chunk = file.chunks[index]
+    offset = sum(before.size for before in file.chunks[:index])
+    fd = _open_direct(path, chunk.size)
     try:
         _check_size(fd, path, file)
-        offset = sum(chunk.size for chunk in file.chunks[:index])
-        chunk = file.chunks[index]
-        data = _read(fd, offset, chunk.size, path)
+        data = _read(fd, chunk.size, offset, path)
         _check(data, chunk, path, offset)
         return data
     finally:
@@ -126,9 +220,9 @@ def bad_chunks(path: Path, file: File) -> list[tuple[int, int, CorruptChunk | OS
             found.append((0, 0, error))
     for index, chunk in enumerate(file.chunks):
         try:
-            fd = open_plain(path)
+            fd = _open_direct(path, chunk.size)
             try:
-                _check(_read(fd, offset, chunk.size, path), chunk, path, offset)
+                _check(_read(fd, chunk.size, offset, path), chunk, path, offset)
                 if index == len(file.chunks) - 1:
                     _check_size(fd, path, file)
             finally:
@@ -146,13 +240,6 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _cut(view: memoryview, chunk_size: int) -> Iterator[memoryview]:
-    offset = 0
-    for length in chunk_sizes(len(view), chunk_size):
-        yield view[offset : offset + length]
-        offset += length
 
 
 def open_plain(path: Path) -> int:
@@ -176,27 +263,32 @@ def open_plain(path: Path) -> int:
     return fd
 
 
+def _open_direct(path: Path, size: int) -> int:
+    """`open_plain`, to read `size` bytes at once."""
+    fd = open_plain(path)
+    if size >= LARGE:
+        set_direct(fd, True)
+    return fd
+
+
 def _check_size(fd: int, path: Path, file: File) -> None:
     size = os.fstat(fd).st_size
     if size != file.size:
         raise CorruptChunk(f"{path}: {size} bytes, not the {file.size} of its manifest")
 
 
-def _check(data: bytes | bytearray | memoryview, chunk: Chunk, path: Path, offset: int) -> None:
+def _check(data: memoryview, chunk: Chunk, path: Path | str, offset: int) -> None:
     if digest(data) != chunk.xxh3_128:
         raise CorruptChunk(f"{path}: bytes {offset}..{offset + chunk.size} differ from their digest")
 
 
-def _read(fd: int, offset: int, size: int, path: Path) -> bytearray:
-    data = bytearray(size)
-    _read_into(fd, offset, memoryview(data), path)
-    return data
+def _read(fd: int, size: int, offset: int, path: Path) -> memoryview:
+    memory = memory_for(size)
+    _read_into(fd, memory, size, offset, path)
+    return settle(memory, size)
 
 
-def _read_into(fd: int, offset: int, view: memoryview, path: Path) -> None:
-    done = 0
-    while done < len(view):
-        count = os.preadv(fd, [view[done:]], offset + done)
-        if count == 0:
-            raise CorruptChunk(f"{path}: it ends at byte {offset + done}, inside a chunk")
-        done += count
+def _read_into(fd: int, memory: memoryview, size: int, offset: int, path: Path) -> None:
+    found = read_into(fd, memory, size, offset)
+    if found < size:
+        raise CorruptChunk(f"{path}: it ends at byte {offset + found}, inside a chunk")

@@ -5,7 +5,7 @@ anything in it is touched. So a reader, or a start after a power cut, finds a wh
 
     <spool>/<run>/<step:012>.<attempt>/<rank:05>-of-<world:05>/…files…, manifest.json
     <spool>/<run>/pins/<step:012>.<attempt>
-    <spool>/.tierd/{lock, control.sock, stage/, trash/, quarantine/<run>/<checkpoint>/<part>/}
+    <spool>/.tierd/{lock, control.sock, stage/, trash/, recycle/<lane>, quarantine/<run>/<checkpoint>/<part>/}
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import MANIFEST_NAME, MAX_MANIFEST_SIZE, Manifest, decode
+from tierd.device import LARGE
 from tierd.persist import open_plain, read_file, sync_directory
 from tierd.stage import Stage, try_lock
 
@@ -127,7 +129,7 @@ class Spool:
         except FileNotFoundError:
             return 0
 
-    def read(self, part: PartId, manifest: Manifest) -> dict[str, bytearray]:
+    def read(self, part: PartId, manifest: Manifest) -> dict[str, memoryview]:
         """Every file of a part, verified. Raises as `read_file` does, and `ObjectNotFound` when the part is gone."""
         home = self.path(part)
         try:
@@ -155,9 +157,47 @@ class Spool:
             raise StepRefused(f"{part} is already committed; a checkpoint is never overwritten")
         return Stage(self.control / "stage", part, self.path(part))
 
-    def remove(self, checkpoint: CheckpointId) -> None:
-        """Delete a checkpoint's local copy. Decided by `core/plan.py` alone."""
-        self._trash(self.root / checkpoint.run / checkpoint.name)
+    def remove(self, checkpoint: CheckpointId, reuse: Collection[str] = ()) -> None:
+        """Delete a checkpoint's local copy. Decided by `core/plan.py` alone.
+
+        Args:
+            reuse: lanes whose next save may overwrite the blocks of their largest file here, which is faster than
+                getting new ones.
+        """
+        grave = self._bury(self.root / checkpoint.run / checkpoint.name)
+        if grave is None:
+            return
+        for name in _directories(grave):
+            lane = f"{checkpoint.run}.{name}"
+            if lane in reuse:
+                self._recycle(grave / name, lane)
+        shutil.rmtree(grave, ignore_errors=True)
+
+    def recycled(self, part: PartId) -> Path | None:
+        """A file that the writer of `part` may overwrite. It is taken by a rename, so by one writer only."""
+        path = self.control / "recycle" / part.lane
+        try:
+            return path if stat.S_ISREG(path.lstat().st_mode) else None
+        except FileNotFoundError:
+            return None
+
+    def drop_recycled(self, keep: Collection[str]) -> None:
+        """Delete what waits to be overwritten, but for these lanes."""
+        for path in (self.control / "recycle").iterdir():
+            if path.name not in keep:
+                path.unlink(missing_ok=True)
+
+    def _recycle(self, home: Path, lane: str) -> None:
+        """Set the largest file under `home` aside, if it is worth it; whether somebody holds it, its taker looks."""
+        target = self.control / "recycle" / lane
+        try:
+            files = (Path(directory, name) for directory, _, names in os.walk(home) for name in names)
+            plain = {path: found.st_size for path in files if stat.S_ISREG((found := path.lstat()).st_mode)}
+            largest = max(plain, key=plain.__getitem__, default=None)
+            if largest and plain[largest] >= LARGE and largest.lstat().st_nlink == 1 and not target.exists():
+                largest.rename(target)
+        except OSError:  # then it is deleted like the rest
+            pass
 
     def quarantine(self, part: PartId) -> None:
         """Set a part aside whose bytes are proven corrupt and which no tier can repair."""
@@ -214,13 +254,19 @@ class Spool:
             os.close(fd)
 
     def _trash(self, path: Path) -> None:
+        grave = self._bury(path)
+        if grave is not None:
+            shutil.rmtree(grave, ignore_errors=True)
+
+    def _bury(self, path: Path) -> Path | None:
+        """Make a directory invisible, for good; None when it is gone."""
         grave = self.control / "trash" / secrets.token_hex(8)
         try:
             path.rename(grave)
         except FileNotFoundError:
-            return
+            return None
         sync_directory(path.parent)
-        shutil.rmtree(grave, ignore_errors=True)
+        return grave
 
     # -- pins, space, the daemon's lock -----------------------------------------------------------------------------
 
@@ -269,8 +315,13 @@ class Spool:
         """Where the daemon listens."""
         return self.control / "control.sock"
 
+    @property
+    def handoff_socket(self) -> Path:
+        """Where the daemon takes snapshots over."""
+        return self.control / "handoff.sock"
 
-_ROOMS = ("stage", "trash", "quarantine")
+
+_ROOMS = ("stage", "trash", "recycle", "quarantine")
 
 
 def _descend(base: Path) -> Iterator[tuple[str, str, str]]:

@@ -13,7 +13,7 @@ from support.training import fresh, restored, same, tensors, train
 from support.world import listing
 
 import tierd
-from tierd.client import checkpointer as module
+from tierd.client import pipeline
 from tierd.core.errors import (
     ConfigError,
     ManifestError,
@@ -41,13 +41,13 @@ def test_training_goes_on_exactly_where_it_was_saved(spool):
 
 def test_nothing_that_training_changes_after_save_gets_into_the_checkpoint(spool, monkeypatch):
     """50 saves; every tensor is overwritten in place the moment save has returned, while the writer is still at it."""
-    real = module.write_file
+    real = pipeline.write_part
 
     def slow(*arguments, **options):
         time.sleep(0.004)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(module, "write_file", slow)
+    monkeypatch.setattr(pipeline, "write_part", slow)
     noise = torch.Generator().manual_seed(7)
     state = {
         "float": torch.randn(40_000, generator=noise),
@@ -110,7 +110,7 @@ def test_a_step_is_saved_once(local, spool):
     local.save(5, tensors(5))
     with pytest.raises(StepRefused, match="already"):  # while it is being persisted
         local.save(5, tensors(6))
-    local._drain()
+    local._pipeline.drain()
     with pytest.raises(StepRefused, match="already"), local.stage(5):
         pass
     local.save(3, tensors(3)).wait()  # an older step that is not there yet is none of these
@@ -131,7 +131,7 @@ def test_a_value_without_a_safe_form_is_refused_by_its_path(local, spool, value,
     before = listing(spool)
     with pytest.raises(StateRefused, match=path):
         local.save(1, {"good": torch.ones(3), **value})
-    local._drain()
+    local._pipeline.drain()
     assert listing(spool) == before
     local.save(1, tensors(1)).wait()  # the step is still free
 

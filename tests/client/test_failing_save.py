@@ -13,7 +13,7 @@ from support.training import restored, same, tensors
 from support.world import Daemon, hurry
 
 import tierd
-from tierd.client import checkpointer as module
+from tierd.client import pipeline
 from tierd.core.errors import (
     ConfigError,
     DaemonUnavailable,
@@ -22,7 +22,6 @@ from tierd.core.errors import (
     SpoolUnusable,
     StoreUnavailable,
 )
-from tierd.core.ids import CheckpointId, PartId
 
 
 class Disk:
@@ -81,8 +80,8 @@ def test_a_failed_save_is_a_value_and_training_goes_on(local, spool, monkeypatch
 
 
 def test_a_wait_has_an_end(local, monkeypatch):
-    gate, real = threading.Event(), module.write_file
-    monkeypatch.setattr(module, "write_file", lambda *a: gate.wait(20) and real(*a))
+    gate, real = threading.Event(), pipeline.write_part
+    monkeypatch.setattr(pipeline, "write_part", lambda *a: gate.wait(20) and real(*a))
     save = local.save(1, tensors(1))
     assert not save.done() and save.error() is None
     with pytest.raises(TimeoutError, match="not durable after"):
@@ -132,12 +131,13 @@ def test_a_daemon_that_takes_its_time_holds_up_no_save(spool, tmp_path, monkeypa
     assert 1 <= len(tries) <= 3
 
 
-def test_a_failure_that_is_quicker_than_the_caller_is_still_no_exception_of_save(spool):
-    """Between the error being noted and the save's end being told, the caller may look."""
-    save = tierd.Save(PartId(CheckpointId("run", tierd.new_attempt(), 1), 0, 1), spool)
-    assert save.snapshot_taken()
-    save._error = OSError(28, "No space left on device")  # as `finish` notes it, a moment before it tells of the end
-    save.wait_for_snapshot()
-    save.finish(save._error)
-    with pytest.raises(SaveFailed):
-        save.wait()
+def test_a_failure_that_is_quicker_than_the_caller_is_still_no_exception_of_save(local, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.EROFS, "read-only")
+
+    monkeypatch.setattr(pipeline, "write_part", fails)
+    for step in range(100):
+        save = local.save(step, tensors(step))
+        with pytest.raises(SaveFailed):
+            save.wait(timeout=20)
+    assert local.stats.failed == 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ from support.world import Daemon, hurry
 
 import tierd
 from tierd.client import restore
-from tierd.client.snapshot import Arena
+from tierd.client.snapshot import Snapshot
 from tierd.core.errors import ConfigError
 from tierd.link import Link
 
@@ -25,12 +26,16 @@ def quick(monkeypatch):
     monkeypatch.setattr(restore, "_PATIENCE", 0.2)
 
 
-class Slow(Arena):
+@pytest.fixture
+def slow(monkeypatch):
     """A copy that takes its time, as a large state does."""
+    real = Snapshot.copy
 
-    def copy(self, layout, tensors):
+    def copy(snapshot, slot):
         time.sleep(0.3)
-        return super().copy(layout, tensors)
+        real(snapshot, slot)
+
+    monkeypatch.setattr(Snapshot, "copy", copy)
 
 
 def after(seconds: float, handler) -> None:
@@ -38,9 +43,8 @@ def after(seconds: float, handler) -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-def test_a_signal_handler_may_save_while_a_save_is_copying(spool, local):
+def test_a_signal_handler_may_save_while_a_save_is_copying(spool, local, slow):
     """Preemption: SIGTERM comes when it likes, and its handler saves."""
-    local._arena = Slow()
     saved = []
     after(0.1, lambda *_: saved.append(local.save(2, tensors(2))))
     local.save(1, tensors(1)).wait(timeout=20)
@@ -49,9 +53,8 @@ def test_a_signal_handler_may_save_while_a_save_is_copying(spool, local):
         assert same(restored(spool, step)[1], step)
 
 
-def test_an_interrupted_save_is_no_checkpoint_and_blocks_no_later_one(spool, local):
+def test_an_interrupted_save_is_no_checkpoint_and_blocks_no_later_one(spool, local, slow):
     """Ctrl-C in a notebook: training may change the state from then on, so that save must not come to be."""
-    local._arena = Slow()
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -71,7 +74,7 @@ def test_a_copy_that_fails_is_raised_and_blocks_no_later_one(spool, local, monke
         raise MemoryError("no room for the arena")
 
     with monkeypatch.context() as patch:
-        patch.setattr(local._arena, "copy", fails)
+        patch.setattr(Snapshot, "copy", fails)
         with pytest.raises(MemoryError):
             local.save(1, tensors(1))
     local.save(1, tensors(1)).wait(timeout=20)
@@ -82,6 +85,7 @@ def child(work) -> int:
     """The exit code of a forked child that does `work`."""
     pid = os.fork()
     if pid == 0:
+        faulthandler.disable()
         try:
             work()
             os._exit(0)
@@ -96,10 +100,10 @@ def child(work) -> int:
 def test_a_forked_child_cannot_save_and_cannot_reach_the_arena(spool, local):
     local.save(1, tensors(1)).wait()
     assert child(lambda: local.save(2, tensors(2))) == 7
-    memory = local._arena._memory
-    before = bytes(memory[:4096])
-    assert child(lambda: memory.__setitem__(slice(0, 4096), b"\xff" * 4096)) == 0
-    assert bytes(memory[:4096]) == before
+    arena = local._pipeline._slots[0].arena
+    before = bytes(arena.view[:4096])
+    assert child(lambda: arena.view.__setitem__(slice(0, 4096), b"\xff" * 4096)) == -signal.SIGSEGV
+    assert bytes(arena.view[:4096]) == before
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

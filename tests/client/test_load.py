@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import mmap
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from types import MappingProxyType
 
@@ -17,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tierd.client.load import check_fit, load
 from tierd.client.rng import RngState
 from tierd.client.state import flatten, unflatten
-from tierd.client.tensorfile import copy_into, plan_layout
+from tierd.client.tensorfile import copy_into, parse_layout, plan_layout
 from tierd.core.errors import StateMismatch
 
 
@@ -588,3 +590,150 @@ def test_restored_twice_into_two_jobs():
     load(two, copy.copy(restored))
     assert two["l"][0] == 1
     assert two["d"] == {"k": {"n": [1]}}
+
+
+# ---- memory that is the restore's own
+
+
+class Large(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(128, 128), nn.Linear(128, 128)
+
+
+def trained():
+    torch.manual_seed(1)
+    model = Large()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "ema": torch.randn(64, 64), "log": {"best": torch.randn(64, 64)}}
+
+
+def mapped(state):
+    """As a restore reads it: in private memory of its own."""
+    tree, file = stored(state)
+    memory = mmap.mmap(-1, len(file), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[:] = bytes(file)
+    return tree, memoryview(memory)
+
+
+def lies_in(tensor, file):
+    begin = torch.frombuffer(file, dtype=torch.uint8).data_ptr()
+    return begin <= tensor.data_ptr() < begin + len(file)
+
+
+def same_tensors(one, two):
+    ones, twos = flatten(one).tensors, flatten(two).tensors
+    return ones.keys() == twos.keys() and all(torch.equal(ones[name], twos[name]) for name in ones)
+
+
+def test_an_optimizer_keeps_its_tensors_where_they_were_read_and_the_rest_is_given_back():
+    old = trained()
+    tree, file = mapped(old)
+    fresh = {"model": Large(), "log": {}, "ema": torch.zeros(64, 64)}
+    fresh = {"model": fresh["model"], "optimizer": torch.optim.AdamW(fresh["model"].parameters()), **fresh}
+    restored = unflatten(tree, file)
+    load(fresh, restored, lent=False, file=file)
+    assert restored == {}
+    moments = [value for state in fresh["optimizer"].state.values() for value in state.values()]
+    assert [lies_in(moment, file) for moment in moments] == [moment.nbytes >= 4096 for moment in moments]
+    assert not lies_in(fresh["log"]["best"], file)
+    assert not lies_in(fresh["model"].a.weight, file)
+    entries = parse_layout(bytes(file)).entries
+    weight, moment = entries["model/a.weight"], entries["optimizer/state/0/exp_avg"]
+    assert not any(file[weight.offset + 4096 : weight.offset + weight.nbytes - 4096])
+    assert any(file[moment.offset : moment.offset + moment.nbytes])
+    assert same_tensors(fresh, old | {"log": dict(old["log"])})
+    for state in (old, fresh):
+        for parameter in state["model"].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        state["optimizer"].step()
+    del file
+    gc.collect()
+    assert same_tensors(fresh, old)
+
+
+@pytest.mark.parametrize("how", ["view", "numpy", "graph", "hook"])
+def test_what_somebody_kept_is_not_given_back(how):
+    old = trained()
+    tree, file = mapped(old)
+    fresh = trained()
+    restored = unflatten(tree, file)
+    weight = restored["model"]["a.weight"]
+    if how == "hook":
+        keeps = []
+        for module in fresh["model"].modules():  # runs behind load_state_dict, on what torch copies from
+            module._load_from_state_dict = keeper(module, keeps)
+        kept = lambda: keeps[0]  # noqa: E731
+    elif how == "view":
+        row = weight[5:]
+        kept = lambda: row  # noqa: E731
+    elif how == "numpy":
+        array = weight.numpy()
+        kept = lambda: torch.from_numpy(array)  # noqa: E731
+    else:
+        product = nn.Parameter(torch.ones(128, 128)) * weight
+        kept = lambda: product.grad_fn._saved_other  # noqa: E731
+    before = kept().clone() if how != "hook" else weight.clone()
+    del weight
+    load(fresh, restored, lent=False, file=file)
+    assert torch.equal(kept(), before)
+    entries = parse_layout(bytes(file[: 1 << 20]) + bytes(file[1 << 20 :])).entries
+    other = entries["model/b.weight"]
+    if how != "hook":
+        assert not any(file[other.offset + 4096 : other.offset + other.nbytes - 4096])
+    assert same_tensors(fresh, old)
+
+
+def keeper(module, keeps):
+    original = type(module)._load_from_state_dict
+
+    def load_and_keep(state_dict, prefix, *rest):
+        keeps.extend(value for key, value in state_dict.items() if key.startswith("a.weight") or key == "weight")
+        original(module, state_dict, prefix, *rest)
+
+    return load_and_keep
+
+
+def test_nothing_is_given_back_of_memory_that_is_lent_or_no_mapping():
+    for make, lent in ((mapped, True), (stored, False)):
+        old, fresh = trained(), trained()
+        tree, file = make(old)
+        before = bytes(file)
+        load(fresh, unflatten(tree, file), lent=lent, file=file)
+        assert bytes(file) == before
+        assert same_tensors(fresh, old)
+
+
+def test_lent_memory_may_be_overwritten():
+    old, fresh = trained(), trained()
+    tree, file = mapped(old)
+    load(fresh, unflatten(tree, file), lent=True)
+    file[:] = b"\xff" * len(file)
+    assert same_tensors(fresh, old)
+
+
+def test_what_an_optimizer_shares_with_another_entry_stays_shared():
+    class Owns(Keeps, torch.optim.Optimizer):
+        param_groups = ()
+
+    tensor = torch.randn(64, 64)
+    saved = Keeps(state={"t": tensor}, param_groups=[])
+    tree, file = mapped({"a": saved, "b": Keeps(t=tensor), "c": [tensor]})
+    one = Owns.__new__(Owns)
+    fresh = {"a": one, "b": Keeps(), "c": None}
+    load(fresh, unflatten(tree, file), lent=False, file=file)
+    assert one.state["state"]["t"] is fresh["b"].state["t"] is fresh["c"][0]
+    assert torch.equal(fresh["c"][0], tensor)
+
+
+def test_a_mismatch_leaves_the_memory_alone():
+    tree, file = mapped(trained())
+    before = bytes(file)
+    restored = unflatten(tree, file)
+    with pytest.raises(StateMismatch):
+        load({"model": nn.Linear(1, 1)}, restored, lent=False, file=file)
+    assert restored.keys() == {"model", "optimizer", "ema", "log"}
+    assert bytes(file) == before

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 from torch import nn
 
-from tierd.client.state import flatten, show, unflatten
+from tierd.client.state import flatten, unflatten
 from tierd.client.tensorfile import DTYPES, copy_into, plan_layout
 from tierd.client.tree import MAX_DEPTH, STORED_AS
+from tierd.client.values import show
 from tierd.core.errors import StateMismatch, StateRefused, TierdError
 
 ALL_DTYPES = sorted({*DTYPES.values(), *STORED_AS}, key=str)

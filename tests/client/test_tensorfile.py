@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import tracemalloc
 
 import pytest
@@ -10,8 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import nn
 
-from tierd.client.tensorfile import DTYPES, MAX_HEADER, PAGE, copy_into, parse_layout, plan_layout, view
+from tierd.client.tensorfile import (
+    DTYPES,
+    MAX_HEADER,
+    PAGE,
+    copy,
+    copy_into,
+    parse_layout,
+    pieces,
+    plan_layout,
+    targets,
+    view,
+)
 from tierd.core.errors import StateMismatch, StateRefused, TierdError
 
 
@@ -66,8 +79,27 @@ def test_layout_is_page_aligned_dense_and_aligned_by_element():
         assert entry.offset % entry.dtype.itemsize == 0
         end += entry.nbytes
     assert end == layout.size
-    order = [(-entry.dtype.itemsize, name) for name, entry in layout.entries.items()]
+    order = [
+        (entry.nbytes == 0 or entry.nbytes % 64 != 0, -entry.dtype.itemsize, name)
+        for name, entry in layout.entries.items()
+    ]
     assert order == sorted(order)
+
+
+def test_large_tensors_are_aligned_to_a_cache_line_whatever_lies_between_them():
+    tensors = {f"{i}/{name}": torch.ones(size) for i in range(5) for name, size in (("step", ()), ("w", (4, 16)))}
+    tensors |= {"half": torch.ones(32, dtype=torch.float16), "odd": torch.ones(3, dtype=torch.int8)}
+    entries = plan_layout(tensors).entries
+    assert all(entry.offset % 64 == 0 for entry in entries.values() if entry.nbytes >= 64)
+    assert list(entries) == [f"{i}/w" for i in range(5)] + ["half"] + [f"{i}/step" for i in range(5)] + ["odd"]
+
+
+def test_the_header_is_the_json_that_the_standard_library_writes():
+    names = ["a/b", 'quo"ted\\', "new\nline\x00", "é\u2028\U0001f600", "~2", ""]
+    layout = plan_layout({name: torch.ones(i, 2) for i, name in enumerate(names)})
+    text = layout.header[8:].rstrip().decode()
+    assert text == json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ":"))
+    assert json.loads(text).keys() == {"__metadata__", *names}
 
 
 def test_layout_does_not_depend_on_the_order_given_or_on_values():
@@ -113,6 +145,53 @@ def test_a_copy_is_a_snapshot():
     for tensor in tensors.values():
         tensor.add_(1)
     assert buffer == before
+
+
+def test_targets_are_made_once_and_copied_into_by_name():
+    tensors = every_dtype()
+    layout = plan_layout(tensors)
+    buffer = bytearray(layout.size)
+    into = targets(layout, buffer)
+    assert list(into) == list(layout.entries)
+    copy(into, tensors, ["F32/7", "U8/1", "F16/0"])
+    assert same_bits(view(buffer, layout.entries["F32/7"]), tensors["F32/7"])
+    assert not view(buffer, layout.entries["F32/1"]).any()
+    copy(into, tensors)
+    copy(into, {}, [])
+    buffer[: len(layout.header)] = layout.header
+    assert buffer == written(tensors)
+
+
+sizes = st.lists(st.integers(0, 9), max_size=3) | st.lists(st.sampled_from([16, 33, 64, 100]), min_size=2, max_size=2)
+described = st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), sizes, st.sampled_from(["", "t", "step"])), max_size=12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(described, st.integers(1, 6))
+def test_the_pieces_are_the_image(described, pages):
+    tensors = {}
+    for number, (dtype, shape, how) in enumerate(described):
+        tensor = random(DTYPES[dtype], *shape)
+        if how == "t":
+            tensor = tensor.permute(tuple(reversed(range(tensor.ndim))))
+        elif how == "step" and tensor.ndim:
+            tensor = tensor[::2]
+        tensors[f"{number % 3}/{number}"] = tensor
+    layout = plan_layout(tensors)
+    buffer = memoryview(mmap.mmap(-1, pages * PAGE))
+    found = [bytes(piece) for piece in pieces(layout, tensors, buffer)]
+    assert b"".join(found) == written(tensors)
+    assert all(len(piece) == len(buffer) for piece in found[:-1])
+    assert 0 < len(found[-1]) <= len(buffer)
+
+
+def test_pieces_of_what_training_uses():
+    tensors = {"w": nn.Parameter(torch.randn(50, 50)), "y": nn.Parameter(torch.randn(3)) * 2}
+    found = b"".join(map(bytes, pieces(plan_layout(tensors), tensors, memoryview(bytearray(PAGE)))))
+    assert found == written(tensors)
+    for size in (0, 100, PAGE + 1):
+        with pytest.raises(ValueError, match=f"a buffer of {size} bytes; it has to be a multiple of 4096"):
+            next(pieces(plan_layout(tensors), tensors, memoryview(bytearray(size))))
 
 
 def test_refusals_of_the_writer():

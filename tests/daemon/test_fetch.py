@@ -94,6 +94,7 @@ def test_a_whole_part_comes_into_an_empty_spool(spool, tmp_path):
     assert read(fresh, PART) == FILES and fetched.tiers == ("tier",)
     assert [path for path in listing(fresh) if path.startswith(".tierd/")] == [
         ".tierd/quarantine",
+        ".tierd/recycle",
         ".tierd/stage",
         ".tierd/trash",
     ]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -78,8 +79,8 @@ def manifest(part: PartId, described: tuple[File, ...]) -> Manifest:
     )
 
 
-def build(root: Path) -> None:
-    """Write `root/tier` and `root/spool`."""
+def build(root: Path, files: Callable[[int], dict[str, bytes]] = files) -> None:
+    """Write `root/tier` and `root/spool`; `files` gives what each step's part holds."""
     there: dict[str, Stored] = {}  # raw digest -> where an earlier checkpoint put it
     for part in (FIRST, SECOND):
         home = root / "spool" / part.path if part == SECOND else root / "scratch"

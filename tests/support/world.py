@@ -19,6 +19,7 @@ from tierd.core.plan import plan
 from tierd.core.retention import RetentionPolicy
 from tierd.daemon import lane
 from tierd.daemon.control import Control
+from tierd.daemon.handoff import HandOff
 from tierd.daemon.reconcile import Reconciler
 from tierd.persist import write_file
 from tierd.spool import Spool
@@ -209,6 +210,9 @@ class Daemon:
         """Run a coroutine on the daemon's loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout)
 
+    def _taken(self, part, outcome) -> None:
+        self.loop.call_soon_threadsafe(self.reconciler.taken, part, outcome)
+
     def settle(self) -> None:
         self.call(settle(self.reconciler))
 
@@ -224,9 +228,12 @@ class Daemon:
         stores = self._stores() if callable(self._stores) else self._stores
         with self.spool.lock():
             self.reconciler = reconciler(self.spool, stores, **self._options)
-            self.control = Control(self.reconciler)
-            async with self.control.listening(), running(self.reconciler):
-                self._ready.set()
-                await self._stop.wait()
+            self.handoff = HandOff(self.spool, self._taken)
+            self.reconciler.writers = self.handoff.lanes
+            self.control = Control(self.reconciler, self.handoff)
+            with self.handoff.listening(20):
+                async with self.control.listening(), running(self.reconciler):
+                    self._ready.set()
+                    await self._stop.wait()
         for store in stores.values():
             await store.aclose()

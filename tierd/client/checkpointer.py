@@ -6,44 +6,46 @@ Law: training never waits for the daemon and never dies of it. What fails after 
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from tierd import __version__
 from tierd.client.attachment import Attachment
+from tierd.client.capture import Capturer
+from tierd.client.handoff import HandOff
 from tierd.client.launch import agree, exchange, rank_and_world
 from tierd.client.load import check_fit, load
-from tierd.client.restore import Found, Restored, Restorer
+from tierd.client.overlap import Gate
+from tierd.client.pipeline import Pipeline
+from tierd.client.restore import MEMORY, Found, Restored, Restorer
 from tierd.client.save import Save, Stats, checked_metrics
-from tierd.client.snapshot import Arena
-from tierd.client.state import Flattened, flatten, unflatten
-from tierd.client.tensorfile import Layout, plan_layout
-from tierd.core.errors import ConfigError, StateMismatch, StepRefused, TierdError
+from tierd.client.slots import estimate
+from tierd.client.snapshot import Snapshot
+from tierd.client.state import unflatten
+from tierd.core.errors import ConfigError, SaveSkipped, StateMismatch, StepRefused, TierdError
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check_step
-from tierd.core.manifest import VERSION, Manifest, Origin, metrics_to_json
+from tierd.core.manifest import TENSORS, TREE, VERSION, Manifest, Origin, metrics_to_json
 from tierd.link import Link
-from tierd.persist import write_file
-from tierd.spool import Spool, condition, translated
+from tierd.spool import Spool, translated
 from tierd.stage import describe_directory
 
 if TYPE_CHECKING:
     from typing import Self
 
+    from torch.optim import Optimizer
+
 log = logging.getLogger("tierd")
 
-TENSORS = "tensors.safetensors"
-TREE = "state.json"
-Buffer = bytes | bytearray | memoryview
+_BUSY = ("wait", "skip", "fail")
+_MAX_SLOTS = 16
 
 
 class Checkpointer:
@@ -56,6 +58,9 @@ class Checkpointer:
         attempt: this launch's name, shared by all ranks; agreed on through `torch.distributed` when not given.
         to: URLs of the tiers: a daemon for them is started unless one holds the spool. Not given: a daemon is expected
             to be there or to come (systemd). Empty: the spool is all there is, and nothing prunes it.
+        slots: snapshots that may be in memory at a time; each takes the size of the state.
+        when_busy: what `save` does while every slot is still being persisted: `"wait"` for one, `"skip"` (the `Save`
+            has then ended with `SaveSkipped`), or `"fail"` (raise it).
 
     Raises:
         ConfigError: a name, rank or URL cannot be used.
@@ -71,7 +76,13 @@ class Checkpointer:
         world_size: int | None = None,
         attempt: str | None = None,
         to: Sequence[str] | None = None,
+        slots: int = 1,
+        when_busy: Literal["wait", "skip", "fail"] = "wait",
     ) -> None:
+        if type(slots) is not int or not 1 <= slots <= _MAX_SLOTS:
+            raise ConfigError(f"slots={slots!r}: a number from 1 to {_MAX_SLOTS}")
+        if when_busy not in _BUSY:
+            raise ConfigError(f"when_busy={when_busy!r}: one of {', '.join(_BUSY)}")
         self._run = check_run(run)
         self._rank, self._world = rank_and_world(rank, world_size)
         self._given = check_attempt(attempt) if attempt is not None else None
@@ -79,13 +90,16 @@ class Checkpointer:
         self._origin: CheckpointId | None = None
         self._attempt: str | None = None
         self._steps: set[int] = set()
-        self._arena = Arena()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="tierd-persist")
         self._closed = False
         self._pid = os.getpid()
         self._hold: Link | None = None  # while it is open, the daemon leaves the last restored directory alone
         self.stats = Stats()
         self._daemon = Attachment(self._spool, to)
+        self._when_busy = when_busy
+        self._capturer = Capturer()
+        self._gate = Gate(self.stats)
+        self._line = HandOff(self._spool) if self._daemon.tiers else None
+        self._pipeline = Pipeline(self._spool, slots, self.stats, self._line, self._ended)
         if self._world > 1 and self._given is None:
             self._attempt = agree(self._daemon.attempts(self._run), self._world)
 
@@ -101,32 +115,72 @@ class Checkpointer:
     def save(self, step: int, state: Mapping[str, object], metrics: Mapping[str, float] | None = None) -> Save:
         """Snapshot `state` and return; persisting goes on behind.
 
-        Nothing that training changes afterwards gets into the checkpoint. If the last save is still being persisted,
-        this one waits for it (`stats.waited_s`).
+        Nothing that training changes afterwards gets into the checkpoint. While the last save is still being persisted,
+        this one does what `when_busy` says; a wait is counted (`stats.waited_s`). What an attached optimizer alone
+        changes is copied behind training; everything else before this returns. Once that is copied and a daemon
+        is there, killing this process loses nothing of it.
 
         Raises:
             StepRefused: no int, negative, or already committed by this attempt.
             StateRefused: a value cannot be stored; names its path.
+            SaveSkipped: an earlier save is still being persisted, and `when_busy` is `"fail"`.
             ConfigError: a metric is not a number, or the checkpointer is closed.
         """
         begun = time.perf_counter()
         part, numbers = self._begin(step, metrics)
-        flat = flatten(state)
-        layout = plan_layout(flat.tensors)
         save = Save(part, self._spool)
+        if self._when_busy != "wait" and self._pipeline.busy:
+            return self._skipped(save)
+        capture = self._capturer.capture(state)
+        late = self._gate.late(capture)
+        snapshot = Snapshot(save, capture, self._manifest(part, numbers), late)
+        self._steps.add(save.step)
         try:
-            self._writer.submit(self._take, save, layout, flat, self._manifest(part, numbers), time.perf_counter())
-        except RuntimeError as error:
-            raise ConfigError("the interpreter is ending and runs nothing more: save before its exit") from error
-        self._steps.add(part.checkpoint.step)
-        try:
-            save.wait_for_snapshot()
-        except BaseException:
-            self._steps.discard(part.checkpoint.step)
+            self._pipeline.take(snapshot)
+            if late:
+                self._gate.watch(snapshot)
+            snapshot.wait()
+        except BaseException as error:
+            if snapshot.given_up or isinstance(error, Exception):
+                self._steps.discard(save.step)
             raise
         self.stats.saves += 1
-        self.stats.blocked_s += time.perf_counter() - begun
+        blocked = time.perf_counter() - begun
+        self.stats.blocked_s += blocked
+        self.stats.first_blocked_s = self.stats.first_blocked_s or blocked
         return save
+
+    def attach(self, *optimizers: Optimizer) -> None:
+        """Let `save` return before what these optimizers change is copied: their parameters and their own state. It is
+        copied behind forward and backward, and their next `step()` waits for it (`stats.step_waited_s`).
+
+        Between a `save` and the next `step()` nothing else may write to those tensors (a hand-made weight clipping,
+        `load_state_dict`): the copy notices, and that save fails with `TornSnapshot`. Copies that training keeps by
+        itself (an EMA, SWA), buffers and everything that is no such tensor are copied before `save` returns.
+
+        Raises:
+            ConfigError: something other than a `torch.optim.Optimizer`.
+        """
+        self._check_open()
+        self._gate.attach(optimizers)
+
+    def _skipped(self, save: Save) -> Save:
+        self.stats.skipped += 1
+        error = SaveSkipped(f"{save.part}: an earlier save is still being persisted")
+        if self._when_busy == "fail":
+            raise error
+        log.warning("skipped: %s", error)
+        save.finish(error)
+        return save
+
+    def _ended(self, save: Save, error: Exception | None) -> None:
+        """A save has become durable or failed. Not in the thread that trains."""
+        if error is not None:
+            self._steps.discard(save.step)
+        save.finish(error)
+        if self._line is not None:
+            self._line.renew()
+        self._daemon.keep()
 
     @contextmanager
     def stage(self, step: int, metrics: Mapping[str, float] | None = None) -> Iterator[Path]:
@@ -173,43 +227,6 @@ class Checkpointer:
             files=(),
         )
 
-    def _take(self, save: Save, layout: Layout, flat: Flattened, manifest: Manifest, asked: float) -> None:
-        """Copy, tell the caller, and persist. All of it runs in the one thread that owns the arena."""
-        self.stats.waited_s += time.perf_counter() - asked
-        try:
-            image = self._arena.copy(layout, flat.tensors)
-        except Exception as error:
-            save.snapshot_taken(error)
-            return
-        if save.snapshot_taken():
-            self._persist(save, manifest, {TENSORS: image, TREE: flat.tree})
-
-    def _persist(self, save: Save, manifest: Manifest, files: Mapping[str, Buffer]) -> None:
-        """Make a snapshot durable. Runs behind training; whatever happens ends in the save's handle."""
-        try:
-            try:
-                self._write(save.part, manifest, files)
-            except OSError as error:
-                if error.errno != errno.EIO:
-                    raise
-                # What a failed fsync left in the page cache proves nothing: all is written anew, from memory.
-                log.warning("%s: %s; writing it anew", save.part, error)
-                self._write(save.part, manifest, files)
-        except Exception as error:
-            self.stats.failed += 1
-            self._steps.discard(save.step)
-            log.error("save failed, training goes on: %s: %s", save.part, error)
-            save.finish(condition(error, f"spool {self._spool.root}") if isinstance(error, OSError) else error)
-        else:
-            self.stats.persisted_bytes += sum(len(data) for data in files.values())
-            save.finish(None)
-        self._daemon.keep()
-
-    def _write(self, part: PartId, manifest: Manifest, files: Mapping[str, Buffer]) -> None:
-        with self._spool.stage(part) as stage:
-            described = tuple(write_file(stage.path / name, name, data) for name, data in sorted(files.items()))
-            stage.commit(msgspec.structs.replace(manifest, files=described))
-
     # -- restore ----------------------------------------------------------------------------------------------------
 
     def restore(
@@ -234,19 +251,30 @@ class Checkpointer:
         """
         self._check_open()
         asked = check_step(step) if step is not None else None
-        self._drain()
+        self._pipeline.drain()
         self._daemon.renew()
         restorer = Restorer(
-            self._spool, self._run, self._rank, self._world, tiers=self._daemon.tiers, keep=state is not None
+            self._spool,
+            self._run,
+            self._rank,
+            self._world,
+            tiers=self._daemon.tiers,
+            line=self._line,
+            keep=state is not None,
         )
         self._let_go()
         found = restorer.agreed(asked, check_attempt(attempt) if attempt is not None else None)
         if found is None:
+            if state is not None:
+                self._pipeline.reserve(estimate(state))
             return None
         self._hold, manifest = found.hold, found.manifest
         restored = self._fitting(state, found)
         if state is not None:
-            load(state, restored)
+            size = len(found.files[TENSORS])
+            load(state, restored, lent=found.tier == MEMORY, file=found.files[TENSORS])
+            self._pipeline.adopt(found.arena)
+            self._pipeline.reserve(size)
         self._go_on_from(found.part.checkpoint, found.attempts)
         if found.unreached:
             log.warning("restored step %d; not asked for newer ones: %s", manifest.step, ", ".join(found.unreached))
@@ -317,15 +345,13 @@ class Checkpointer:
         if os.getpid() != self._pid:
             raise ConfigError("this process was forked from the one that made the Checkpointer: make one of its own")
 
-    def _drain(self) -> None:
-        self._writer.submit(lambda: None).result()
-
     def close(self) -> None:
         """Wait until every save is durable (or failed) and let go of the daemon, which flushes on by itself."""
         if not self._closed:
-            self._drain()
+            self._gate.detach()
+            self._pipeline.drain()
             self._closed = True
-            self._writer.shutdown()
+            self._pipeline.close()
             self._let_go()
             self._daemon.close()
 

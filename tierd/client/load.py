@@ -4,15 +4,16 @@ Law: nothing is loaded until everything that can be checked has been: names, kin
 is named.
 
 Entries with `load_state_dict` are given their part: an `nn.Module` views into the restored file (it copies),
-everything else tensors that own their memory (an optimizer keeps what it is given). Plain values are put back where
-they were: containers keep their identity and take the saved content, tensors and arrays are copied into, anything
-else is replaced.
+everything else tensors that own their memory, since it may keep what it is given. An optimizer certainly does, and has
+most of the bytes: it is given views as well, if the file's memory may be kept. Plain values are put back where they
+were: containers keep their identity and take the saved content, tensors and arrays are copied into, anything else is
+replaced.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -20,9 +21,12 @@ import torch
 from torch import nn
 
 from tierd.client import arrays
+from tierd.client.kept import Kept
 from tierd.client.rng import RngState
-from tierd.client.state import Path, Stateful, is_stateful, show, show_part, type_name, why_refused
+from tierd.client.tensorfile import Buffer
+from tierd.client.values import Path, Stateful, is_stateful, show, show_part, type_name, why_refused
 from tierd.core.errors import StateMismatch
+from tierd.device import PAGE
 
 _MISSING: Any = object()
 _WAY_OUT = "(None in this place takes what was saved)"
@@ -38,19 +42,38 @@ def check_fit(state: Mapping[str, object], restored: Mapping[str, object]) -> No
     _check(state, restored)
 
 
-def load(state: Mapping[str, object], restored: Mapping[str, object]) -> None:
+def load(
+    state: Mapping[str, object], restored: Mapping[str, object], *, lent: bool = True, file: Buffer | None = None
+) -> None:
     """Check as `check_fit` does, then load: first the objects with `load_state_dict`, RngState last of them, then
     plain values.
+
+    Args:
+        lent: whether the memory of the restored tensors is used for something else afterwards. If not, optimizers
+            keep their large tensors where they lie, and with them the whole file.
+        file: that memory, if it is not lent, so that what nobody kept of it can be given back to the system, where it
+            is a mapping. `restored`, a dict, is emptied for that.
 
     Raises:
         StateMismatch: as `check_fit`, and then nothing was loaded; or an object's own `load_state_dict` raised
             (chained), and then the message says what was loaded before it.
     """
+    kept = Kept(file, _tensors_in(restored)) if file is not None and not lent else None
+    _load(state, restored, lent)
+    if kept is not None:
+        if isinstance(restored, dict):
+            restored.clear()
+        kept.release()
+
+
+def _load(state: Mapping[str, object], restored: Mapping[str, object], lent: bool) -> None:
     stateful = _check(state, restored)
     memo: dict[int, object] = {}  # tied tensors are cloned once
     done: list[str] = []
     for path, target, saved in sorted(stateful, key=lambda item: isinstance(item[1], RngState)):
         try:
+            if not lent and isinstance(target, torch.optim.Optimizer):
+                _spare(saved, memo)
             given = _for_module(target, saved, memo) if isinstance(target, nn.Module) else copy.deepcopy(saved, memo)
             target.load_state_dict(given)
         except Exception as error:
@@ -63,6 +86,26 @@ def load(state: Mapping[str, object], restored: Mapping[str, object]) -> None:
         value = _place(state[key], saved, memo)
         if value is not state[key]:
             state[key] = value  # type: ignore[index]
+
+
+def _spare(saved: object, memo: dict[int, object]) -> None:
+    """Have `deepcopy` take large tensors as they are. A small one must not keep a file in memory, and may lie less
+    aligned than one of its own."""
+    for tensor in _tensors_in(saved):
+        if tensor.nbytes >= PAGE:
+            memo.setdefault(id(tensor), tensor)
+
+
+def _tensors_in(saved: object) -> Iterator[torch.Tensor]:
+    todo = [saved]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            todo += value.values()
+        elif isinstance(value, (list, tuple, deque)):
+            todo += value
 
 
 def _check(state: Mapping[str, object], restored: Mapping[str, object]) -> list[tuple[Path, Stateful, Any]]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from tierd.arena import Arena
+from tierd.client.handoff import HandOff
 from tierd.client.launch import exchange
 from tierd.core.errors import (
     CorruptChunk,
@@ -30,11 +32,12 @@ from tierd.core.resume import Candidate, Resume, not_found, own_part, restore_ca
 from tierd.core.wire import Candidates, Fetch
 from tierd.core.world import SPOOL, Facts, Place, World
 from tierd.link import Link
-from tierd.persist import bad_chunks
+from tierd.persist import bad_chunks, check_bytes
 from tierd.spool import Spool
 
 log = logging.getLogger("tierd")
 
+MEMORY = "memory"  # where a tier's name can stand
 _ASIDE = "set aside before: some of it was proven corrupt, and no place had it right"
 _PATIENCE = 5.0  # seconds to wait for a daemon that may be starting, as at a node's boot
 
@@ -58,7 +61,8 @@ class Restored:
     Attributes:
         step: the checkpoint's step; training goes on at `step + 1`.
         attempt: the launch that wrote it.
-        tier: where its bytes came from: `"local"`, or the tier that healed or supplied them.
+        tier: where its bytes came from: `"local"`, or the tier that healed or supplied them; `"memory"` when a trainer
+            that was killed had left them in the daemon's hands.
         metrics: as given to `save`.
         skipped: newer checkpoints that were passed over, each with its reason.
         unreached: tiers that did not answer; a newer checkpoint could lie there.
@@ -76,16 +80,20 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A part whose every byte was verified just now. `tier` is where bytes came from: `"local"` or a tier's name."""
+    """A part whose every byte was verified just now. `tier` is where bytes came from: as `Restored.tier`.
+
+    `arena`: the memory that `files` lie in when a predecessor left them there; it will be used for saves.
+    """
 
     part: PartId
     manifest: Manifest
-    files: dict[str, bytearray]
+    files: Mapping[str, memoryview]
     tier: str
     skipped: tuple[Skipped, ...]
     directory: Path
     attempts: tuple[str, ...]
     unreached: tuple[str, ...]
+    arena: Arena | None
     hold: Link | None  # to be closed by whoever is done with `directory`
 
 
@@ -94,12 +102,24 @@ class Restorer:
 
     Args:
         tiers: whether there may be copies beyond the spool; without, the spool's word is final.
+        line: to ask for what a predecessor left in memory; None where nothing can be there.
         keep: hand the files on in memory; without, they are only verified, and their directory is held in the spool.
     """
 
-    def __init__(self, spool: Spool, run: str, rank: int, world: int, *, tiers: bool, keep: bool = True) -> None:
+    def __init__(
+        self,
+        spool: Spool,
+        run: str,
+        rank: int,
+        world: int,
+        *,
+        tiers: bool,
+        line: HandOff | None = None,
+        keep: bool = True,
+    ) -> None:
         self._spool, self._run, self._rank, self._world = spool, run, rank, world
-        self._tiers, self._keep = tiers, keep
+        self._tiers, self._line, self._keep = tiers, line, keep
+        self._arena: Arena | None = None
         self._why_alone = ""
 
     def agreed(self, step: int | None, attempt: str | None) -> Found | None:
@@ -205,7 +225,8 @@ class Restorer:
             home = self._spool.path(part)
             skipped = _with_aside(skipped, [one for one in resume.quarantined if one > candidate.checkpoint])
             hold = None if self._keep else link
-            return Found(part, manifest, files, tier, tuple(skipped), home, resume.attempts, resume.unreached, hold)
+            left = resume.unreached
+            return Found(part, manifest, files, tier, tuple(skipped), home, resume.attempts, left, self._arena, hold)
         self._nothing(link, resume, step, _with_aside(skipped, resume.quarantined))
         return None
 
@@ -216,8 +237,11 @@ class Restorer:
                 f"launch {candidate.world} ranks"
             )
 
-    def _obtain(self, link: Link | None, part: PartId) -> tuple[Manifest, dict[str, bytearray], str]:
+    def _obtain(self, link: Link | None, part: PartId) -> tuple[Manifest, Mapping[str, memoryview], str]:
         local: Exception | None = None
+        remembered = self._remembered(part) if self._keep else None
+        if remembered:
+            return *remembered, MEMORY
         if link is None or self._keep:  # a directory is asked for in any case: the daemon then holds it
             try:
                 return *self._read(part), SPOOL
@@ -238,7 +262,24 @@ class Restorer:
             # Some copy is right, or the fetch would have said so: this disk is failing, and no reason to step back.
             raise StoreUnavailable(f"{part} was just healed, and reads back wrong from the spool: {error}") from error
 
-    def _alone(self, part: PartId, local: Exception) -> tuple[Manifest, dict[str, bytearray], str]:
+    def _remembered(self, part: PartId) -> tuple[Manifest, Mapping[str, memoryview]] | None:
+        """The part from a predecessor's memory, every byte compared with its manifest in the spool."""
+        found = self._line.recall(part) if self._line else None
+        if found is None:
+            return None
+        self._arena = found.arena  # good for saves, whatever is in it
+        try:
+            manifest = self._spool.manifest(part)
+            if {file.path for file in manifest.files} != found.files.keys():
+                return None
+            for file in manifest.files:
+                check_bytes(found.files[file.path], file)
+        except (TierdError, OSError) as error:  # it was overwriting that memory when it died, say
+            log.info("%s is not whole in memory, and read from the spool: %s", part, error)
+            return None
+        return manifest, found.files
+
+    def _alone(self, part: PartId, local: Exception) -> tuple[Manifest, Mapping[str, memoryview], str]:
         if self._tiers:
             raise DaemonUnavailable(
                 f"{part} is not whole in the spool ({local}), and whether a tier has it right cannot be asked: "
@@ -249,7 +290,7 @@ class Restorer:
         self._spool.quarantine(part)
         raise CorruptChunk(f"local: {local}") from local
 
-    def _read(self, part: PartId) -> tuple[Manifest, dict[str, bytearray]]:
+    def _read(self, part: PartId) -> tuple[Manifest, Mapping[str, memoryview]]:
         manifest = self._spool.manifest(part)
         if self._keep:
             return manifest, self._spool.read(part, manifest)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tierd.core.errors import ConfigError, SaveFailed
+from tierd.core.errors import ConfigError, SaveFailed, SaveSkipped
 from tierd.core.ids import PartId
 from tierd.core.manifest import MAX_METRICS, is_metric_name
 from tierd.core.wire import Wait
@@ -26,16 +26,28 @@ class Stats:
     Attributes:
         saves: calls of `save` and `stage` that took their snapshot.
         failed: of those, how many could not be made durable.
+        skipped: calls that took none, since an earlier one was still being persisted (`when_busy`).
         blocked_s: time inside `save`, that is, taken from training.
-        waited_s: of that, the wait for the save before.
+        first_blocked_s: of that, the first save's, which plans the layout.
+        waited_s: of that, the wait for the save before, or for memory that was still being made ready.
+        step_waited_s: time that attached optimizers' steps waited for a copy behind them, also taken from training.
         persisted_bytes: bytes made durable in the spool.
+        handed_over: saves that the daemon persisted from this process's memory.
+        direct: saves written past the page cache (O_DIRECT).
+        recycled: of those, over the extents of a pruned checkpoint.
     """
 
     saves: int = 0
     failed: int = 0
+    skipped: int = 0
     blocked_s: float = 0.0
+    first_blocked_s: float = 0.0
     waited_s: float = 0.0
+    step_waited_s: float = 0.0
     persisted_bytes: int = 0
+    handed_over: int = 0
+    direct: int = 0
+    recycled: int = 0
 
 
 class Save:
@@ -44,10 +56,6 @@ class Save:
     def __init__(self, part: PartId, spool: Spool) -> None:
         self.part = part
         self._spool = spool
-        self._lock = threading.Lock()
-        self._taken = threading.Event()
-        self._given_up = False
-        self._copy_error: Exception | None = None  # not `_error`: a quick failure of persisting is never raised by save
         self._ended = threading.Event()
         self._error: Exception | None = None
 
@@ -72,6 +80,7 @@ class Save:
 
         Raises:
             SaveFailed: it could not be made durable; the cause is chained.
+            SaveSkipped: it was not taken (`when_busy="skip"`).
             StoreRefused: the tier says no (credentials, bucket); the daemon keeps trying.
             CheckpointNotFound: it will not come there: newer ones have retired it meanwhile, or it was set aside.
             ConfigError: the daemon has no tier of that name.
@@ -81,6 +90,8 @@ class Save:
         end = None if timeout is None else time.monotonic() + timeout
         if not self._ended.wait(timeout):
             raise TimeoutError(f"{self.part} is not durable after {timeout:g} s")
+        if isinstance(self._error, SaveSkipped):
+            raise self._error
         if self._error is not None:
             raise SaveFailed(f"{self.part}: {self._error}") from self._error
         if tier == SPOOL:
@@ -88,25 +99,6 @@ class Save:
         left = None if end is None else max(0.0, end - time.monotonic())
         with Link(self._spool) as link:
             link.ask(Wait(part=self.part, tier=tier, timeout_s=left), None if left is None else left + 10)
-
-    def wait_for_snapshot(self) -> None:
-        """Return when the state was copied, and may change. An interrupt meanwhile gives the save up: what training
-        changes from then on must not get in. Raises what the copy raised."""
-        try:
-            self._taken.wait()
-        except BaseException:
-            with self._lock:
-                self._given_up = not self._taken.is_set()
-            raise
-        if self._copy_error is not None:
-            raise self._copy_error
-
-    def snapshot_taken(self, error: Exception | None = None) -> bool:
-        """The persisting side's word that the copy is done, or why not; whether the save is still wanted."""
-        with self._lock:
-            self._copy_error = error
-            self._taken.set()
-            return error is None and not self._given_up
 
     def finish(self, error: Exception | None) -> None:
         """The persisting side's word on how it ended."""

@@ -1,32 +1,158 @@
-"""The arena: memory that a state is copied into, so that training may change the state while the copy is persisted.
+"""A snapshot: one state on its way into an arena.
 
-Law: the arena belongs to the one thread that persists, which takes saves one after the other: so its content is one
-save's until that save has ended, and no interrupted caller can leave it locked. It is reused from save to save, since
-touching fresh pages costs twenty times the copy (design, section 7).
+Law: what training may change as soon as `save` has returned is copied before; only what an attached optimizer alone
+changes is copied behind forward and backward, and its next step waits for that. Whoever else changes it meanwhile is
+found out by the tensors' version counters: such a snapshot is refused, not kept torn.
 """
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterable
 
 import torch
 
-from tierd.client.tensorfile import Layout, copy_into
+from tierd.client.capture import Capture
+from tierd.client.save import Save
+from tierd.client.slots import Slot
+from tierd.core.errors import TornSnapshot
+from tierd.core.manifest import Manifest
 
 
-class Arena:
-    """One reused buffer of private memory, grown to the largest state it has held."""
+class Snapshot:
+    """What is to be copied, and how far that is. Made by the thread that calls `save`.
 
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
+    Args:
+        late: names of the tensors that are copied behind training; empty for a save that blocks until all is copied.
+    """
 
-    def copy(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> memoryview:
-        """Copy the tensors in and return their file's image, `layout.size` bytes, good until the next copy."""
-        if self._memory is None or len(self._memory) < layout.size:
-            # Private: a forked child that writes to it must not reach the parent's checkpoint.
-            size = max(layout.size, mmap.PAGESIZE)
-            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        view = memoryview(self._memory)[: layout.size]
-        copy_into(layout, tensors, view)
-        return view
+    def __init__(self, save: Save, capture: Capture, manifest: Manifest, late: frozenset[str] = frozenset()) -> None:
+        self.save = save
+        self.manifest = manifest
+        self.capture = capture
+        self.late = late
+        self.tree = b""
+        self.asked = time.perf_counter()
+        self._versions = {name: _version(capture.tensors[name]) for name in late}
+        self._marks = {device: torch.cuda.current_stream(device).record_event() for device in capture.devices}
+        self._events: list[torch.cuda.Event] = []  # of all copies from devices that were begun
+        self._early_events: list[torch.cuda.Event] = []
+        self._lock = threading.Lock()
+        self.given_up = False
+        self._claimed = False
+        self._error: Exception | None = None
+        self._returns = threading.Event()
+        self._copied = threading.Event()
+
+    # -- the thread that trains ---------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Return when `save` may. An interrupt meanwhile gives the snapshot up: what training changes from then on must
+        not get in. Raises what copying raised."""
+        try:
+            self._returns.wait()
+        except BaseException:
+            with self._lock:
+                self.given_up = not self._claimed
+            raise
+        if self._error is not None:
+            raise self._error
+        for event in self._early_events:
+            torch.cuda.current_stream(event.device).wait_event(event)
+
+    @property
+    def copied(self) -> bool:
+        return self._copied.is_set()
+
+    @property
+    def returned(self) -> bool:
+        """Whether training was let go."""
+        return self._returns.is_set()
+
+    def wait_for_copy(self) -> None:
+        """Return when an optimizer may step: on the host nothing is left to copy or to hand over, and a device's next
+        work waits."""
+        self._copied.wait()
+        for event in self._events:
+            torch.cuda.current_stream(event.device).wait_event(event)
+
+    # -- the thread that copies ---------------------------------------------------------------------------------------
+
+    def claim(self) -> bool:
+        """Whether the snapshot is still wanted; from here on it cannot be given up."""
+        with self._lock:
+            self._claimed = not self.given_up
+            return self._claimed
+
+    def copy(self, slot: Slot) -> None:
+        """Copy all of it into the slot's arena; lets training go on as soon as the law allows.
+
+        Raises:
+            TornSnapshot: something other than an attached optimizer changed a tensor meanwhile.
+        """
+        into = slot.lay_out(self.capture.layout)
+        if self._marks:
+            slot.pin()
+        self._early_events = self._begin(into, [name for name in into if name not in self.late])
+        if self.late:
+            self._returns.set()
+        self.tree = self.capture.tree()
+        if self.late:
+            self._begin(into, self.late)
+            self._check()
+        if self._events and self.late:
+            self._copied.set()  # the device's next work waits by itself
+        for event in self._events:
+            event.synchronize()
+
+    def done(self, error: Exception | None = None) -> None:
+        """The snapshot is taken, or why not: nobody needs to wait for it any more."""
+        if not self._returns.is_set():
+            self._error = error
+        self._returns.set()
+        self._copied.set()
+
+    def _begin(self, into: dict[str, torch.Tensor], names: Iterable[str]) -> list[torch.cuda.Event]:
+        tensors = self.capture.tensors
+        groups: dict[torch.device, list[str]] = {}
+        for name in names:
+            groups.setdefault(tensors[name].device, []).append(name)
+        begun = []
+        # Devices first: their copies run beside the host's.
+        for device, own in sorted(groups.items(), key=lambda item: item[0].type == "cpu"):
+            mark = self._marks.get(device)
+            with torch.no_grad():
+                if mark is None:
+                    torch._foreach_copy_([into[name] for name in own], [tensors[name] for name in own])
+                    continue
+                side = _side_stream(device)
+                with torch.cuda.stream(side):
+                    side.wait_event(mark)
+                    for name in own:
+                        into[name].copy_(tensors[name], non_blocking=True)
+                    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                    begun.append(side.record_event(event))
+        self._events += begun
+        return begun
+
+    def _check(self) -> None:
+        for name, version in self._versions.items():
+            if _version(self.capture.tensors[name]) != version:
+                raise TornSnapshot(
+                    f"{self.save.part}: {name} was changed while it was copied, and not by an attached optimizer's "
+                    "step(): change it only after that, or do not attach() the optimizer"
+                )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[device]

@@ -1,10 +1,12 @@
 """The tensor file: plain safetensors, laid out so that every tensor can be used where it lies.
 
-Law: the layout is a pure function of names, dtypes and shapes; nothing here reads a tensor's values except `copy_into`.
+Law: the layout is a pure function of names, dtypes and shapes; nothing here reads a tensor's values except `copy`,
+`copy_into` and `pieces`.
 
 A file is eight bytes of little-endian header length, a JSON header padded with spaces to a page boundary, and the
-tensors, adjacent and without holes, ordered by element size (largest first) and name, so that each is aligned to its
-element size. Only the dtypes that safetensors 0.5 knows are used.
+tensors, adjacent and without holes: first those whose length is a multiple of 64 bytes, so that each of them is aligned
+to 64, then the others, aligned to their element size. Both are ordered by element size (largest first) and name. Only
+the dtypes that safetensors 0.5 knows are used.
 """
 
 from __future__ import annotations
@@ -12,18 +14,21 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from json.encoder import encode_basestring as quoted
 from typing import TypeAlias
 
 import torch
 
 from tierd.core.errors import StateMismatch, StateRefused
-from tierd.persist import PAGE
+from tierd.device import PAGE
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
 
 MAX_HEADER = 100_000_000  # safetensors' own limit
+ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 MAX_DIMS = 64  # torch's own limit for most operations
 METADATA = "__metadata__"
 
@@ -45,6 +50,9 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+Targets: TypeAlias = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -72,58 +80,103 @@ def plan_layout(tensors: Mapping[str, torch.Tensor]) -> Layout:
     Raises:
         StateRefused: a dtype that safetensors does not hold, or so many tensors that the header passes 100 MB.
     """
+    described: list[tuple[bool, int, str, torch.dtype, torch.Size, int]] = []
     for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPE_NAMES:
-            raise StateRefused(f"tensor {name!r}: safetensors does not hold {tensor.dtype}")
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    spans: dict[str, tuple[int, int]] = {}
-    description: dict[str, object] = {METADATA: {"format": "pt"}}
-    end = 0
-    for name, tensor in ordered:
-        begin, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
-        spans[name] = (begin, end)
-        description[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(description, ensure_ascii=False, separators=(",", ":")).encode()
+        dtype, shape = tensor.dtype, tensor.shape
+        if dtype not in DTYPE_NAMES:
+            raise StateRefused(f"tensor {name!r}: safetensors does not hold {dtype}")
+        nbytes = shape.numel() * dtype.itemsize
+        described.append((not nbytes or nbytes % ALIGNMENT > 0, -dtype.itemsize, name, dtype, shape, nbytes))
+    described.sort(key=operator.itemgetter(0, 1, 2))
+    lines, end = [f'{quoted(METADATA)}:{{"format":"pt"}}'], 0
+    for _, _, name, dtype, shape, nbytes in described:
+        begin, end = end, end + nbytes
+        sizes = ",".join(map(str, shape))
+        lines.append(
+            f'{quoted(name)}:{{"dtype":"{DTYPE_NAMES[dtype]}","shape":[{sizes}],"data_offsets":[{begin},{end}]}}'
+        )
+    text = f"{{{','.join(lines)}}}".encode()
     start = -(-(8 + len(text)) // PAGE) * PAGE
     if start - 8 > MAX_HEADER:
         raise StateRefused(
             f"{len(tensors)} tensors need a header of {start - 8} bytes; safetensors allows {MAX_HEADER}"
         )
-    header = (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
-    entries = {
-        name: Entry(start + spans[name][0], spans[name][1] - spans[name][0], tensor.dtype, tuple(tensor.shape))
-        for name, tensor in ordered
-    }
-    return Layout(header, start + end, entries)
+    entries, end = {}, start
+    for _, _, name, dtype, shape, nbytes in described:
+        entries[name] = Entry(end, nbytes, dtype, tuple(shape))
+        end += nbytes
+    return Layout((start - 8).to_bytes(8, "little") + text.ljust(start - 8), end, entries)
 
 
-def copy_into(layout: Layout, tensors: Mapping[str, torch.Tensor], buffer: Buffer) -> None:
-    """Write the header and every tensor's values into `buffer`, which is writable and at least `layout.size` bytes
-    long.
-
-    `tensors` are those that the layout was planned for, on any device, in any memory format. When this returns the
-    values are in the buffer: copies from an accelerator have been waited for.
+def targets(layout: Layout, buffer: Buffer) -> Targets:
+    """Where in `buffer`, which is writable and at least `layout.size` bytes long, each tensor goes: what `copy` copies
+    into. They hold the buffer and can be used as long as it stays what it is.
     """
-    with memoryview(buffer).cast("B") as raw:
-        if raw.nbytes < layout.size:
-            raise ValueError(f"a buffer of {raw.nbytes} bytes for a layout of {layout.size}")
-        raw[: len(layout.header)] = layout.header
-    targets, sources = [], []
-    for name, entry in layout.entries.items():
-        if entry.nbytes:
-            targets.append(view(buffer, entry))
-            sources.append(tensors[name])
-    if not targets:
+    size = memoryview(buffer).nbytes
+    if size < layout.size:
+        raise ValueError(f"a buffer of {size} bytes for a layout of {layout.size}")
+    return {name: view(buffer, entry) for name, entry in layout.entries.items()}
+
+
+def copy(into: Targets, tensors: Mapping[str, torch.Tensor], names: Iterable[str] | None = None) -> None:
+    """Copy the tensors of these names, all by default, to where they go.
+
+    They are on any device, in any memory format. When this returns the values are there: copies from an accelerator
+    have been waited for.
+    """
+    chosen = [name for name in (into if names is None else names) if into[name].numel()]
+    sources = [tensors[name] for name in chosen]
+    if not chosen:
         return
     devices = {source.device for source in sources if source.device.type != "cpu"}
     with torch.no_grad():
-        torch._foreach_copy_(targets, sources, non_blocking=bool(devices))
+        torch._foreach_copy_([into[name] for name in chosen], sources, non_blocking=bool(devices))
     for device in devices:
         torch.accelerator.synchronize(device)
+
+
+def copy_into(layout: Layout, tensors: Mapping[str, torch.Tensor], buffer: Buffer) -> None:
+    """Write the file's image, header and all, into `buffer`: writable and at least `layout.size` bytes long.
+
+    `tensors` are those that the layout was planned for; for the rest see `copy`.
+    """
+    into = targets(layout, buffer)
+    memoryview(buffer).cast("B")[: len(layout.header)] = layout.header
+    copy(into, tensors)
+
+
+def pieces(layout: Layout, tensors: Mapping[str, torch.Tensor], buffer: memoryview) -> Iterator[memoryview]:
+    """The file's image in consecutive pieces, each as long as `buffer` but the last; a piece is in `buffer`, and good
+    until the next one is asked for. A tensor that is not contiguous is copied whole for as long as it is on its way.
+
+    Args:
+        buffer: a positive multiple of 4,096 bytes, so that every tensor is aligned to its elements in every piece.
+    """
+    if not buffer.nbytes or buffer.nbytes % PAGE:
+        raise ValueError(f"a buffer of {buffer.nbytes} bytes; it has to be a multiple of {PAGE}")
+    filled = 0
+    for source in _parts(layout, tensors):
+        # Element by element, not byte by byte: a dtype's own copy is the one that every device has.
+        done, size = 0, source.element_size()
+        while done < source.numel():
+            count = min(source.numel() - done, (buffer.nbytes - filled) // size)
+            into = torch.frombuffer(buffer, dtype=source.dtype, count=count, offset=filled)
+            with torch.no_grad():
+                into.copy_(source[done : done + count])
+            done, filled = done + count, filled + count * size
+            if filled == buffer.nbytes:
+                yield buffer[:filled]
+                filled = 0
+    if filled:
+        yield buffer[:filled]
+
+
+def _parts(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The header and the tensors in the order of the file, each flat."""
+    yield torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+    for name, entry in layout.entries.items():
+        if entry.nbytes:
+            yield tensors[name].detach().reshape(-1)
 
 
 def view(file: Buffer, entry: Entry) -> torch.Tensor:

@@ -71,5 +71,13 @@ class SaveFailed(TierdError):
     """The checkpoint could not be made durable; the cause is chained."""
 
 
+class SaveSkipped(TierdError):
+    """An earlier save was still being persisted, and `when_busy` says not to wait for it."""
+
+
+class TornSnapshot(TierdError):
+    """A tensor changed while it was copied, by other means than an attached optimizer's step; nothing was kept."""
+
+
 class DaemonUnavailable(TierdError):
     """No daemon answers on the spool's control socket."""

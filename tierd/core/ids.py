@@ -114,6 +114,11 @@ class PartId:
         """``<rank:05>-of-<world:05>``."""
         return f"{self.rank:05}-of-{self.world:05}"
 
+    @property
+    def lane(self) -> str:
+        """The writer, whatever its step and attempt: ``<run>.<rank:05>-of-<world:05>``."""
+        return f"{self.checkpoint.run}.{self.name}"
+
     def __str__(self) -> str:
         return f"{self.checkpoint} rank {self.rank} of {self.world}"
 

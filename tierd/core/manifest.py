@@ -20,6 +20,8 @@ from tierd.core.ids import MAX_STEP, MAX_WORLD, CheckpointId, PartId
 
 VERSION = 1
 MANIFEST_NAME = "manifest.json"  # inside a part's directory in the spool
+TENSORS = "tensors.safetensors"  # what `save` writes: every tensor,
+TREE = "state.json"  # and everything else, naming them
 _RESERVED = (MANIFEST_NAME, f"{MANIFEST_NAME}.new")  # the second while the first is being healed
 CHUNK_SIZE = 64 << 20  # what this writer cuts files into, bytes
 MAX_CHUNK_SIZE = 256 << 20  # what a reader accepts, bytes: a chunk is held in memory whole

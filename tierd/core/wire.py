@@ -1,22 +1,26 @@
-"""What client and daemon say to each other: one JSON object a line, over the spool's unix socket.
+"""What client and daemon say to each other over the spool's unix sockets, in JSON objects.
 
-Law: bytes of checkpoints never cross the socket, only names. A request is one line; the answer is any number of
-`{"working": true}` lines, at most `HEARTBEAT` seconds apart, then one line with `ok`.
+Law: bytes of checkpoints never cross a socket, only names and descriptors. On the control socket a request is one line;
+the answer is any number of `{"working": true}` lines, at most `HEARTBEAT` seconds apart, then one line with `ok`. On
+the hand-off socket a message is one packet, with its descriptors; answers are the same, as packets.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from tierd.core import errors
 from tierd.core.errors import DaemonUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_rank, check_run, check_step
+from tierd.core.manifest import MAX_MANIFEST_SIZE
 
 HEARTBEAT = 5.0  # seconds
 EXIT_HELD = 7  # how a daemon ends that finds another one on its spool: whoever started it can use that one
 MAX_REQUEST = 64 << 10  # bytes
+MAX_PACKET = 16 << 10  # bytes
 MAX_REPLY = 64 << 20  # bytes
 
 
@@ -71,8 +75,44 @@ class Pin(Request, frozen=True, kw_only=True, tag="pin"):
     pinned: bool
 
 
+class Lend(Request, frozen=True, kw_only=True, tag="lend"):
+    """Hand-off: the attached descriptor is the arena that snapshots of `slot` will lie in. No answer."""
+
+    slot: Annotated[int, Meta(ge=0, lt=64)]
+
+
+class Persist(Request, frozen=True, kw_only=True, tag="persist"):
+    """Hand-off: the arena of `slot` holds a snapshot: make it a part of the spool.
+
+    The arena begins with the tensor file, `tensors` bytes. The attached descriptor holds the manifest, still without
+    files, and the state tree: `manifest` and `tree` bytes. Answer: `direct`, `recycled`, as `commit.Written` has them.
+    """
+
+    part: PartId
+    slot: Annotated[int, Meta(ge=0, lt=64)]
+    tensors: Annotated[int, Meta(ge=1)]
+    manifest: Annotated[int, Meta(ge=1, le=MAX_MANIFEST_SIZE)]
+    tree: Annotated[int, Meta(ge=0)]
+
+
+class Recall(Request, frozen=True, kw_only=True, tag="recall"):
+    """Hand-off: give the snapshot back that a trainer which died left in its arena, and the arena with it.
+
+    Answer: `tensors`, `manifest`, `tree` as in `Persist`, with both descriptors; the arena is then lent as slot 0.
+    Error: `ObjectNotFound`.
+    """
+
+    part: PartId
+
+
+class Leave(Request, frozen=True, kw_only=True, tag="leave"):
+    """Hand-off: this trainer ends in order; nobody will recall what it lent. No answer."""
+
+
+AnyHanded = Lend | Persist | Recall | Leave
 AnyRequest = Attach | Status | Report | Candidates | Fetch | Wait | Pin
 _decoder: msgspec.json.Decoder[AnyRequest] = msgspec.json.Decoder(AnyRequest)
+_handed: msgspec.json.Decoder[AnyHanded] = msgspec.json.Decoder(AnyHanded)
 
 
 def encode_line(message: object) -> bytes:
@@ -104,6 +144,18 @@ def decode_request(line: bytes) -> AnyRequest:
     except TierdError as error:
         raise msgspec.ValidationError(str(error)) from error
     return request
+
+
+def decode_handed(packet: bytes) -> AnyHanded:
+    """Read one message of the hand-off socket; raises as `decode_request`."""
+    message = _handed.decode(packet)
+    if isinstance(message, Persist | Recall):
+        try:
+            _check_checkpoint(message.part.checkpoint)
+            check_rank(message.part.rank, message.part.world)
+        except TierdError as error:
+            raise msgspec.ValidationError(str(error)) from error
+    return message
 
 
 def _check_checkpoint(checkpoint: CheckpointId) -> None:

@@ -22,6 +22,7 @@ from tierd.core.ids import CheckpointId, PartId, pin_key
 from tierd.core.report import report
 from tierd.core.resume import restore_candidates
 from tierd.core.world import SPOOL
+from tierd.daemon.handoff import HandOff
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.status import status
 
@@ -31,8 +32,9 @@ log = logging.getLogger("tierd.daemon")
 class Control:
     """Answers requests. `trainers` counts the attached; `seen` says whether any ever was."""
 
-    def __init__(self, reconciler: Reconciler) -> None:
+    def __init__(self, reconciler: Reconciler, handoff: HandOff) -> None:
         self._reconciler = reconciler
+        self._handoff = handoff
         self._connections: set[asyncio.Task[None]] = set()
         self.trainers = 0
         self.seen = False
@@ -112,11 +114,12 @@ class Control:
                 self._reconciler.wake()
                 return {"pid": os.getpid(), "tiers": {tier.name: tier.url for tier in self._reconciler.config.tier}}
             case wire.Status():
-                return {"status": status(self._reconciler, self.trainers)}
+                return {"status": status(self._reconciler, self.trainers, self._handoff.lent_bytes())}
             case wire.Report(run=run):
                 await self._look(run)
                 return {"report": report(self._reconciler.world(), self._reconciler.config, run)}
             case wire.Candidates(run=run, step=step, attempt=attempt):
+                await asyncio.to_thread(self._handoff.settle)  # what a trainer handed over before it died is seen, too
                 await self._look(run)
                 return {"resume": restore_candidates(self._reconciler.world(), run, step, attempt)}
             case wire.Fetch(part=part):

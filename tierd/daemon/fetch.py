@@ -28,7 +28,8 @@ from tierd.core.manifest import decode as decode_manifest
 from tierd.core.manifest import encode as encode_manifest
 from tierd.core.world import SPOOL
 from tierd.daemon.together import together
-from tierd.persist import bad_chunks, digest, sync_directory, write_all, write_file
+from tierd.device import write_all
+from tierd.persist import bad_chunks, digest, sync_directory, write_file
 from tierd.spool import Spool, translated
 from tierd.stage import Stage
 from tierd.stores.base import Buffer, Store

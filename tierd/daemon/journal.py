@@ -16,7 +16,7 @@ from tierd.core.ids import CheckpointId, PartId
 log = logging.getLogger("tierd.daemon")
 
 _KEPT = 256  # events
-_BAD = ("corrupt", "quarantined")
+_BAD = ("corrupt", "quarantined", "persist failed")
 
 
 @dataclass(frozen=True, slots=True)

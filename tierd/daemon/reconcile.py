@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from tierd.commit import Written
 from tierd.core.config import Config
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId
@@ -62,6 +63,7 @@ class Reconciler:
         self.journal = Journal(told)
         self._repairer = Repairer(spool, stores, self.journal)
         self.held: Counter[CheckpointId] = Counter()
+        self.writers: Callable[[], frozenset[str]] = frozenset  # `PartId.lane` of whoever will write again
         self.interest: set[str] = set()  # runs that a trainer asked for, beside those in the spool
         self.moved = asyncio.Condition()  # notified after every look and every action
         self.lanes = {name: Lane(name) for name in (SPOOL, *stores)}
@@ -105,6 +107,17 @@ class Reconciler:
                 await self.moved.wait_for(lambda: not self.pending())
         except TimeoutError:
             log.warning("drain time is up: %d parts are still only in the spool", len(self.pending()))
+
+    def taken(self, part: PartId, outcome: Written | Exception) -> None:
+        """A part was committed from a trainer's memory, or could not be."""
+        if isinstance(outcome, Exception):
+            self.journal.counters["persist_failures"] += 1
+            self.journal.tell("persist failed", SPOOL, part, str(outcome))
+        else:
+            self.journal.counters["persisted"] += 1
+            how = "past the page cache" if outcome.direct else "through the page cache"
+            self.journal.tell("persisted", SPOOL, part, f"{outcome.size} bytes, {how}")
+        self.wake()
 
     def world(self) -> World:
         """The latest look at everything."""
@@ -257,7 +270,7 @@ class Reconciler:
                 return
             if checkpoint in self.held or any(part.checkpoint == checkpoint for part in self._busy):
                 return  # taken up while the tiers were asked; the next plan decides
-            await asyncio.to_thread(self.spool.remove, checkpoint)
+            await asyncio.to_thread(self.spool.remove, checkpoint, self.writers())
         else:
             await prune(self.stores[tier], checkpoint)
             self._eyes[tier].forget(checkpoint)

@@ -12,10 +12,13 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from tierd.commit import Written
 from tierd.core.config import Config
+from tierd.core.ids import PartId
 from tierd.core.retention import seconds
 from tierd.core.urls import parse_url
 from tierd.daemon.control import Control
+from tierd.daemon.handoff import HandOff
 from tierd.daemon.journal import Event
 from tierd.daemon.notify import feed_watchdog, notify
 from tierd.daemon.reconcile import Reconciler
@@ -57,12 +60,19 @@ async def serve(config: Config, *, until_idle: bool = False, told: Callable[[Eve
     async with AsyncExitStack() as stack:
         stack.enter_context(spool.lock())
         reconciler = Reconciler(config, spool, await open_tiers(config, stack), told)
-        control = Control(reconciler)
+
+        def taken(part: PartId, outcome: Written | Exception) -> None:
+            loop.call_soon_threadsafe(reconciler.taken, part, outcome)
+
+        handoff = HandOff(spool, taken)
+        reconciler.writers = handoff.lanes
+        control = Control(reconciler, handoff)
         stack.enter_context(watching(spool, reconciler.wake))
+        stack.enter_context(handoff.listening(seconds(config.drain)))
         await stack.enter_async_context(control.listening())
         work = asyncio.ensure_future(reconciler.run())
         life = asyncio.ensure_future(feed_watchdog())
-        idle = asyncio.ensure_future(_idle(reconciler, control) if until_idle else asyncio.Event().wait())
+        idle = asyncio.ensure_future(_idle(reconciler, control, handoff) if until_idle else asyncio.Event().wait())
         notify("READY=1")
         tiers = ", ".join(f"{tier.name} {parse_url(tier.url)}" for tier in config.tier)
         log.info("spool %s to %s", spool.root, tiers)
@@ -82,14 +92,14 @@ async def serve(config: Config, *, until_idle: bool = False, told: Callable[[Eve
         log.info("ended")
 
 
-async def _idle(reconciler: Reconciler, control: Control) -> None:
-    """Return when every trainer has gone and nothing is left to flush."""
+async def _idle(reconciler: Reconciler, control: Control, handoff: HandOff) -> None:
+    """Return when every trainer has gone, none is expected back, and nothing is left to flush."""
     end = asyncio.get_running_loop().time() + _FIRST
     while not control.seen and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(0.2)
     quiet = 0.0
     while quiet < _GRACE:
         await asyncio.sleep(0.2)
-        busy = control.trainers or reconciler.pending()
+        busy = control.trainers or handoff.busy or reconciler.pending()
         quiet = 0.0 if busy else quiet + 0.2
     log.info("no trainer is left and everything is flushed")

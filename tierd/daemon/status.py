@@ -27,19 +27,21 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The whole daemon. `spool_free` is a share of its disk; `counters` count since the start."""
+    """The whole daemon. `spool_free` is a share of its disk; `lent_bytes` is memory of trainers, living and dead, that
+    snapshots are handed over in; `counters` count since the start."""
 
     pid: int
     spool: str
     spool_free: float
     spool_parts: int
     trainers: int
+    lent_bytes: int
     tiers: tuple[TierStatus, ...]
     counters: dict[str, int]
     events: tuple[Event, ...]
 
 
-def status(reconciler: Reconciler, trainers: int) -> Status:
+def status(reconciler: Reconciler, trainers: int, lent_bytes: int) -> Status:
     """Describe a running reconciler."""
     world = reconciler.world()
     return Status(
@@ -48,6 +50,7 @@ def status(reconciler: Reconciler, trainers: int) -> Status:
         spool_free=world.free,
         spool_parts=len(world.spool.parts),
         trainers=trainers,
+        lent_bytes=lent_bytes,
         tiers=tuple(_tier(reconciler, tier.name, tier.url) for tier in reconciler.config.tier),
         counters={name: reconciler.journal.counters[name] for name in COUNTERS},
         events=tuple(reconciler.journal.events),
@@ -72,6 +75,8 @@ def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
 
 
 COUNTERS = {
+    "persisted": "snapshots that trainers handed over, committed to the spool",
+    "persist_failures": "snapshots that could not be; their trainers were told",
     "flushed": "parts put on a tier, each verified by reading it back",
     "flushed_raw_bytes": "bytes of those parts in the spool",
     "flushed_sent_bytes": "bytes put for them; less than stored where an interrupted flush went on",

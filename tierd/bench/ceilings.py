@@ -1,0 +1,65 @@
+"""What the machine can do at best, measured beside the arms: the copy and the disk.
+
+Law: the memcpy floor copies the very tensors that a save has to, into memory that was touched before; the raw ceilings
+write as many bytes from page-aligned memory past the page cache, and count the fsync.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from tierd.bench.training import Training
+
+_PIECE = 16 << 20  # bytes of one pwrite
+
+
+class Ceilings:
+    """Takes all three, one after the other, each time it is asked."""
+
+    def __init__(self, training: Training, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._fresh, self._kept = directory / "fresh", directory / "kept"
+        self._tensors = training.tensors()
+        self._size = -(-training.state_bytes() // mmap.PAGESIZE) * mmap.PAGESIZE
+        spare = len(self._tensors) * 64  # every target is aligned to a cache line
+        self._memory = mmap.mmap(-1, self._size + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._targets, offset = [], 0
+        for tensor in self._tensors:
+            flat = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+            self._targets.append(flat.view(tensor.shape))
+            offset += -(-tensor.nbytes // 64) * 64
+        self._copy()
+        self._write(self._kept)
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each."""
+        self._fresh.unlink(missing_ok=True)
+        copy = self._copy()
+        fresh = self._write(self._fresh)
+        return {"memcpy_s": copy, "raw_fresh_s": fresh, "raw_overwrite_s": self._write(self._kept)}
+
+    @torch.no_grad()
+    def _copy(self) -> float:
+        begun = time.perf_counter()
+        torch._foreach_copy_(self._targets, self._tensors)
+        return time.perf_counter() - begun
+
+    def _write(self, path: Path) -> float:
+        view = memoryview(self._memory)[: self._size]
+        begun = time.perf_counter()
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, self._size)
+            for start in range(0, self._size, _PIECE):
+                piece = view[start : start + _PIECE]
+                if os.pwrite(fd, piece, start) != len(piece):
+                    raise OSError(f"{path}: a short write")
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return time.perf_counter() - begun

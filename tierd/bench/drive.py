@@ -1,0 +1,255 @@
+"""Driving the arms' processes: which one runs when, and nothing else at that time.
+
+Law: arms take turns, round by round, so that a noisy machine's drift hits all alike. Where all their processes fit into
+memory they stay, and only one works at a time; where they do not, each is started anew for a block of a few rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tierd.bench import procfs
+from tierd.bench.arms import ARMS
+from tierd.bench.restoring import WAYS
+from tierd.bench.result import ArmResult, SizeResult
+from tierd.bench.worker import CEILINGS
+
+Say = Callable[[str], None]
+
+_TRAINING = 1.4  # memory of one training process, in units of its state: gradients and what a step needs
+_PROCESS = 500e6  # bytes of a process that has loaded torch, and of a helper beside it
+_SHARE = 0.6  # of the available memory that processes may be planned to take
+_BLOCK = 5  # rounds of a process that cannot stay
+_SAMPLE = 0.05  # seconds between two looks at a process tree's memory
+_PATIENCE = 900.0  # seconds that one answer may take
+_END = 60.0  # seconds that a process may take to end
+_RESTORES = 5  # rounds of restoring; each is a fresh process
+
+
+class Lane:
+    """One worker process and the pipe to it."""
+
+    def __init__(self, arm: str, gigabytes: float, directory: Path) -> None:
+        self.arm, self._directory = arm, directory / arm
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._log = directory / f"{arm}.log"
+        command = [sys.executable, "-m", "tierd.bench.worker", arm, str(gigabytes), str(self._directory)]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+
+    def ask(self, do: str, *, watch: bool = False, **arguments: int) -> tuple[dict[str, Any], int]:
+        """Send a request; its answer, and the most memory that the tree had meanwhile if it was to be watched.
+
+        Raises:
+            ChildProcessError: the process ended or went silent; says the end of its log.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        most, left = 0, _PATIENCE
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise self._failed(do) from error
+        pause = _SAMPLE if watch else _PATIENCE
+        while not select.select([self._process.stdout], [], [], pause)[0]:
+            left -= pause
+            if left <= 0:
+                raise self._failed(do)
+            most = max(most, procfs.memory_bytes(self._process.pid))
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._failed(do)
+        return json.loads(line), most
+
+    def _failed(self, do: str) -> ChildProcessError:
+        self._process.kill()
+        tail = self._log.read_text(errors="replace")[-1500:].strip()
+        return ChildProcessError(f"arm {self.arm}: {do} failed; its log ends with:\n{tail}")
+
+    def close(self) -> None:
+        """End the process, with all that it started, and remove what it wrote."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        started = {pid: procfs.began(pid) for pid in procfs.tree(self._process.pid)}
+        self._process.stdin.close()
+        try:
+            self._process.wait(_END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        del started[self._process.pid]
+        procfs.end(started)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def measure(
+    gigabytes: float, arms: Sequence[str], rounds: int, every: int | None, directory: Path, say: Say
+) -> SizeResult:
+    """All arms at one size, with the ceilings and the restores."""
+    run = _Run(gigabytes, arms, rounds, every, directory, say)
+    try:
+        run.all_blocks()
+    finally:
+        run.close()
+    restores, dropped = _restores(gigabytes, _RESTORES, directory, say)
+    ceilings = run.results.pop(CEILINGS).samples
+    facts = run.facts
+    return SizeResult(
+        gigabytes=gigabytes,
+        state_bytes=facts["state_bytes"],
+        tensors=facts["tensors"],
+        model=facts["model"],
+        steps=run.steps,
+        rounds=rounds,
+        schedule=run.schedule,
+        step_s=facts["step_s"],
+        arms=run.results,
+        ceilings=ceilings,
+        restore=restores,
+        cache_dropped=dropped,
+    )
+
+
+class _Run:
+    """One size's processes and what they have answered so far."""
+
+    def __init__(
+        self, gigabytes: float, arms: Sequence[str], rounds: int, every: int | None, directory: Path, say: Say
+    ) -> None:
+        self._gigabytes, self._rounds, self._directory, self._say = gigabytes, rounds, directory, say
+        self._names = [CEILINGS, *arms]
+        self.steps = every or 0
+        self.facts: dict[str, Any] = {}
+        self.results = {name: _empty(name) for name in self._names}
+        self._lanes: dict[str, Lane] = {}
+        self._stay = fits(gigabytes, arms)
+        self._block = rounds if self._stay else min(rounds, _BLOCK)
+        self.schedule = (
+            "every arm's process stays, and they take turns round by round"
+            if self._stay
+            else f"one process at a time, started anew for {self._block} rounds; arms take turns block by block"
+        )
+
+    def all_blocks(self) -> None:
+        done = 0
+        while done < self._rounds:
+            rounds = min(self._block, self._rounds - done)
+            self._turns(rounds) if self._stay else self._one_by_one(rounds)
+            done += rounds
+
+    def _turns(self, rounds: int) -> None:
+        for name in self._names:
+            self._start(name)
+        for number in range(rounds):
+            self._say(f"{self._gigabytes:g} GB: round {number + 1} of {rounds}")
+            for name in self._lanes:
+                self._round(name)
+        for name in list(self._lanes):
+            self._end(name)
+
+    def _one_by_one(self, rounds: int) -> None:
+        for name in self._names:
+            self._say(f"{self._gigabytes:g} GB: {rounds} rounds of {name}")
+            self._start(name)
+            if name in self._lanes:
+                for _ in range(rounds):
+                    self._round(name)
+                self._end(name)
+
+    def _start(self, name: str) -> None:
+        result = self.results[name]
+        if result.skipped is not None:
+            return
+        lane = self._lanes[name] = Lane(name, self._gigabytes, self._directory)
+        facts, self._before = lane.ask("base", watch=True, steps=self.steps)
+        result.first.setdefault("memory_before_bytes", []).append(self._before)
+        if not self.facts:
+            self.facts = facts
+            self.steps = self.steps or steps_for(self._gigabytes, facts["step_s"])
+        answer, _ = lane.ask("start")
+        result.skipped = answer.pop("skipped", None)
+        if result.skipped is not None:
+            self._say(f"{name}: skipped: {result.skipped}")
+            self._lanes.pop(name).close()
+        for figure, value in answer.items():
+            result.first.setdefault(figure, []).append(value)
+        procfs.sync_filesystem(self._directory)
+
+    def _round(self, name: str) -> None:
+        figures, _ = self._lanes[name].ask("round", steps=self.steps)
+        self.results[name].add(figures)
+        procfs.sync_filesystem(self._directory)
+
+    def _end(self, name: str) -> None:
+        """A last window, to see its memory, and the process's end."""
+        lane, result = self._lanes.pop(name), self.results[name]
+        if name != CEILINGS:
+            _, most = lane.ask("memory", watch=True, steps=max(2, self.steps // 2))
+            result.extra_memory_bytes.append(max(0, most - int(result.first["memory_before_bytes"][-1])))
+        lane.close()
+        procfs.sync_filesystem(self._directory)
+
+    def close(self) -> None:
+        while self._lanes:
+            self._lanes.popitem()[1].close()
+
+
+def fits(gigabytes: float, arms: Sequence[str]) -> bool:
+    """Whether all processes may stay in memory together."""
+    copies = sum(_TRAINING + ARMS[name].copies for name in arms) + _TRAINING + 1
+    need = copies * gigabytes * 1e9 + (len(arms) + 1) * _PROCESS
+    return need <= _SHARE * procfs.available_bytes()
+
+
+def steps_for(gigabytes: float, step_s: float) -> int:
+    """Of a window: enough for a save to be written behind it, 1 s and 1.5 s a gigabyte; between 4 and 10."""
+    return min(10, max(4, round((1 + 1.5 * gigabytes) / step_s)))
+
+
+def _empty(name: str) -> ArmResult:
+    about = ARMS.get(name)
+    return ArmResult(about.how, about.kind, about.durable) if about else ArmResult(name, "", "")
+
+
+def _restores(gigabytes: float, rounds: int, directory: Path, say: Say) -> tuple[dict[str, list[float]], bool]:
+    """Seconds by way, in turns."""
+    place = directory / "restore"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    try:
+        say(f"{gigabytes:g} GB: restores")
+        command = [sys.executable, "-m", "tierd.bench.restoring"]
+        subprocess.run([*command, "make", str(gigabytes), str(place)], check=True)
+        found: dict[str, list[float]] = {way: [] for way in WAYS}
+        dropped = True
+        for _ in range(rounds):
+            for way in WAYS:
+                took, all_of_it = _restore([*command, way, str(gigabytes), str(place)], place)
+                found[way].append(took)
+                dropped = dropped and all_of_it
+        return found, dropped
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _restore(command: list[str], place: Path) -> tuple[float, bool]:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            raise ChildProcessError("restoring failed; see above")
+        dropped = procfs.drop_cache(place)
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+    if not line:
+        raise ChildProcessError("restoring failed; see above")
+    return float(line), dropped

@@ -1,0 +1,93 @@
+"""`tierd bench overhead`: the whole run, and the files that it leaves.
+
+Law: what is printed is what is written; a run that ends early leaves the sizes that it had finished.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from tierd.bench import drive, page, plot, procfs, training
+from tierd.bench.arms import ARMS
+from tierd.bench.result import FORMAT, Result, measured_cost
+from tierd.core.errors import ConfigError
+
+JSON, MARKDOWN, PNG = "overhead.json", "overhead.md", "overhead.png"
+_PACKAGES = ("tierd", "torch", "torch_checkpointing")
+
+
+def overhead(
+    sizes: Sequence[float],
+    rounds: Sequence[int],
+    arms: Sequence[str],
+    every: int | None,
+    directory: Path | None,
+    out: Path | None,
+    say: Callable[[str], None],
+) -> Result:
+    """Measure, and write the files to `out` after each size.
+
+    Raises:
+        ConfigError: an option cannot be used.
+        ChildProcessError: an arm failed; says the end of its log.
+    """
+    each = _check(sizes, rounds, arms)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="tierd-bench-", dir=directory) as made:
+        place = Path(made)
+        result = Result(
+            format=FORMAT,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            machine=procfs.machine(place, training.threads(), _versions()),
+            options={
+                "sizes": ",".join(f"{size:g}" for size in sizes),
+                "rounds": ",".join(map(str, rounds)),
+                "arms": ",".join(arms),
+                "every": str(every or "by the step's time"),
+            },
+            sizes=[],
+        )
+        for size, count in zip(sizes, each, strict=True):
+            result.sizes.append(drive.measure(size, arms, count, every, place, say))
+            result.advise = measured_cost(result.sizes)
+            if out is not None:
+                write(result, out, say)
+    return result
+
+
+def write(result: Result, out: Path, say: Callable[[str], None]) -> None:
+    """The three files."""
+    (out / JSON).write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    missing = plot.draw(result, out / PNG)
+    if missing:
+        say(missing)
+    (out / MARKDOWN).write_text(page.page(result, None if missing else PNG), encoding="utf-8")
+
+
+def _check(sizes: Sequence[float], rounds: Sequence[int], arms: Sequence[str]) -> list[int]:
+    """How many rounds each size has."""
+    if not sizes or min(sizes) <= 0:
+        raise ConfigError("--sizes: one or more numbers above 0, in GB")
+    if not rounds or min(rounds) < 1 or len(rounds) not in (1, len(sizes)):
+        raise ConfigError("--rounds: one number of at least 1, or one for each of --sizes")
+    unknown = [arm for arm in arms if arm not in ARMS]
+    if unknown or not arms:
+        raise ConfigError(f"--arms: {', '.join(unknown) or 'none given'}; there are {', '.join(ARMS)}")
+    return list(rounds) * (len(sizes) // len(rounds))
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,69 @@
+"""Restoring in a fresh process: verified from tierd's spool, or by torch.load.
+
+Law: the model, its optimizer and their memory are there before, the files are not in the page cache, and all that is
+timed is the way from the files into them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import tierd
+from tierd.bench.training import Training
+
+WAYS = ("tierd", "torch.load")
+
+
+def make(training: Training, directory: Path) -> None:
+    """Save once each way."""
+    torch.save(training.state_dict(), directory / "state.pt")
+    with tierd.Checkpointer(directory / "spool", run="bench", to=[]) as ckpt:
+        ckpt.save(training.number, training.state).wait()
+
+
+def restore(way: str, training: Training, directory: Path) -> float:
+    """Seconds that it takes, after a line on standard input says go."""
+    if way == "torch.load":
+        _ready()
+        begun = time.perf_counter()
+        state = torch.load(directory / "state.pt", mmap=False, weights_only=True)
+        training.load_state_dict(state)
+        return time.perf_counter() - begun
+    with tierd.Checkpointer(directory / "spool", run="bench", to=[]) as ckpt:
+        state = training.state
+        _ready()
+        begun = time.perf_counter()
+        found = ckpt.restore(state)
+        took = time.perf_counter() - begun
+    if found is None:
+        raise FileNotFoundError(f"{directory}: no checkpoint in the spool")
+    return took
+
+
+def _ready() -> None:
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
+def main() -> None:
+    """`make`, or one of `WAYS`: prints the seconds."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("do", choices=("make", *WAYS))
+    parser.add_argument("gigabytes", type=float)
+    parser.add_argument("directory", type=Path)
+    options = parser.parse_args()
+    training = Training(options.gigabytes)
+    training.step()
+    if options.do == "make":
+        make(training, options.directory)
+    else:
+        print(restore(options.do, training, options.directory), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What a run of the benchmark found, as it stands in the JSON file.
+
+Law: every raw sample is kept; whatever a table or a verdict says is computed from them, when it is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import mean, median
+
+import msgspec
+
+from tierd.bench.procfs import Machine
+
+FORMAT = 1
+
+
+class ArmResult(msgspec.Struct):
+    """One arm at one size.
+
+    Attributes:
+        how, kind, durable: see `arms.About`.
+        skipped: why it was not measured; None when it was.
+        samples: by figure, one value a round; seconds.
+        first: by figure, one value a process: its first save, and what it needed before that (`memory_before_bytes`).
+        extra_memory_bytes: the most that its process tree needed over the same training without saves.
+    """
+
+    how: str
+    kind: str
+    durable: str
+    skipped: str | None = None
+    samples: dict[str, list[float]] = msgspec.field(default_factory=dict)
+    first: dict[str, list[float]] = msgspec.field(default_factory=dict)
+    extra_memory_bytes: list[int] = msgspec.field(default_factory=list)
+
+    def add(self, figures: dict[str, float]) -> None:
+        for name, value in figures.items():
+            self.samples.setdefault(name, []).append(value)
+
+    def median(self, figure: str) -> float | None:
+        """None when the arm has no such figure."""
+        return median(self.samples[figure]) if self.samples.get(figure) else None
+
+    def cost_s(self, added: str = "added_s") -> float | None:
+        """What one save takes from training: the median added time, and no less than the median time in the call, which
+        is certain; a difference of windows is noise where it is smaller than that."""
+        measured, blocked = self.median(added), self.median("blocked_s")
+        return None if measured is None or blocked is None else max(measured, blocked)
+
+    def p95(self, figure: str) -> float | None:
+        return percentile(self.samples[figure], 95) if self.samples.get(figure) else None
+
+
+class SizeResult(msgspec.Struct):
+    """All arms at one size.
+
+    Attributes:
+        steps: of a window, that is, from a save to the next one.
+        schedule: how processes and rounds were interleaved.
+        ceilings: samples of `memcpy_s`, `raw_fresh_s`, `raw_overwrite_s`.
+        restore: samples by way.
+        cache_dropped: whether the system's whole page cache was dropped before each restore, not only its files.
+    """
+
+    gigabytes: float
+    state_bytes: int
+    tensors: int
+    model: str
+    steps: int
+    rounds: int
+    schedule: str
+    step_s: float
+    arms: dict[str, ArmResult]
+    ceilings: dict[str, list[float]]
+    restore: dict[str, list[float]]
+    cache_dropped: bool
+
+    @property
+    def measured(self) -> dict[str, ArmResult]:
+        """The arms that ran."""
+        return {name: arm for name, arm in self.arms.items() if arm.skipped is None}
+
+    def ceiling(self, name: str) -> float | None:
+        return median(self.ceilings[name]) if self.ceilings.get(name) else None
+
+    def cpu_per_gb(self, name: str) -> float | None:
+        """CPU-seconds a gigabyte of a quiet save; a mean, since the kernel counts in ticks of 10 ms."""
+        samples = self.arms[name].samples.get("cpu_s") if name in self.arms else None
+        return mean(samples) / (self.state_bytes / 1e9) if samples else None
+
+    def extra_memory(self, name: str) -> float | None:
+        """In units of the state."""
+        found = self.arms[name].extra_memory_bytes
+        return max(found) / self.state_bytes if found else None
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What `tierd advise --from` reads: medians of one arm at the largest size."""
+
+    arm: str
+    state_bytes: int
+    blocked_s: float
+    durable_s: float
+
+
+class Result(msgspec.Struct):
+    """The whole file. `advise` is None when no arm of tierd ran."""
+
+    format: int
+    created: str
+    machine: Machine
+    options: dict[str, str]
+    sizes: list[SizeResult]
+    advise: Measured | None = None
+
+
+def measured_cost(sizes: Sequence[SizeResult]) -> Measured | None:
+    """What one save costs: the time in it and what it slows the steps after, and until it is durable beside them."""
+    for size in sorted(sizes, key=lambda size: size.gigabytes, reverse=True):
+        for name in ("tierd-overlapped+daemon", "tierd+daemon", "tierd-overlapped", "tierd"):
+            arm = size.measured.get(name)
+            if arm is not None and arm.samples.get("added_s"):
+                cost, durable = arm.cost_s(), arm.median("durable_s")
+                assert cost is not None and durable is not None
+                return Measured(name, size.state_bytes, cost, durable)
+    return None
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least `percent` of the values do not exceed."""
+    if not values:
+        raise ValueError("no values")
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]

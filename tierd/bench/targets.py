@@ -1,0 +1,137 @@
+"""Whether the save path keeps what it promises: ratios of figures from one run.
+
+Law: a verdict is computed from samples that stand in the result. What was not measured has no verdict.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+import msgspec
+
+from tierd.bench.result import Result, SizeResult
+
+BLOCKING, OVERLAPPED = "tierd", "tierd-overlapped"
+_FSYNCED = "torch.save+fsync"
+_EFFICIENCY_GB = 0.25  # the size, and the least seconds a step, that efficiency is promised for
+_EFFICIENCY_STEP_S = 0.2
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """One promise at one size.
+
+    Attributes:
+        measured, limit: the two numbers that were compared; None where something was not measured.
+        relation: `<=`, `<` or `>=`.
+        met: None without a measurement.
+        by: the figures that it was computed from.
+    """
+
+    target: str
+    gigabytes: float
+    relation: str
+    limit: float | None
+    measured: float | None
+    met: bool | None
+    by: str
+
+
+def verdicts(result: Result) -> list[Verdict]:
+    """Every promise at every size that it is made for."""
+    return [verdict for size in result.sizes for verdict in (*_saving(size), *_efficiency(size), *_restoring(size))]
+
+
+def efficiency(size: SizeResult, arm: str, every: int) -> float | None:
+    """Training's share of the time, with a save every so many steps: n x step / (n x step + cost of a save)."""
+    found = size.measured.get(arm)
+    cost = found.cost_s() if found else None
+    step = found.median("step_s") if found else None
+    if cost is None or step is None:
+        return None
+    return every * step / (every * step + cost)
+
+
+def _saving(size: SizeResult) -> list[Verdict]:
+    blocked, floor = _median(size, BLOCKING, "blocked_s"), size.ceiling("memcpy_s")
+    peers = {
+        name: value
+        for name, arm in size.measured.items()
+        if not name.startswith("tierd") and arm.kind in ("sync", "blocking") and (value := arm.median("blocked_s"))
+    }
+    best = min(peers, key=lambda name: peers[name], default=None)
+    fsynced = _median(size, _FSYNCED, "blocked_s")
+    ours, theirs = _median(size, OVERLAPPED, "added_s"), _median(size, "torch_checkpointing", "added_s")
+    durable, fsync_durable = _median(size, BLOCKING, "quiet_durable_s"), _median(size, _FSYNCED, "quiet_durable_s")
+    raw = size.ceiling("raw_overwrite_s")
+    cpu, cpu_process = size.cpu_per_gb(BLOCKING), size.cpu_per_gb("dcp.process")
+    return [
+        _judge(size, "blocking save / memcpy floor", "<=", 1.15, _ratio(blocked, floor), "median blocked_s"),
+        _judge(
+            size, "blocking save / fastest blocking peer", "<", 1.0, _ratio(blocked, peers[best] if best else None),
+            f"median blocked_s; the peer is {best}",
+        ),
+        _judge(size, "blocking save / torch.save+fsync", "<=", 1 / 8, _ratio(blocked, fsynced), "median blocked_s"),
+        _judge(
+            size, "overlapped call, seconds", "<=", 0.001, _median(size, OVERLAPPED, "blocked_s"), "median blocked_s"
+        ),
+        _judge(
+            size, "overlapped: added seconds, against torch_checkpointing's", "<=", theirs, ours, "median added_s"
+        ),
+        _judge(
+            size, "torch.save+fsync / tierd, until durable", ">=", 2.5, _ratio(fsync_durable, durable),
+            "median quiet_durable_s",
+        ),
+        _judge(
+            size, "durable, of the raw overwrite ceiling", ">=", 0.9, _ratio(raw, durable),
+            "median raw_overwrite_s / quiet_durable_s",
+        ),
+        _judge(size, "CPU-seconds per GB, against dcp.process's", "<=", cpu_process, cpu, "mean cpu_s"),
+    ]  # fmt: skip
+
+
+def _efficiency(size: SizeResult) -> list[Verdict]:
+    if size.gigabytes != _EFFICIENCY_GB:
+        return []
+    arm = OVERLAPPED if OVERLAPPED in size.measured else BLOCKING
+    step = _median(size, arm, "step_s")
+    slow_enough = step is not None and step >= _EFFICIENCY_STEP_S
+    by = f"{arm}: n x step / (n x step + median added_s, at least blocked_s)"
+    if not slow_enough:
+        by += f"; no verdict: steps of {step or 0:.3f} s are shorter than {_EFFICIENCY_STEP_S} s"
+    return [
+        _judge(
+            size,
+            f"training efficiency, a save every {every} steps",
+            ">=",
+            limit,
+            efficiency(size, arm, every) if slow_enough else None,
+            by,
+        )
+        for every, limit in ((100, 0.997), (10, 0.97))
+    ]
+
+
+def _restoring(size: SizeResult) -> list[Verdict]:
+    ratio = _ratio(_restore_median(size, "torch.load"), _restore_median(size, "tierd"))
+    return [_judge(size, "torch.load / verified restore, cold cache", ">=", 1.5, ratio, "median seconds")]
+
+
+def _judge(
+    size: SizeResult, target: str, relation: str, limit: float | None, measured: float | None, by: str
+) -> Verdict:
+    met = None
+    if limit is not None and measured is not None:
+        met = {"<=": measured <= limit, "<": measured < limit, ">=": measured >= limit}[relation]
+    return Verdict(target, size.gigabytes, relation, limit, measured, met, by)
+
+
+def _median(size: SizeResult, arm: str, figure: str) -> float | None:
+    return size.measured[arm].median(figure) if arm in size.measured else None
+
+
+def _restore_median(size: SizeResult, way: str) -> float | None:
+    return median(size.restore[way]) if size.restore.get(way) else None
+
+
+def _ratio(one: float | None, other: float | None) -> float | None:
+    return one / other if one is not None and other else None

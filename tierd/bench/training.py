@@ -1,0 +1,151 @@
+"""A real training loop of any size: a byte-level transformer, AdamW, and text that every Python has.
+
+Law: the size that is asked for is the size of what is saved: weights and Adam's two moments, 12 bytes a parameter.
+Every arm trains the same model on the same bytes with the same number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sysconfig
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+STATE_BYTES_PER_PARAMETER = 12  # a float32 weight and its two moments
+Guard = Callable[[], AbstractContextManager[object]]
+
+_BYTES = 256
+_HEAD = 32  # width of one attention head
+_CONTEXT = 32  # bytes a sample
+_TEXT = 4_000_000  # bytes of text
+_WORK = 4e9  # parameters x tokens of a step: some 0.3 s on one core
+_SEED = 20_240_229
+
+
+def threads() -> int:
+    """Of training: all cores but one, which is left to whatever copies, writes or serves behind it."""
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model's measures, and how many tokens its step takes."""
+
+    width: int
+    depth: int
+    batch: int
+
+
+def shape_for(gigabytes: float) -> Shape:
+    """The shape whose state is as close to `gigabytes` as whole heads and blocks allow; width is about 64 x depth."""
+    parameters = gigabytes * 1e9 / STATE_BYTES_PER_PARAMETER
+    about = max(1, round((parameters / (12 * 64**2)) ** (1 / 3)))
+    depth, width = min(
+        ((depth, _width(parameters, depth)) for depth in range(max(1, about - 3), about + 4)),
+        key=lambda pair: abs(12 * pair[0] * pair[1] ** 2 - parameters),
+    )
+    tokens = min(512.0, max(float(_CONTEXT), _WORK / parameters))
+    return Shape(width, depth, max(1, int(tokens / _CONTEXT)))
+
+
+def _width(parameters: float, depth: int) -> int:
+    return max(_HEAD, round(math.sqrt(parameters / (12 * depth)) / _HEAD) * _HEAD)
+
+
+class _Block(nn.Module):
+    """Causal self-attention, then a feed-forward layer; both on a residual stream."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = width // _HEAD
+        self.before_mix, self.before_feed = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mix_in, self.mix_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, stream: Tensor) -> Tensor:
+        heads = self.mix_in(self.before_mix(stream)).unflatten(-1, (3, self.heads, _HEAD))
+        query, key, value = heads.movedim(2, 0).transpose(2, 3)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        stream = stream + self.mix_out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = stream + self.feed(self.before_feed(stream))
+        return out
+
+
+class _Model(nn.Module):
+    """Predicts the next byte."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(_BYTES, shape.width), nn.Embedding(_CONTEXT, shape.width)
+        self.blocks = nn.Sequential(*(_Block(shape.width) for _ in range(shape.depth)))
+        self.norm, self.head = nn.LayerNorm(shape.width), nn.Linear(shape.width, _BYTES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        stream = self.token(inputs) + self.place.weight[: inputs.shape[1]]
+        logits: Tensor = self.head(self.norm(self.blocks(stream)))
+        return logits
+
+
+def _text() -> Tensor:
+    """The sources of Python's standard library, as numbers."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    data = b"".join(file.read_bytes() for file in files)[:_TEXT]
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
+
+
+class Training:
+    """Model, optimizer and data; `step` is one step of training, `state` what a checkpoint has to hold."""
+
+    def __init__(self, gigabytes: float) -> None:
+        torch.set_num_threads(threads())
+        torch.manual_seed(_SEED)
+        self.shape = shape_for(gigabytes)
+        self.model = _Model(self.shape)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.number = 0
+        self._text = _text()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "step": self.number}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same as plain dictionaries, for libraries that want those."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.number = state["step"]
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the state."""
+        moments = [value for held in self.optimizer.state.values() for value in held.values() if torch.is_tensor(value)]
+        return [*self.model.state_dict().values(), *moments]
+
+    def state_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def step(self, guard: Guard = nullcontext) -> float:
+        """One step; `guard` is entered around the update of the weights. The loss."""
+        places = torch.arange(_CONTEXT + 1) + (
+            (torch.arange(self.shape.batch) + self.number * self.shape.batch)
+            * _CONTEXT
+            % (len(self._text) - 2 * _CONTEXT)
+        ).unsqueeze(1)
+        window = self._text[places]
+        loss = functional.cross_entropy(self.model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        with guard():
+            self.optimizer.step()
+        self.number += 1
+        return loss.item()

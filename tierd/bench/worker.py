@@ -1,0 +1,194 @@
+"""One arm in a process of its own, driven over a pipe: a line of JSON in, a line of JSON out.
+
+Law: nothing runs between two requests, so that any number of these processes may wait while one is measured. A round is
+measured against steps of the same process right before and right after it.
+
+    base      steps without a save; what the process needs as such
+    start     make the arm; its first save
+    round     a window of steps with a save at its beginning, and a quiet save with no training beside it
+    memory    a window, for the caller to watch this process tree's memory meanwhile
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tierd.bench import arms, procfs
+from tierd.bench.arms import Arm, Wait
+from tierd.bench.ceilings import Ceilings
+from tierd.bench.training import Training
+
+CEILINGS = "ceilings"  # the name under which a worker takes them, instead of an arm's rounds
+_WARM = 3  # steps before the first save, after Adam's state was made
+_LONGEST = 6  # times a window that one may grow to while a tier is being flushed
+
+
+class Worker:
+    """Answers requests about one arm."""
+
+    def __init__(self, name: str, gigabytes: float, directory: Path) -> None:
+        self._name, self._directory = name, directory
+        self.training = Training(gigabytes)
+        self._arm = Arm(self.training, directory)
+        self._ceilings: Ceilings | None = None
+
+    def base(self, steps: int) -> dict[str, Any]:
+        """Train without the arm."""
+        self.training.step()  # makes Adam's state
+        took = [self._step() for _ in range(max(_WARM, steps))]
+        shape = self.training.shape
+        return {
+            "step_s": median(took),
+            "state_bytes": self.training.state_bytes(),
+            "tensors": len(self.training.tensors()),
+            "model": f"{shape.depth} blocks of width {shape.width}, {shape.batch} x 32 tokens a step",
+        }
+
+    def start(self) -> dict[str, Any]:
+        """Make the arm and save once: what is reused from save to save is made here."""
+        if self._name == CEILINGS:
+            self._ceilings = Ceilings(self.training, self._directory)
+            return {}
+        try:
+            self._arm = arms.make(self._name, self.training, self._directory)
+        except arms.NotHere as error:
+            return {"skipped": str(error)}
+        for _ in range(_WARM):
+            self._step()
+        blocked, durable, _ = self._quiet()
+        return {"first_blocked_s": blocked, "first_durable_s": durable}
+
+    def round(self, steps: int) -> dict[str, float]:
+        """One round's samples, in seconds."""
+        if self._ceilings is not None:
+            return self._ceilings.take()
+        beside = max(2, steps // 2)
+        before = [self._step() for _ in range(beside)]
+        found, whole = self.window(steps)
+        self._arm.settle()
+        after = [self._step() for _ in range(beside)]
+        base = median(before + after)
+        found["step_s"] = base
+        found["added_s"] = found.pop("window_s") - steps * base
+        if whole:
+            found["flush_added_s"] = whole["window_s"] - whole["steps"] * base
+            found["flush_s"] = whole["flush_s"]
+        if self._name != "none":
+            found["quiet_blocked_s"], found["quiet_durable_s"], found["cpu_s"] = self._quiet()
+        return found
+
+    def window(self, steps: int) -> tuple[dict[str, float], dict[str, float]]:
+        """Save, then train, then wait as the next save would; and on until a tier has it too, where the arm has one."""
+        arm = self._arm
+        begun = time.perf_counter()
+        wait = arm.save()
+        blocked = time.perf_counter() - begun
+        durable = _Stamp(wait)
+        flushed = _Stamp(arm.flushed() or (lambda: None))
+        for _ in range(steps):
+            self._step()
+        window, waited = durable.join()
+        found = {"window_s": window - begun, "waited_s": waited}
+        if self._name != "none":
+            found |= {"blocked_s": blocked, "durable_s": durable.at - begun}
+        if arm.flushed() is None:
+            return found, {}
+        taken = steps
+        while not flushed.done() and taken < _LONGEST * steps:
+            self._step()
+            taken += 1
+        end, _ = flushed.join()
+        return found, {"window_s": end - begun, "steps": taken, "flush_s": flushed.at - begun}
+
+    def memory(self, steps: int) -> dict[str, float]:
+        """The same window; its times are those of a process that is being watched, and are not used."""
+        self.window(steps)
+        self._arm.settle()
+        return {}
+
+    def _quiet(self) -> tuple[float, float, float]:
+        """A save with no training beside it: seconds blocked, until durable, and of CPU."""
+        cpu = procfs.cpu_seconds(os.getpid())
+        begun = time.perf_counter()
+        wait = self._arm.save()
+        blocked = time.perf_counter() - begun
+        wait()
+        durable = time.perf_counter() - begun
+        cpu = procfs.cpu_seconds(os.getpid()) - cpu
+        self._step()  # an overlapped arm is at rest only after a step
+        self._arm.settle()
+        return blocked, durable, cpu
+
+    def _step(self) -> float:
+        begun = time.perf_counter()
+        self.training.step(self._arm.guard)
+        return time.perf_counter() - begun
+
+    def close(self) -> None:
+        self._arm.close()
+
+
+class _Stamp:
+    """When something that is waited for in a thread came about."""
+
+    def __init__(self, wait: Wait) -> None:
+        self.at = 0.0
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(wait,), daemon=True)
+        self._thread.start()
+
+    def _run(self, wait: Wait) -> None:
+        try:
+            wait()
+        except BaseException as error:
+            self._error = error
+        self.at = time.perf_counter()
+
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self) -> tuple[float, float]:
+        """Wait for it; the time now, and how long the wait was."""
+        begun = time.perf_counter()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        now = time.perf_counter()
+        return now, now - begun
+
+
+def main() -> None:
+    """Answer on the descriptor that standard output was, and let whatever else prints go to standard error."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("arm")
+    parser.add_argument("gigabytes", type=float)
+    parser.add_argument("directory", type=Path)
+    options = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    worker = Worker(options.arm, options.gigabytes, options.directory)
+    verbs: dict[str, Callable[..., dict[str, Any]]] = {
+        "base": worker.base,
+        "start": worker.start,
+        "round": worker.round,
+        "memory": worker.memory,
+    }
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(verbs[request.pop("do")](**request)), file=answers)
+    worker.close()
+    answers.close()
+    os._exit(0)  # DCP's process would be joined at the interpreter's end, for ever: nobody tells it to stop
+
+
+if __name__ == "__main__":
+    main()

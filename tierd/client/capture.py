@@ -1,0 +1,209 @@
+"""Capturing a state, save after save: what did not change since the last one is not worked out again.
+
+Law: a capture is what `flatten` and `plan_layout` would have given for the same state at the same moment, names, bytes
+and refusals. The structure that the last full walk found is only a guess, and every part of it is compared with the
+state: types, keys, lengths, the tensors' forms, which of them are one memory. On any doubt the full walk is done again.
+
+Nothing of an earlier state is kept but its structure: no tensor, no value. Addresses are kept, as plain ints, and that
+is safe although memory is freed and used again: an address is never taken for a sign that a tensor is the one of last
+time. All tensors of this capture are alive while their addresses are compared with each other, so two that are equal
+now are one memory now; the last addresses only say whether that comparison would come out as it did then.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress, count
+from typing import Any
+
+import torch
+
+from tierd.client.structure import Doubt, Forms, Level, picker
+from tierd.client.tensorfile import Layout, plan_layout
+from tierd.client.tree import STORED_AS
+from tierd.client.values import encode, plain
+from tierd.client.walk import Answers, Node, Walk, uncollected
+
+_MANY = 200_000  # values; a structure larger than that is not worth its memory between saves
+_address = torch.Tensor.data_ptr
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Capture:
+    """A state at one moment; its tensors are live and may change, the rest cannot.
+
+    Attributes:
+        tensors: as `Flattened.tensors`.
+        layout: of their file; the same object as in the capture before while that has the same tensors.
+        places: a token; the same object as in the capture before while every tensor has the name and lies in the place
+            that it had.
+        steady: another; it leaves the tensors in `restless` out.
+        restless: names of the tensors that moved between captures of this structure (RNG states are made anew).
+        devices: where tensors lie that are not in the host's memory.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    layout: Layout
+    places: object
+    steady: object
+    restless: frozenset[str]
+    devices: tuple[torch.device, ...]
+    _pieces: list[str]
+    _holes: Sequence[object]
+
+    def tree(self) -> bytes:
+        """Everything but the tensors as typed JSON, as it was when captured. Any thread may ask, at any time.
+
+        Raises:
+            StateRefused: it is too large.
+        """
+        return encode(self._pieces, self._holes)
+
+
+class Capturer:
+    """Captures the states of one job, one after the other."""
+
+    def __init__(self) -> None:
+        self._plan: _Plan | None = None
+        self._layout: Layout | None = None
+
+    def capture(self, state: Mapping[str, object]) -> Capture:
+        """Take a state apart, as `flatten` does, and lay its tensors out. Calls every `state_dict()` once.
+
+        Raises:
+            StateRefused: as `flatten`, except that the size of the tree is looked at by `tree()`; or as `plan_layout`.
+        """
+        with uncollected():
+            return self._capture(state)
+
+    def _capture(self, state: Mapping[str, object]) -> Capture:
+        answers: Answers = {}
+        if self._plan is not None:
+            try:
+                return self._plan.follow(state, answers)
+            except Exception:  # whatever it was: the full walk goes on from the answers, and names it or does not mind
+                self._plan = None
+        walk = Walk(answers)
+        root = walk.begin(state)
+        layout = self._laid_out(walk.tensors)
+        plan = _Plan(walk, root, layout)
+        self._plan = plan if walk.nodes <= _MANY else None
+        return plan.capture(walk.tensors, walk.holes)
+
+    def _laid_out(self, tensors: Mapping[str, torch.Tensor]) -> Layout:
+        known = self._layout.entries if self._layout else {}
+        described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        if self._layout is None or described != {name: (entry.dtype, entry.shape) for name, entry in known.items()}:
+            self._layout = plan_layout(tensors)
+        return self._layout
+
+
+class _Plan:
+    """The structure that one full walk found, and how a state that has it is captured without another."""
+
+    def __init__(self, walk: Walk, root: Node, layout: Layout) -> None:
+        self._layout, self._pieces = layout, walk.pieces()
+        self._levels: list[Level] = []
+        holes: list[int] = []
+        tensors: list[Node] = []
+        stored: list[Node] = []
+        nodes = [root]
+        while nodes:
+            level = Level(nodes)
+            self._levels.append(level)
+            holes += [nodes[index].index for index in level.holes_at]
+            tensors += [nodes[index] for index in level.tensors_at]
+            stored += [nodes[index] for index in level.arrays_at]
+            nodes = [child for index in (*level.dicts_at, *level.others_at) for child in nodes[index].children]
+        self._in_order = picker(_inverse(holes))
+        self._forms = Forms([node.detail for node in tensors])
+        forms = [form for _, form in (node.detail for node in tensors)]
+        self._devices = tuple({form[1]: None for form in forms if form[1].type != "cpu"})
+        first: dict[int, int] = {}  # index of a name -> of the first tensor with it
+        for index, node in enumerate(tensors):
+            first.setdefault(node.index, index)
+        self._odd = [index for index in first.values() if _is_odd(*tensors[index].detail)]
+        self._tied = [(index, first[node.index]) for index, node in enumerate(tensors) if first[node.index] != index]
+        seen = [index for index in first.values() if 0 not in forms[index][2]]  # an empty tensor is tied to none
+        numbers: dict[object, int] = {}
+        self._seen, self._seen_forms = picker(seen), [numbers.setdefault(forms[at], len(numbers)) for at in seen]
+        names = list(walk.tensors)
+        places = first | {node.index: len(tensors) + index for index, node in enumerate(stored)}
+        self._names, self._stored = names, picker([places[index] for index in range(len(names))])
+        self._name_of = [names[node.index] for node in tensors]
+        self._addresses = [node.detail[0].data_ptr() for node in tensors]
+        self._places, self._steady = object(), object()
+        self._restless = frozenset(names[node.index] for node in stored)
+        self._restless_at: list[int] = []
+        self._resting: frozenset[int] = frozenset()
+
+    def capture(self, tensors: dict[str, torch.Tensor], holes: Sequence[object]) -> Capture:
+        return Capture(
+            tensors, self._layout, self._places, self._steady, self._restless, self._devices, self._pieces, holes
+        )
+
+    def follow(self, state: Mapping[str, object], answers: Answers) -> Capture:
+        """A capture of a state that has this structure.
+
+        Raises:
+            Exception: it may have another; `answers` then holds what objects said that were asked for their state.
+        """
+        if not isinstance(state, Mapping):
+            raise Doubt
+        values: list[Any] = [dict(state)]
+        alive = []  # addresses are compared below
+        holes: list[object] = []
+        tensors: list[torch.Tensor] = []
+        stored: list[torch.Tensor] = []
+        for level in self._levels:
+            level.check_kinds(values)
+            holes += level.holes(values)
+            tensors += level.tensors(values)
+            stored += level.arrays(values)
+            alive.append(values)
+            values = level.children(values, answers)
+        if values:
+            raise Doubt
+        self._check_tensors(tensors)
+        found = [*tensors, *stored]
+        for index in self._odd:
+            found[index] = plain(found[index])
+        named = dict(zip(self._names, self._stored(found), strict=True))
+        return self.capture(named, self._in_order(holes))
+
+    def _check_tensors(self, tensors: list[torch.Tensor]) -> None:
+        """Whether they have the forms that they had, and the same ones among them are one memory."""
+        if not self._forms.fit(tensors):
+            raise Doubt
+        addresses = list(map(_address, tensors))
+        if addresses == self._addresses:
+            return
+        for index in self._restless_at:
+            self._addresses[index] = addresses[index]
+        moved = {addresses[index] for index in self._restless_at}
+        self._places = object()
+        if addresses == self._addresses and len(moved) == len(self._restless_at) and self._resting.isdisjoint(moved):
+            return  # only those moved that always do, each to a place of its own
+        if any(addresses[index] != addresses[first] for index, first in self._tied):
+            raise Doubt
+        seen = self._seen(addresses)
+        if len(set(seen)) != len(seen) and len(set(zip(seen, self._seen_forms, strict=True))) != len(seen):
+            raise Doubt
+        restless = {*self._restless_at, *compress(count(), map(operator.ne, addresses, self._addresses))}
+        self._addresses, self._steady = addresses, object()
+        self._restless_at = sorted(restless)
+        self._restless |= {self._name_of[index] for index in restless}
+        self._resting = frozenset(address for index, address in enumerate(addresses) if index not in restless)
+
+
+def _is_odd(tensor: torch.Tensor, form: tuple[Any, ...]) -> bool:
+    return tensor.requires_grad or form[0] in STORED_AS or form[4] or form[5]
+
+
+def _inverse(order: list[int]) -> list[int]:
+    found = [0] * len(order)
+    for place, index in enumerate(order):
+        found[index] = place
+    return found

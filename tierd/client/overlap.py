@@ -1,0 +1,95 @@
+"""Overlap: copying behind forward and backward, and the gate that holds an optimizer's step until the copy is done.
+
+Law: only tensors that attached optimizers alone change (their parameters and their own state) may be copied late; the
+gate stands in front of every attached optimizer, and never holds for anything but a copy that is under way.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from tierd.client.capture import Capture
+from tierd.client.save import Stats
+from tierd.client.snapshot import Snapshot
+from tierd.core.errors import ConfigError
+
+
+class Gate:
+    """The attached optimizers, and the snapshot that they wait for."""
+
+    def __init__(self, stats: Stats) -> None:
+        self._stats = stats
+        self._pid = os.getpid()
+        self._optimizers: dict[Optimizer, Any] = {}  # -> its hook's handle
+        self._pending: list[Snapshot] = []
+        self._late: frozenset[str] = frozenset()
+        self._known: tuple[object, ...] = ()
+
+    def attach(self, optimizers: Iterable[Optimizer]) -> None:
+        for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise ConfigError(f"attach({type(optimizer).__name__}): a torch.optim.Optimizer is wanted")
+            if optimizer not in self._optimizers:
+                self._optimizers[optimizer] = optimizer.register_step_pre_hook(self._before_step)
+        self._known = ()
+
+    def detach(self) -> None:
+        """Let every optimizer go; a copy under way is waited for."""
+        self._wait()
+        for handle in self._optimizers.values():
+            handle.remove()
+        self._optimizers, self._late, self._known = {}, frozenset(), ()
+
+    def late(self, capture: Capture) -> frozenset[str]:
+        """Names of the tensors in `capture` that only attached optimizers change."""
+        if not self._optimizers:
+            return frozenset()
+        sizes = [(len(o.state), *(len(group["params"]) for group in o.param_groups)) for o in self._optimizers]
+        known = (capture.steady, tuple(sizes))
+        if known != self._known:
+            own = {_memory(tensor) for optimizer in self._optimizers for tensor in _owned(optimizer)}
+            steady = capture.tensors.keys() - capture.restless
+            self._late = frozenset(name for name in steady if _memory(capture.tensors[name]) in own)
+            self._known = known
+        return self._late
+
+    def watch(self, snapshot: Snapshot) -> None:
+        """Hold the next step for this snapshot."""
+        self._pending.append(snapshot)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if os.getpid() == self._pid:  # a forked child has a copy of all this, and nobody who copies
+            self._wait()
+
+    def _wait(self) -> None:
+        if not self._pending:
+            return
+        begun = time.perf_counter()
+        for snapshot in tuple(self._pending):
+            snapshot.wait_for_copy()
+        self._pending = [snapshot for snapshot in self._pending if not snapshot.copied]
+        self._stats.step_waited_s += time.perf_counter() - begun
+
+
+def _owned(optimizer: Optimizer) -> Iterable[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    todo: list[object] = list(optimizer.state.values())
+    while todo:
+        value = todo.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict):
+            todo += value.values()
+        elif isinstance(value, list | tuple):
+            todo += value
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,226 @@
+"""The way of a save behind the call: copied into a slot, handed to the daemon or written here, durable or failed.
+
+Law: one thread copies, one persists, both in the order of the calls; a slot goes from the one to the other and back.
+No lock is held while training waits, so an interrupted caller leaves nothing behind. Every end is the `Save`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from tierd.arena import Arena
+from tierd.client.handoff import Given, HandOff
+from tierd.client.save import Save, Stats
+from tierd.client.slots import Slot
+from tierd.client.snapshot import Snapshot
+from tierd.client.tensorfile import pieces
+from tierd.commit import Source, Written, write_part
+from tierd.core.errors import ConfigError, DaemonUnavailable, SpoolUnusable, StepRefused
+from tierd.core.manifest import TENSORS, TREE, Manifest
+from tierd.device import LARGE
+from tierd.persist import sync_directory
+from tierd.spool import Spool, condition
+
+log = logging.getLogger("tierd")
+
+
+class Pipeline:
+    """Takes snapshots in, one after the other, and ends their saves.
+
+    Args:
+        slots: how many snapshots may be in memory at a time.
+        line: the way to the daemon; None where there is none to be.
+        ended: called with every save that ends, and why it failed if it did.
+    """
+
+    def __init__(
+        self,
+        spool: Spool,
+        slots: int,
+        stats: Stats,
+        line: HandOff | None,
+        ended: Callable[[Save, Exception | None], None],
+    ) -> None:
+        self._spool = spool
+        self._stats = stats
+        self._line = line
+        self._ended = ended
+        self._slots = [Slot(number) for number in range(slots)]
+        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        for slot in self._slots:
+            self._free.put(slot)
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="tierd-copy")
+        self._persister = ThreadPoolExecutor(1, thread_name_prefix="tierd-persist")
+        self._unfinished: set[Snapshot] = set()
+        self._told = False
+        if line is not None:
+            line.renew()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a snapshot taken now would have to wait for a slot."""
+        return len(self._unfinished) >= len(self._slots)
+
+    def reserve(self, size: int) -> None:
+        """Have memory for a tensor file of `size` bytes ready, touched behind training."""
+        self._submit(lambda: self._reserve(size))
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Copy and persist; `snapshot.wait` says when training may go on."""
+        self._unfinished.add(snapshot)
+        try:
+            self._submit(lambda: self._take(snapshot))
+        except BaseException:
+            self._unfinished.discard(snapshot)
+            raise
+
+    def adopt(self, arena: Arena | None) -> None:
+        """Use the arena of a predecessor, if it left one: it is touched already. Nothing may be under way."""
+        if arena is not None:
+            self._slots[0].adopt(arena)
+
+    def drain(self) -> None:
+        """Return when every save has ended."""
+        self._copier.submit(lambda: None).result()
+        self._persister.submit(lambda: None).result()
+
+    def close(self) -> None:
+        self._copier.shutdown()
+        self._persister.shutdown()
+        if self._line is not None:
+            self._line.close()
+        for slot in self._slots:
+            slot.drop()
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        try:
+            self._copier.submit(work)
+        except RuntimeError as error:
+            raise ConfigError("the interpreter is ending and runs nothing more: save before its exit") from error
+
+    # -- the thread that copies ---------------------------------------------------------------------------------------
+
+    def _reserve(self, size: int) -> None:
+        idle = [self._free.get() for _ in self._slots]
+        for slot in idle:
+            try:
+                slot.fit(size)
+            except Exception as error:  # a save will say so, if it matters then
+                log.warning("no arena of %d bytes was made ready: %s", size, error)
+        for slot in idle:
+            self._free.put(slot)
+
+    def _take(self, snapshot: Snapshot) -> None:
+        slot = self._free.get()
+        self._stats.waited_s += time.perf_counter() - snapshot.asked
+        error: Exception | None = None
+        passed_on = False
+        try:
+            passed_on = self._copy(snapshot, slot)
+        except Exception as raised:
+            error = raised
+            if snapshot.returned:  # too late to raise it
+                self._failed(snapshot.save, error)
+        if not passed_on:
+            snapshot.done(error)
+            self._unfinished.discard(snapshot)
+            self._free.put(slot)
+
+    def _copy(self, snapshot: Snapshot, slot: Slot) -> bool:
+        """Whether the slot went on to the thread that persists."""
+        layout = snapshot.capture.layout
+        if not slot.fit(layout.size):
+            self._stream(snapshot, slot)
+            return False
+        snapshot.copy(slot)
+        if not snapshot.claim():
+            return False
+        assert slot.arena is not None
+        given = None
+        if self._line is not None:
+            given = self._line.give(slot.number, slot.arena, snapshot.manifest, layout.size, snapshot.tree)
+        snapshot.done()
+        files = {TENSORS: slot.image(layout), TREE: memoryview(snapshot.tree)}
+        self._persister.submit(self._persist, snapshot, slot, given, files)
+        return True
+
+    def _stream(self, snapshot: Snapshot, slot: Slot) -> None:
+        """Write a state that no arena holds while `save` still blocks; nothing of it changes meanwhile."""
+        assert slot.arena is not None
+        tree = snapshot.capture.tree()
+        files: dict[str, Source] = {TENSORS: _Stream(snapshot, slot.arena), TREE: tree}
+        if snapshot.claim():
+            self._end(snapshot.save, lambda: write_part(self._spool, snapshot.manifest, files))
+
+    # -- the thread that persists -------------------------------------------------------------------------------------
+
+    def _persist(self, snapshot: Snapshot, slot: Slot, given: Given | None, files: dict[str, memoryview]) -> None:
+        manifest = snapshot.manifest
+        self._end(snapshot.save, lambda: self._answer(manifest, slot, given, files))
+        self._unfinished.discard(snapshot)
+        self._free.put(slot)
+
+    def _answer(self, manifest: Manifest, slot: Slot, given: Given | None, files: dict[str, memoryview]) -> Written:
+        if given is None or self._line is None:
+            return write_part(self._spool, manifest, files)
+        try:
+            written = self._line.answer(given)
+            self._stats.handed_over += 1
+            return written
+        except DaemonUnavailable as error:
+            log.warning("%s: %s; it is persisted here", manifest.part, error)
+        except SpoolUnusable as error:
+            log.warning("%s: the daemon says %s; it is tried here", manifest.part, error)
+        try:
+            return write_part(self._spool, manifest, files)
+        except StepRefused:
+            # The daemon had renamed it into place, and ended before it could say so.
+            for directory in list(self._spool.path(manifest.part).parents)[:3]:
+                sync_directory(directory)
+            return Written(size=given.size, direct=False, recycled=False)
+        finally:
+            # A daemon that only fell silent may still be reading: what it reads must stay what it was given.
+            slot.drop()
+
+    def _end(self, save: Save, persist: Callable[[], Written]) -> None:
+        try:
+            written = persist()
+        except Exception as error:
+            self._failed(save, error)
+        else:
+            self._tell(written)
+            self._ended(save, None)
+
+    def _tell(self, written: Written) -> None:
+        stats = self._stats
+        stats.persisted_bytes += written.size
+        stats.direct += written.direct
+        stats.recycled += written.recycled
+        if not written.direct and not self._told and written.size >= LARGE:
+            self._told = True
+            log.info("spool %s: its file system takes no direct I/O; saves go through the page cache", self._spool.root)
+
+    def _failed(self, save: Save, error: Exception) -> None:
+        self._stats.failed += 1
+        log.error("save failed, training goes on: %s: %s", save.part, error)
+        self._ended(save, condition(error, f"spool {self._spool.root}") if isinstance(error, OSError) else error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """The image of a tensor file that is never in memory whole; can be gone through again."""
+
+    snapshot: Snapshot
+    arena: Arena
+
+    def __len__(self) -> int:
+        return self.snapshot.capture.layout.size
+
+    def __iter__(self) -> Iterator[memoryview]:
+        capture = self.snapshot.capture
+        return pieces(capture.layout, capture.tensors, self.arena.view)

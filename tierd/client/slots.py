@@ -1,0 +1,140 @@
+"""A slot: an arena with a layout over it, so that copying a state is nothing but copying.
+
+Law: a slot is one snapshot's until that is durable. Its arena is reused from save to save and never grows past the
+memory that is there: a state that does not fit goes through a small arena piece by piece.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tierd.arena import Arena, available
+from tierd.client.tensorfile import Layout, Targets, targets
+
+log = logging.getLogger("tierd")
+
+_HEADER = 1 << 20  # bytes; a tensor file's header rarely takes more
+_SMALLEST, _BOUND = 16 << 20, 256 << 20  # bytes of an arena that a state is streamed through
+
+
+class Slot:
+    """One arena, made when it is first needed."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.arena: Arena | None = None
+        self._layout: Layout | None = None
+        self._targets: Targets = {}
+        self._trimmed = False
+        self._pinned = 0  # address that CUDA was told of
+
+    def holds(self, size: int) -> bool:
+        return self.arena is not None and self.arena.size >= size
+
+    def fit(self, size: int) -> bool:
+        """Have memory for `size` bytes, touched; whether there is that much. If not, the arena is a small one."""
+        if self.holds(size):
+            return True
+        self.drop()
+        spare = available()
+        if size <= spare:
+            try:
+                self.arena = Arena(size)
+                self.arena.prefault()
+                return True
+            except MemoryError:
+                self.drop()
+        bound = min(_BOUND, max(_SMALLEST, spare // 4))
+        log.warning(
+            "a snapshot of %d bytes does not fit into the %d bytes of memory that are left: save() streams it through "
+            "%d bytes, and blocks until it is written",
+            size,
+            spare,
+            bound,
+        )
+        self.arena = Arena(bound)
+        return False
+
+    def adopt(self, arena: Arena) -> None:
+        """Use an arena that a predecessor left."""
+        self.drop()
+        self.arena = arena
+
+    def drop(self) -> None:
+        """Let go of the arena. Whoever else maps it keeps what is in it."""
+        if self.arena is not None:
+            self._unpin()
+            self.arena.close()
+        self.arena, self._layout, self._targets = None, None, {}
+
+    def lay_out(self, layout: Layout) -> Targets:
+        """Where the tensors of `layout` go; the same object as long as the layout is the same."""
+        assert self.arena is not None
+        if self._layout is not layout:
+            self._targets = targets(layout, self.arena.view)
+            self._layout, self._trimmed = layout, False
+        elif not self._trimmed:  # the second save of one structure: an optimizer has all that it will have
+            self.arena.trim(layout.size)
+            self._trimmed = True
+        self.arena.view[: len(layout.header)] = layout.header
+        return self._targets
+
+    def image(self, layout: Layout) -> memoryview:
+        assert self.arena is not None
+        return self.arena.view[: layout.size]
+
+    def pin(self) -> None:
+        """Have CUDA know the arena, so that copies into it run beside the host; without, they block it."""
+        if self._pinned or self.arena is None:
+            return
+        first = torch.frombuffer(self.arena.view, dtype=torch.uint8, count=mmap.PAGESIZE).data_ptr()
+        if int(_cuda().cudaHostRegister(first, self.arena.size, 0)) == 0:
+            self._pinned = first
+        else:
+            log.warning("CUDA does not pin the arena of %d bytes: copies will block the host", self.arena.size)
+
+    def _unpin(self) -> None:
+        if self._pinned:
+            _cuda().cudaHostUnregister(self._pinned)
+            self._pinned = 0
+
+
+def _cuda() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def estimate(state: Mapping[str, object]) -> int:
+    """About how many bytes the tensor file of a state will take, without asking anything for its state: what has not
+    taken a step yet has none, and a loader's `state_dict` may start workers."""
+    seen: dict[int, int] = {}
+    extra = 0
+    todo: list[object] = [state]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, torch.nn.Module):
+            todo += [*value.parameters(), *value.buffers()]
+        elif isinstance(value, torch.optim.Optimizer):
+            if value.state:
+                todo += value.state.values()
+            else:
+                own = sum(p.nbytes for group in value.param_groups for p in group["params"] if p.requires_grad)
+                extra += _moments(value.defaults) * own
+        elif isinstance(value, torch.Tensor):
+            seen[value.data_ptr() if not value.is_meta else id(value)] = value.nbytes
+        elif isinstance(value, Mapping):
+            todo += value.values()
+        elif isinstance(value, list | tuple):
+            todo += value
+    return sum(seen.values()) + extra + _HEADER
+
+
+def _moments(defaults: Mapping[str, object]) -> int:
+    """Tensors of a parameter's size that an optimizer will keep for each."""
+    if "betas" in defaults:
+        return 3 if defaults.get("amsgrad") else 2
+    return 1 if defaults.get("momentum", 1) else 0

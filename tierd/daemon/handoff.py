@@ -1,0 +1,300 @@
+"""Taking over what trainers lend: their arenas, and the snapshots in them.
+
+Law: once a `Persist` message is in this socket, its snapshot needs its trainer no more: it is committed whether or not
+anybody is left to be told. A trainer that dies leaves its arena here for a while, so that its successor restores from
+memory. Blocking work in threads of its own, one a trainer; nothing here touches the event loop.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import fcntl
+import logging
+import os
+import select
+import socket
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tierd.arena import Arena
+from tierd.commit import Written, write_part
+from tierd.core import wire
+from tierd.core.errors import ObjectNotFound, TierdError
+from tierd.core.ids import PartId
+from tierd.core.manifest import TENSORS, TREE, decode
+from tierd.spool import Spool, condition
+
+log = logging.getLogger("tierd.daemon")
+
+_ORPHAN = 120.0  # seconds that a dead trainer's memory waits for its successor
+_TICK = 0.5  # seconds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Snapshot:
+    """The last snapshot of a line: the packet that described it, and where it lies."""
+
+    message: wire.Persist
+    arena: Arena
+    box: Arena
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """One trainer's connection and what it lent."""
+
+    socket: socket.socket
+    arenas: dict[int, Arena] = field(default_factory=dict)
+    last: _Snapshot | None = None
+    lane: str = ""
+    idle: bool = True
+    left: bool = False
+    expires: float = 0.0  # monotonic seconds, once it is an orphan
+    thread: threading.Thread | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing that was sent waits here or is in hand."""
+        if not self.idle:
+            return False
+        waiting = bytearray(4)
+        try:
+            fcntl.ioctl(self.socket, termios.FIONREAD, waiting)
+        except OSError:
+            return True  # closed
+        return int.from_bytes(waiting, sys.byteorder) == 0
+
+    def close(self) -> None:
+        for arena in {*self.arenas.values(), *((self.last.arena, self.last.box) if self.last else ())}:
+            arena.close()
+        self.arenas, self.last = {}, None
+
+
+class HandOff:
+    """The daemon's side of the hand-off socket.
+
+    Args:
+        told: called, in a thread, with every part that was committed from a trainer's memory, or why it was not.
+    """
+
+    def __init__(self, spool: Spool, told: Callable[[PartId, Written | Exception], None]) -> None:
+        self._spool = spool
+        self._told = told
+        self._changed = threading.Condition()
+        self._lines: list[_Line] = []
+        self._orphans: dict[str, _Line] = {}
+        self._pool = ThreadPoolExecutor(64, thread_name_prefix="tierd-persist")
+        self._stopping = False
+
+    # -- for the rest of the daemon ---------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether a trainer is there, or a dead one's memory waits for its successor."""
+        with self._changed:
+            return bool(self._lines or self._orphans)
+
+    def lanes(self) -> frozenset[str]:
+        """`PartId.lane` of everybody who will write again: whose pruned files are worth keeping."""
+        with self._changed:
+            return frozenset(line.lane for line in (*self._lines, *self._orphans.values()) if line.lane)
+
+    def lent_bytes(self) -> int:
+        """Memory that trainers, living and dead, share with this daemon."""
+        with self._changed:
+            lines = (*self._lines, *self._orphans.values())
+            return sum(arena.size for line in lines for arena in line.arenas.values())
+
+    def settle(self) -> None:
+        """Return when all that was handed over so far is committed, or has failed. Blocks; for a thread."""
+        with self._changed:
+            lines = list(self._lines)
+            while not all(line.settled or line not in self._lines for line in lines):
+                self._changed.wait(_TICK)
+
+    @contextmanager
+    def listening(self, drain: float) -> Iterator[None]:
+        """Take snapshots while the context lasts; its end waits `drain` seconds for what is in hand."""
+        path = self._spool.handoff_socket
+        path.unlink(missing_ok=True)
+        self._spool.drop_recycled(())
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mask = os.umask(0o177)
+        try:
+            listener.bind(f"/proc/self/fd/{directory}/{path.name}")
+        finally:
+            os.umask(mask)
+            os.close(directory)
+        listener.listen(128)
+        listener.settimeout(_TICK)
+        accepting = threading.Thread(target=self._accept, args=(listener,), name="tierd-handoff", daemon=True)
+        accepting.start()
+        try:
+            yield
+        finally:
+            self._stopping = True
+            accepting.join()
+            listener.close()
+            path.unlink(missing_ok=True)
+            self._stop(drain)
+
+    def _stop(self, drain: float) -> None:
+        with self._changed:
+            lines = list(self._lines)
+        for line in lines:
+            try:
+                line.socket.shutdown(socket.SHUT_RD)  # what was sent is still read, and then the end
+            except OSError:
+                pass
+        end = time.monotonic() + drain
+        for line in lines:
+            if line.thread is not None:
+                line.thread.join(max(0.0, end - time.monotonic()))
+        self._pool.shutdown(wait=False, cancel_futures=False)
+
+    # -- one trainer ------------------------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._stopping:
+            self._expire()
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                log.warning("hand-off: %s", error)
+                time.sleep(_TICK)
+                continue
+            connection.setblocking(True)
+            line = _Line(connection)
+            line.thread = threading.Thread(target=self._serve, args=(line,), name="tierd-line", daemon=True)
+            with self._changed:
+                self._lines.append(line)
+            line.thread.start()
+
+    def _expire(self) -> None:
+        with self._changed:
+            gone = [lane for lane, line in self._orphans.items() if line.expires <= time.monotonic()]
+            for lane in gone:
+                self._orphans.pop(lane).close()
+        if gone:
+            self._spool.drop_recycled(self.lanes())
+
+    def _serve(self, line: _Line) -> None:
+        ready = select.poll()
+        ready.register(line.socket, select.POLLIN)
+        try:
+            while True:
+                ready.poll()
+                with self._changed:
+                    line.idle = False
+                packet, fds, _, _ = socket.recv_fds(line.socket, wire.MAX_PACKET, 8, socket.MSG_CMSG_CLOEXEC)
+                if not packet:
+                    break
+                self._answer(line, packet, fds)
+                with self._changed:
+                    line.idle = True
+                    self._changed.notify_all()
+        except ConnectionError:
+            pass
+        except (OSError, ValueError, MemoryError, msgspec.DecodeError, TierdError) as error:
+            log.warning("hand-off: dropped a trainer's connection: %s", str(error))
+        finally:
+            self._ended(line)
+
+    def _ended(self, line: _Line) -> None:
+        with self._changed:
+            self._lines.remove(line)
+            if line.left or line.last is None or self._stopping:
+                line.close()
+            else:
+                former = self._orphans.pop(line.lane, None)
+                if former:
+                    former.close()
+                line.expires = time.monotonic() + _ORPHAN
+                self._orphans[line.lane] = line
+            line.socket.close()
+            self._changed.notify_all()
+        self._spool.drop_recycled(self.lanes())
+
+    def _answer(self, line: _Line, packet: bytes, fds: list[int]) -> None:
+        arenas: list[Arena] = []
+        try:
+            message = wire.decode_handed(packet)
+            while fds:
+                arenas.append(Arena.received(fds.pop(0)))
+        finally:
+            for fd in fds:
+                os.close(fd)
+        match message, arenas:
+            case wire.Lend(slot=slot), [arena]:
+                former = line.arenas.pop(slot, None)
+                if former:
+                    former.close()
+                line.arenas[slot] = arena
+            case wire.Persist(), [box]:
+                self._reply(line, self._persist(line, message, box))
+            case wire.Recall(part=part), []:
+                self._recall(line, part)
+            case wire.Leave(), []:
+                line.left = True
+            case _:
+                raise ValueError("a message with the wrong number of descriptors")
+
+    def _persist(self, line: _Line, message: wire.Persist, box: Arena) -> dict[str, object]:
+        part, arena = message.part, line.arenas.get(message.slot)
+        if arena is None or message.tensors > arena.size or message.manifest + message.tree > box.size:
+            raise ValueError(f"{part}: its snapshot lies outside what was lent")
+        manifest = decode(bytes(box.view[: message.manifest]), part)
+        tree = box.view[message.manifest : message.manifest + message.tree]
+        with self._changed:
+            line.lane = part.lane
+            former = self._orphans.pop(part.lane, None)
+            if former:
+                former.close()
+            line.last = None
+        work = self._pool.submit(
+            write_part, self._spool, manifest, {TENSORS: arena.view[: message.tensors], TREE: tree}
+        )
+        while not concurrent.futures.wait([work], timeout=wire.HEARTBEAT).done:
+            self._reply(line, {"working": True})
+        try:
+            written = work.result()
+        except Exception as raised:  # told to the trainer, if there is one, as what it is
+            error = condition(raised, f"spool {self._spool.root}") if isinstance(raised, OSError) else raised
+            self._told(part, error)
+            return wire.error_reply(error)
+        line.last = _Snapshot(message, arena, box)
+        self._told(part, written)
+        return {"ok": True, "direct": written.direct, "recycled": written.recycled}
+
+    def _recall(self, line: _Line, part: PartId) -> None:
+        with self._changed:
+            orphan = self._orphans.get(part.lane)
+            if orphan is None or orphan.last is None or orphan.last.message.part != part:
+                self._reply(line, wire.error_reply(ObjectNotFound(f"no trainer left {part} in memory")))
+                return
+            last = orphan.last
+            del self._orphans[part.lane]
+            for arena in orphan.arenas.values():
+                if arena is not last.arena:
+                    arena.close()
+            line.arenas, line.last, line.lane = {0: last.arena}, last, part.lane
+        found = last.message
+        sizes = {"tensors": found.tensors, "manifest": found.manifest, "tree": found.tree}
+        self._reply(line, {"ok": True, **sizes}, [last.arena.fd, last.box.fd])
+
+    def _reply(self, line: _Line, reply: dict[str, object], fds: list[int] | None = None) -> None:
+        try:
+            socket.send_fds(line.socket, [msgspec.json.encode(reply)], fds or [], socket.MSG_NOSIGNAL)
+        except OSError:
+            pass  # nobody is left to be told; what was sent before is still done
