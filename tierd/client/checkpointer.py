@@ -139,6 +139,8 @@ class Checkpointer:
             self._pipeline.take(snapshot)
             if late:
                 self._gate.watch(snapshot)
+            else:
+                snapshot.encode()  # beside the copy
             snapshot.wait()
         except BaseException as error:
             if snapshot.given_up or isinstance(error, Exception):
@@ -207,7 +209,8 @@ class Checkpointer:
         self._check_open()
         number = check_step(step)
         part = PartId(CheckpointId(self._run, self.attempt, number), self._rank, self._world)
-        if number in self._steps or self._spool.has(part):
+        # What this launch named itself nobody else writes; a given name may have been used before.
+        if number in self._steps or (self._given is not None and self._spool.has(part)):
             raise StepRefused(f"{part} is already committed by this attempt; a checkpoint is never overwritten")
         return part, checked_metrics(metrics or {})
 

@@ -20,6 +20,9 @@ from tierd.core.errors import TornSnapshot
 from tierd.core.manifest import Manifest
 
 
+_YIELD = 100e-6  # seconds; a thread that was woken is running by then
+
+
 class Snapshot:
     """What is to be copied, and how far that is. Made by the thread that calls `save`.
 
@@ -34,7 +37,7 @@ class Snapshot:
         self.late = late
         self.tree = b""
         self.asked = time.perf_counter()
-        self._versions = {name: _version(capture.tensors[name]) for name in late}
+        self._versions = _versions(capture, late)
         self._marks = {device: torch.cuda.current_stream(device).record_event() for device in capture.devices}
         self._events: list[torch.cuda.Event] = []  # of all copies from devices that were begun
         self._early_events: list[torch.cuda.Event] = []
@@ -46,6 +49,10 @@ class Snapshot:
         self._copied = threading.Event()
 
     # -- the thread that trains ---------------------------------------------------------------------------------------
+
+    def encode(self) -> None:
+        """Encode what is no tensor, unless that is done. Whichever thread has nothing else to do."""
+        self.tree = self.tree or self.capture.tree()
 
     def wait(self) -> None:
         """Return when `save` may. An interrupt meanwhile gives the snapshot up: what training changes from then on must
@@ -97,7 +104,8 @@ class Snapshot:
         self._early_events = self._begin(into, [name for name in into if name not in self.late])
         if self.late:
             self._returns.set()
-        self.tree = self.capture.tree()
+            time.sleep(_YIELD)  # else the thread that trains would wait for the interpreter's lock
+        self.encode()
         if self.late:
             self._begin(into, self.late)
             self._check()
@@ -137,16 +145,22 @@ class Snapshot:
         return begun
 
     def _check(self) -> None:
-        for name, version in self._versions.items():
-            if _version(self.capture.tensors[name]) != version:
-                raise TornSnapshot(
-                    f"{self.save.part}: {name} was changed while it was copied, and not by an attached optimizer's "
-                    "step(): change it only after that, or do not attach() the optimizer"
-                )
+        after = _versions(self.capture, self.late)
+        if after != self._versions:
+            changed = [name for name, was, now in zip(self.late, self._versions, after, strict=True) if was != now]
+            raise TornSnapshot(
+                f"{self.save.part}: {changed[0]} was changed while it was copied, and not by an attached optimizer's "
+                "step(): change it only after that, or do not attach() the optimizer"
+            )
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def _versions(capture: Capture, names: frozenset[str]) -> list[int]:
+    """How often each tensor was written to in place, as autograd counts it; views and `detach()` share the count."""
+    tensors = [capture.tensors[name] for name in names]
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # an inference tensor has no count
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
