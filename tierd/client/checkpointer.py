@@ -11,17 +11,15 @@ import os
 import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from tierd import __version__
 from tierd.client.attachment import Attachment
 from tierd.client.capture import Capturer
 from tierd.client.handoff import HandOff
-from tierd.client.launch import agree, exchange, rank_and_world
+from tierd.client.launch import Launch, exchange, rank_and_world
 from tierd.client.load import check_fit, load
 from tierd.client.overlap import Gate
 from tierd.client.pipeline import Pipeline
@@ -30,9 +28,9 @@ from tierd.client.save import Save, Stats, checked_metrics
 from tierd.client.slots import estimate
 from tierd.client.snapshot import Snapshot
 from tierd.client.state import unflatten
-from tierd.core.errors import ConfigError, SaveSkipped, StateMismatch, StepRefused, TierdError
-from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check_step
-from tierd.core.manifest import TENSORS, TREE, VERSION, Manifest, Origin, metrics_to_json
+from tierd.core.errors import ConfigError, SaveSkipped, StateMismatch, TierdError
+from tierd.core.ids import check_attempt, check_run, check_step
+from tierd.core.manifest import TENSORS, TREE
 from tierd.link import Link
 from tierd.spool import Spool, translated
 from tierd.stage import describe_directory
@@ -83,32 +81,26 @@ class Checkpointer:
             raise ConfigError(f"slots={slots!r}: a number from 1 to {_MAX_SLOTS}")
         if when_busy not in _BUSY:
             raise ConfigError(f"when_busy={when_busy!r}: one of {', '.join(_BUSY)}")
-        self._run = check_run(run)
-        self._rank, self._world = rank_and_world(rank, world_size)
-        self._given = check_attempt(attempt) if attempt is not None else None
+        check_run(run)
+        rank, world_size = rank_and_world(rank, world_size)
+        given = check_attempt(attempt) if attempt is not None else None
         self._spool = Spool(spool)
-        self._origin: CheckpointId | None = None
-        self._attempt: str | None = None
-        self._steps: set[int] = set()
         self._closed = False
         self._pid = os.getpid()
         self._hold: Link | None = None  # while it is open, the daemon leaves the last restored directory alone
         self.stats = Stats()
         self._daemon = Attachment(self._spool, to)
+        self._launch = Launch(self._spool, run, rank, world_size, given, lambda: self._daemon.attempts(run))
         self._when_busy = when_busy
         self._capturer = Capturer()
         self._gate = Gate(self.stats)
         self._line = HandOff(self._spool) if self._daemon.tiers else None
         self._pipeline = Pipeline(self._spool, slots, self.stats, self._line, self._ended)
-        if self._world > 1 and self._given is None:
-            self._attempt = agree(self._daemon.attempts(self._run), self._world)
 
     @property
     def attempt(self) -> str:
         """This launch's name. Settled at the first use: later than everything that was there before."""
-        if self._attempt is None:
-            self._attempt = self._given or agree(self._daemon.attempts(self._run), self._world)
-        return self._attempt
+        return self._launch.attempt
 
     # -- save -------------------------------------------------------------------------------------------------------
 
@@ -127,14 +119,15 @@ class Checkpointer:
             ConfigError: a metric is not a number, or the checkpointer is closed.
         """
         begun = time.perf_counter()
-        part, numbers = self._begin(step, metrics)
+        self._check_open()
+        part, numbers = self._launch.part(step), checked_metrics(metrics or {})
         save = Save(part, self._spool)
         if self._when_busy != "wait" and self._pipeline.busy:
             return self._skipped(save)
         capture = self._capturer.capture(state)
         late = self._gate.late(capture)
-        snapshot = Snapshot(save, capture, self._manifest(part, numbers), late)
-        self._steps.add(save.step)
+        snapshot = Snapshot(save, capture, self._launch.manifest(part, numbers), late)
+        self._launch.steps.add(save.step)
         try:
             self._pipeline.take(snapshot)
             if late:
@@ -144,7 +137,7 @@ class Checkpointer:
             snapshot.wait()
         except BaseException as error:
             if snapshot.given_up or isinstance(error, Exception):
-                self._steps.discard(save.step)
+                self._launch.steps.discard(save.step)
             raise
         self.stats.saves += 1
         blocked = time.perf_counter() - begun
@@ -178,7 +171,7 @@ class Checkpointer:
     def _ended(self, save: Save, error: Exception | None) -> None:
         """A save has become durable or failed. Not in the thread that trains."""
         if error is not None:
-            self._steps.discard(save.step)
+            self._launch.steps.discard(save.step)
         save.finish(error)
         if self._line is not None:
             self._line.renew()
@@ -193,42 +186,18 @@ class Checkpointer:
             ManifestError: something other than plain files was written there.
             SpoolFull, SpoolUnusable: it could not be made durable.
         """
-        part, numbers = self._begin(step, metrics)
+        self._check_open()
+        part, numbers = self._launch.part(step), checked_metrics(metrics or {})
         with translated(f"spool {self._spool.root}"):
             stage = self._spool.stage(part)
         with stage:
             yield stage.path
             with translated(f"spool {self._spool.root}"):
                 files = describe_directory(stage.path)
-                stage.commit(msgspec.structs.replace(self._manifest(part, numbers), files=files))
-        self._steps.add(part.checkpoint.step)
+                stage.commit(msgspec.structs.replace(self._launch.manifest(part, numbers), files=files))
+        self._launch.steps.add(part.checkpoint.step)
         self.stats.saves += 1
         self._daemon.keep()
-
-    def _begin(self, step: int, metrics: Mapping[str, float] | None) -> tuple[PartId, dict[str, float]]:
-        self._check_open()
-        number = check_step(step)
-        part = PartId(CheckpointId(self._run, self.attempt, number), self._rank, self._world)
-        # What this launch named itself nobody else writes; a given name may have been used before.
-        if number in self._steps or (self._given is not None and self._spool.has(part)):
-            raise StepRefused(f"{part} is already committed by this attempt; a checkpoint is never overwritten")
-        return part, checked_metrics(metrics or {})
-
-    def _manifest(self, part: PartId, metrics: Mapping[str, float]) -> Manifest:
-        origin = self._origin
-        return Manifest(
-            version=VERSION,
-            run=self._run,
-            step=part.checkpoint.step,
-            attempt=part.checkpoint.attempt,
-            resumed_from=Origin(step=origin.step, attempt=origin.attempt) if origin else None,
-            rank=self._rank,
-            world_size=self._world,
-            created=datetime.now(UTC).isoformat(),
-            writer=f"tierd {__version__}",
-            metrics=metrics_to_json(metrics),
-            files=(),
-        )
 
     # -- restore ----------------------------------------------------------------------------------------------------
 
@@ -258,9 +227,9 @@ class Checkpointer:
         self._daemon.renew()
         restorer = Restorer(
             self._spool,
-            self._run,
-            self._rank,
-            self._world,
+            self._launch.run,
+            self._launch.rank,
+            self._launch.world,
             tiers=self._daemon.tiers,
             line=self._line,
             keep=state is not None,
@@ -278,7 +247,7 @@ class Checkpointer:
             load(state, restored, lent=found.tier == MEMORY, file=found.files[TENSORS])
             self._pipeline.adopt(found.arena)
             self._pipeline.reserve(size)
-        self._go_on_from(found.part.checkpoint, found.attempts)
+        self._launch.go_on_from(found.part.checkpoint, found.attempts)
         if found.unreached:
             log.warning("restored step %d; not asked for newer ones: %s", manifest.step, ", ".join(found.unreached))
         return Restored(
@@ -296,13 +265,13 @@ class Checkpointer:
         restored: dict[str, Any] = {}
         misfit: TierdError | None = None
         try:
-            self._check_given(found)
+            self._launch.check_given(found.part.checkpoint, found.attempts)
             if state is not None:
                 restored = self._tree(found)
                 check_fit(state, restored)
         except TierdError as error:
             misfit = error
-        told = exchange(misfit and str(misfit), self._world)
+        told = exchange(misfit and str(misfit), self._launch.world)
         if misfit is not None:
             raise misfit
         for rank, text in enumerate(told or ()):
@@ -321,24 +290,6 @@ class Checkpointer:
         if self._hold is not None:
             self._hold.close()
             self._hold = None
-
-    def _check_given(self, found: Found) -> None:
-        if self._given is None:
-            return
-        latest = max(found.attempts)
-        if self._steps or self._given < latest or self._given == found.part.checkpoint.attempt:
-            raise ConfigError(
-                f"attempt {self._given} cannot go on from attempt {latest}: an attempt has one origin, and is later "
-                "than what it resumes from; make a new Checkpointer with a new attempt="
-            )
-
-    def _go_on_from(self, origin: CheckpointId, attempts: Sequence[str]) -> None:
-        """An attempt has one origin: restoring after a save begins another one."""
-        self._origin = origin
-        self._steps.clear()
-        if self._given is None:
-            own = [self._attempt] if self._attempt else []
-            self._attempt = agree({*attempts, origin.attempt, *own}, self._world)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

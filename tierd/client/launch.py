@@ -1,7 +1,7 @@
 """Who this process is among its launch's ranks, and the attempt that they share.
 
 Law: ranks of one launch agree on one attempt or refuse to save; they agree through CPU collectives at start and after a
-restore, never inside `save`.
+restore, never inside `save`. An attempt has one origin, and writes a step once.
 """
 
 from __future__ import annotations
@@ -9,13 +9,92 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from tierd.core.errors import ConfigError
-from tierd.core.ids import check_attempt, check_rank, next_attempt
+from tierd import __version__
+from tierd.core.errors import ConfigError, StepRefused
+from tierd.core.ids import CheckpointId, PartId, check_attempt, check_rank, check_step, next_attempt
+from tierd.core.manifest import VERSION, Manifest, Origin, metrics_to_json
+from tierd.spool import Spool
 
 T = TypeVar("T")
+
+
+class Launch:
+    """One rank of one launch: its names, what it resumed from, and the steps that it has saved.
+
+    Args:
+        attempt: the launch's name, when it was given one.
+        seen: tells every attempt that was there before.
+    """
+
+    def __init__(
+        self, spool: Spool, run: str, rank: int, world: int, attempt: str | None, seen: Callable[[], set[str]]
+    ) -> None:
+        self.run, self.rank, self.world = run, rank, world
+        self.steps: set[int] = set()
+        self._spool, self._given, self._seen = spool, attempt, seen
+        self._origin: CheckpointId | None = None
+        self._attempt: str | None = None
+        if world > 1 and attempt is None:
+            self._attempt = agree(seen(), world)
+
+    @property
+    def attempt(self) -> str:
+        if self._attempt is None:
+            self._attempt = self._given or agree(self._seen(), self.world)
+        return self._attempt
+
+    def part(self, step: int) -> PartId:
+        """What this rank writes at `step`.
+
+        Raises:
+            StepRefused: no int, negative, or already committed by this attempt.
+        """
+        number = check_step(step)
+        part = PartId(CheckpointId(self.run, self.attempt, number), self.rank, self.world)
+        # What a launch named itself nobody else writes; a given name may have been used before.
+        if number in self.steps or (self._given is not None and self._spool.has(part)):
+            raise StepRefused(f"{part} is already committed by this attempt; a checkpoint is never overwritten")
+        return part
+
+    def manifest(self, part: PartId, metrics: Mapping[str, float]) -> Manifest:
+        """The manifest of `part`, still without files."""
+        origin = self._origin
+        return Manifest(
+            version=VERSION,
+            run=self.run,
+            step=part.checkpoint.step,
+            attempt=part.checkpoint.attempt,
+            resumed_from=Origin(step=origin.step, attempt=origin.attempt) if origin else None,
+            rank=self.rank,
+            world_size=self.world,
+            created=datetime.now(UTC).isoformat(),
+            writer=f"tierd {__version__}",
+            metrics=metrics_to_json(metrics),
+            files=(),
+        )
+
+    def check_given(self, origin: CheckpointId, attempts: Iterable[str]) -> None:
+        """Raises `ConfigError` where a given attempt cannot go on from `origin`."""
+        if self._given is None:
+            return
+        latest = max(attempts)
+        if self.steps or self._given < latest or self._given == origin.attempt:
+            raise ConfigError(
+                f"attempt {self._given} cannot go on from attempt {latest}: an attempt has one origin, and is later "
+                "than what it resumes from; make a new Checkpointer with a new attempt="
+            )
+
+    def go_on_from(self, origin: CheckpointId, attempts: Iterable[str]) -> None:
+        """An attempt has one origin: restoring after a save begins another one."""
+        self._origin = origin
+        self.steps.clear()
+        if self._given is None:
+            own = [self._attempt] if self._attempt else []
+            self._attempt = agree({*attempts, origin.attempt, *own}, self.world)
 
 
 def new_attempt(seen: Iterable[str] = ()) -> str:

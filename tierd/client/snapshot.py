@@ -19,7 +19,6 @@ from tierd.client.slots import Slot
 from tierd.core.errors import TornSnapshot
 from tierd.core.manifest import Manifest
 
-
 _YIELD = 100e-6  # seconds; a thread that was woken is running by then
 
 
