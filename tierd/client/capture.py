@@ -41,7 +41,7 @@ class Capture:
             that it had.
         steady: another; it leaves the tensors in `restless` out.
         restless: names of the tensors that moved between captures of this structure (RNG states are made anew).
-        devices: where tensors lie that are not in the host's memory.
+        devices: CUDA devices where tensors lie; from others a copy blocks, and needs no care.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -120,7 +120,7 @@ class _Plan:
         self._in_order = picker(_inverse(holes))
         self._forms = Forms([node.detail for node in tensors])
         forms = [form for _, form in (node.detail for node in tensors)]
-        self._devices = tuple({form[1]: None for form in forms if form[1].type != "cpu"})
+        self._devices = tuple({form[1]: None for form in forms if form[1].type == "cuda"})
         first: dict[int, int] = {}  # index of a name -> of the first tensor with it
         for index, node in enumerate(tensors):
             first.setdefault(node.index, index)

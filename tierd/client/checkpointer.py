@@ -135,8 +135,8 @@ class Checkpointer:
             else:
                 snapshot.encode()  # beside the copy
             snapshot.wait()
-        except BaseException as error:
-            if snapshot.given_up or isinstance(error, Exception):
+        except BaseException:
+            if snapshot.give_up():
                 self._launch.steps.discard(save.step)
             raise
         self.stats.saves += 1
@@ -150,7 +150,8 @@ class Checkpointer:
         copied behind forward and backward, and their next `step()` waits for it (`stats.step_waited_s`).
 
         Between a `save` and the next `step()` nothing else may write to those tensors (a hand-made weight clipping,
-        `load_state_dict`): the copy notices, and that save fails with `TornSnapshot`. Copies that training keeps by
+        `load_state_dict`): the copy notices, and that save fails with `TornSnapshot`. It cannot notice a write through
+        `.data` or a NumPy view, or one that is still running when the copy ends. Copies that training keeps by
         itself (an EMA, SWA), buffers and everything that is no such tensor are copied before `save` returns.
 
         Raises:
@@ -301,7 +302,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait until every save is durable (or failed) and let go of the daemon, which flushes on by itself."""
-        if not self._closed:
+        if not self._closed and os.getpid() == self._pid:  # a forked child has none of the threads
             self._gate.detach()
             self._pipeline.drain()
             self._closed = True

@@ -6,6 +6,7 @@ gate stands in front of every attached optimizer, and never holds for anything b
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterable
@@ -26,7 +27,8 @@ class Gate:
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
         self._pid = os.getpid()
-        self._optimizers: dict[Optimizer, Any] = {}  # -> its hook's handle
+        self._optimizers: dict[Optimizer, list[Any]] = {}  # -> its hooks' handles
+        self._stepping: set[Optimizer] = set()
         self._pending: list[Snapshot] = []
         self._late: frozenset[str] = frozenset()
         self._known: tuple[object, ...] = ()
@@ -36,28 +38,39 @@ class Gate:
             if not isinstance(optimizer, Optimizer):
                 raise ConfigError(f"attach({type(optimizer).__name__}): a torch.optim.Optimizer is wanted")
             if optimizer not in self._optimizers:
-                self._optimizers[optimizer] = optimizer.register_step_pre_hook(self._before_step)
+                before = optimizer.register_step_pre_hook(self._before_step)
+                self._optimizers[optimizer] = [before, optimizer.register_step_post_hook(self._after_step)]
         self._known = ()
 
     def detach(self) -> None:
         """Let every optimizer go; a copy under way is waited for."""
         self._wait()
-        for handle in self._optimizers.values():
+        for handle in itertools.chain.from_iterable(self._optimizers.values()):
             handle.remove()
         self._optimizers, self._late, self._known = {}, frozenset(), ()
 
     def late(self, capture: Capture) -> frozenset[str]:
         """Names of the tensors in `capture` that only attached optimizers change."""
-        if not self._optimizers:
+        if not self._optimizers or self._stepping:  # a signal handler saves in the middle of a step
             return frozenset()
         sizes = [(len(o.state), *(len(group["params"]) for group in o.param_groups)) for o in self._optimizers]
         known = (capture.steady, tuple(sizes))
         if known != self._known:
-            own = {_memory(tensor) for optimizer in self._optimizers for tensor in _owned(optimizer)}
-            steady = capture.tensors.keys() - capture.restless
-            self._late = frozenset(name for name in steady if _memory(capture.tensors[name]) in own)
+            self._late = self._governed(capture)
             self._known = known
         return self._late
+
+    def _governed(self, capture: Capture) -> frozenset[str]:
+        own = {_place(tensor) for optimizer in self._optimizers for tensor in _owned(optimizer)}
+        late, shared = {}, set()
+        for name, tensor in capture.tensors.items():
+            memory = tensor.untyped_storage().data_ptr()
+            if name not in capture.restless and tensor.nbytes and _place(tensor) in own:
+                late[name] = memory
+            else:
+                shared.add(memory)
+        # Beside something else in one memory they would share its version counter, too.
+        return frozenset(name for name, memory in late.items() if memory not in shared)
 
     def watch(self, snapshot: Snapshot) -> None:
         """Hold the next step for this snapshot."""
@@ -65,16 +78,20 @@ class Gate:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if os.getpid() == self._pid:  # a forked child has a copy of all this, and nobody who copies
+            self._stepping.add(optimizer)
             self._wait()
 
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepping.discard(optimizer)
+
     def _wait(self) -> None:
-        if not self._pending:
-            return
-        begun = time.perf_counter()
-        for snapshot in tuple(self._pending):
+        while self._pending:  # a signal's handler may add to them meanwhile
+            begun = time.perf_counter()
+            snapshot = self._pending[0]
             snapshot.wait_for_copy()
-        self._pending = [snapshot for snapshot in self._pending if not snapshot.copied]
-        self._stats.step_waited_s += time.perf_counter() - begun
+            if snapshot in self._pending:
+                self._pending.remove(snapshot)
+            self._stats.step_waited_s += time.perf_counter() - begun
 
 
 def _owned(optimizer: Optimizer) -> Iterable[torch.Tensor]:
@@ -91,5 +108,5 @@ def _owned(optimizer: Optimizer) -> Iterable[torch.Tensor]:
             todo += value
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.nbytes

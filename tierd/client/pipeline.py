@@ -126,10 +126,11 @@ class Pipeline:
             error = raised
             if snapshot.returned:  # too late to raise it
                 self._failed(snapshot.save, error)
-        if not passed_on:
-            snapshot.done(error)
-            self._unfinished.discard(snapshot)
-            self._free.put(slot)
+        finally:
+            if not passed_on:
+                snapshot.done(error)
+                self._unfinished.discard(snapshot)
+                self._free.put(slot)
 
     def _copy(self, snapshot: Snapshot, slot: Slot) -> bool:
         """Whether the slot went on to the thread that persists."""
@@ -152,6 +153,7 @@ class Pipeline:
     def _stream(self, snapshot: Snapshot, slot: Slot) -> None:
         """Write a state that no arena holds while `save` still blocks; nothing of it changes meanwhile."""
         assert slot.arena is not None
+        snapshot.catch_up()
         tree = snapshot.capture.tree()
         files: dict[str, Source] = {TENSORS: _Stream(snapshot, slot.arena), TREE: tree}
         if snapshot.claim():

@@ -41,7 +41,9 @@ class Snapshot:
         self._events: list[torch.cuda.Event] = []  # of all copies from devices that were begun
         self._early_events: list[torch.cuda.Event] = []
         self._lock = threading.Lock()
-        self.given_up = False
+        self._looked = False
+        self._changed: list[str] = []
+        self._given_up = False
         self._claimed = False
         self._error: Exception | None = None
         self._returns = threading.Event()
@@ -54,22 +56,18 @@ class Snapshot:
         self.tree = self.tree or self.capture.tree()
 
     def wait(self) -> None:
-        """Return when `save` may. An interrupt meanwhile gives the snapshot up: what training changes from then on must
-        not get in. Raises what copying raised."""
-        try:
-            self._returns.wait()
-        except BaseException:
-            with self._lock:
-                self.given_up = not self._claimed
-            raise
+        """Return when `save` may. Raises what copying raised."""
+        self._returns.wait()
         if self._error is not None:
             raise self._error
         for event in self._early_events:
             torch.cuda.current_stream(event.device).wait_event(event)
 
-    @property
-    def copied(self) -> bool:
-        return self._copied.is_set()
+    def give_up(self) -> bool:
+        """`save` was interrupted: what training changes from then on must not get in. Whether it is not too late."""
+        with self._lock:
+            self._given_up = not self._claimed
+            return self._given_up
 
     @property
     def returned(self) -> bool:
@@ -80,6 +78,7 @@ class Snapshot:
         """Return when an optimizer may step: on the host nothing is left to copy or to hand over, and a device's next
         work waits."""
         self._copied.wait()
+        self._look()  # whatever is enqueued from now on, the device does after the copy
         for event in self._events:
             torch.cuda.current_stream(event.device).wait_event(event)
 
@@ -88,7 +87,7 @@ class Snapshot:
     def claim(self) -> bool:
         """Whether the snapshot is still wanted; from here on it cannot be given up."""
         with self._lock:
-            self._claimed = not self.given_up
+            self._claimed = not self._given_up
             return self._claimed
 
     def copy(self, slot: Slot) -> None:
@@ -104,14 +103,26 @@ class Snapshot:
         if self.late:
             self._returns.set()
             time.sleep(_YIELD)  # else the thread that trains would wait for the interpreter's lock
-        self.encode()
-        if self.late:
-            self._begin(into, self.late)
-            self._check()
-        if self._events and self.late:
-            self._copied.set()  # the device's next work waits by itself
-        for event in self._events:
-            event.synchronize()
+        try:
+            self.encode()
+            if self.late:
+                self._begin(into, [name for name in into if name in self.late])
+                if self._events:
+                    self._copied.set()  # the device's next work waits by itself
+        finally:  # refused or not, a device may still write into the slot
+            for event in self._events:
+                event.synchronize()
+        self._look()
+        if self._changed:
+            raise TornSnapshot(
+                f"{self.save.part}: {self._changed[0]} was changed while it was copied, and not by an attached "
+                "optimizer's step(): change it only after that, or do not attach() the optimizer"
+            )
+
+    def catch_up(self) -> None:
+        """Return when devices have done what was asked of them before the save; for who reads tensors by himself."""
+        for mark in self._marks.values():
+            mark.synchronize()
 
     def done(self, error: Exception | None = None) -> None:
         """The snapshot is taken, or why not: nobody needs to wait for it any more."""
@@ -143,14 +154,14 @@ class Snapshot:
         self._events += begun
         return begun
 
-    def _check(self) -> None:
-        after = _versions(self.capture, self.late)
-        if after != self._versions:
-            changed = [name for name, was, now in zip(self.late, self._versions, after, strict=True) if was != now]
-            raise TornSnapshot(
-                f"{self.save.part}: {changed[0]} was changed while it was copied, and not by an attached optimizer's "
-                "step(): change it only after that, or do not attach() the optimizer"
-            )
+    def _look(self) -> None:
+        """Compare once: when the copy is over, or before a step is let pass, whichever comes first."""
+        with self._lock:
+            if not self._looked:
+                self._looked = True
+                after = _versions(self.capture, self.late)
+                both = zip(self.late, self._versions, after, strict=True)
+                self._changed = [name for name, was, now in both if was != now]
 
 
 def _versions(capture: Capture, names: frozenset[str]) -> list[int]:

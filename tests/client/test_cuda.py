@@ -1,0 +1,464 @@
+"""Snapshots of state on a device: copied by a side stream, ordered by events, and no wait for the device as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import tierd
+from tierd.client import slots, snapshot
+from tierd.client.capture import Capturer
+from tierd.client.snapshot import Snapshot
+from tierd.core.errors import SaveFailed, TornSnapshot
+
+gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no GPU on this machine: the CUDA path of the snapshot is untested here"
+)
+
+MOMENT = 50_000_000  # cycles of a device that has nothing to do: tens of milliseconds
+WHILE = 2_000_000_000  # more than a second
+
+OPTIMIZERS = {
+    "foreach": lambda own: torch.optim.AdamW(own, 0.01),
+    "fused": lambda own: torch.optim.AdamW(own, 0.01, fused=True),
+    "capturable": lambda own: torch.optim.Adam(own, 0.01, capturable=True, amsgrad=True),
+    "one by one": lambda own: torch.optim.SGD(own, 0.01, momentum=0.9, foreach=False),
+}
+
+
+def job(device: Any = "cuda", optimizer: str = "foreach", width: int = 512) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout(0.1), nn.Linear(width, width))
+    model.to(device)
+    return {"model": model, "optimizer": OPTIMIZERS[optimizer](model.parameters()), "rng": tierd.RngState(), "count": 0}
+
+
+def learn(state: dict[str, Any]) -> None:
+    """Forward and backward, enqueued and not waited for."""
+    first = next(state["model"].parameters())
+    state["model"](torch.randn(64, first.shape[1], device=first.device)).square().mean().backward()
+
+
+def step(state: dict[str, Any]) -> None:
+    state["optimizer"].step()
+    state["optimizer"].zero_grad()
+    state["count"] += 1
+
+
+def frozen(state: dict[str, Any]) -> list[Any]:
+    """A synchronous copy of all that the state holds, on the host."""
+    said = [value.state_dict() if hasattr(value, "state_dict") else value for value in state.values()]
+    return [leaf.cpu() if torch.is_tensor(leaf) else leaf for leaf in tree_leaves(copy.deepcopy(said))]
+
+
+def loaded(spool, number: int, keys) -> list[Any]:
+    found = dict.fromkeys(keys)
+    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        assert checkpointer.restore(found, step=number).step == number
+    return tree_leaves(list(found.values()))
+
+
+def check(expected: list[Any], found: list[Any]) -> None:
+    """Whether they are the same to the last bit."""
+    assert len(expected) == len(found)
+    for at, (mine, other) in enumerate(zip(expected, found, strict=True)):
+        if not torch.is_tensor(mine):
+            assert repr(mine) == repr(other), f"value {at}"
+            continue
+        assert (mine.dtype, mine.shape) == (other.dtype, other.shape), f"tensor {at}"
+        bits = [one.cpu().contiguous().flatten().view(torch.uint8) for one in (mine, other) if one.numel()]
+        assert not bits or torch.equal(*bits), f"tensor {at} is torn"
+
+
+def hold(device: Any = "cuda", cycles: int = MOMENT) -> None:
+    """Have the stream that copies do something else first: what training enqueues now overtakes the copy."""
+    with torch.cuda.stream(snapshot._side_stream(torch.zeros(0, device=device).device)):
+        torch.cuda._sleep(cycles)
+
+
+def busy(cycles: int) -> torch.cuda.Event:
+    """Have the stream that trains do something long; the event that says that it is over."""
+    torch.cuda._sleep(cycles)
+    over = torch.cuda.Event()
+    over.record()
+    return over
+
+
+@pytest.fixture
+def warm(local):
+    """A training whose first save, which makes the arena and pins it, is over."""
+    state = job()
+    local.attach(state["optimizer"])
+    for number in range(2):
+        learn(state), step(state)
+        local.save(number, state).wait(timeout=60)
+    return state
+
+
+# -- on a device ------------------------------------------------------------------------------------------------------
+
+
+@gpu
+def test_every_kind_of_tensor_is_copied_to_the_bit(local, spool):
+    noise = torch.Generator("cuda").manual_seed(3)
+    real = torch.randn(257, 129, device="cuda", generator=noise)
+    state = {
+        "float": real,
+        "double": real.double(),
+        "half": real.half(),
+        "bfloat": real.bfloat16(),
+        "eight": real.to(torch.float8_e4m3fn),
+        "complex": torch.complex(real, real + 1),
+        "long": (real * 1000).long(),
+        "bool": real > 0,
+        "turned": torch.randn(64, 33, device="cuda").t(),
+        "strided": torch.randn(500, device="cuda")[1::3],
+        "expanded": torch.randn(1, 9, device="cuda").expand(4, 9),
+        "scalar": torch.tensor(1.5, device="cuda"),
+        "empty": torch.empty(0, 3, device="cuda"),
+        "nan": torch.full((7,), float("nan"), device="cuda"),
+        "host": torch.randn(100),
+    }
+    expected = [tensor.cpu() for tensor in state.values()]
+    hold()
+    save = local.save(1, state)
+    for tensor in state.values():
+        with contextlib.suppress(RuntimeError):  # an expanded one cannot be written to
+            tensor.zero_()
+    save.wait(timeout=60)
+    check(expected, loaded(spool, 1, state))
+
+
+@gpu
+@pytest.mark.parametrize("attached", [True, False], ids=["overlapped", "blocking"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_checkpoint_is_the_state_at_the_call_of_save(spool, optimizer, attached):
+    """The copy is held up on the device; buffers, gradients, parameters and moments change as soon as they may."""
+    state, references = job(optimizer=optimizer), {}
+    with tierd.Checkpointer(spool.root, "run", to=[], slots=2) as checkpointer:
+        if attached:
+            checkpointer.attach(state["optimizer"])
+        for number in range(1, 9):
+            learn(state)
+            references[number] = frozen(state)
+            hold()
+            checkpointer.save(number, state)
+            learn(state)  # gradients add up, buffers move
+            if number % 3:
+                step(state)
+        assert checkpointer.stats.failed == 0
+    assert checkpointer.stats.failed == 0
+    for number, reference in references.items():
+        check(reference, loaded(spool, number, state))
+
+
+@gpu
+def test_an_overlapped_save_does_not_wait_for_the_device(local, spool, warm):
+    """It returns while the device has not even begun to copy, and what is enqueued behind it runs."""
+    learn(warm)
+    reference = frozen(warm)
+    over = busy(WHILE)
+    save = local.save(2, warm)
+    assert not over.query(), "save returned only when the device had nothing left to do"
+    learn(warm)
+    step(warm)
+    assert not over.query(), "the step waited on the host: it is the device that should"
+    save.wait(timeout=60)
+    check(reference, loaded(spool, 2, warm))
+
+
+@gpu
+def test_a_blocking_save_returns_with_all_of_it_copied(local, spool):
+    state = job()
+    learn(state), step(state)
+    reference = frozen(state)
+    over = busy(MOMENT)
+    save = local.save(1, state)
+    assert over.query()
+    save.wait(timeout=60)
+    check(reference, loaded(spool, 1, state))
+
+
+@gpu
+def test_nothing_waits_for_the_device_as_a_whole(local, spool, warm, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a device-wide synchronise")
+
+    learn(warm)
+    reference = frozen(warm)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", refuse)
+        patch.setattr(torch.accelerator, "synchronize", refuse)
+        local.save(2, warm).wait(timeout=60)
+        blocking = {"model": nn.Linear(9, 9).cuda()}
+        with tierd.Checkpointer(spool.root, "other", to=[]) as other:
+            other.save(1, blocking).wait(timeout=60)
+    check(reference, loaded(spool, 2, warm))
+
+
+@gpu
+def test_the_arena_is_pinned_as_long_as_it_is_there(local, spool, warm):
+    slot = local._pipeline._slots[0]
+    arena = torch.frombuffer(slot.arena.view, dtype=torch.uint8)
+    assert slot._pinned == arena.data_ptr() and arena.is_pinned()
+    local.close()
+    assert slot._pinned == 0 and not arena.is_pinned()
+
+
+@gpu
+def test_a_device_that_pins_nothing_copies_all_the_same(local, spool, monkeypatch, caplog):
+    class Refusing:
+        def cudaHostRegister(self, *_):
+            return 1
+
+    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
+    state = job()
+    local.attach(state["optimizer"])
+    reference = frozen(state)
+    hold()
+    save = local.save(1, state)
+    learn(state), step(state)
+    save.wait(timeout=60)
+    assert "does not pin the arena" in caplog.text
+    check(reference, loaded(spool, 1, state))
+
+
+@gpu
+@pytest.mark.parametrize("bounded", [False, True], ids=["arena", "streamed"])
+@pytest.mark.parametrize("attached", [True, False], ids=["overlapped", "blocking"])
+def test_a_training_on_a_stream_of_its_own(local, spool, monkeypatch, attached, bounded):
+    """What that stream has still to do is part of the state."""
+    if bounded:
+        monkeypatch.setattr(slots, "available", lambda: 0)
+    state = job()
+    if attached:
+        local.attach(state["optimizer"])
+    own = torch.cuda.Stream()
+    own.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(own):
+        learn(state), step(state)
+        learn(state)
+        torch.cuda._sleep(MOMENT)
+        step(state)
+        after_all = copy.deepcopy([state["model"].state_dict(), state["optimizer"].state_dict()])
+        rng, count = copy.deepcopy(state["rng"].state_dict()), state["count"]
+        save = local.save(1, state)
+        learn(state), step(state)
+    save.wait(timeout=60)
+    own.synchronize()
+    reference = tree_leaves([*after_all, rng, count])
+    check([leaf.cpu() if torch.is_tensor(leaf) else leaf for leaf in reference], loaded(spool, 1, state))
+
+
+@gpu
+def test_a_state_on_host_and_device(local, spool):
+    state = {"here": job("cpu"), "there": job("cuda"), "grads": {}}
+    for one in (state["here"], state["there"]):
+        learn(one), step(one), learn(one)
+    local.attach(state["here"]["optimizer"], state["there"]["optimizer"])
+    state["grads"] = {name: one.grad for name, one in state["there"]["model"].named_parameters()}
+    said = {key: dict(value) for key, value in state.items()}
+    for key in ("here", "there"):
+        said[key] = {name: v.state_dict() if hasattr(v, "state_dict") else v for name, v in state[key].items()}
+    leaves = tree_leaves(list(copy.deepcopy(said).values()))
+    reference = [leaf.cpu() if torch.is_tensor(leaf) else leaf for leaf in leaves]
+    hold()
+    save = local.save(1, state)
+    for one in (state["there"], state["here"]):
+        learn(one), step(one)
+    save.wait(timeout=60)
+    check(reference, loaded(spool, 1, state))
+
+
+@gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs: a state on several is untested here")
+def test_a_state_on_several_devices(local, spool):
+    devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    jobs = [job(device) for device in devices]
+    state = {str(number): one["model"] for number, one in enumerate(jobs)}
+    local.attach(*(one["optimizer"] for one in jobs))
+    for one in jobs:
+        learn(one)
+    reference = frozen(state)
+    for device in devices:
+        with torch.cuda.device(device):
+            hold(device)
+    save = local.save(1, state)
+    for one in jobs:
+        learn(one), step(one)
+    save.wait(timeout=60)
+    check(reference, loaded(spool, 1, state))
+
+
+@gpu
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_training_on_a_device_goes_on_from_its_checkpoint(local, spool, optimizer):
+    state = job(optimizer=optimizer)
+    local.attach(state["optimizer"])
+    for _ in range(3):
+        learn(state), step(state)
+    reference = frozen(state)
+    local.save(1, state).wait(timeout=60)
+    local.close()
+    state = job(optimizer=optimizer)
+    learn(state), step(state)
+    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        assert checkpointer.restore(state).step == 1
+        check(reference, frozen(state))
+        assert {parameter.device.type for parameter in state["model"].parameters()} == {"cuda"}
+        checkpointer.attach(state["optimizer"])
+        learn(state), step(state)
+        reference = frozen(state)
+        checkpointer.save(2, state).wait(timeout=60)
+    check(reference, loaded(spool, 2, state))
+
+
+@gpu
+def test_a_write_while_the_device_copies_fails_the_save(local, spool, warm):
+    """The host is long past the copy when it enqueues the write; the device does the write first."""
+    hold(cycles=WHILE // 4)
+    save = local.save(2, warm)
+    with torch.no_grad():
+        warm["model"][0].weight.clamp_(-0.001, 0.001)
+    with pytest.raises(SaveFailed, match="was changed") as failed:
+        save.wait(timeout=60)
+    assert isinstance(failed.value.__cause__, TornSnapshot)
+    learn(warm), step(warm)
+    reference = frozen(warm)
+    local.save(2, warm).wait(timeout=60)
+    check(reference, loaded(spool, 2, warm))
+
+
+# -- the order of things, told by a device that is none ---------------------------------------------------------------
+
+
+class Device:
+    """Notes in which order the snapshot asks streams and events for what. It takes host tensors for its own; a copy
+    is over at once, and an event only when `finish` says so."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.log: list[str] = []
+        self.on_synchronize = lambda: None
+        device = self
+
+        class Event:
+            count = 0
+
+            def __init__(self, **_: object) -> None:
+                Event.count += 1
+                self.name, self.device = f"event {Event.count}", torch.device("cpu")
+
+            def synchronize(self) -> None:
+                device.on_synchronize()
+                device.log.append(f"host waits for {self.name}")
+
+        class Stream:
+            def __init__(self, name: object) -> None:
+                self.name = "training" if name == "training" else "side"
+
+            def record_event(self, event: Event | None = None) -> Event:
+                event = event or Event()
+                device.log.append(f"{self.name} records {event.name}")
+                return event
+
+            def wait_event(self, event: Event) -> None:
+                device.log.append(f"{self.name} waits for {event.name}")
+
+        monkeypatch.setattr(snapshot, "_streams", {})
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream("training"))
+        monkeypatch.setattr(slots.Slot, "pin", lambda slot: None)
+        real = Capturer.capture
+        monkeypatch.setattr(
+            Capturer, "capture", lambda *a: dataclasses.replace(real(*a), devices=(torch.device("cpu"),))
+        )
+
+
+@pytest.fixture
+def device(monkeypatch):
+    return Device(monkeypatch)
+
+
+def test_the_streams_wait_for_each_other_and_the_host_for_the_copy_alone(device, local, spool):
+    state = job("cpu", width=8)
+    local.attach(state["optimizer"])
+    save = local.save(1, state)
+    returned = len(device.log)
+    learn(state)
+    local._pipeline.drain()
+    step(state)
+    save.wait(timeout=20)
+    log = device.log
+    # Before save returns: the side stream waits for all that training had enqueued, then copies what training may
+    # change at once, and training's own stream waits for that.
+    assert log[:3] == ["training records event 1", "side waits for event 1", "side records event 2"]
+    assert log.index("training waits for event 2") < returned
+    # Behind it: the rest, whose event the step's stream waits for, the host only in the thread that copies.
+    assert "side records event 3" in log and log.index("side records event 3") > 2
+    assert [line for line in log if line.startswith("training waits")][-2:] == [
+        "training waits for event 2",
+        "training waits for event 3",
+    ]
+    assert [line for line in log if line.startswith("host")] == ["host waits for event 2", "host waits for event 3"]
+
+
+def test_a_write_while_the_device_copies_is_found_out(device, local, spool):
+    """The host has enqueued the copy and waits for the device: it is not over yet."""
+    state, reached, written = job("cpu", width=8), threading.Event(), threading.Event()
+    local.attach(state["optimizer"])
+    device.on_synchronize = lambda: (reached.set(), written.wait(20))
+    save = local.save(1, state)
+    assert reached.wait(20)
+    with torch.no_grad():
+        state["model"][0].weight.clamp_(-0.001, 0.001)
+    written.set()
+    with pytest.raises(SaveFailed, match="was changed"):
+        save.wait(timeout=20)
+    assert not spool.parts()
+
+
+def test_a_step_while_the_device_copies_is_no_such_write(device, local, spool):
+    """The gate lets it pass on the host: it is the device that waits."""
+    state, stepped = job("cpu", width=8), threading.Event()
+    local.attach(state["optimizer"])
+    learn(state)
+    device.on_synchronize = lambda: stepped.wait(20)
+    save = local.save(1, state)
+    state["optimizer"].step()
+    assert not save.done()
+    stepped.set()
+    save.wait(timeout=20)
+    assert local.stats.failed == 0
+
+
+def test_a_slot_is_free_only_when_the_device_is_done_with_it(device, local, spool, monkeypatch):
+    """Also of a snapshot that was refused: the device may still write into its arena."""
+    state = job("cpu", width=8)
+    local.attach(state["optimizer"])
+    real = Snapshot._begin
+
+    def begin(taken, into, names):
+        events = real(taken, into, names)
+        if taken.late.intersection(names):
+            with torch.no_grad():
+                state["model"][0].weight.add_(1)
+        return events
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshot, "_begin", begin)
+        with pytest.raises(SaveFailed):
+            local.save(1, state).wait(timeout=20)
+        local._pipeline.drain()
+    recorded = {line for line in device.log if line.startswith("side records")}
+    waited = {line for line in device.log if line.startswith("host waits")}
+    assert len(recorded) == len(waited) == 2
