@@ -125,7 +125,7 @@ class HandOff:
         """Take snapshots while the context lasts; its end waits `drain` seconds for what is in hand."""
         path = self._spool.handoff_socket
         path.unlink(missing_ok=True)
-        self._spool.drop_recycled(())
+        self._tidy()
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         mask = os.umask(0o177)
@@ -187,7 +187,14 @@ class HandOff:
             for lane in gone:
                 self._orphans.pop(lane).close()
         if gone:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Delete the pruned files that waited for writers who are gone."""
+        try:
             self._spool.drop_recycled(self.lanes())
+        except OSError as error:
+            log.warning("spool %s: %s", self._spool.root, error)
 
     def _serve(self, line: _Line) -> None:
         ready = select.poll()
@@ -224,7 +231,7 @@ class HandOff:
                 self._orphans[line.lane] = line
             line.socket.close()
             self._changed.notify_all()
-        self._spool.drop_recycled(self.lanes())
+        self._tidy()
 
     def _answer(self, line: _Line, packet: bytes, fds: list[int]) -> None:
         arenas: list[Arena] = []

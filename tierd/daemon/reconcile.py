@@ -270,7 +270,10 @@ class Reconciler:
                 return
             if checkpoint in self.held or any(part.checkpoint == checkpoint for part in self._busy):
                 return  # taken up while the tiers were asked; the next plan decides
-            await asyncio.to_thread(self.spool.remove, checkpoint, self.writers())
+            low = self._free * 100 < self.config.min_free_percent  # then space is worth more than speed
+            await asyncio.to_thread(self.spool.remove, checkpoint, () if low else self.writers())
+            if low:
+                await asyncio.to_thread(self.spool.drop_recycled, ())
         else:
             await prune(self.stores[tier], checkpoint)
             self._eyes[tier].forget(checkpoint)
