@@ -10,7 +10,6 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tierd.arena import Arena
@@ -19,8 +18,9 @@ from tierd.client.save import Save, Stats
 from tierd.client.slots import Slot
 from tierd.client.snapshot import Snapshot
 from tierd.client.tensorfile import pieces
+from tierd.client.worker import Worker
 from tierd.commit import Source, Written, write_part
-from tierd.core.errors import ConfigError, DaemonUnavailable, SpoolUnusable, StepRefused
+from tierd.core.errors import DaemonUnavailable, SpoolUnusable, StepRefused
 from tierd.core.manifest import TENSORS, TREE, Manifest
 from tierd.device import LARGE
 from tierd.persist import sync_directory
@@ -54,8 +54,8 @@ class Pipeline:
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for slot in self._slots:
             self._free.put(slot)
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="tierd-copy")
-        self._persister = ThreadPoolExecutor(1, thread_name_prefix="tierd-persist")
+        self._persister = Worker("tierd-persist")
+        self._copier = Worker("tierd-copy")  # made later, so ended first: what it still copies is still persisted
         self._unfinished: set[Snapshot] = set()
         self._told = False
         if line is not None:
@@ -68,13 +68,13 @@ class Pipeline:
 
     def reserve(self, size: int) -> None:
         """Have memory for a tensor file of `size` bytes ready, touched behind training."""
-        self._submit(lambda: self._reserve(size))
+        self._copier.give(lambda: self._reserve(size))
 
     def take(self, snapshot: Snapshot) -> None:
         """Copy and persist; `snapshot.wait` says when training may go on."""
         self._unfinished.add(snapshot)
         try:
-            self._submit(lambda: self._take(snapshot))
+            self._copier.give(lambda: self._take(snapshot))
         except BaseException:
             self._unfinished.discard(snapshot)
             raise
@@ -86,22 +86,16 @@ class Pipeline:
 
     def drain(self) -> None:
         """Return when every save has ended."""
-        self._copier.submit(lambda: None).result()
-        self._persister.submit(lambda: None).result()
+        self._copier.drain()
+        self._persister.drain()
 
     def close(self) -> None:
-        self._copier.shutdown()
-        self._persister.shutdown()
+        self._copier.close()
+        self._persister.close()
         if self._line is not None:
             self._line.close()
         for slot in self._slots:
             slot.drop()
-
-    def _submit(self, work: Callable[[], None]) -> None:
-        try:
-            self._copier.submit(work)
-        except RuntimeError as error:
-            raise ConfigError("the interpreter is ending and runs nothing more: save before its exit") from error
 
     # -- the thread that copies ---------------------------------------------------------------------------------------
 
@@ -147,7 +141,7 @@ class Pipeline:
             given = self._line.give(slot.number, slot.arena, snapshot.manifest, layout.size, snapshot.tree)
         snapshot.done()
         files = {TENSORS: slot.image(layout), TREE: memoryview(snapshot.tree)}
-        self._persister.submit(self._persist, snapshot, slot, given, files)
+        self._persister.give(lambda: self._persist(snapshot, slot, given, files))
         return True
 
     def _stream(self, snapshot: Snapshot, slot: Slot) -> None:

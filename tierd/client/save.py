@@ -5,11 +5,11 @@ Law: a `Save` ends exactly once, durable or failed, and says which to whoever as
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tierd.client.worker import Latch
 from tierd.core.errors import ConfigError, SaveFailed, SaveSkipped
 from tierd.core.ids import PartId
 from tierd.core.manifest import MAX_METRICS, is_metric_name
@@ -56,7 +56,7 @@ class Save:
     def __init__(self, part: PartId, spool: Spool) -> None:
         self.part = part
         self._spool = spool
-        self._ended = threading.Event()
+        self._ended = Latch()
         self._error: Exception | None = None
 
     @property
@@ -65,7 +65,7 @@ class Save:
 
     def done(self) -> bool:
         """Whether the save has ended, durable or failed."""
-        return self._ended.is_set()
+        return self._ended.is_open
 
     def error(self) -> Exception | None:
         """Why the save failed; None while it runs or when it is durable."""
@@ -103,7 +103,7 @@ class Save:
     def finish(self, error: Exception | None) -> None:
         """The persisting side's word on how it ended."""
         self._error = error
-        self._ended.set()
+        self._ended.open()
 
 
 def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

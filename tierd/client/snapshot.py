@@ -7,7 +7,6 @@ found out by the tensors' version counters: such a snapshot is refused, not kept
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable
 
@@ -16,6 +15,7 @@ import torch
 from tierd.client.capture import Capture
 from tierd.client.save import Save
 from tierd.client.slots import Slot
+from tierd.client.worker import Latch
 from tierd.core.errors import TornSnapshot
 from tierd.core.manifest import Manifest
 
@@ -40,14 +40,12 @@ class Snapshot:
         self._marks = {device: torch.cuda.current_stream(device).record_event() for device in capture.devices}
         self._events: list[torch.cuda.Event] = []  # of all copies from devices that were begun
         self._early_events: list[torch.cuda.Event] = []
-        self._lock = threading.Lock()
-        self._looked = False
-        self._changed: list[str] = []
-        self._given_up = False
-        self._claimed = False
+        # What was settled first counts: `setdefault` is one step for every thread and handler.
+        self._fate: dict[None, str] = {}
+        self._changed: dict[None, list[str]] = {}
         self._error: Exception | None = None
-        self._returns = threading.Event()
-        self._copied = threading.Event()
+        self._returns = Latch()
+        self._copied = Latch()
 
     # -- the thread that trains ---------------------------------------------------------------------------------------
 
@@ -65,14 +63,12 @@ class Snapshot:
 
     def give_up(self) -> bool:
         """`save` was interrupted: what training changes from then on must not get in. Whether it is not too late."""
-        with self._lock:
-            self._given_up = not self._claimed
-            return self._given_up
+        return self._fate.setdefault(None, "given up") == "given up"
 
     @property
     def returned(self) -> bool:
         """Whether training was let go."""
-        return self._returns.is_set()
+        return self._returns.is_open
 
     def wait_for_copy(self) -> None:
         """Return when an optimizer may step: on the host nothing is left to copy or to hand over, and a device's next
@@ -86,9 +82,7 @@ class Snapshot:
 
     def claim(self) -> bool:
         """Whether the snapshot is still wanted; from here on it cannot be given up."""
-        with self._lock:
-            self._claimed = not self._given_up
-            return self._claimed
+        return self._fate.setdefault(None, "claimed") == "claimed"
 
     def copy(self, slot: Slot) -> None:
         """Copy all of it into the slot's arena; lets training go on as soon as the law allows.
@@ -101,21 +95,20 @@ class Snapshot:
             slot.pin()
         self._early_events = self._begin(into, [name for name in into if name not in self.late])
         if self.late:
-            self._returns.set()
+            self._returns.open()
             time.sleep(_YIELD)  # else the thread that trains would wait for the interpreter's lock
         try:
             self.encode()
             if self.late:
                 self._begin(into, [name for name in into if name in self.late])
                 if self._events:
-                    self._copied.set()  # the device's next work waits by itself
+                    self._copied.open()  # the device's next work waits by itself
         finally:  # refused or not, a device may still write into the slot
             for event in self._events:
                 event.synchronize()
-        self._look()
-        if self._changed:
+        if changed := self._look():
             raise TornSnapshot(
-                f"{self.save.part}: {self._changed[0]} was changed while it was copied, and not by an attached "
+                f"{self.save.part}: {changed[0]} was changed while it was copied, and not by an attached "
                 "optimizer's step(): change it only after that, or do not attach() the optimizer"
             )
 
@@ -126,10 +119,10 @@ class Snapshot:
 
     def done(self, error: Exception | None = None) -> None:
         """The snapshot is taken, or why not: nobody needs to wait for it any more."""
-        if not self._returns.is_set():
+        if not self._returns.is_open:
             self._error = error
-        self._returns.set()
-        self._copied.set()
+        self._returns.open()
+        self._copied.open()
 
     def _begin(self, into: dict[str, torch.Tensor], names: Iterable[str]) -> list[torch.cuda.Event]:
         tensors = self.capture.tensors
@@ -154,14 +147,12 @@ class Snapshot:
         self._events += begun
         return begun
 
-    def _look(self) -> None:
-        """Compare once: when the copy is over, or before a step is let pass, whichever comes first."""
-        with self._lock:
-            if not self._looked:
-                self._looked = True
-                after = _versions(self.capture, self.late)
-                both = zip(self.late, self._versions, after, strict=True)
-                self._changed = [name for name, was, now in both if was != now]
+    def _look(self) -> list[str]:
+        """Names of what changed, as seen first: when the copy was over, or before a step was let pass."""
+        if self._changed:
+            return self._changed[None]
+        both = zip(self.late, self._versions, _versions(self.capture, self.late), strict=True)
+        return self._changed.setdefault(None, [name for name, was, now in both if was != now])
 
 
 def _versions(capture: Capture, names: frozenset[str]) -> list[int]:
