@@ -16,7 +16,7 @@ from support.world import Daemon, hurry
 import tierd
 from tierd.client import restore
 from tierd.client.snapshot import Snapshot
-from tierd.core.errors import ConfigError
+from tierd.core.errors import ConfigError, SaveFailed, StateRefused
 from tierd.link import Link
 
 
@@ -69,16 +69,25 @@ def test_an_interrupted_save_is_no_checkpoint_and_blocks_no_later_one(spool, loc
     assert same(restored(spool, 1)[1], 1)
 
 
-def test_a_copy_that_fails_is_raised_and_blocks_no_later_one(spool, local, monkeypatch):
+def test_a_copy_that_fails_is_a_value_and_blocks_no_later_one(spool, local, monkeypatch):
     def fails(*_):
         raise MemoryError("no room for the arena")
 
     with monkeypatch.context() as patch:
         patch.setattr(Snapshot, "copy", fails)
-        with pytest.raises(MemoryError):
-            local.save(1, tensors(1))
+        save = local.save(1, tensors(1))
+        with pytest.raises(SaveFailed, match="no room"):
+            save.wait(timeout=20)
     local.save(1, tensors(1)).wait(timeout=20)
-    assert local.stats.saves == 1
+    assert (local.stats.saves, local.stats.failed) == (2, 1)
+
+
+def test_a_tree_that_is_too_large_is_the_callers_to_hear_of(spool, local, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("tierd.client.values.MAX_TREE", 100)
+        with pytest.raises(StateRefused, match="100 at most"):
+            local.save(1, {"text": "x" * 200})
+    local.save(1, tensors(1)).wait(timeout=20)
 
 
 def child(work) -> int:

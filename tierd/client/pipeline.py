@@ -20,7 +20,7 @@ from tierd.client.snapshot import Snapshot
 from tierd.client.tensorfile import pieces
 from tierd.client.worker import Worker
 from tierd.commit import Source, Written, write_part
-from tierd.core.errors import DaemonUnavailable, SpoolUnusable, StepRefused
+from tierd.core.errors import DaemonUnavailable, SpoolUnusable, StateRefused, StepRefused
 from tierd.core.manifest import TENSORS, TREE, Manifest
 from tierd.device import LARGE
 from tierd.persist import sync_directory
@@ -117,9 +117,11 @@ class Pipeline:
         try:
             passed_on = self._copy(snapshot, slot)
         except Exception as raised:
-            error = raised
-            if snapshot.returned:  # too late to raise it
-                self._failed(snapshot.save, error)
+            # The caller's mistake is raised, while it can be; what the system lacks is a value, as on a full disk.
+            if isinstance(raised, StateRefused) and not snapshot.returned:
+                error = raised
+            else:
+                self._failed(snapshot.save, raised)
         finally:
             if not passed_on:
                 snapshot.done(error)
