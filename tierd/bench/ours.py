@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tierd
-from tierd.bench.arms import Arm, NotHere, Wait
+from tierd.bench.arms import Arm, Wait
 from tierd.bench.training import Training
 from tierd.core.config import from_urls
 from tierd.spool import Spool
@@ -33,11 +33,8 @@ class Tierd(Arm):
             self._tier = from_urls("/", urls).tier[0].name
         self._ckpt = tierd.Checkpointer(directory / "spool", run="bench", to=urls)
         if self.overlapped:
-            attach = getattr(self._ckpt, "attach", None)
-            if attach is None:
-                self._ckpt.close()
-                raise NotHere("this tierd has no Checkpointer.attach()")
-            attach(training.optimizer)
+            self._ckpt.attach(training.optimizer)
+        self._ckpt.restore(training.state)  # as every training begins; here there is nothing yet
         self._last: tierd.Save | None = None
 
     def save(self) -> Wait:
@@ -58,7 +55,7 @@ class Tierd(Arm):
             return
         spool = Spool(self.directory / "spool")
         for part in spool.parts()[:-1]:
-            spool.remove(part.checkpoint)
+            spool.remove(part.checkpoint, {part.lane})
 
     def close(self) -> None:
         self._ckpt.close()
