@@ -34,7 +34,8 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class Arena:
-    """`size` bytes of shared memory, a multiple of the page. `view` is its content, `fd` what others map.
+    """`size` bytes of shared memory, a multiple of the page. `view` is its content, `fd` what others map. Once it is
+    `shared`, another trainer may come to use it.
 
     Raises:
         MemoryError: the system has no memory for it.
@@ -42,14 +43,18 @@ class Arena:
 
     def __init__(self, size: int, fd: int | None = None) -> None:
         self.size = -(-max(size, 1) // PAGE) * PAGE
-        self.fd = os.memfd_create("tierd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if fd is None else fd
+        self.fd = -1 if fd is None else fd
+        self.shared = False
         try:
             if fd is None:
+                self.fd = os.memfd_create("tierd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
                 os.ftruncate(self.fd, self.size)
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
             self._memory = mmap.mmap(self.fd, self.size)
         except OSError as error:
-            os.close(self.fd)
+            if self.fd >= 0:
+                os.close(self.fd)
+                self.fd = -1
             raise MemoryError(f"an arena of {self.size} bytes: {error.strerror}") from error
         self._memory.madvise(mmap.MADV_DONTFORK)
         try:

@@ -148,11 +148,12 @@ def _over() -> TimeoutError:
     return TimeoutError("the daemon did not answer in the time given")
 
 
-def connect(connection: socket.socket, path: Path) -> None:
-    """Connect to one of the daemon's sockets; raises `OSError` when nobody listens."""
+def connect(connection: socket.socket, path: Path, patience_s: float = _QUEUE) -> None:
+    """Connect to one of the daemon's sockets; raises `OSError` when nobody listens, or when for `patience_s` no place
+    is free among its waiting callers."""
     # A socket's path may be 107 bytes long, a spool's longer: so it is named through a descriptor of its directory.
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    end = time.monotonic() + _QUEUE
+    end = time.monotonic() + patience_s
     try:
         while True:
             try:

@@ -151,8 +151,8 @@ class Checkpointer:
 
         Between a `save` and the next `step()` nothing else may write to those tensors (a hand-made weight clipping,
         `load_state_dict`): the copy notices, and that save fails with `TornSnapshot`. It cannot notice a write through
-        `.data` or a NumPy view, or one that is still running when the copy ends. Copies that training keeps by
-        itself (an EMA, SWA), buffers and everything that is no such tensor are copied before `save` returns.
+        `.data`, a NumPy view or a replayed CUDA graph, or one that is still running when the copy ends. Copies that
+        training keeps by itself (an EMA, SWA), buffers and everything else are copied before `save` returns.
 
         Raises:
             ConfigError: something other than a `torch.optim.Optimizer`.

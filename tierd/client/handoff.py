@@ -25,7 +25,8 @@ from tierd.core.wire import HEARTBEAT, MAX_PACKET, AnyHanded, Leave, Lend, Persi
 from tierd.link import connect
 from tierd.spool import Spool
 
-_SILENCE = 6 * HEARTBEAT  # seconds without a packet after which a daemon counts as hung
+_SILENCE = 6 * HEARTBEAT  # seconds without a packet after which a daemon counts as hung, and is then left alone
+_GREETING = 0.5  # seconds that a daemon has to greet who connects
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -59,22 +60,30 @@ class HandOff:
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
-        self._connection: socket.socket | None = None
-        self._lent: dict[int, Arena] = {}
+        self._line: _Line | None = None
+        self._not_before = 0.0  # monotonic seconds
 
     def renew(self) -> bool:
-        """Connect, unless the connection stands; whether there is one."""
-        if self._connection is not None:
+        """Connect, unless the connection stands; whether there is one. A daemon that hangs is left alone for long."""
+        if self._line is not None:
             return True
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if time.monotonic() < self._not_before:
+            return False
         try:
-            connect(connection, self._spool.handoff_socket)
-        except OSError:
-            connection.close()
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError:  # no descriptor to be had
             return False
         connection.setblocking(False)
+        try:
+            connect(connection, self._spool.handoff_socket, patience_s=0.0)
+            _receive(connection, _GREETING)  # a connection alone proves nothing: the system accepts for who hangs
+        except (OSError, DaemonUnavailable) as error:
+            if not isinstance(error, FileNotFoundError | ConnectionRefusedError):
+                self._not_before = time.monotonic() + _SILENCE
+            connection.close()
+            return False
         _open.add(connection)
-        self._connection, self._lent = connection, {}
+        self._line = _Line(connection, {})
         return True
 
     def give(self, slot: int, arena: Arena, manifest: Manifest, tensors: int, tree: bytes) -> Given | None:
@@ -84,23 +93,31 @@ class HandOff:
             manifest: without files.
             tensors: size of the tensor file that the arena begins with, bytes.
         """
-        connection = self._connection
-        if connection is None:
-            return None
         try:
-            if self._lent.get(slot) is not arena:
-                _send(connection, Lend(slot=slot), arena.fd)
-                self._lent[slot] = arena
             head = encode(manifest)
             box = Arena(len(head) + len(tree))
-            box.view[: len(head) + len(tree)] = head + tree
-            sizes = {"tensors": tensors, "manifest": len(head), "tree": len(tree)}
-            _send(connection, Persist(part=manifest.part, slot=slot, **sizes), box.fd)
-            box.close()
-        except (OSError, MemoryError):
-            self._drop(connection)
+        except MemoryError:
             return None
-        return Given(connection, tensors + len(tree))
+        box.view[: len(head) + len(tree)] = head + tree
+        persist = Persist(part=manifest.part, slot=slot, tensors=tensors, manifest=len(head), tree=len(tree))
+        try:
+            for _ in range(2):  # the second time to a daemon that came after the first had gone
+                if self.renew() and (line := self._line) and self._tell(line, slot, arena, persist, box):
+                    return Given(line.connection, tensors + len(tree))
+            return None
+        finally:
+            box.close()
+
+    def _tell(self, line: _Line, slot: int, arena: Arena, persist: Persist, box: Arena) -> bool:
+        try:
+            if line.lent.get(slot) is not arena:
+                _send(line.connection, Lend(slot=slot), arena.fd)
+                line.lent[slot] = arena
+            _send(line.connection, persist, box.fd)
+        except OSError as error:
+            self._drop(line.connection, gone=isinstance(error, ConnectionError))
+            return False
+        return True
 
     def answer(self, given: Given) -> Written:
         """Wait until the daemon has committed what it was given.
@@ -110,53 +127,75 @@ class HandOff:
             TierdError: it could not be; as the daemon says.
         """
         try:
-            reply, _ = _receive(given.connection)
-        except DaemonUnavailable:
-            self._drop(given.connection)
+            reply, _ = _receive(given.connection, _SILENCE)
+        except DaemonUnavailable as error:
+            gone = isinstance(error, _Ended)
+            if not gone:
+                self._not_before = time.monotonic() + _SILENCE
+            self._drop(given.connection, gone=gone)
             given.connection.close()
             raise
         return Written(size=given.size, direct=bool(reply["direct"]), recycled=bool(reply["recycled"]))
 
     def recall(self, part: PartId) -> Remembered | None:
         """Take `part` over from a trainer that died, if the daemon still has it in memory. Not verified."""
-        if not self.renew():
+        if not self.renew() or (line := self._line) is None:
             return None
-        connection = self._connection
-        assert connection is not None
         try:
-            _send(connection, Recall(part=part))
-            reply, fds = _receive(connection)
+            _send(line.connection, Recall(part=part))
+            reply, fds = _receive(line.connection, _SILENCE)
             arena, box = (Arena.received(fd) for fd in fds)
         except ObjectNotFound:
             return None
         except (OSError, ValueError, MemoryError, DaemonUnavailable):  # its files are in the spool all the same
-            self._drop(connection)
+            self._drop(line.connection, gone=False)
             return None
         begin = reply["manifest"]
-        self._lent[0] = arena
+        line.lent.clear()
+        line.lent[0] = arena
         tree = memoryview(bytes(box.view[begin : begin + reply["tree"]]))
         box.close()
         return Remembered(arena, {TENSORS: arena.view[: reply["tensors"]], TREE: tree})
 
     def close(self) -> None:
         """End in order: nobody will come for what was lent."""
-        connection = self._connection
-        if connection is not None:
+        line = self._line
+        if line is not None:
             try:
-                _send(connection, Leave())
+                _send(line.connection, Leave())
             except OSError:
                 pass
-            self._drop(connection)
-            connection.close()
+            self._drop(line.connection, gone=True)
+            line.connection.close()
 
-    def _drop(self, connection: socket.socket) -> None:
-        """Use it no more. Whoever waits for an answer on it is woken, and closes it."""
-        if self._connection is connection:
-            self._connection, self._lent = None, {}
+    def _drop(self, connection: socket.socket, *, gone: bool) -> None:
+        """Use it no more. Whoever waits for an answer on it is woken, and closes it.
+
+        Args:
+            gone: the daemon has let go of what was lent. If not, it takes this trainer for dead, and may give its
+                arenas to a successor: nobody here writes to them any more.
+        """
+        line = self._line
+        if line is not None and line.connection is connection:
+            self._line = None
+            for arena in line.lent.values():
+                arena.shared |= not gone
         try:
             connection.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A connection, and the arenas that were lent over it."""
+
+    connection: socket.socket
+    lent: dict[int, Arena]
+
+
+class _Ended(DaemonUnavailable):
+    """The daemon closed the connection."""
 
 
 def _send(connection: socket.socket, message: AnyHanded, *fds: int) -> None:
@@ -165,20 +204,20 @@ def _send(connection: socket.socket, message: AnyHanded, *fds: int) -> None:
     socket.send_fds(connection, [msgspec.json.encode(message)], fds, socket.MSG_NOSIGNAL)
 
 
-def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _receive(connection: socket.socket, silence: float) -> tuple[dict[str, Any], list[int]]:
     ready = select.poll()
     try:
         ready.register(connection, select.POLLIN)
-        end = time.monotonic() + _SILENCE
+        end = time.monotonic() + silence
         while True:
             if not ready.poll(max(0.0, end - time.monotonic()) * 1000):
-                raise DaemonUnavailable(f"the daemon was silent for {_SILENCE:.0f} s")
+                raise DaemonUnavailable(f"the daemon was silent for {silence:g} s")
             packet, fds, _, _ = socket.recv_fds(connection, MAX_PACKET, 2, socket.MSG_CMSG_CLOEXEC)
             if not packet:
-                raise DaemonUnavailable("the daemon closed the connection")
+                raise _Ended("the daemon closed the connection")
             reply = msgspec.json.decode(packet)
             if reply.get("working"):
-                end = time.monotonic() + _SILENCE
+                end = time.monotonic() + silence
                 continue
             if not reply.get("ok"):
                 raise_error(reply)

@@ -201,6 +201,9 @@ def _module_misfits(module: nn.Module, saved: Any) -> Iterator[str]:
         yield f"of another shape or dtype: {_few(wrong)}"
 
 
+_EXTRA_STATE = "_extra_state"  # what a part's `set_extra_state` is given, and may keep; torch.nn.Module's own suffix
+
+
 def _for_module(module: nn.Module, saved: dict[str, Any], memo: dict[int, object]) -> dict[str, Any]:
     """What a module is given: views for what torch's own modules copy, memory of its own for what others may keep."""
     if type(module).load_state_dict is not nn.Module.load_state_dict:
@@ -212,7 +215,7 @@ def _for_module(module: nn.Module, saved: dict[str, Any], memo: dict[int, object
     )
     given = copy.copy(saved)  # keeps an OrderedDict's _metadata
     for key, value in saved.items():
-        if not isinstance(value, torch.Tensor) or key.startswith(keepers):
+        if not isinstance(value, torch.Tensor) or key.startswith(keepers) or key.endswith(_EXTRA_STATE):
             given[key] = copy.deepcopy(value, memo)
     return given
 

@@ -74,6 +74,9 @@ class Gate:
 
     def watch(self, snapshot: Snapshot) -> None:
         """Hold the next step for this snapshot."""
+        for former in tuple(self._pending):  # of optimizers that step no more
+            if former.over and former in self._pending:
+                self._pending.remove(former)
         self._pending.append(snapshot)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

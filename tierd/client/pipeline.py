@@ -159,9 +159,11 @@ class Pipeline:
 
     def _persist(self, snapshot: Snapshot, slot: Slot, given: Given | None, files: dict[str, memoryview]) -> None:
         manifest = snapshot.manifest
-        self._end(snapshot.save, lambda: self._answer(manifest, slot, given, files))
-        self._unfinished.discard(snapshot)
-        self._free.put(slot)
+        try:
+            self._end(snapshot.save, lambda: self._answer(manifest, slot, given, files))
+        finally:
+            self._unfinished.discard(snapshot)
+            self._free.put(slot)
 
     def _answer(self, manifest: Manifest, slot: Slot, given: Given | None, files: dict[str, memoryview]) -> Written:
         if given is None or self._line is None:
@@ -170,10 +172,11 @@ class Pipeline:
             written = self._line.answer(given)
             self._stats.handed_over += 1
             return written
-        except DaemonUnavailable as error:
-            log.warning("%s: %s; it is persisted here", manifest.part, error)
         except SpoolUnusable as error:
             log.warning("%s: the daemon says %s; it is tried here", manifest.part, error)
+            return write_part(self._spool, manifest, files)
+        except DaemonUnavailable as error:
+            log.warning("%s: %s; it is persisted here", manifest.part, error)
         try:
             return write_part(self._spool, manifest, files)
         except StepRefused:

@@ -267,7 +267,6 @@ class Restorer:
         found = self._line.recall(part) if self._line else None
         if found is None:
             return None
-        self._arena = found.arena  # good for saves, whatever is in it
         try:
             manifest = self._spool.manifest(part)
             if {file.path for file in manifest.files} != found.files.keys():
@@ -277,6 +276,7 @@ class Restorer:
         except (TierdError, OSError) as error:  # it was overwriting that memory when it died, say
             log.info("%s is not whole in memory, and read from the spool: %s", part, error)
             return None
+        self._arena = found.arena
         return manifest, found.files
 
     def _alone(self, part: PartId, local: Exception) -> tuple[Manifest, Mapping[str, memoryview], str]:

@@ -18,6 +18,7 @@ from tierd.client.tensorfile import Layout, Targets, targets
 
 log = logging.getLogger("tierd")
 
+_SPARE = 1 << 20  # bytes worth giving back
 _HEADER = 1 << 20  # bytes; a tensor file's header rarely takes more
 _SMALLEST, _BOUND = 16 << 20, 256 << 20  # bytes of an arena that a state is streamed through
 
@@ -30,25 +31,28 @@ class Slot:
         self.arena: Arena | None = None
         self._layout: Layout | None = None
         self._targets: Targets = {}
-        self._trimmed = False
+        self._backed = 0  # bytes of the arena that have pages
         self._pinned = 0  # address that CUDA was told of
-
-    def holds(self, size: int) -> bool:
-        return self.arena is not None and self.arena.size >= size
 
     def fit(self, size: int) -> bool:
         """Have memory for `size` bytes, touched; whether there is that much. If not, the arena is a small one."""
-        if self.holds(size):
+        if self.arena is not None and self.arena.shared:
+            self.drop()
+        if self.arena is not None and self.arena.size < size:
+            self.arena.trim(0)  # the daemon's mapping would keep the memory from the next one
+            self.drop()
+        if self._backed >= size:
             return True
-        self.drop()
         spare = available()
-        if size <= spare:
+        if size <= spare + self._backed:
             try:
-                self.arena = Arena(size)
+                self.arena = self.arena or Arena(size)
                 self.arena.prefault()
+                self._backed = self.arena.size
                 return True
             except MemoryError:
-                self.drop()
+                pass
+        self.drop()
         bound = min(_BOUND, max(_SMALLEST, spare // 4))
         log.warning(
             "a snapshot of %d bytes does not fit into the %d bytes of memory that are left: save() streams it through "
@@ -63,24 +67,25 @@ class Slot:
     def adopt(self, arena: Arena) -> None:
         """Use an arena that a predecessor left."""
         self.drop()
-        self.arena = arena
+        self.arena, self._backed = arena, arena.size
 
     def drop(self) -> None:
         """Let go of the arena. Whoever else maps it keeps what is in it."""
         if self.arena is not None:
             self._unpin()
             self.arena.close()
-        self.arena, self._layout, self._targets = None, None, {}
+        self.arena, self._layout, self._targets, self._backed = None, None, {}, 0
 
     def lay_out(self, layout: Layout) -> Targets:
         """Where the tensors of `layout` go; the same object as long as the layout is the same."""
         assert self.arena is not None
         if self._layout is not layout:
             self._targets = targets(layout, self.arena.view)
-            self._layout, self._trimmed = layout, False
-        elif not self._trimmed:  # the second save of one structure: an optimizer has all that it will have
+            self._layout = layout
+        elif self._backed - layout.size >= _SPARE and not self._pinned:
+            # The second save of one structure: an optimizer has all that it will have. Not what a device writes to.
             self.arena.trim(layout.size)
-            self._trimmed = True
+            self._backed = layout.size
         self.arena.view[: len(layout.header)] = layout.header
         return self._targets
 

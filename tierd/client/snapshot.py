@@ -66,6 +66,11 @@ class Snapshot:
         return self._fate.setdefault(None, "given up") == "given up"
 
     @property
+    def over(self) -> bool:
+        """Whether nothing of it is still being copied."""
+        return self._copied.is_open and all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
+
+    @property
     def returned(self) -> bool:
         """Whether training was let go."""
         return self._returns.is_open

@@ -2,7 +2,7 @@
 
 Law: bytes of checkpoints never cross a socket, only names and descriptors. On the control socket a request is one line;
 the answer is any number of `{"working": true}` lines, at most `HEARTBEAT` seconds apart, then one line with `ok`. On
-the hand-off socket a message is one packet, with its descriptors; answers are the same, as packets.
+the hand-off socket the daemon greets with `ok`; a message is one packet with its descriptors, and so is an answer.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Control:
                 await self._look(run)
                 return {"report": report(self._reconciler.world(), self._reconciler.config, run)}
             case wire.Candidates(run=run, step=step, attempt=attempt):
-                await asyncio.to_thread(self._handoff.settle)  # what a trainer handed over before it died is seen, too
+                await self._handoff.settled()  # what a trainer handed over before it died is seen, too
                 await self._look(run)
                 return {"resume": restore_candidates(self._reconciler.world(), run, step, attempt)}
             case wire.Fetch(part=part):

@@ -7,14 +7,12 @@ memory. Blocking work in threads of its own, one a trainer; nothing here touches
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
-import fcntl
 import logging
 import os
 import select
 import socket
-import sys
-import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -55,22 +53,16 @@ class _Line:
     arenas: dict[int, Arena] = field(default_factory=dict)
     last: _Snapshot | None = None
     lane: str = ""
-    idle: bool = True
     left: bool = False
     expires: float = 0.0  # monotonic seconds, once it is an orphan
     thread: threading.Thread | None = None
 
     @property
-    def settled(self) -> bool:
-        """Whether nothing that was sent waits here or is in hand."""
-        if not self.idle:
-            return False
-        waiting = bytearray(4)
-        try:
-            fcntl.ioctl(self.socket, termios.FIONREAD, waiting)
-        except OSError:
-            return True  # closed
-        return int.from_bytes(waiting, sys.byteorder) == 0
+    def hung_up(self) -> bool:
+        """Whether the trainer is gone. What it had sent may still be in hand."""
+        look = select.poll()
+        look.register(self.socket, select.POLLRDHUP)
+        return bool(look.poll(0))
 
     def close(self) -> None:
         for arena in {*self.arenas.values(), *((self.last.arena, self.last.box) if self.last else ())}:
@@ -92,6 +84,7 @@ class HandOff:
         self._lines: list[_Line] = []
         self._orphans: dict[str, _Line] = {}
         self._pool = ThreadPoolExecutor(64, thread_name_prefix="tierd-persist")
+        self._waiters = ThreadPoolExecutor(8, thread_name_prefix="tierd-settle")
         self._stopping = False
 
     # -- for the rest of the daemon ---------------------------------------------------------------------------------
@@ -113,11 +106,14 @@ class HandOff:
             lines = (*self._lines, *self._orphans.values())
             return sum(arena.size for line in lines for arena in line.arenas.values())
 
-    def settle(self) -> None:
-        """Return when all that was handed over so far is committed, or has failed. Blocks; for a thread."""
+    async def settled(self) -> None:
+        """Return when all that trainers who died had handed over is committed, or has failed."""
+        await asyncio.get_running_loop().run_in_executor(self._waiters, self._settle)
+
+    def _settle(self) -> None:
         with self._changed:
-            lines = list(self._lines)
-            while not all(line.settled or line not in self._lines for line in lines):
+            dead = [line for line in self._lines if line.hung_up]
+            while not self._stopping and any(line in self._lines for line in dead):
                 self._changed.wait(_TICK)
 
     @contextmanager
@@ -159,7 +155,8 @@ class HandOff:
         for line in lines:
             if line.thread is not None:
                 line.thread.join(max(0.0, end - time.monotonic()))
-        self._pool.shutdown(wait=False, cancel_futures=False)
+        self._pool.shutdown(wait=False)
+        self._waiters.shutdown(wait=False)
 
     # -- one trainer ------------------------------------------------------------------------------------------------
 
@@ -197,24 +194,18 @@ class HandOff:
             log.warning("spool %s: %s", self._spool.root, error)
 
     def _serve(self, line: _Line) -> None:
-        ready = select.poll()
-        ready.register(line.socket, select.POLLIN)
+        self._reply(line, {"ok": True})  # the greeting: somebody is awake here
         try:
             while True:
-                ready.poll()
-                with self._changed:
-                    line.idle = False
                 packet, fds, _, _ = socket.recv_fds(line.socket, wire.MAX_PACKET, 8, socket.MSG_CMSG_CLOEXEC)
                 if not packet:
                     break
                 self._answer(line, packet, fds)
-                with self._changed:
-                    line.idle = True
-                    self._changed.notify_all()
         except ConnectionError:
             pass
         except (OSError, ValueError, MemoryError, msgspec.DecodeError, TierdError) as error:
             log.warning("hand-off: dropped a trainer's connection: %s", str(error))
+            line.left = True  # it lives, and will use its arenas
         finally:
             self._ended(line)
 
