@@ -68,6 +68,10 @@ class Demo:
             self._wait_for_daemon(daemon)
             killed = self._train_and_kill(daemon)
             victim = self._corrupt_newest(daemon)
+            # Else the trainer's successor would find its last snapshot in the daemon's memory, and need neither copy.
+            daemon.terminate(self.options.patience)
+        with started("restarted daemon", self.logs, "tierd", "run", "--config", str(self.home / "tierd.toml")) as daemon:
+            self._wait_for_daemon(daemon)
             resumed = self._resume(daemon, victim)
             self._compare(reference, killed, resumed)
             self._show(daemon, killed, resumed)

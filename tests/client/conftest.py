@@ -1,8 +1,12 @@
 """What the client's tests share."""
 
 import pytest
+from support.doubles import Double
+from support.world import Daemon, hurry
 
 import tierd
+from tierd.client import restore
+from tierd.daemon import handoff
 from tierd.spool import Spool
 
 
@@ -16,3 +20,18 @@ def local(spool):
     """A checkpointer with nothing but the spool."""
     with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
         yield checkpointer
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A daemon and a restore that wait for milliseconds where they would for seconds."""
+    hurry(monkeypatch)
+    monkeypatch.setattr(restore, "_PATIENCE", 0.2)
+    monkeypatch.setattr(handoff, "_TICK", 0.02)
+
+
+@pytest.fixture
+def daemon(spool, quick):
+    """A daemon with one tier that keeps everything."""
+    with Daemon(spool.root, {"tier": Double()}, keep=100, keep_local=100) as daemon:
+        yield daemon

@@ -15,14 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.doubles import Double
 from support.training import restored, same, tensors
-from support.world import Daemon, hurry
+from support.world import Daemon
 
 import tierd
 from tierd.arena import Arena
 from tierd.client import handoff as client
-from tierd.client import restore
 from tierd.core.errors import SaveFailed, SpoolFull
 from tierd.daemon import handoff
 from tierd.link import connect
@@ -32,17 +30,7 @@ ROOT = Path(tierd.__file__).parent.parent
 BIG = 1 << 20  # elements: large enough for direct I/O and recycling
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    hurry(monkeypatch)
-    monkeypatch.setattr(restore, "_PATIENCE", 0.2)
-    monkeypatch.setattr(handoff, "_TICK", 0.02)
-
-
-@pytest.fixture
-def daemon(spool):
-    with Daemon(spool.root, {"tier": Double()}, keep=100, keep_local=100) as daemon:
-        yield daemon
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 class Brake:

@@ -9,30 +9,17 @@ import time
 
 import pytest
 import torch
-from support.doubles import Double
 from support.training import restored, same, tensors
-from support.world import Daemon, hurry
 
 import tierd
 from tierd.arena import Arena
 from tierd.client import handoff as client
-from tierd.client import restore, slots
+from tierd.client import slots
 from tierd.client.slots import Slot
 from tierd.client.tensorfile import plan_layout
 from tierd.daemon import handoff
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    hurry(monkeypatch)
-    monkeypatch.setattr(restore, "_PATIENCE", 0.2)
-    monkeypatch.setattr(handoff, "_TICK", 0.02)
-
-
-@pytest.fixture
-def daemon(spool):
-    with Daemon(spool.root, {"tier": Double()}, keep=100, keep_local=100) as daemon:
-        yield daemon
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def pages(arena: Arena) -> int:

@@ -102,7 +102,9 @@ class HandOff:
         persist = Persist(part=manifest.part, slot=slot, tensors=tensors, manifest=len(head), tree=len(tree))
         try:
             for _ in range(2):  # the second time to a daemon that came after the first had gone
-                if self.renew() and (line := self._line) and self._tell(line, slot, arena, persist, box):
+                if arena.shared or not self.renew() or (line := self._line) is None:
+                    break
+                if self._tell(line, slot, arena, persist, box):
                     return Given(line.connection, tensors + len(tree))
             return None
         finally:

@@ -32,7 +32,7 @@ from tierd.spool import Spool, condition
 
 log = logging.getLogger("tierd.daemon")
 
-_ORPHAN = 120.0  # seconds that a dead trainer's memory waits for its successor
+_ORPHAN = 30.0  # seconds that a dead trainer's memory waits for its successor
 _TICK = 0.5  # seconds
 
 
@@ -138,6 +138,7 @@ class HandOff:
             yield
         finally:
             self._stopping = True
+            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
             accepting.join()
             listener.close()
             path.unlink(missing_ok=True)
@@ -168,8 +169,9 @@ class HandOff:
             except TimeoutError:
                 continue
             except OSError as error:
-                log.warning("hand-off: %s", error)
-                time.sleep(_TICK)
+                if not self._stopping:
+                    log.warning("hand-off: %s", error)
+                    time.sleep(_TICK)
                 continue
             connection.setblocking(True)
             line = _Line(connection)
