@@ -64,13 +64,14 @@ class Demo:
         """Everything; raises `DemoFailed` at the first thing that is not as it should be."""
         self._prepare()
         reference = self._reference()
-        with started("daemon", self.logs, "tierd", "run", "--config", str(self.home / "tierd.toml")) as daemon:
+        command = ("tierd", "run", "--config", str(self.home / "tierd.toml"))
+        with started("daemon", self.logs, *command) as daemon:
             self._wait_for_daemon(daemon)
             killed = self._train_and_kill(daemon)
             victim = self._corrupt_newest(daemon)
             # Else the trainer's successor would find its last snapshot in the daemon's memory, and need neither copy.
             daemon.terminate(self.options.patience)
-        with started("restarted daemon", self.logs, "tierd", "run", "--config", str(self.home / "tierd.toml")) as daemon:
+        with started("restarted daemon", self.logs, *command) as daemon:
             self._wait_for_daemon(daemon)
             resumed = self._resume(daemon, victim)
             self._compare(reference, killed, resumed)

@@ -111,7 +111,10 @@ def test_kill_corrupt_resume_and_node_loss(tmp_path: Path, tier: str) -> None:
         ask(home, Wait(part=part, tier="s3", timeout_s=PATIENCE))
         damage.flip_bit(damage.in_spool(home / "spool", "job", victim.name))
         flip_on_s3(tier, part)
+        daemon.terminate(PATIENCE)  # the killed trainer's memory, which it kept, goes with it
 
+    with started("daemon-2", logs, "tierd", "run", "--spool", str(home / "spool"), "--to", tier) as daemon:
+        wait_until("the daemon answers", lambda: answers(home), PATIENCE, daemon)
         with started("resumed", logs, "examples.demo.train", *trainer(home, "resumed")) as child:
             child.end(PATIENCE, daemon)
         killed, resumed = (compare.read(name, home / f"{name}.jsonl") for name in ("killed", "resumed"))
