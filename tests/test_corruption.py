@@ -9,6 +9,7 @@ through a real daemon, and must give exactly that: the step, its tensors bit for
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import random
@@ -27,7 +28,7 @@ from tierd.core.errors import CheckpointNotFound
 from tierd.daemon import handoff
 from tierd.stores.file import FileStore
 
-CHUNK = 8192  # bytes
+CHUNK = 8192  # bytes, at most
 SEEDS = 200
 RUN = "run"
 FILES = ("tensors.safetensors", "state.json")
@@ -53,6 +54,12 @@ class World:
     def chunks(self, root: Path, tier: str, checkpoint: tuple[str, int]) -> list[list[Path]]:
         """For each file, in the manifest's order, its chunks' objects."""
         return [[root / tier / RUN / key for key in keys] for keys in _keys(self.manifest(self.root, tier, checkpoint))]
+
+    def spans(self, checkpoint: tuple[str, int]) -> list[list[tuple[int, int]]]:
+        """For each file, in the manifest's order, where its chunks begin and end."""
+        files = json.loads((self.local(self.root, checkpoint) / "manifest.json").read_text())["files"]
+        bounds = [[0, *itertools.accumulate(chunk["size"] for chunk in file["chunks"])] for file in files]
+        return [list(itertools.pairwise(found)) for found in bounds]
 
 
 @functools.cache
@@ -121,12 +128,13 @@ def harm(path: Path, noise: random.Random) -> None:
     path.write_bytes(data)
 
 
-def harm_span(path: Path, index: int, noise: random.Random) -> None:
+def harm_span(path: Path, span: tuple[int, int], noise: random.Random) -> None:
     """A corruption within one chunk of a local file."""
-    if not path.is_file() or path.stat().st_size <= index * CHUNK:
+    begin, end = span
+    if not path.is_file() or path.stat().st_size <= begin:
         return
     data = bytearray(path.read_bytes())
-    at = index * CHUNK + noise.randrange(min(CHUNK, len(data) - index * CHUNK))
+    at = noise.randrange(begin, min(end, len(data)))
     data[at] ^= 1 << noise.randrange(8)
     path.write_bytes(data)
 
@@ -149,7 +157,7 @@ def harm_world(world: World, root: Path, noise: random.Random) -> None:
                 harm(world.manifest(root, tier, checkpoint), noise)
             case "both":  # the same chunk everywhere
                 index = noise.randrange(len(objects))
-                harm_span(home / FILES[file], index, noise)
+                harm_span(home / FILES[file], world.spans(checkpoint)[1 - file][index], noise)
                 for name in world.tiers:
                     harm(world.chunks(root, name, checkpoint)[1 - file][index], noise)
             case "all":  # every manifest
@@ -172,7 +180,13 @@ def right(path: Path, pristine: Path) -> bool:
     return path.is_file() and path.read_bytes() == pristine.read_bytes()
 
 
-def can_be_had(world: World, root: Path, checkpoint: tuple[str, int]) -> bool:
+def is_on(world: World, root: Path, tier: str, checkpoint: tuple[str, int], number: int, index: int) -> bool:
+    """Whether a tier has a chunk right, under whichever checkpoint's name."""
+    pristine = world.chunks(world.root, tier, checkpoint)[number][index]
+    return any(right(path, pristine) for path in (root / tier / RUN / "chunks").glob(f"*/*/{pristine.name}"))
+
+
+def can_be_had(world: World, root: Path, checkpoint: tuple[str, int], *, anew: bool = False) -> bool:
     home, good = world.local(root, checkpoint), world.local(world.root, checkpoint)
     manifests = [right(home / "manifest.json", good / "manifest.json")]
     for tier in world.tiers:
@@ -182,22 +196,22 @@ def can_be_had(world: World, root: Path, checkpoint: tuple[str, int]) -> bool:
     for number, name in enumerate(sorted(FILES)):
         whole = (good / name).read_bytes()
         here = (home / name).read_bytes() if (home / name).is_file() else b""
-        for index in range(-(-len(whole) // CHUNK)):
-            span = slice(index * CHUNK, (index + 1) * CHUNK)
-            elsewhere = any(
-                right(
-                    world.chunks(root, tier, checkpoint)[number][index],
-                    world.chunks(world.root, tier, checkpoint)[number][index],
-                )
-                for tier in world.tiers
-            )
-            if here[span] != whole[span] and not elsewhere:
+        for index, (begin, end) in enumerate(world.spans(checkpoint)[number]):
+            elsewhere = any(is_on(world, root, tier, checkpoint, number, index) for tier in world.tiers)
+            others = [world.local(root, other) / name for other in world.checkpoints] if anew else []
+            elsewhere |= any(path.is_file() and path.read_bytes()[begin:end] == whole[begin:end] for path in others)
+            if here[begin:end] != whole[begin:end] and not elsewhere:
                 return False
     return True
 
 
-def expected(world: World, root: Path) -> tuple[int | None, list[int]]:
-    """The step that must be restored (None: no checkpoint can be), and those newer ones that must be passed over."""
+def expected(world: World, root: Path) -> list[tuple[int | None, list[int]]]:
+    """The step that must be restored (None: no checkpoint can be), and those newer ones that must be passed over.
+
+    The last is what must be had in any case. Before it stand the newer ones that are had if the daemon is quick enough:
+    it flushes damaged tiers anew, and an equal chunk of another checkpoint heals as well.
+    """
+    answers: list[tuple[int | None, list[int]]] = []
     known = [
         checkpoint
         for checkpoint in world.checkpoints
@@ -220,13 +234,15 @@ def expected(world: World, root: Path) -> tuple[int | None, list[int]]:
     while attempt is not None:
         for checkpoint in sorted(known, reverse=True):
             if checkpoint[0] == attempt and checkpoint[1] <= limit:
+                if can_be_had(world, root, checkpoint, anew=True):
+                    answers.append((checkpoint[1], [*skipped]))
                 if can_be_had(world, root, checkpoint):
-                    return checkpoint[1], skipped
+                    return answers
                 skipped.append(checkpoint[1])
         if not any(tells(checkpoint) for checkpoint in known if checkpoint[0] == attempt):
             break
         attempt, limit = world.origin[attempt] or (None, 0)
-    return None, skipped
+    return [*answers, (None, skipped)]
 
 
 # -- the matrix -------------------------------------------------------------------------------------------------------
@@ -266,11 +282,14 @@ def test_every_corruption_is_noticed_and_answered_with_the_right_checkpoint(worl
         world, root = worlds[1 + seed % 2], tmp_path / str(seed)
         shutil.copytree(world.root, root, ignore=shutil.ignore_patterns("control.sock"))
         harm_world(world, root, random.Random(seed))
-        wanted = expected(world, root)
+        allowed = expected(world, root)
+        wanted = allowed[-1]
         healed += wanted[0] is not None and not locally_whole(world, root, wanted[0])
-        assert answer(world, root) == wanted, f"seed {seed}"
+        assert answer(world, root) in allowed, f"seed {seed}"
         if seed % 10 == 0:
-            assert answer(world, root)[0] == wanted[0], f"seed {seed}: the second launch answers otherwise"
+            assert answer(world, root)[0] in [step for step, _ in allowed], (
+                f"seed {seed}: the second launch answers otherwise"
+            )
         answers.append((wanted[0], len(wanted[1])))
         shutil.rmtree(root)
     # The matrix is worth its name: whole, healed, stepped back, across the rollback.
@@ -289,7 +308,7 @@ def test_an_unharmed_world_gives_the_newest(worlds, tmp_path, quick):
     for number, world in worlds.items():
         root = tmp_path / str(number)
         shutil.copytree(world.root, root, ignore=shutil.ignore_patterns("control.sock"))
-        assert expected(world, root) == answer(world, root) == (5, [])
+        assert expected(world, root)[-1] == answer(world, root) == (5, [])
 
 
 def test_the_judge_is_no_fool(worlds, tmp_path):
@@ -302,4 +321,4 @@ def test_the_judge_is_no_fool(worlds, tmp_path):
     assert can_be_had(world, root, newest)
     world.chunks(root, "near", newest)[1][0].unlink()
     assert not can_be_had(world, root, newest)
-    assert expected(world, root) == (4, [5])
+    assert expected(world, root)[-1] == (4, [5])

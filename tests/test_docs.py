@@ -20,6 +20,7 @@ from tierd.core.report import Checkpoint, Copy, Report
 from tierd.core.retention import Best, RetentionPolicy
 from tierd.daemon.export import Exported
 from tierd.daemon.journal import Event
+from tierd.daemon.scrub import ScrubStatus
 from tierd.daemon.status import COUNTERS, Status, TierStatus
 
 ROOT = Path(__file__).parent.parent
@@ -41,7 +42,7 @@ def commands(command: object = None, prefix: str = "tierd") -> dict[str, list[st
 
 def test_every_command_and_option_is_in_the_readme() -> None:
     found = commands()
-    assert len(found) == 12
+    assert len(found) == 14
     for command, options in found.items():
         assert command in README, f"{command} is not documented"
         for option in options:
@@ -71,7 +72,7 @@ def test_every_configuration_key_and_default() -> None:
     for struct in (Config, TierConfig, RetentionPolicy, Best):
         for name in struct.__struct_fields__:
             assert re.search(rf"`[^`]*\b{name}\b[^`]*`", section), f"{struct.__name__}.{name} is not documented"
-    for name in ("rescan", "drain", "min_free_percent"):
+    for name in ("rescan", "drain", "min_free_percent", "scrub", "scrub_rate"):
         default = Config.__struct_defaults__[Config.__struct_fields__.index(name) - len(Config.__struct_fields__)]
         row = next(line for line in section.splitlines() if line.startswith(f"| `{name}` "))
         assert f"`{default:g}`" in row if isinstance(default, float) else f"`{default}`" in row
@@ -94,7 +95,7 @@ def test_every_counter_and_stat() -> None:
 @pytest.mark.parametrize(
     ("command", "shapes"),
     [
-        ("status", (Status, TierStatus, Event)),
+        ("status", (Status, TierStatus, ScrubStatus, Event)),
         ("ls", (Report, Checkpoint, Copy)),
         ("verify", (Check,)),
         ("restore", (Exported,)),

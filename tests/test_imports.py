@@ -28,7 +28,9 @@ MAY = {
     "stage": {"stage", "persist", "core"},
     "spool": {"spool", "stage", "persist", "device", "core"},
     "commit": {"commit", "spool", "persist", "device", "core"},
-    "codec": {"codec", "persist", "core"},
+    "layout": {"layout"},
+    "planes": {"planes", "layout"},
+    "codec": {"codec", "planes", "layout", "persist", "core"},
     "link": {"link", "spool", "persist", "core"},
     "stores": {"stores", "core"},
     "client": {"client", "link", "commit", "arena", "spool", "stage", "persist", "device", "core", ""},
@@ -38,7 +40,21 @@ MAY = {
     "": {"client"},  # `import tierd` itself: names, loaded at their first use
     "__main__": {"cli"},
 }
-SYNC = {"core", "device", "persist", "stage", "spool", "commit", "arena", "link", "client", "codec", ""}
+SYNC = {
+    "core",
+    "device",
+    "persist",
+    "stage",
+    "spool",
+    "commit",
+    "arena",
+    "link",
+    "client",
+    "codec",
+    "planes",
+    "layout",
+    "",
+}
 OPENS_STORES = {"tierd/daemon/service.py", "tierd/stores/open.py"}
 PURE = {"os", "time", "random", "asyncio", "io", "socket", "threading", "subprocess", "secrets", "pathlib", "tempfile"}
 
@@ -79,7 +95,7 @@ def faults(path: str, source: str) -> list[str]:
             found.append(f"{path}: imports torch")
         if top in DAEMON_ONLY - {"zstandard"} and here in SYNC:
             found.append(f"{path}: imports {module}")
-        if top == "zstandard" and here != "codec":
+        if top == "zstandard" and here not in ("codec", "planes"):
             found.append(f"{path}: imports {module}")
         if top in PURE and here == "core":
             found.append(f"{path}: core imports {module}")
@@ -126,6 +142,7 @@ def test_every_room_is_there_and_no_other():
         ("tierd/arena.py", "import torch"),
         ("tierd/client/save.py", "from tierd.daemon.flush import flush"),
         ("tierd/client/save.py", "from tierd.codec import encode"),
+        ("tierd/client/save.py", "from tierd import planes"),
         ("tierd/client/save.py", "def f():\n    try:\n        import asyncio\n    except ImportError:\n        pass"),
         ("tierd/link.py", "from aiobotocore import session"),
         ("tierd/daemon/flush.py", "import torch.nn"),
@@ -174,6 +191,13 @@ def test_a_trainer_loads_nothing_of_the_daemon():
     """Torch may load asyncio for itself, and rich where it finds it: only what torch alone does not load counts."""
     extra = loaded("from tierd import Checkpointer, RngState") - loaded("import torch")
     assert "tierd" in extra and not extra & DAEMON_ONLY
+
+
+def test_a_trainer_loads_no_codec():
+    rooms = "{name.replace('.', '_') for name in sys.modules}"
+    script = f"import sys\nfrom tierd import Checkpointer\nprint(*{rooms})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    assert not set(done.stdout.split()) & {"tierd_codec", "tierd_planes", "tierd_layout"}
 
 
 def test_the_trainers_side_without_torch_loads_no_asyncio():

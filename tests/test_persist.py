@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
+import json
 import mmap
 import os
 import random
@@ -18,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierd import device, persist
+from tierd.core.cuts import cut
 from tierd.core.errors import CorruptChunk
 from tierd.persist import FileWriter, bad_chunks, check_bytes, describe_file, digest, read_chunk, read_file, write_file
 
@@ -206,6 +209,73 @@ def test_many_threads_pieces_and_chunks_make_one_file(disk, monkeypatch, small):
     assert not [thread for thread in threading.enumerate() if thread.name == "tierd-ahead"]
 
 
+def sizes_of(size, seed):
+    """Chunks of any size, from a byte to more than a write takes at once, as tensors would have them."""
+    noise, sizes = random.Random(seed), []
+    while sum(sizes) < size:
+        sizes.append(min(noise.choice([1, 100, 4096, 5000, 70_001, MIB + 1, 2 * MIB]), size - sum(sizes)))
+    return sizes
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("step", [4096, MIB, 4 * MIB])
+def test_wherever_chunks_end_the_disk_sees_whole_pages(disk, monkeypatch, seed, step):
+    """Nothing of a large file, chunks of a byte included, is written or read through the page cache but for its end."""
+    size = 3 * MIB + 4097 * seed
+    sizes = sizes_of(size, seed)
+    monkeypatch.setattr(persist, "cut", lambda read, total, limit: list(sizes))
+    data = aligned(size)
+    with FileWriter(disk, "file", size) as writer:
+        for begin in range(0, size, step):
+            writer.write(data[begin : begin + step])
+        file = writer.finish()
+    assert writer.direct
+    bounds = [0, *itertools.accumulate(sizes)]
+    spans = list(itertools.pairwise(bounds))
+    assert [chunk.xxh3_128 for chunk in file.chunks] == [xxhash.xxh3_128_hexdigest(data[a:b]) for a, b in spans]
+    assert describe_file(disk, "file") == file
+    monkeypatch.setattr(device, "set_direct", lambda fd, on: pytest.fail("O_DIRECT was refused"))
+    assert read_file(disk, file) == data
+    assert bad_chunks(disk, file) == []
+    for index, (begin, end) in enumerate(spans):
+        assert read_chunk(disk, file, index) == data[begin:end]
+
+
+@pytest.mark.parametrize("where", [0, -1])
+def test_a_flip_at_a_chunks_edge_is_that_chunks_alone(disk, monkeypatch, where):
+    size = 2 * MIB + 100
+    sizes = sizes_of(size, 7)
+    monkeypatch.setattr(persist, "cut", lambda read, total, limit: list(sizes))
+    file = write_file(disk, "file", aligned(size))
+    for index, begin in enumerate(itertools.accumulate([0, *sizes[:-1]])):
+        at = begin if where == 0 else begin + sizes[index] - 1
+        overwrite(disk, at, bytes([NOISE[at] ^ 1]))
+        assert [(found, offset) for found, offset, _ in bad_chunks(disk, file)] == [(index, begin)]
+        with pytest.raises(CorruptChunk, match=f"bytes {begin}..{begin + sizes[index]} differ"):
+            read_file(disk, file)
+        overwrite(disk, at, NOISE[at : at + 1])
+
+
+def test_a_file_is_cut_where_its_bytes_say_whoever_writes_it(disk):
+    """The header in the first piece decides; a header that is not in it decides nothing."""
+    names = [f"{number:040}" for number in range(60)]
+    spans = list(itertools.pairwise(range(0, 61 * 70_000, 70_000)))
+    header = {
+        name: {"dtype": "U8", "shape": [70_000], "data_offsets": span} for name, span in zip(names, spans, strict=True)
+    }
+    text = json.dumps(header).encode()
+    data = memoryview(len(text).to_bytes(8, "little") + text + NOISE[: 60 * 70_000])
+    whole = write_file(disk, "file", data)
+    assert [chunk.size for chunk in whole.chunks] == cut(lambda offset, size: data[offset : offset + size], len(data))
+    assert len(whole.chunks) > 1 and describe_file(disk, "file") == whole
+    for step, cuts in ((8192, whole.chunks), (4096, None)):
+        with FileWriter(disk.with_name(str(step)), "file", len(data)) as writer:
+            for begin in range(0, len(data), step):
+                writer.write(data[begin : begin + step])
+            chunks = writer.finish().chunks
+        assert chunks == (cuts or chunks) and (cuts or len(chunks) == 1)
+
+
 def test_what_is_made_ahead_ends_with_the_block_and_its_error_comes_in_its_turn():
     going = threading.Event()
 
@@ -228,6 +298,7 @@ def test_what_is_made_ahead_ends_with_the_block_and_its_error_comes_in_its_turn(
 
 
 def test_a_large_file_that_cannot_be_read_says_nothing_about_the_bytes(disk, monkeypatch):
+    monkeypatch.setattr(persist, "PIECE", MIB)
     file, real = write_file(disk, "file", aligned(4 * MIB), MIB), os.preadv
 
     def fail(fd, views, at):
@@ -426,6 +497,7 @@ def test_a_large_file_is_abandoned_at_its_first_error(disk, monkeypatch, call, c
 
 
 def test_an_unreadable_chunk_does_not_hide_the_corrupt_one_before_it(disk, monkeypatch):
+    monkeypatch.setattr(persist, "PIECE", MIB)
     file, real = write_file(disk, "file", aligned(4 * MIB), MIB), os.preadv
     overwrite(disk, MIB, b"\0" * 9)
 
@@ -690,12 +762,12 @@ def test_a_system_that_cannot_read_says_nothing_about_the_bytes(path, monkeypatc
 
 
 def test_one_unreadable_chunk_does_not_hide_the_others(path, monkeypatch):
-    file = put(path)
-    overwrite(path, 130, b"\0")
+    file = write_file(path, "file", NOISE[: 4 * 4096], 4096)
+    overwrite(path, 8200, bytes([NOISE[8200] ^ 1]))
     real = os.preadv
 
     def bad_sector(fd, views, at):
-        if at == CHUNK:
+        if at == 4096:
             raise OSError(errno.EIO, "Input/output error")
         return real(fd, views, at)
 
@@ -723,7 +795,7 @@ def test_a_file_that_grows_while_it_is_described_is_refused(path, monkeypatch):
 def test_a_file_that_shrinks_while_it_is_described_is_refused(path, monkeypatch):
     path.write_bytes(DATA)
     real = os.fsync
-    monkeypatch.setattr(persist, "chunk_sizes", lambda size, chunk: (os.truncate(path, 100), [64, 64, 64, 8])[1])
+    monkeypatch.setattr(persist, "cut", lambda read, size, chunk: (os.truncate(path, 100), [64, 64, 64, 8])[1])
     monkeypatch.setattr(os, "fsync", real)
     with pytest.raises(CorruptChunk, match="ends at byte 100"):
         describe_file(path, "file", CHUNK)

@@ -28,7 +28,8 @@ log = logging.getLogger("tierd")
 class Pieces(Protocol):
     """A file's bytes that are never in memory at once; gone through again where a write has to be.
 
-    A piece is whole pages, unless it is the last, and is done with when the next one is asked for.
+    A piece is whole pages, unless it is the last, and is done with when the next one is asked for. The first one
+    decides where the file is cut.
     """
 
     def __len__(self) -> int: ...

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,18 @@ class Link:
                 f"start one: tierd run --spool {spool.root} --to URL"
             ) from error
 
-    def ask(self, request: Request, timeout_s: float | None = None) -> dict[str, Any]:
+    def ask(
+        self,
+        request: Request,
+        timeout_s: float | None = None,
+        told: Callable[[dict[str, Any]], None] = lambda progress: None,
+    ) -> dict[str, Any]:
         """Send a request and wait for its answer.
 
         Args:
             timeout_s: at most this long in all; a daemon that works on shows so, and is waited for by default.
+            told: given what the daemon says while it works, at least every `HEARTBEAT` seconds. It may raise; the
+                connection then cannot be used any more.
 
         Raises:
             TierdError: the condition that the daemon answered with.
@@ -83,6 +90,7 @@ class Link:
             while True:
                 reply = msgspec.json.decode(self._line(end))
                 if reply.get("working"):
+                    told(reply)
                     continue
                 if not reply.get("ok"):
                     raise_error(reply)

@@ -1,7 +1,8 @@
 """Memory <-> file: the only code that reads or writes a checkpoint's bytes in the spool. Shared by client and daemon.
 
 Law: bytes are verified from the producer's memory on. A digest is taken from memory before the first write, and what is
-read back is not handed on until it equals that digest. After a failed write or fsync the file is abandoned: the caller
+read back is not handed on until it equals that digest. Where chunks end is for `core.cuts` to say and nothing to the
+disk, which is read and written in whole pages. After a failed write or fsync the file is abandoned: the caller
 writes anew from the source and never calls fsync on it again.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+import operator
 import os
 import stat
 from collections.abc import Iterator
@@ -18,9 +20,22 @@ from typing import TypeAlias
 
 import xxhash
 
+from tierd.core.cuts import cut
 from tierd.core.errors import CorruptChunk
-from tierd.core.manifest import CHUNK_SIZE, Chunk, File, chunk_sizes
-from tierd.device import LARGE, PIECE, ahead, is_spare, memory_for, read_into, reserve, set_direct, settle, write_all
+from tierd.core.manifest import CHUNK_SIZE, Chunk, File
+from tierd.device import (
+    LARGE,
+    PAGE,
+    PIECE,
+    ahead,
+    is_spare,
+    memory_for,
+    read_into,
+    reserve,
+    set_direct,
+    settle,
+    write_all,
+)
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
 
@@ -37,6 +52,7 @@ class FileWriter:
         path: a new file; where `recycled`, one that may be overwritten, unless it turns out that somebody holds it.
         name: the file's path inside its part, for the manifest.
         size: how many bytes will come.
+        chunk_size: of the largest chunk that may be, bytes. Where chunks end shows in the first piece that is written.
 
     Attributes:
         direct: whether all that was written went past the page cache, but for what is less than a page.
@@ -50,7 +66,8 @@ class FileWriter:
         self, path: Path, name: str, size: int, chunk_size: int = CHUNK_SIZE, *, recycled: bool = False
     ) -> None:
         self._name, self._size, self._chunk_size, self._done = name, size, chunk_size, 0
-        self._hash, self._chunks = xxhash.xxh3_128(), list[Chunk]()
+        self._cuts: list[int] | None = None  # sizes of the chunks that have not ended, the next one last
+        self._hash, self._hashed, self._chunks = xxhash.xxh3_128(), 0, list[Chunk]()
         over = _open_spare(path) if recycled else None
         self.recycled = over is not None
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -73,6 +90,8 @@ class FileWriter:
         """
         if self._done + len(piece) > self._size:
             raise ValueError(f"{self._name}: more than the {self._size} bytes that were announced")
+        if self._cuts is None:
+            self._cuts = cut(lambda offset, size: piece[offset : offset + size], self._size, self._chunk_size)[::-1]
         with ahead(self._digested(piece), worth=len(piece) > PIECE) as digested:
             for offset, data in digested:
                 self.direct &= write_all(self._fd, data, offset)
@@ -89,17 +108,26 @@ class FileWriter:
         return File(path=self._name, size=self._size, chunks=tuple(self._chunks))
 
     def _digested(self, piece: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """What may be written, with its offset: none of it ends beyond a chunk."""
-        while piece:
-            begun = len(self._chunks) * self._chunk_size
-            data = piece[: min(PIECE, begun + self._chunk_size - self._done)]
-            piece, offset = piece[len(data) :], self._done
-            self._hash.update(data)
+        """What may be written, with its offset."""
+        for begin in range(0, len(piece), PIECE):
+            data, offset = piece[begin : begin + PIECE], self._done
             self._done += len(data)
-            if self._done in (begun + self._chunk_size, self._size):
-                self._chunks.append(Chunk(size=self._done - begun, xxh3_128=self._hash.hexdigest()))
-                self._hash.reset()
+            self._digest(data)
             yield offset, data
+
+    def _digest(self, data: memoryview) -> None:
+        assert self._cuts is not None
+        while data:
+            size = self._cuts[-1]
+            here = data[: size - self._hashed]
+            data = data[len(here) :]
+            self._hash.update(here)
+            self._hashed += len(here)
+            if self._hashed == size:
+                self._chunks.append(Chunk(size=size, xxh3_128=self._hash.hexdigest()))
+                self._cuts.pop()
+                self._hash.reset()
+                self._hashed = 0
 
     def __enter__(self) -> FileWriter:
         return self
@@ -144,8 +172,10 @@ def describe_file(path: Path, name: str, chunk_size: int = CHUNK_SIZE) -> File:
         os.fsync(fd)
         size = os.fstat(fd).st_size
         chunks, offset = [], 0
-        for length in chunk_sizes(size, chunk_size):
-            chunks.append(Chunk(size=length, xxh3_128=digest(_read(fd, length, offset, path))))
+        sizes = cut(lambda offset, length: os.pread(fd, length, offset), size, chunk_size)
+        memory = memory_for(max(sizes, default=0) + PAGE)
+        for length in sizes:
+            chunks.append(Chunk(size=length, xxh3_128=digest(_read(fd, memory, length, offset, path))))
             offset += length
         if os.fstat(fd).st_size != size:
             raise CorruptChunk(f"{path}: it changed while it was being digested")
@@ -174,9 +204,12 @@ def read_file(path: Path, file: File) -> memoryview:
 
 
 def _chunks_read(fd: int, memory: memoryview, path: Path, file: File) -> Iterator[tuple[int, Chunk]]:
-    offset = 0
+    offset = done = 0
     for chunk in file.chunks:
-        _read_into(fd, memory[offset:], chunk.size, offset, path)
+        while done < offset + chunk.size:
+            size = min(PIECE, file.size - done)
+            _read_pages(fd, memory[done:], size, done, path)
+            done += size
         yield offset, chunk
         offset += chunk.size
 
@@ -194,12 +227,14 @@ def check_bytes(data: memoryview, file: File) -> None:
 def read_chunk(path: Path, file: File, index: int) -> memoryview:
     """One chunk of a file, verified; raises as `read_file` does."""
     chunk = file.chunks[index]
-    offset = sum(before.size for before in file.chunks[:index])
-    fd = _open_direct(path, chunk.size)
+    offset = sum(map(operator.attrgetter("size"), file.chunks[:index]))
+    fd = _open_direct(path, file.size)
     try:
         _check_size(fd, path, file)
-        data = _read(fd, chunk.size, offset, path)
+        memory = _memory_for_chunks(file, chunk.size)
+        data = _read(fd, memory, chunk.size, offset, path)
         _check(data, chunk, path, offset)
+        settle(memory, len(memory))
         return data
     finally:
         os.close(fd)
@@ -218,11 +253,12 @@ def bad_chunks(path: Path, file: File) -> list[tuple[int, int, CorruptChunk | OS
             read_file(path, file)
         except (CorruptChunk, OSError) as error:
             found.append((0, 0, error))
+    memory = _memory_for_chunks(file, max((chunk.size for chunk in file.chunks), default=0))
     for index, chunk in enumerate(file.chunks):
         try:
-            fd = _open_direct(path, chunk.size)
+            fd = _open_direct(path, file.size)
             try:
-                _check(_read(fd, chunk.size, offset, path), chunk, path, offset)
+                _check(_read(fd, memory, chunk.size, offset, path), chunk, path, offset)
                 if index == len(file.chunks) - 1:
                     _check_size(fd, path, file)
             finally:
@@ -264,7 +300,7 @@ def open_plain(path: Path) -> int:
 
 
 def _open_direct(path: Path, size: int) -> int:
-    """`open_plain`, to read `size` bytes at once."""
+    """`open_plain`, for a file of `size` bytes."""
     fd = open_plain(path)
     if size >= LARGE:
         set_direct(fd, True)
@@ -282,13 +318,19 @@ def _check(data: memoryview, chunk: Chunk, path: Path | str, offset: int) -> Non
         raise CorruptChunk(f"{path}: bytes {offset}..{offset + chunk.size} differ from their digest")
 
 
-def _read(fd: int, size: int, offset: int, path: Path) -> memoryview:
-    memory = memory_for(size)
-    _read_into(fd, memory, size, offset, path)
-    return settle(memory, size)
+def _memory_for_chunks(file: File, largest: int) -> memoryview:
+    """Memory to read a chunk of up to `largest` bytes into with `_read`, aligned where the file is read directly."""
+    return memory_for(max(largest + 2 * PAGE, min(file.size, LARGE)))
 
 
-def _read_into(fd: int, memory: memoryview, size: int, offset: int, path: Path) -> None:
+def _read(fd: int, memory: memoryview, size: int, offset: int, path: Path) -> memoryview:
+    """These bytes of a file, read into `memory` with all of the pages that they begin and end in."""
+    lead = offset % PAGE
+    _read_pages(fd, memory, lead + size, offset - lead, path)
+    return memory[lead : lead + size]
+
+
+def _read_pages(fd: int, memory: memoryview, size: int, offset: int, path: Path) -> None:
     found = read_into(fd, memory, size, offset)
     if found < size:
         raise CorruptChunk(f"{path}: it ends at byte {offset + found}, inside a chunk")

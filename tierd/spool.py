@@ -6,6 +6,7 @@ anything in it is touched. So a reader, or a start after a power cut, finds a wh
     <spool>/<run>/<step:012>.<attempt>/<rank:05>-of-<world:05>/…files…, manifest.json
     <spool>/<run>/pins/<step:012>.<attempt>
     <spool>/.tierd/{lock, control.sock, stage/, trash/, recycle/<lane>, quarantine/<run>/<checkpoint>/<part>/}
+    <spool>/.tierd/fetch/<run>.<checkpoint>.<part>/, on its way from a tier, or left there half-way
 """
 
 from __future__ import annotations
@@ -232,26 +233,33 @@ class Spool:
                     found[part] = None
         return found
 
+    def fetching(self, part: PartId) -> Path:
+        """Where a part is put together from the tiers: the same place every time, so that what is there is found."""
+        return self.control / "fetch" / f"{part.checkpoint.run}.{part.checkpoint.name}.{part.name}"
+
     def leftovers(self) -> list[str]:
-        """Stages whose writer is gone, and what a removal left half-way; by name, for `discard`."""
+        """Stages and fetches whose writer is gone, and what a removal left half-way; by name, for `discard`."""
         found = [f"trash/{path.name}" for path in (self.control / "trash").iterdir()]
-        for path in (self.control / "stage").iterdir():
-            fd = try_lock(path)
-            if fd is not None:
-                os.close(fd)
-                found.append(f"stage/{path.name}")
+        for room in _LOCKED:
+            for path in (self.control / room).iterdir():
+                fd = try_lock(path)
+                if fd is not None:
+                    os.close(fd)
+                    found.append(f"{room}/{path.name}")
         return sorted(found)
 
     def discard(self, name: str) -> None:
         """Remove a leftover, or a quarantined part (``quarantine/<run>/<checkpoint>/<part>``)."""
         path = self.control / name
-        if not name.startswith("stage/"):
+        if name.partition("/")[0] not in _LOCKED:
             self._trash(path)
             return
         fd = try_lock(path)  # held while it goes, so that no writer takes a stage which is being removed
         if fd is not None:
-            self._trash(path)
-            os.close(fd)
+            try:
+                self._trash(path)
+            finally:
+                os.close(fd)
 
     def _trash(self, path: Path) -> None:
         grave = self._bury(path)
@@ -321,7 +329,8 @@ class Spool:
         return self.control / "handoff.sock"
 
 
-_ROOMS = ("stage", "trash", "recycle", "quarantine")
+_ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine")
+_LOCKED = ("stage", "fetch")  # rooms where a directory's lock says that its writer lives
 
 
 def _descend(base: Path) -> Iterator[tuple[str, str, str]]:

@@ -34,7 +34,7 @@ class Stage:
         checkpoint = part.checkpoint
         name = f"{checkpoint.run}.{checkpoint.name}.{part.name}.{secrets.token_hex(4)}"
         self.path = room / name
-        self._fd = _make_locked(self.path)
+        self._fd = make_locked(self.path)
 
     def commit(self, manifest: Manifest) -> None:
         """Make the staged files visible as `part`. Everything in the stage except the manifest is already durable.
@@ -97,7 +97,7 @@ def describe_directory(home: Path) -> tuple[File, ...]:
     return tuple(sorted(files, key=lambda file: file.path))
 
 
-def _make_locked(path: Path) -> int:
+def make_locked(path: Path) -> int:
     """Make a directory and hold its lock. A sweep may take it between the two, so look whether it is still there."""
     while True:
         path.mkdir(exist_ok=True)

@@ -18,6 +18,7 @@ from torch import nn
 from tierd.client import capture as module
 from tierd.client import structure, values
 from tierd.client.capture import Capturer
+from tierd.client.owned import moving, optimizers_in
 from tierd.client.rng import RngState
 from tierd.client.state import flatten
 from tierd.client.tensorfile import plan_layout
@@ -54,7 +55,7 @@ def same(capture, state):
     flat = flatten(state)
     assert capture.tree() == flat.tree
     assert list(capture.tensors) == list(flat.tensors)
-    assert capture.layout == plan_layout(flat.tensors)
+    assert capture.layout == plan_layout(flat.tensors, moving(optimizers_in(state), flat.tensors))
     assert not any(t.requires_grad or t.grad_fn for t in capture.tensors.values())
     for name, tensor in flat.tensors.items():
         here = capture.tensors[name]

@@ -22,7 +22,7 @@ class Healer:
         self._restorer = restorer
         self.fetched: list[int] = []
 
-    def ask(self, request):
+    def ask(self, request, timeout_s=None, told=None):
         if isinstance(request, Candidates):
             return {"resume": msgspec.to_builtins(restore_candidates(World(self._restorer._look(), {}), "r"))}
         assert isinstance(request, Fetch)

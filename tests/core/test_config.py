@@ -25,6 +25,8 @@ url = "file:///mnt/tier"
 [[tier]]
 name = "s3"
 url = "s3://bucket/prefix?region=eu-central-1"
+limit_up = "200MB/s"
+limit_down = "1.5GiB/s"
 [tier.retention]
 keep_last = 5
 keep_every_steps = 1000
@@ -45,6 +47,8 @@ def test_everything_that_can_be_said():
             TierConfig(
                 name="s3",
                 url="s3://bucket/prefix?region=eu-central-1",
+                limit_up="200MB/s",
+                limit_down="1.5GiB/s",
                 retention=RetentionPolicy(
                     keep_last=5,
                     keep_every_steps=1000,
@@ -93,6 +97,9 @@ def text(top: str = "", tier: str = "", *, spool: str = 'spool = "/s"') -> str:
         (text('[retention.keep_best]\nmetric = "loss"\nmode = "low"'), "retention.keep_best.mode"),
         (text('[retention.keep_best]\nmetric = "loss"\ncount = 0'), "retention.keep_best.count"),
         (text(tier="bucket = 1"), "tier[0]"),
+        (text(tier="limit_up = 200"), "tier[0].limit_up"),
+        (text(tier='limit_up = "200MB"'), "tier[0].limit_up"),
+        (text(tier='limit_down = "0MB/s"'), "tier[0].limit_down"),
         (text(tier="[tier.retention]\nkeep_last = 0"), "tier[0].retention.keep_last"),
         (text(tier='[[tier]]\nname = "b"'), "tier[1]"),
         (text(tier='[[tier]]\nname = "B"\nurl = "/b"'), "tier[1].name"),

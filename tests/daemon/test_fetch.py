@@ -16,7 +16,7 @@ from support.world import CHUNK, RUN, commit, content, listing, part, read
 from tierd.core.errors import CorruptChunk, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Stored, decode, encode, seal
 from tierd.daemon.fetch import fetch
-from tierd.daemon.flush import flush
+from tierd.daemon.flush import Way, flush
 from tierd.persist import digest
 from tierd.spool import Spool
 from tierd.stores.memory import MemoryStore
@@ -28,7 +28,7 @@ FILES = content(7)
 def flushed(spool: Spool, *stores) -> None:
     async def work():
         for store in stores:
-            await flush(spool, PART, store)
+            await flush(spool, PART, Way(store))
 
     asyncio.run(work())
 
@@ -93,6 +93,7 @@ def test_a_whole_part_comes_into_an_empty_spool(spool, tmp_path):
     fetched = asyncio.run(fetch(fresh, PART, {"tier": store}))
     assert read(fresh, PART) == FILES and fetched.tiers == ("tier",)
     assert [path for path in listing(fresh) if path.startswith(".tierd/")] == [
+        ".tierd/fetch",
         ".tierd/quarantine",
         ".tierd/recycle",
         ".tierd/stage",

@@ -7,11 +7,13 @@ import shutil
 
 import pytest
 from support.doubles import Double, contents, damage, flip, flipped, is_chunk, is_manifest
-from support.world import commit, content, part, read
+from support.world import CHUNK, commit, content, part, read
 
 from tierd.core.errors import CorruptChunk, StoreUnavailable
+from tierd.core.manifest import Manifest, decode
+from tierd.daemon.budget import Budget
 from tierd.daemon.fetch import fetch
-from tierd.daemon.flush import flush
+from tierd.daemon.flush import Way, flush
 from tierd.spool import Spool
 
 PART = part(7)
@@ -21,7 +23,7 @@ FILES = content(7)
 def flushed(spool: Spool, *stores) -> None:
     async def work():
         for store in stores:
-            await flush(spool, PART, store)
+            await flush(spool, PART, Way(store))
 
     asyncio.run(work())
 
@@ -109,12 +111,12 @@ def test_a_put_whose_answer_was_lost_is_settled_by_the_next_try(spool):
         assert asyncio.run(restored(spool, store)) == FILES
 
 
-def test_chunks_deleted_while_the_manifest_was_on_its_way_take_it_back(spool):
+def test_chunks_deleted_meanwhile_keep_the_manifest_back(spool):
     commit(spool, PART)
     store = Double()
 
     def another_launch_prunes(operation, key):
-        if operation == "put" and is_manifest(key):
+        if operation == "put" and "/flushing/" in key:
             victim = next(key for key in store.inner._keys if is_chunk(key))
             store.inner._keys.remove(victim)
             del store.inner._objects[victim]
@@ -133,3 +135,102 @@ def test_a_corrupt_local_copy_is_never_flushed(spool, harm):
     with pytest.raises(CorruptChunk):
         flushed(spool, store)
     assert not keys(store.inner, is_manifest)
+
+
+# -- what proves a put ------------------------------------------------------------------------------------------------
+
+
+def manifest_on(store: Double, which=PART) -> Manifest:
+    return decode(bytes(asyncio.run(contents(store.inner))[which.manifest_key]), which)
+
+
+@pytest.mark.parametrize(("reread", "reads"), [(False, 0), (True, 4)])
+def test_what_a_server_verified_is_read_back_only_where_that_is_wanted(spool, reread, reads):
+    commit(spool, PART)
+    store = Double()
+    store.verifies = "crc64nvme"
+    asyncio.run(flush(spool, PART, Way(store, reread=reread)))
+    assert len([key for operation, key in store.calls if operation == "get" and is_chunk(key)]) == reads
+    recorded = {chunk.stored.checked for chunk in manifest_on(store).chunks()}
+    assert recorded == ({""} if reread else {"crc64nvme"})
+
+
+# -- what another checkpoint has already ------------------------------------------------------------------------------
+
+
+def steps(spool: Spool, store: Double, *contents_of: dict[str, bytes]) -> list[Manifest]:
+    """Flush one checkpoint after the other, each with the one before as the lender; their manifests on the tier."""
+    found: list[Manifest] = []
+    for step, files in enumerate(contents_of):
+        which = part(step)
+        commit(spool, which, files)
+        store.calls = []
+        asyncio.run(flush(spool, which, Way(store), lender=found[-1] if found else None))
+        found.append(manifest_on(store, which))
+    return found
+
+
+def test_a_chunk_that_the_checkpoint_before_has_is_named_and_not_sent(spool):
+    store = Double()
+    still, news = bytes(range(250)) * 4 * 19, b"a" * CHUNK
+    first, second = steps(spool, store, {"w": still + news}, {"w": still + b"b" * CHUNK})
+    assert len(store.puts(is_chunk)) == 1
+    assert [chunk.stored.key for chunk in second.chunks()][:19] == [chunk.stored.key for chunk in first.chunks()][:19]
+    assert second.owners == {part(0).checkpoint, part(1).checkpoint}
+
+
+def test_a_chunk_goes_on_being_named_where_it_first_lay(spool):
+    store = Double()
+    _, _, third = steps(spool, store, {"w": b"x" * CHUNK}, {"w": b"x" * CHUNK}, {"w": b"x" * CHUNK})
+    assert third.owners == {part(0).checkpoint} and store.puts(is_chunk) == []
+
+
+def test_what_the_lender_has_lost_is_sent(spool):
+    store = Double()
+    (first,) = steps(spool, store, {"w": b"x" * CHUNK + b"y" * CHUNK})
+    asyncio.run(store.inner.delete([f"{first.run}/{next(first.chunks()).stored.key}"]))
+    commit(spool, part(1), {"w": b"x" * CHUNK + b"y" * CHUNK})
+    asyncio.run(flush(spool, part(1), Way(store), lender=first))
+    assert manifest_on(store, part(1)).owners == {part(0).checkpoint, part(1).checkpoint}
+    shutil.rmtree(spool.path(part(1)))
+    asyncio.run(fetch(spool, part(1), {"tier": store}, Budget()))
+    assert read(spool, part(1)) == {"w": b"x" * CHUNK + b"y" * CHUNK}
+
+
+def test_nothing_is_borrowed_from_another_rank(spool):
+    store = Double()
+    for rank in (0, 1):
+        which = part(rank, rank=rank, world=2)
+        commit(spool, which, {"w": b"x" * CHUNK})
+        lender = manifest_on(store, part(0, rank=0, world=2)) if rank else None
+        asyncio.run(flush(spool, which, Way(store), lender=lender))
+        assert manifest_on(store, which).owners == {which.checkpoint}
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Counting(Budget):
+    """Notes the most that was out at a time."""
+
+    most = 0
+
+    async def _wait_for(self, size: int) -> None:
+        await super()._wait_for(size)
+        self.most = max(self.most, self._total - self._free)
+
+
+@pytest.mark.parametrize("total", [CHUNK, 5 * CHUNK, 1000 * CHUNK])
+def test_no_more_than_the_budget_is_in_memory_and_all_of_it_comes_back(spool, total):
+    commit(spool, PART, content(7, chunks=20))
+    budget = Counting(total)
+    asyncio.run(flush(spool, PART, Way(Double(), budget=budget)))
+    assert 0 < budget.most <= total and budget._free == total
+
+
+def test_a_chunk_that_a_part_holds_twice_is_one_object(spool):
+    commit(spool, PART, {"w": b"x" * (3 * CHUNK), "v": b"x" * CHUNK})
+    store = Double()
+    flushed(spool, store)
+    assert len(store.puts(is_chunk)) == 1
+    assert asyncio.run(restored(spool, store)) == {"w": b"x" * (3 * CHUNK), "v": b"x" * CHUNK}

@@ -45,8 +45,8 @@ def test_a_tier_that_is_down_delays_only_itself_and_drains_when_it_is_back(spool
         for step in range(5):
             commit(spool, part(step))
         async with running(reconciler(spool, {"down": down, "up": up})) as daemon:
-            await until(lambda: all(daemon.has(part(step), "up") for step in range(5)))
-            assert not daemon.has(part(0), "down") and daemon.pending() == {part(step) for step in range(5)}
+            await until(lambda: all(daemon.tiers.has(part(step), "up") for step in range(5)))
+            assert not daemon.tiers.has(part(0), "down") and daemon.pending() == {part(step) for step in range(5)}
             assert isinstance(daemon.lanes["down"].last_error, StoreUnavailable)
             down.error = None
             await settle(daemon)
@@ -68,9 +68,9 @@ def test_a_tier_that_hangs_delays_only_itself(spool):
             await settle(daemon)
         async with running(reconciler(spool, {"hung": hung, "up": up})) as daemon:
             up.error = StoreUnavailable("not yet")
-            await until(lambda: daemon.has(part(2), "hung") and daemon.lanes["up"].failures)
+            await until(lambda: daemon.tiers.has(part(2), "hung") and daemon.lanes["up"].failures)
             hung.delay, up.error = 3600.0, None
-            await until(lambda: all(daemon.has(part(step), "up") for step in range(3)), 15)
+            await until(lambda: all(daemon.tiers.has(part(step), "up") for step in range(3)), 15)
 
     asyncio.run(work())
 
@@ -87,8 +87,8 @@ def test_a_part_that_one_tier_is_stuck_with_goes_to_the_other(spool):
         stuck, up = HangsInPut(), Double()
         commit(spool, part(1))
         async with running(reconciler(spool, {"stuck": stuck, "up": up})) as daemon:
-            await until(lambda: daemon.has(part(1), "up"), 15)
-            assert not daemon.has(part(1), "stuck")
+            await until(lambda: daemon.tiers.has(part(1), "up"), 15)
+            assert not daemon.tiers.has(part(1), "stuck")
 
     asyncio.run(work())
 
@@ -102,7 +102,7 @@ def test_a_refusing_tier_is_told_apart_and_tried_again(spool):
             await until(lambda: daemon.lanes["tier"].failures >= 2)
             assert isinstance(daemon.lanes["tier"].last_error, StoreRefused)
             store.error = None
-            await until(lambda: daemon.has(part(1), "tier"))
+            await until(lambda: daemon.tiers.has(part(1), "tier"))
 
     asyncio.run(work())
 
@@ -132,7 +132,7 @@ def test_a_foreign_error_ends_no_lane(spool):
         async with running(reconciler(spool, {"tier": store})) as daemon:
             await until(lambda: daemon.lanes["tier"].failures >= 2)
             store.error = None
-            await until(lambda: daemon.has(part(1), "tier"))
+            await until(lambda: daemon.tiers.has(part(1), "tier"))
 
     asyncio.run(work())
 
@@ -154,11 +154,11 @@ def test_one_unreadable_manifest_in_the_spool_stops_nothing_else(spool, monkeypa
     async def work():
         store = MemoryStore()
         async with running(reconciler(spool, {"tier": store})) as daemon:
-            await until(lambda: daemon.has(part(0), "tier") and daemon.has(part(2), "tier"))
+            await until(lambda: daemon.tiers.has(part(0), "tier") and daemon.tiers.has(part(2), "tier"))
             await asyncio.sleep(0.2)
             assert spool.path(part(1)).is_dir() and not spool.quarantined()
             monkeypatch.setattr(os, "open", real)
-            await until(lambda: daemon.wake() or daemon.has(part(1), "tier"))
+            await until(lambda: daemon.wake() or daemon.tiers.has(part(1), "tier"))
 
     asyncio.run(work())
 
@@ -242,7 +242,7 @@ def test_a_local_copy_stays_when_its_copy_on_the_tier_has_lost_a_chunk(spool, ha
         async with running(reconciler(spool, {"tier": store}, keep=100, keep_local=1)) as daemon:
             await settle(daemon)
             assert store.puts(is_chunk) == victims[:1]
-            assert daemon.has(part(0), "tier")
+            assert daemon.tiers.has(part(0), "tier")
         assert steps_in(spool) == [2]
         for step in (0, 1):
             async with running(reconciler(spool, {"tier": store})) as daemon:

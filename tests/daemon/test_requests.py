@@ -105,7 +105,7 @@ def test_a_look_that_began_earlier_never_hides_a_later_one(spool):
     async def overtaken(daemon: Daemon) -> bool:
         reconciler = daemon.reconciler
         await reconciler.look("tier")
-        eye = reconciler._eyes["tier"]
+        eye = reconciler.tiers._eyes["tier"]
         real, gate = eye.look, asyncio.Event()
 
         async def slow(runs):
@@ -119,10 +119,10 @@ def test_a_look_that_began_earlier_never_hides_a_later_one(spool):
         eye.look = real
         await store.inner.delete([part(1).manifest_key])
         await reconciler.look("tier")
-        assert not reconciler.has(part(1), "tier")
+        assert not reconciler.tiers.has(part(1), "tier")
         gate.set()
         await first
-        return reconciler.has(part(1), "tier")
+        return reconciler.tiers.has(part(1), "tier")
 
     with Daemon(spool.root, {"tier": store}) as daemon:
         daemon.settle()

@@ -18,7 +18,7 @@ from tierd.core.resume import restore_candidates
 from tierd.core.retention import RetentionPolicy
 from tierd.core.world import SPOOL, Facts, Place, World
 from tierd.daemon import flush as flush_module
-from tierd.daemon.flush import flush
+from tierd.daemon.flush import Way, flush
 
 
 def test_a_codec_that_is_not_known_is_no_corruption(spool, tmp_path):
@@ -27,7 +27,7 @@ def test_a_codec_that_is_not_known_is_no_corruption(spool, tmp_path):
     async def work():
         store = Double()
         commit(spool, part(1))
-        await flush(spool, part(1), store)
+        await flush(spool, part(1), Way(store))
         manifest = decode(bytes(await store.get(part(1).manifest_key)))
         file = manifest.files[-1]
         chunk = file.chunks[0]
@@ -87,8 +87,8 @@ def test_a_part_that_the_disk_does_not_give_holds_up_no_other(spool, monkeypatch
         for step in (1, 2, 3, 4):
             commit(spool, part(step))
         async with running(reconciler(spool, {"tier": store})) as daemon:
-            await until(lambda: all(daemon.has(part(step), "tier") for step in (1, 2, 3)))
-            assert not daemon.has(part(4), "tier")
+            await until(lambda: all(daemon.tiers.has(part(step), "tier") for step in (1, 2, 3)))
+            assert not daemon.tiers.has(part(4), "tier")
         assert not spool.quarantined()
 
     asyncio.run(work())
@@ -122,7 +122,7 @@ def test_looks_forget_what_is_gone(spool):
             commit(spool, part(step))
         async with running(reconciler(spool, {"tier": store}, keep=2)) as daemon:
             await settle(daemon)
-        assert len(daemon._eyes["tier"]._cache) == 2
+        assert len(daemon.tiers._eyes["tier"]._cache) == 2
 
     asyncio.run(work())
 

@@ -51,7 +51,7 @@ def test_a_commit_wakes_the_daemon_without_a_rescan(spool):
                     await asyncio.sleep(0.1)
                     begun = time.monotonic()
                     commit(spool, part(step))
-                    await until(lambda step=step: daemon.has(part(step), "tier"), 5)
+                    await until(lambda step=step: daemon.tiers.has(part(step), "tier"), 5)
                     assert time.monotonic() - begun < 2.5
 
     asyncio.run(work())
@@ -62,7 +62,7 @@ def test_a_rescan_finds_what_no_event_told(spool):
         async with running(reconciler(spool, {"tier": Double()}, rescan="0.3s")) as daemon:
             await settle(daemon)
             commit(spool, part(1))
-            await until(lambda: daemon.has(part(1), "tier"), 5)
+            await until(lambda: daemon.tiers.has(part(1), "tier"), 5)
 
     asyncio.run(work())
 
@@ -75,7 +75,7 @@ def test_without_any_event_or_rescan_nothing_is_found(spool):
             await settle(daemon)
             commit(spool, part(1))
             await asyncio.sleep(1.0)
-            assert not daemon.has(part(1), "tier")
+            assert not daemon.tiers.has(part(1), "tier")
 
     asyncio.run(work())
 

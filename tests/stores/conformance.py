@@ -63,6 +63,7 @@ class Conformance:
     many = 2500  # objects in the listing that has pages
     size = 3 << 20  # of an object that takes a while
     operations = 400  # of the random walk
+    verifies = ""  # what a put answers: the checksum that the place is proven to check
 
     @on_store
     async def test_what_was_put_is_got(self, store: Store) -> None:
@@ -73,6 +74,57 @@ class Conformance:
         ):
             await store.put(f"a/{number}", form)
             assert bytes(await store.get(f"a/{number}")) == bytes(form)
+
+    @on_store
+    async def test_a_put_names_the_checksum_that_the_place_verified(self, store: Store) -> None:
+        for key, data in (("a", b"data"), ("b", b""), ("a", b"other data")):
+            assert await store.put(key, data) == self.verifies
+        assert await keys(store) == ["a", "b"]
+
+    @on_store
+    async def test_a_get_may_fill_a_buffer_of_the_callers(self, store: Store) -> None:
+        data = random.Random(1).randbytes(self.size)
+        await store.put("k", data)
+        await store.put("empty", b"")
+        for start, room in ((0, len(data)), (0, len(data) + 100), (7, len(data) + 7)):
+            buffer = bytearray(b"!" * (len(data) + 200))
+            got = await store.get("k", memoryview(buffer)[start : start + room])
+            assert isinstance(got, memoryview)
+            assert (got.nbytes, got.format, got.obj is buffer) == (len(data), "B", True)
+            assert buffer == b"!" * start + data + b"!" * (200 - start)
+            assert (await store.get("empty", memoryview(buffer)[start:])).nbytes == 0  # type: ignore[union-attr]
+            assert bytes(await store.get("empty", memoryview(buffer)[:0])) == b""
+            assert buffer == b"!" * start + data + b"!" * (200 - start)
+
+    @on_store
+    async def test_a_buffer_may_be_of_any_flat_shape(self, store: Store) -> None:
+        await store.put("k", array.array("d", [1.0, 2.5]))
+        floats = array.array("d", [0.0] * 3)
+        assert bytes(await store.get("k", memoryview(floats))) == array.array("d", [1.0, 2.5]).tobytes()
+        assert floats.tolist() == [1.0, 2.5, 0.0]
+
+    @on_store
+    async def test_a_buffer_that_is_too_small_is_refused_by_both_sizes(self, store: Store) -> None:
+        await store.put("k", b"x" * 1001)
+        for room in (1000, 1, 0):
+            with pytest.raises(StoreRefused, match=rf"1001\b.*\b{room}\b"):
+                await store.get("k", memoryview(bytearray(room)))
+        with pytest.raises(ObjectNotFound):
+            await store.get("none", memoryview(bytearray(10)))
+        assert bytes(await store.get("k")) == b"x" * 1001  # and nothing is left taken
+
+    @on_store
+    async def test_nothing_writes_to_the_buffer_of_a_cancelled_get(self, store: Store) -> None:
+        await store.put("k", b"k" * self.size)
+        for round_ in range(8):
+            buffer = bytearray(self.size)
+            task = asyncio.create_task(store.get("k", memoryview(buffer)))
+            await asyncio.sleep(0.002 * round_)
+            task.cancel()
+            await asyncio.wait([task])
+            buffer[:] = b"!" * self.size
+            await asyncio.sleep(0.01)
+            assert buffer == b"!" * self.size
 
     @on_store
     async def test_an_object_may_be_empty(self, store: Store) -> None:

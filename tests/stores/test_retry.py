@@ -33,14 +33,15 @@ class FlakyStore:
             self.failures += 1
             await asyncio.sleep(3600)
 
-    async def put(self, key: str, data: Buffer) -> None:
+    async def put(self, key: str, data: Buffer) -> str:
         await self.maybe()
-        await self.inner.put(key, data)
+        checksum = await self.inner.put(key, data)
         await self.maybe()
+        return checksum
 
-    async def get(self, key: str) -> Buffer:
+    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         await self.maybe()
-        data = await self.inner.get(key)
+        data = await self.inner.get(key, into)
         await self.maybe()
         return data
 
@@ -108,11 +109,11 @@ class Failing(MemoryStore):
         super().__init__()
         self.errors, self.calls = list(errors), 0
 
-    async def get(self, key: str) -> Buffer:
+    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         self.calls += 1
         if self.errors:
             raise self.errors.pop(0)
-        return await super().get(key)
+        return await super().get(key, into)
 
 
 def get_through(inner: Store, **options: object) -> bytes:
@@ -163,8 +164,9 @@ class Hanging(MemoryStore):
     async def hang(self) -> None:
         await asyncio.sleep(3600)
 
-    async def put(self, key: str, data: Buffer) -> None:
+    async def put(self, key: str, data: Buffer) -> str:
         await self.hang()
+        return ""
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         if not after:
@@ -203,12 +205,13 @@ def test_deadlines_grow_with_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
         store = RetryingStore(MemoryStore())
         await store.put("k", bytes(8_000_000))
         await store.get("k")
+        await store.get("k", memoryview(bytearray(9_000_000)))
         await store.delete(["k"] * 1000)
         await keys(store)
 
     asyncio.run(whole())
-    put, get, delete, *scan = deadlines
-    assert (put, delete, scan) == (68, 110, [60])
+    put, get, get_into, delete, *scan = deadlines
+    assert (put, get_into, delete, scan) == (68, 69, 110, [60])
     assert get > 60 + 256
 
 
@@ -252,13 +255,14 @@ def test_a_put_whose_outcome_is_unknown_is_repeated() -> None:
     class Ambiguous(MemoryStore):
         puts = 0
 
-        async def put(self, key: str, data: Buffer) -> None:
+        async def put(self, key: str, data: Buffer) -> str:
             await super().put(key, data)
             self.puts += 1
             if self.puts < 3:
                 raise StoreUnavailable("the answer was lost")
+            return "crc32c"
 
     inner = Ambiguous()
-    asyncio.run(RetryingStore(inner, sleep=no_sleep).put("k", b"1"))
+    assert asyncio.run(RetryingStore(inner, sleep=no_sleep).put("k", b"1")) == "crc32c"
     assert inner.puts == 3
     assert asyncio.run(inner.get("k")) == b"1"

@@ -25,6 +25,7 @@ class Double:
 
     `error` is raised by every call while set. `before` is asked with `(operation, key)` before each call and may raise
     or sleep. `spoil` alters what is put. `lose` is a number of puts that are done and then answered with a failure.
+    `verifies` is what a put answers instead of what `inner` does: the checksum that the place is proven to check.
     """
 
     def __init__(self, inner: Store | None = None) -> None:
@@ -34,6 +35,7 @@ class Double:
         self.before: Callable[[str, str], None] | None = None
         self.spoil: Callable[[str, bytes], bytes] | None = None
         self.lose = 0
+        self.verifies: str | None = None
         self.delay = 0.0
 
     def puts(self, of: Callable[[str], bool] = lambda key: True) -> list[str]:
@@ -48,16 +50,17 @@ class Double:
         if self.before is not None:
             self.before(operation, key)
 
-    async def put(self, key: str, data: Buffer) -> None:
+    async def put(self, key: str, data: Buffer) -> str:
         await self._enter("put", key)
-        await self.inner.put(key, self.spoil(key, bytes(data)) if self.spoil else data)
+        checksum = await self.inner.put(key, self.spoil(key, bytes(data)) if self.spoil else data)
         if self.lose:
             self.lose -= 1
             raise StoreUnavailable(f"put {key}: the answer was lost")
+        return checksum if self.verifies is None else self.verifies
 
-    async def get(self, key: str) -> Buffer:
+    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         await self._enter("get", key)
-        return await self.inner.get(key)
+        return await self.inner.get(key, into)
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         await self._enter("scan", prefix)

@@ -100,7 +100,7 @@ def config(
         tier=tuple(TierConfig(name=name, url=f"file:///{name}", retention=policy) for name in tiers),
         retention=RetentionPolicy(keep_last=keep_local or keep),
         rescan=rescan,
-        **{"min_free_percent": 0.0, **more},
+        **{"min_free_percent": 0.0, "scrub": "0s", **more},
     )
 
 
@@ -176,8 +176,10 @@ def hurry(monkeypatch) -> None:
     """Backoffs of milliseconds, leftovers at once: the order of things stays, the waiting goes."""
     monkeypatch.setattr(lane, "_LONGEST", 0.02)
     monkeypatch.setattr("tierd.daemon.reconcile._ABANDONED", 0.05)
-    monkeypatch.setattr("tierd.daemon.reconcile._ANSWER", 0.5)
+    monkeypatch.setattr("tierd.daemon.tiers._ANSWER", 0.5)
     monkeypatch.setattr("tierd.daemon.reconcile._STUCK", 0.05)
+    monkeypatch.setattr("tierd.daemon.turns._OWN_STALE", 0)
+    monkeypatch.setattr("tierd.daemon.turns._PAUSE", 0.01)
 
 
 class Daemon:

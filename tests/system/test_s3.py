@@ -25,6 +25,8 @@ from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.urls import StoreUrl, parse_url
 from tierd.stores import s3
 from tierd.stores.base import Store
+from tierd.stores.checksums import CHECKSUMS, MD5, Checksum
+from tierd.stores.line import Body
 from tierd.stores.open import open_store
 from tierd.stores.s3 import S3Store
 
@@ -85,6 +87,7 @@ async def _admin(endpoint: str, do: Callable[[Any], Awaitable[Any]]) -> None:
 
 class TestS3Store(Conformance):
     many, operations = 1100, 120  # two batches of a delete, and pages of a listing
+    verifies = CHECKSUMS[0].name
 
     @pytest.fixture
     def make(self, url: StoreUrl) -> Callable[[], Store]:
@@ -93,6 +96,7 @@ class TestS3Store(Conformance):
 
 class TestS3StoreWithoutPrefix(Conformance):
     many, operations, size = 60, 60, 100_000
+    verifies = CHECKSUMS[0].name
 
     @pytest.fixture
     def make(self, url: StoreUrl) -> Callable[[], Store]:
@@ -130,30 +134,46 @@ def test_a_chunk_of_64_mib_comes_back_whole(url: StoreUrl) -> None:
     data = random.Random(6).randbytes(64 << 20)
 
     async def use(store: S3Store) -> None:
-        await store.put("k", memoryview(bytearray(data)))
-        assert store._knows_crc  # the server took the checksum, and so has checked it
+        assert await store.put("k", memoryview(bytearray(data))) == CHECKSUMS[0].name
         assert await store.get("k") == data
+        into = memoryview(bytearray(len(data) + 1))
+        assert await store.get("k", into) == data
 
     on(url, use)
 
 
-def test_the_server_refuses_damaged_uploads(url: StoreUrl, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checksum is of the bytes that the caller gave: what changes on the way is not stored."""
+@pytest.mark.parametrize("checksum", CHECKSUMS, ids=lambda checksum: checksum.name)
+def test_the_server_is_found_to_refuse_every_wrong_checksum(
+    url: StoreUrl, checksum: Checksum, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "CHECKSUMS", [checksum])
 
     async def use(store: S3Store) -> None:
-        for knows_crc, name in ((True, "_crc32"), (False, "_md5")):
-            checksum = await getattr(s3, name)(memoryview(b"other bytes"))
+        assert await store.put("k", b"data") == checksum.name
+        client = await store._connected()
+        listed = await client.list_objects_v2(Bucket=url.bucket)
+        assert [item["Key"] for item in listed["Contents"]] == ["a/prefix/k"]  # and no probe
 
-            async def wrong(_: memoryview, checksum: dict[str, str] = checksum) -> dict[str, str]:
-                return checksum
+    on(url, use)
 
-            store._knows_crc = knows_crc
+
+@pytest.mark.parametrize("checksum", [*CHECKSUMS, MD5], ids=lambda checksum: checksum.name)
+def test_the_server_refuses_damaged_uploads(url: StoreUrl, checksum: Checksum, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checksum is of the bytes that the caller gave: what changes on the way is not stored."""
+    monkeypatch.setattr(s3, "CHECKSUMS", [] if checksum is MD5 else [checksum])
+
+    async def use(store: S3Store) -> None:
+        for data in (b"bytes", random.Random(7).randbytes(3 << 20)):
+            await store.put("right", data)
+            flipped = bytearray(data)
+            flipped[len(data) // 2] ^= 1
             with monkeypatch.context() as patch:
-                patch.setattr(s3, name, wrong)
+                patch.setattr(s3, "Body", lambda view, flipped=flipped: Body(memoryview(flipped)))
                 with pytest.raises((StoreUnavailable, StoreRefused)):
-                    await store.put("k", b"bytes")
+                    await store.put("k", data)
             with pytest.raises(ObjectNotFound):
                 await store.get("k")
+            assert await store.get("right") == data
 
     on(url, use)
 

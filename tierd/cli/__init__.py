@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from tierd.cli import act, advise, bench, read
+from tierd.cli import act, advise, bench, pause, read
 from tierd.core import errors
 from tierd.core.wire import EXIT_HELD
 
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.callback()(lambda: None)  # or typer would drop the command's name while there is only one
 act.register(app)
 read.register(app)
+pause.register(app)
 advise.register(app)
 bench.register(app)
 

@@ -36,6 +36,7 @@ from tierd.core.plan import judge_tier
 from tierd.core.retention import RetentionPolicy
 from tierd.core.urls import parse_url
 from tierd.core.world import runs
+from tierd.daemon.download import Progress
 from tierd.daemon.export import Exported, export
 from tierd.daemon.journal import Event
 from tierd.daemon.observe import look_around
@@ -43,6 +44,7 @@ from tierd.daemon.prune import prune as prune_tier
 from tierd.daemon.service import open_tiers, serve
 from tierd.link import Link
 from tierd.stores.base import children
+from tierd.stores.limit import hasten
 
 
 def register(app: typer.Typer) -> None:
@@ -102,7 +104,8 @@ def restore(
         raise ConfigError("restore needs --run RUN and --to DIR")
     where = places(None, url, config)
     assert where.config is not None
-    found = asyncio.run(_restore(where.config, check_run(name), to, step, attempt))
+    moved = Progress()
+    found = asyncio.run(_restore(where.config, check_run(name), to, step, attempt, moved))
     if json:
         print_json(found)
         return
@@ -114,16 +117,20 @@ def restore(
     )
     for directory in found.directories:
         console().print(f"  {directory}")
+    if moved.kept:
+        console().print(f"  {size(moved.kept)} of it were there from a restore that was interrupted")
 
 
-async def _restore(config: Config, run: str, to: Path, step: int | None, attempt: str | None) -> Exported:
+async def _restore(
+    config: Config, run: str, to: Path, step: int | None, attempt: str | None, moved: Progress
+) -> Exported:
     async with AsyncExitStack() as stack:
         stores = await open_tiers(config, stack)
+        hasten()
         with progress("restoring") as bar:
             task = bar.add_task("", total=None)
-            return await export(
-                stores, run, to, step, attempt, lambda done, total: bar.update(task, completed=done, total=total)
-            )
+            moved.told = lambda at: bar.update(task, completed=at.done, total=at.total)
+            return await export(stores, run, to, step, attempt, moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +191,7 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
                 for verdict in judge_tier(world, place, where.config.named(name).retention, one):
                     going = not verdict.keep and not dry_run
                     if going:
-                        await prune_tier(stores[name], verdict.id)
+                        going = await prune_tier(stores[name], verdict.id)
                     found = verdict.id
                     judged.append(
                         Judged(name, found.run, found.step, found.attempt, verdict.keep, verdict.reasons, going)

@@ -23,7 +23,7 @@ from tierd.cli.options import (
     UrlArgument,
     places,
 )
-from tierd.cli.tables import checkpoints, console, print_json, progress, size, table
+from tierd.cli.tables import checkpoints, console, paused, print_json, progress, size, table
 from tierd.core import wire
 from tierd.core.errors import (
     CheckpointNotFound,
@@ -68,6 +68,11 @@ def status(spool: SpoolOption = None, config: ConfigOption = None, json: JsonOpt
     free = f"{answer['spool_free']:.0%} of its disk is free"
     out.print(f"daemon {answer['pid']}, spool {answer['spool']} ({answer['spool_parts']} parts, {free})")
     out.print(f"trainers attached: {answer['trainers']}")
+    scrub = answer["scrub"]
+    reading = scrub["doing"] or "idle"
+    out.print(f"scrub: oldest copy verified {scrub['oldest'] or 'never'}, {scrub['due']} overdue, {reading}")
+    if answer.get("paused"):
+        out.print(f"{paused(answer['paused'])}: nothing is flushed; to go on: tierd resume --spool {answer['spool']}")
     out.print(
         table(
             None,
@@ -86,6 +91,8 @@ def status(spool: SpoolOption = None, config: ConfigOption = None, json: JsonOpt
             ],
         )
     )
+    for tier in answer["tiers"]:
+        out.print(f"{tier['name']}: {tier['effort']}")
     for event in answer["events"][-10:]:
         out.print(f"{event['at'][:19]}  {event['place']}  {event['what']}  {event['subject']}  {event['why']}")
 

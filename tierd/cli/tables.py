@@ -36,6 +36,11 @@ def size(count: float) -> str:
     raise AssertionError
 
 
+def paused(until: str | None) -> str:
+    """A pause for a reader; empty when there is none."""
+    return f"paused {'' if until == 'until resumed' else 'until '}{until}" if until else ""
+
+
 def table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     """A plain table."""
     made = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -3,6 +3,8 @@
 Law: a capture is what `flatten` and `plan_layout` would have given for the same state at the same moment, names, bytes
 and refusals. The structure that the last full walk found is only a guess, and every part of it is compared with the
 state: types, keys, lengths, the tensors' forms, which of them are one memory. On any doubt the full walk is done again.
+Only which tensors an optimizer moves is not looked at anew until parameters are frozen or freed: it decides their order
+in the file and nothing else.
 
 Nothing of an earlier state is kept but its structure: no tensor, no value. Addresses are kept, as plain ints, and that
 is safe although memory is freed and used again: an address is never taken for a sign that a tensor is the one of last
@@ -14,12 +16,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress, count
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
+from tierd.client.owned import moving, optimizers_in, trained
 from tierd.client.structure import Doubt, Forms, Level, picker
 from tierd.client.tensorfile import Layout, plan_layout
 from tierd.client.tree import STORED_AS
@@ -68,6 +73,8 @@ class Capturer:
     def __init__(self) -> None:
         self._plan: _Plan | None = None
         self._layout: Layout | None = None
+        self._moving: frozenset[str] = frozenset()
+        self._trained: list[bool] = []
 
     def capture(self, state: Mapping[str, object]) -> Capture:
         """Take a state apart, as `flatten` does, and lay its tensors out. Calls every `state_dict()` once.
@@ -80,24 +87,38 @@ class Capturer:
 
     def _capture(self, state: Mapping[str, object]) -> Capture:
         answers: Answers = {}
-        if self._plan is not None:
+        optimizers, trains = _optimizers_of(state)
+        if self._plan is not None and trains == self._trained:
             try:
                 return self._plan.follow(state, answers)
             except Exception:  # whatever it was: the full walk goes on from the answers, and names it or does not mind
                 self._plan = None
         walk = Walk(answers)
         root = walk.begin(state)
-        layout = self._laid_out(walk.tensors)
+        layout = self._laid_out(walk.tensors, optimizers)
         plan = _Plan(walk, root, layout)
-        self._plan = plan if walk.nodes <= _MANY else None
+        self._plan, self._trained = plan if walk.nodes <= _MANY else None, trains
         return plan.capture(walk.tensors, walk.holes)
 
-    def _laid_out(self, tensors: Mapping[str, torch.Tensor]) -> Layout:
+    def _laid_out(self, tensors: Mapping[str, torch.Tensor], optimizers: list[Optimizer]) -> Layout:
+        moved: frozenset[str] = frozenset()
+        with suppress(Exception):  # as `_optimizers_of`
+            moved = moving(optimizers, tensors)
         known = self._layout.entries if self._layout else {}
         described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        if self._layout is None or described != {name: (entry.dtype, entry.shape) for name, entry in known.items()}:
-            self._layout = plan_layout(tensors)
+        same = described == {name: (entry.dtype, entry.shape) for name, entry in known.items()}
+        if self._layout is None or not same or moved != self._moving:
+            self._layout, self._moving = plan_layout(tensors, moved), moved
         return self._layout
+
+
+def _optimizers_of(state: Mapping[str, object]) -> tuple[list[Optimizer], list[bool]]:
+    """The optimizers in a state, and which of their parameters they train."""
+    try:
+        optimizers = optimizers_in(state)
+        return optimizers, trained(optimizers)
+    except Exception:  # an object that does not like to be looked at: the order of tensors is not worth a save
+        return [], []
 
 
 class _Plan:

@@ -13,7 +13,7 @@ replaced.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import nn
 
 from tierd.client import arrays
 from tierd.client.kept import Kept
+from tierd.client.owned import tensors_in
 from tierd.client.rng import RngState
 from tierd.client.tensorfile import Buffer
 from tierd.client.values import Path, Stateful, is_stateful, show, show_part, type_name, why_refused
@@ -58,7 +59,7 @@ def load(
         StateMismatch: as `check_fit`, and then nothing was loaded; or an object's own `load_state_dict` raised
             (chained), and then the message says what was loaded before it.
     """
-    kept = Kept(file, _tensors_in(restored)) if file is not None and not lent else None
+    kept = Kept(file, tensors_in(restored)) if file is not None and not lent else None
     _load(state, restored, lent)
     if kept is not None:
         if isinstance(restored, dict):
@@ -91,21 +92,9 @@ def _load(state: Mapping[str, object], restored: Mapping[str, object], lent: boo
 def _spare(saved: object, memo: dict[int, object]) -> None:
     """Have `deepcopy` take large tensors as they are. A small one must not keep a file in memory, and may lie less
     aligned than one of its own."""
-    for tensor in _tensors_in(saved):
+    for tensor in tensors_in(saved):
         if tensor.nbytes >= PAGE:
             memo.setdefault(id(tensor), tensor)
-
-
-def _tensors_in(saved: object) -> Iterator[torch.Tensor]:
-    todo = [saved]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, Mapping):
-            todo += value.values()
-        elif isinstance(value, (list, tuple, deque)):
-            todo += value
 
 
 def _check(state: Mapping[str, object], restored: Mapping[str, object]) -> list[tuple[Path, Stateful, Any]]:

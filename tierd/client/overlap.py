@@ -12,10 +12,10 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from tierd.client.capture import Capture
+from tierd.client.owned import owned, place
 from tierd.client.save import Stats
 from tierd.client.snapshot import Snapshot
 from tierd.core.errors import ConfigError
@@ -61,11 +61,11 @@ class Gate:
         return self._late
 
     def _governed(self, capture: Capture) -> frozenset[str]:
-        own = {_place(tensor) for optimizer in self._optimizers for tensor in _owned(optimizer)}
+        own = {place(tensor) for optimizer in self._optimizers for tensor in owned(optimizer)}
         late, shared = {}, set()
         for name, tensor in capture.tensors.items():
             memory = tensor.untyped_storage().data_ptr()
-            if name not in capture.restless and tensor.nbytes and _place(tensor) in own:
+            if name not in capture.restless and tensor.nbytes and place(tensor) in own:
                 late[name] = memory
             else:
                 shared.add(memory)
@@ -95,21 +95,3 @@ class Gate:
             if snapshot in self._pending:
                 self._pending.remove(snapshot)
             self._stats.step_waited_s += time.perf_counter() - begun
-
-
-def _owned(optimizer: Optimizer) -> Iterable[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-    todo: list[object] = list(optimizer.state.values())
-    while todo:
-        value = todo.pop()
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, dict):
-            todo += value.values()
-        elif isinstance(value, list | tuple):
-            todo += value
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.nbytes

@@ -15,6 +15,8 @@ from pathlib import Path
 import msgspec
 
 from tierd.arena import Arena
+from tierd.client.arriving import Arriving
+from tierd.client.fetching import Fetching
 from tierd.client.handoff import HandOff
 from tierd.client.launch import exchange
 from tierd.core.errors import (
@@ -246,18 +248,19 @@ class Restorer:
             try:
                 return *self._read(part), SPOOL
             except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
-                local = error
+                local = error.with_traceback(None)  # whose frames hold what was read
                 if link is None:
                     return self._alone(part, error)
             log.warning("%s is not whole in the spool, asking the tiers: %s", part, local)
         assert link is not None
         try:
-            tiers = link.ask(Fetch(part=part))["tiers"]
+            with Arriving(self._spool, part, worth=self._keep) as arriving:
+                tiers = link.ask(Fetch(part=part), told=Fetching(part))["tiers"]
         except CorruptChunk as error:
             told = local is None or SPOOL in str(error)
             raise CorruptChunk(str(error) if told else f"local: {local}; {error}") from error
         try:
-            return *self._read(part), tiers[0] if tiers else SPOOL
+            return *self._read(part, arriving), tiers[0] if tiers else SPOOL
         except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
             # Some copy is right, or the fetch would have said so: this disk is failing, and no reason to step back.
             raise StoreUnavailable(f"{part} was just healed, and reads back wrong from the spool: {error}") from error
@@ -290,8 +293,10 @@ class Restorer:
         self._spool.quarantine(part)
         raise CorruptChunk(f"local: {local}") from local
 
-    def _read(self, part: PartId) -> tuple[Manifest, Mapping[str, memoryview]]:
+    def _read(self, part: PartId, arriving: Arriving | None = None) -> tuple[Manifest, Mapping[str, memoryview]]:
         manifest = self._spool.manifest(part)
+        if self._keep and arriving:
+            return manifest, arriving.read(self._spool.path(part), manifest)
         if self._keep:
             return manifest, self._spool.read(part, manifest)
         for file in manifest.files:

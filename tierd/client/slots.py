@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from tierd.arena import Arena, available
+from tierd.client.owned import leaves, tensors_in
 from tierd.client.tensorfile import Layout, Targets, targets
 
 log = logging.getLogger("tierd")
@@ -118,23 +119,18 @@ def estimate(state: Mapping[str, object]) -> int:
     taken a step yet has none, and a loader's `state_dict` may start workers."""
     seen: dict[int, int] = {}
     extra = 0
-    todo: list[object] = [state]
-    while todo:
-        value = todo.pop()
+    for value in leaves(state):
+        tensors: Iterable[torch.Tensor] = ()
         if isinstance(value, torch.nn.Module):
-            todo += [*value.parameters(), *value.buffers()]
+            tensors = [*value.parameters(), *value.buffers()]
         elif isinstance(value, torch.optim.Optimizer):
-            if value.state:
-                todo += value.state.values()
-            else:
+            tensors = tensors_in(value.state)
+            if not value.state:
                 own = sum(p.nbytes for group in value.param_groups for p in group["params"] if p.requires_grad)
                 extra += _moments(value.defaults) * own
         elif isinstance(value, torch.Tensor):
-            seen[value.data_ptr() if not value.is_meta else id(value)] = value.nbytes
-        elif isinstance(value, Mapping):
-            todo += value.values()
-        elif isinstance(value, list | tuple):
-            todo += value
+            tensors = (value,)
+        seen |= {tensor.data_ptr() if not tensor.is_meta else id(tensor): tensor.nbytes for tensor in tensors}
     return sum(seen.values()) + extra + _HEADER
 
 

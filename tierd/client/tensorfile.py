@@ -1,12 +1,14 @@
 """The tensor file: plain safetensors, laid out so that every tensor can be used where it lies.
 
-Law: the layout is a pure function of names, dtypes and shapes; nothing here reads a tensor's values except `copy`,
-`copy_into` and `pieces`.
+Law: the layout is a pure function of names, dtypes, shapes, and which tensors are known to move; nothing here reads a
+tensor's values except `copy`, `copy_into` and `pieces`.
 
 A file is eight bytes of little-endian header length, a JSON header padded with spaces to a page boundary, and the
 tensors, adjacent and without holes: first those whose length is a multiple of 64 bytes, so that each of them is aligned
-to 64, then the others, aligned to their element size. Both are ordered by element size (largest first) and name. Only
-the dtypes that safetensors 0.5 knows are used.
+to 64, then the others, aligned to their element size. Among the first, those that may stand still come before those
+that move at every step, and of the former large ones before small ones, so that `core.cuts` leaves what does not change
+undisturbed; the metadata say where those that move lie. Last come element size (largest first) and name. Only the
+dtypes that safetensors 0.5 knows are used.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ import json
 import math
 import mmap
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from json.encoder import encode_basestring as quoted
 from typing import TypeAlias
 
 import torch
 
+from tierd.core.cuts import GRAIN, MOVING
 from tierd.core.errors import StateMismatch, StateRefused
 from tierd.device import PAGE
 
@@ -74,22 +77,32 @@ class Layout:
     entries: dict[str, Entry]
 
 
-def plan_layout(tensors: Mapping[str, torch.Tensor]) -> Layout:
+_Described: TypeAlias = tuple[tuple[bool, bool, bool, int, str], torch.dtype, torch.Size, int]
+
+
+def plan_layout(tensors: Mapping[str, torch.Tensor], moving: Collection[str] = ()) -> Layout:
     """Lay the tensors out; only their dtypes and shapes are looked at.
+
+    Args:
+        moving: names of those that change at every step.
 
     Raises:
         StateRefused: a dtype that safetensors does not hold, or so many tensors that the header passes 100 MB.
     """
-    described: list[tuple[bool, int, str, torch.dtype, torch.Size, int]] = []
+    described: list[_Described] = []
     for name, tensor in tensors.items():
         dtype, shape = tensor.dtype, tensor.shape
         if dtype not in DTYPE_NAMES:
             raise StateRefused(f"tensor {name!r}: safetensors does not hold {dtype}")
         nbytes = shape.numel() * dtype.itemsize
-        described.append((not nbytes or nbytes % ALIGNMENT > 0, -dtype.itemsize, name, dtype, shape, nbytes))
-    described.sort(key=operator.itemgetter(0, 1, 2))
-    lines, end = [f'{quoted(METADATA)}:{{"format":"pt"}}'], 0
-    for _, _, name, dtype, shape, nbytes in described:
+        odd = not nbytes or nbytes % ALIGNMENT > 0
+        moves = not odd and name in moving
+        described.append(
+            ((odd, moves, not odd and not moves and nbytes < GRAIN, -dtype.itemsize, name), dtype, shape, nbytes)
+        )
+    described.sort(key=operator.itemgetter(0))
+    lines, end = [_metadata(described)], 0
+    for (*_, name), dtype, shape, nbytes in described:
         begin, end = end, end + nbytes
         sizes = ",".join(map(str, shape))
         lines.append(
@@ -102,10 +115,18 @@ def plan_layout(tensors: Mapping[str, torch.Tensor]) -> Layout:
             f"{len(tensors)} tensors need a header of {start - 8} bytes; safetensors allows {MAX_HEADER}"
         )
     entries, end = {}, start
-    for _, _, name, dtype, shape, nbytes in described:
+    for (*_, name), dtype, shape, nbytes in described:
         entries[name] = Entry(end, nbytes, dtype, tuple(shape))
         end += nbytes
     return Layout((start - 8).to_bytes(8, "little") + text.ljust(start - 8), end, entries)
+
+
+def _metadata(described: list[_Described]) -> str:
+    """What the file says of itself: where in its data the tensors that move begin and end, if there are any."""
+    still = sum(nbytes for (odd, moves, *_), _, _, nbytes in described if not odd and not moves)
+    moved = sum(nbytes for (_, moves, *_), _, _, nbytes in described if moves)
+    where = f',{quoted(MOVING)}:"{still}:{still + moved}"' if moved else ""
+    return f'{quoted(METADATA)}:{{"format":"pt"{where}}}'
 
 
 def targets(layout: Layout, buffer: Buffer) -> Targets:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from tierd.core.errors import ConfigError
+from tierd.core.rate import Rate, rate
 from tierd.core.retention import Duration, RetentionPolicy, seconds
 from tierd.core.urls import parse_url
 
@@ -26,6 +27,9 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     name: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9-]{0,31}\Z")]
     url: str
     retention: RetentionPolicy = RetentionPolicy()
+    verify: Literal["checksum", "read"] = "checksum"
+    limit_up: Rate | None = None  # of what the daemon sends there
+    limit_down: Rate | None = None  # and reads there, but for restores
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,6 +42,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         rescan: at least this often everything is looked at again, whatever events say.
         drain: how long SIGTERM lets flushes in flight go on.
         min_free_percent: with less of the spool's disk free, local copies that a tier has verified go early.
+        scrub: every copy is read again, and compared, within this; "0s": none is.
+        scrub_rate: how fast, in each place.
     """
 
     spool: Annotated[str, Meta(pattern="^/")]
@@ -46,6 +52,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rescan: Duration = "30s"
     drain: Duration = "60s"
     min_free_percent: Annotated[float, Meta(ge=0, le=90)] = 5.0
+    scrub: Duration = "30d"
+    scrub_rate: Rate = "20MB/s"
 
     def named(self, name: str) -> TierConfig:
         """The tier called `name`."""
@@ -88,6 +96,7 @@ def from_urls(spool: str, urls: Sequence[str], retention: RetentionPolicy | None
 def _checked(config: Config, where: str) -> Config:
     if not seconds(config.rescan):
         raise ConfigError(f"{where}: rescan: {config.rescan!r} would look without a pause")
+    _check_rate(config.scrub_rate, f"{where}: scrub_rate")
     names: set[str] = set()
     urls: dict[str, str] = {}
     for index, tier in enumerate(config.tier):
@@ -99,9 +108,19 @@ def _checked(config: Config, where: str) -> Config:
             raise ConfigError(f"{where}: tier[{index}].name: {tier.name!r} is taken")
         if url in urls:
             raise ConfigError(f"{where}: tier[{index}].url: the same place as tier {urls[url]!r}")
+        _check_rate(tier.limit_up, f"{where}: tier[{index}].limit_up")
+        _check_rate(tier.limit_down, f"{where}: tier[{index}].limit_down")
         names.add(tier.name)
         urls[url] = tier.name
     return config
+
+
+def _check_rate(text: str | None, where: str) -> None:
+    try:
+        if text is not None:
+            rate(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _readable(message: str) -> str:

@@ -187,8 +187,22 @@ def pins_prefix(run: str) -> str:
     return f"{run}/pins/"
 
 
+def flushing_prefix(run: str) -> str:
+    return f"{run}/flushing/"
+
+
+def pruning_prefix(run: str) -> str:
+    return f"{run}/pruning/"
+
+
 def pin_key(checkpoint: CheckpointId) -> str:
     return f"{pins_prefix(checkpoint.run)}{checkpoint.name}"
+
+
+def chunk_owner(run: str, key: str) -> CheckpointId | None:
+    """The checkpoint under whose name a chunk lies, by its key relative to the run; None where that is no chunk's."""
+    pieces = key.split("/")
+    return CheckpointId.parse(run, pieces[1]) if len(pieces) == 4 and pieces[0] == "chunks" else None
 
 
 def chunk_key(part: PartId, digest: str, codec: str) -> str:

@@ -16,14 +16,15 @@ import xxhash
 from msgspec import Meta
 
 from tierd.core.errors import FormatTooNew, ManifestError
-from tierd.core.ids import MAX_STEP, MAX_WORLD, CheckpointId, PartId
+from tierd.core.ids import MAX_STEP, MAX_WORLD, CheckpointId, PartId, chunk_owner
 
 VERSION = 1
 MANIFEST_NAME = "manifest.json"  # inside a part's directory in the spool
 TENSORS = "tensors.safetensors"  # what `save` writes: every tensor,
 TREE = "state.json"  # and everything else, naming them
-_RESERVED = (MANIFEST_NAME, f"{MANIFEST_NAME}.new")  # the second while the first is being healed
-CHUNK_SIZE = 64 << 20  # what this writer cuts files into, bytes
+DRAFT_NAME = f"{MANIFEST_NAME}.new"  # while the other is being healed, or what it describes is on its way
+_RESERVED = (MANIFEST_NAME, DRAFT_NAME)
+CHUNK_SIZE = 32 << 20  # what this writer cuts files into, bytes
 MAX_CHUNK_SIZE = 256 << 20  # what a reader accepts, bytes: a chunk is held in memory whole
 MAX_MANIFEST_SIZE = 32 << 20
 MAX_FILES = 100_000
@@ -39,13 +40,17 @@ _CHUNK_KEY = re.compile(r"chunks/[0-9]{12}\.[0-9a-f]{12}-[0-9a-f]{8}/([0-9]{5})/
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
-class Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """How a chunk rests on a tier: its encoded form, which is byte-identical on every tier."""
+class Stored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a chunk rests on a tier: its encoded form, which is byte-identical on every tier.
+
+    `checked` names the checksum by which the tier itself verified what it took; empty, it was read back and compared.
+    """
 
     codec: Annotated[str, Meta(pattern=r"^[a-z0-9]{1,16}\Z")]
     size: Annotated[int, Meta(ge=0, le=MAX_CHUNK_SIZE + (MAX_CHUNK_SIZE >> 4))]
     xxh3_128: Digest
-    key: Annotated[str, Meta(max_length=128)]  # relative to the run; may lie under an older checkpoint of the same rank
+    key: Annotated[str, Meta(max_length=128)]  # relative to the run; may lie under another checkpoint of the same rank
+    checked: Annotated[str, Meta(pattern=r"^[a-z0-9-]{0,16}\Z")] = ""
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -114,6 +119,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def stored_size(self) -> int:
         """Bytes on a tier; 0 for a manifest of the spool."""
         return sum(chunk.stored.size for chunk in self.chunks() if chunk.stored)
+
+    @property
+    def owners(self) -> frozenset[CheckpointId]:
+        """The checkpoints under whose names the chunks lie on a tier: its own, and those that it shares chunks with."""
+        keys = {chunk.stored.key.rpartition("/")[0]: chunk.stored.key for chunk in self.chunks() if chunk.stored}
+        found = {chunk_owner(self.run, key) for key in keys.values()}
+        return frozenset(owner for owner in found if owner)
 
     def chunks(self) -> Iterator[Chunk]:
         for file in self.files:

@@ -107,6 +107,16 @@ def pending(spool: Place, tier: Place, run: str) -> list[PartId]:
     ]
 
 
+def lender(tier: Place, part: PartId) -> PartId | None:
+    """Whose chunks a flush of `part` may name where they are equal: the same rank's part of the newest checkpoint that
+    is complete on the tier."""
+    for checkpoint, found in sorted(tier.checkpoints.items(), reverse=True):
+        readable = [one for one in found if tier.parts[one]]
+        if checkpoint.run == part.checkpoint.run and checkpoint != part.checkpoint and is_complete(readable):
+            return next((one for one in readable if one.rank == part.rank), None)
+    return None
+
+
 def judge_tier(
     world: World, tier: Place, policy: RetentionPolicy, run: str, *, pending: bool = False, hoping: bool = True
 ) -> tuple[Verdict, ...]:

@@ -22,6 +22,7 @@ EXIT_HELD = 7  # how a daemon ends that finds another one on its spool: whoever 
 MAX_REQUEST = 64 << 10  # bytes
 MAX_PACKET = 16 << 10  # bytes
 MAX_REPLY = 64 << 20  # bytes
+MAX_PAUSE = 366 * 86400.0  # seconds
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", forbid_unknown_fields=True):
@@ -54,7 +55,8 @@ class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):
     """Make the spool's copy of a part whole from the tiers, and hold it until the connection ends.
 
     Answer: `tiers`, the names of those that chunks came from. Errors: `CorruptChunk` when every copy is proven bad,
-    `StoreUnavailable` when a copy that might be good cannot be reached.
+    `StoreUnavailable` when a copy that might be good cannot be reached. Until then each `working` line has `done` and
+    `total`, in raw bytes, and `tiers`, once that is known.
     """
 
     part: PartId
@@ -73,6 +75,16 @@ class Pin(Request, frozen=True, kw_only=True, tag="pin"):
 
     checkpoint: CheckpointId
     pinned: bool
+
+
+class Pause(Request, frozen=True, kw_only=True, tag="pause"):
+    """Leave the tiers as they are for `for_s` seconds, or until resumed. Answer: `paused`, as in `status`."""
+
+    for_s: Annotated[float, Meta(gt=0, le=MAX_PAUSE)] | None = None
+
+
+class Resume(Request, frozen=True, kw_only=True, tag="resume"):
+    """Go on. Answer: `paused`, null."""
 
 
 class Lend(Request, frozen=True, kw_only=True, tag="lend"):
@@ -110,7 +122,7 @@ class Leave(Request, frozen=True, kw_only=True, tag="leave"):
 
 
 AnyHanded = Lend | Persist | Recall | Leave
-AnyRequest = Attach | Status | Report | Candidates | Fetch | Wait | Pin
+AnyRequest = Attach | Status | Report | Candidates | Fetch | Wait | Pin | Pause | Resume
 _decoder: msgspec.json.Decoder[AnyRequest] = msgspec.json.Decoder(AnyRequest)
 _handed: msgspec.json.Decoder[AnyHanded] = msgspec.json.Decoder(AnyHanded)
 

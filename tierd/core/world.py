@@ -27,20 +27,17 @@ class Facts:
     origin: CheckpointId | None
     size: int
     stored_size: int
-    borrowed: frozenset[CheckpointId]  # older checkpoints whose chunks this manifest names
+    borrowed: frozenset[CheckpointId]  # other checkpoints whose chunks this manifest names
 
     @staticmethod
     def of(manifest: Manifest) -> Facts:
-        own = manifest.part.checkpoint
-        named = {chunk.stored.key.split("/")[1] for chunk in manifest.chunks() if chunk.stored}
-        owners = {CheckpointId.parse(own.run, name) for name in named - {own.name}}
         return Facts(
             manifest.created_at,
             manifest.numbers,
             manifest.origin,
             manifest.size,
             manifest.stored_size,
-            frozenset(owner for owner in owners if owner),
+            manifest.owners - {manifest.part.checkpoint},
         )
 
 

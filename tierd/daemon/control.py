@@ -1,7 +1,7 @@
 """The daemon's side of the unix socket: it answers what trainers and the command line ask.
 
-Law: a request changes nothing that reconciling would not, except pins. Whatever a peer sends or however it goes away,
-the daemon goes on; the socket is for its owner alone (0600).
+Law: a request changes nothing that reconciling would not, except pins and pauses. Whatever a peer sends or however it
+goes away, the daemon goes on; the socket is for its owner alone (0600).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from tierd.core.world import SPOOL
 from tierd.daemon.handoff import HandOff
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.status import status
+from tierd.stores.limit import hasten
 
 log = logging.getLogger("tierd.daemon")
 
@@ -97,7 +98,7 @@ class Control:
                 done, _ = await asyncio.wait([work], timeout=wire.HEARTBEAT)
                 if done:
                     return {"ok": True, **work.result()}
-                writer.write(wire.encode_line({"working": True}))
+                writer.write(wire.encode_line({"working": True, **self._progress(request)}))
                 await writer.drain()
         except (TierdError, TimeoutError) as error:
             return wire.error_reply(error)
@@ -125,11 +126,20 @@ class Control:
             case wire.Fetch(part=part):
                 self._reconciler.held[part.checkpoint] += 1
                 held.append(part.checkpoint)
+                hasten()
                 return {"tiers": await self._reconciler.fetch(part)}
             case wire.Wait(part=part, tier=tier, timeout_s=timeout):
                 return await self._wait(part, tier, timeout)
             case wire.Pin(checkpoint=checkpoint, pinned=pinned):
                 return await self._pin(checkpoint, pinned)
+            case wire.Pause(for_s=for_s):
+                return await self._pause(self._reconciler.pause.begin(for_s))
+            case wire.Resume():
+                return await self._pause(self._reconciler.pause.end())
+
+    def _progress(self, request: wire.AnyRequest) -> dict[str, Any]:
+        at = self._reconciler.fetching.get(request.part) if isinstance(request, wire.Fetch) else None
+        return {"done": at.done, "total": at.total, "tiers": at.tiers} if at else {}
 
     async def _look(self, run: str | None) -> None:
         """A fresh look at everything. A tier that fails is unknown in the world, which is the answer."""
@@ -152,7 +162,7 @@ class Control:
         self._reconciler.wake()
         try:
             async with asyncio.timeout(timeout), self._reconciler.moved:
-                while not self._reconciler.has(part, tier):
+                while not self._reconciler.tiers.has(part, tier):
                     if self._reconciler.is_retired(part, tier):
                         raise CheckpointNotFound(
                             f"{tier}: {part} is not there and will not come: newer ones have retired it, or it is gone"
@@ -162,8 +172,16 @@ class Control:
                     await self._reconciler.moved.wait()
         except TimeoutError:
             why = f"; its last error: {lane.last_error}" if lane.last_error else ""
+            why += f"; paused: {until}" if (until := self._reconciler.pause.until) else ""
             raise TimeoutError(f"{tier}: {part} is not verified there after {timeout:g} s{why}") from None
         return {}
+
+    async def _pause(self, change: Coroutine[Any, Any, None]) -> dict[str, Any]:
+        await asyncio.shield(change)  # file and memory agree, even where the asker goes away
+        self._reconciler.wake()
+        until = self._reconciler.pause.until
+        log.info("paused: %s", until) if until else log.info("resumed")
+        return {"paused": until}
 
     async def _pin(self, checkpoint: CheckpointId, pinned: bool) -> dict[str, Any]:
         await asyncio.to_thread(self._reconciler.spool.pin, checkpoint, pinned=pinned)

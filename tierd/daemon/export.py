@@ -1,26 +1,36 @@
 """Tier -> any directory: what `tierd restore` does, with no spool, no daemon and no configuration.
 
 Law: the same as a restore's: newest first down the timeline, proven-bad checkpoints are passed over and named, and what
-stands in the directory at the end was verified. Until then it stands beside it, under another name.
+stands in the directory at the end was verified. Until then it stands beside it, under a name that the next attempt
+finds: what an interrupted one left is taken up, where its digests say that it is right.
 """
 
 from __future__ import annotations
 
-import secrets
+import logging
+import os
 import shutil
-from collections.abc import Callable, Mapping
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierd.core.errors import ConfigError, CorruptChunk, StoreUnavailable
+from tierd.core.errors import ConfigError, CorruptChunk, SpoolFull, StoreUnavailable
 from tierd.core.ids import PartId
 from tierd.core.manifest import MANIFEST_NAME, Manifest
 from tierd.core.manifest import encode as encode_manifest
 from tierd.core.resume import Candidate, not_found, restore_candidates
-from tierd.daemon.fetch import Copies, download
+from tierd.daemon.budget import Budget
+from tierd.daemon.copies import Copies
+from tierd.daemon.download import Progress, download, missing
 from tierd.daemon.observe import look_around
+from tierd.daemon.together import to_the_end
 from tierd.persist import sync_directory, write_file
+from tierd.stage import try_lock
 from tierd.stores.base import Store
+
+log = logging.getLogger("tierd.daemon")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +52,19 @@ async def export(
     target: Path,
     step: int | None,
     attempt: str | None,
-    moved: Callable[[int, int], None],
+    progress: Progress,
+    budget: Budget | None = None,
 ) -> Exported:
     """Restore every rank's files of the newest verified checkpoint under `target`, which is empty or absent.
 
     Args:
-        moved: told `(bytes done, bytes in all)` as files arrive.
+        progress: is kept up to date.
 
     Raises:
         CheckpointNotFound: none could be verified, or not the one asked for.
         StoreUnavailable: a tier did not answer, so that a newer or the right copy may lie there.
-        ConfigError: `target` is in the way.
+        SpoolFull: there is no room.
+        ConfigError: `target` is in the way, or another restore to it is at work.
     """
     target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -62,49 +74,86 @@ async def export(
     if resume.unreached:
         raise StoreUnavailable(f"not every tier could be asked: {', '.join(resume.unreached)}")
     skipped: list[str] = []
-    for candidate in resume.candidates:
-        aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-        try:
-            parts, tiers = await _all_ranks(stores, candidate, aside, moved)
-            aside.replace(target)
-        except CorruptChunk as error:
-            skipped.append(f"step {candidate.checkpoint.step} (attempt {candidate.checkpoint.attempt}): {error}")
-            continue
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-        sync_directory(target.parent)
-        return Exported(
-            run,
-            candidate.checkpoint.step,
-            candidate.checkpoint.attempt,
-            tuple(str(target / manifest.part.name) for manifest in parts),
-            sum(manifest.size for manifest in parts),
-            tiers,
-            tuple(skipped),
-        )
+    aside = target.with_name(f".{target.name}.partial")
+    with _held(aside):
+        for candidate in resume.candidates:
+            try:
+                parts, tiers = await _all_ranks(stores, candidate, aside, progress, budget or Budget())
+            except CorruptChunk as error:
+                skipped.append(f"step {candidate.checkpoint.step} (attempt {candidate.checkpoint.attempt}): {error}")
+                continue
+            _publish(aside, target, {manifest.part.name for manifest in parts})
+            return Exported(
+                run,
+                candidate.checkpoint.step,
+                candidate.checkpoint.attempt,
+                tuple(str(target / manifest.part.name) for manifest in parts),
+                sum(manifest.size for manifest in parts),
+                tiers,
+                tuple(skipped),
+            )
+        shutil.rmtree(aside)
     raise not_found(resume, run, step, skipped)
 
 
+@contextmanager
+def _held(aside: Path) -> Iterator[None]:
+    """Have `aside` for this restore alone, made or as an earlier one left it; what is left of it in the end is told."""
+    aside.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        aside.mkdir()
+    except FileExistsError:
+        found = aside.lstat()  # its name can be guessed, and its directory be open to others
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise ConfigError(f"{aside}: it is in the way, and none of your directories") from None
+    lock = try_lock(aside)
+    if lock is None:
+        raise ConfigError(f"{aside}: another restore is filling it")
+    try:
+        if any(aside.iterdir()):
+            log.info("going on with what an interrupted restore left in %s", aside)
+        yield
+    finally:
+        if aside.exists() and not any(aside.iterdir()):
+            aside.rmdir()
+        elif aside.exists():
+            log.warning("what came stays in %s: the same command goes on from there", aside)
+        os.close(lock)
+
+
+def _publish(aside: Path, target: Path, parts: set[str]) -> None:
+    for path in aside.iterdir():
+        if path.name not in parts:  # of another checkpoint, by more ranks, that was begun before
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    sync_directory(aside)
+    aside.replace(target)
+    sync_directory(target.parent)
+
+
 async def _all_ranks(
-    stores: Mapping[str, Store], candidate: Candidate, aside: Path, moved: Callable[[int, int], None]
+    stores: Mapping[str, Store], candidate: Candidate, aside: Path, progress: Progress, budget: Budget
 ) -> tuple[list[Manifest], tuple[str, ...]]:
     found = [await _ask(stores, PartId(candidate.checkpoint, rank, candidate.world)) for rank in range(candidate.world)]
-    total, done = sum(manifest.size for _, manifest in found), 0
-
-    def arrived(size: int) -> None:
-        nonlocal done
-        done += size
-        moved(done, total)
-
+    progress.begin(sum(manifest.size for _, manifest in found))
+    needed = sum(missing(aside / manifest.part.name, manifest) for _, manifest in found)
+    room = os.statvfs(aside)
+    if needed > room.f_bavail * room.f_frsize:
+        raise SpoolFull(f"{aside}: {needed} bytes are still to come, and {room.f_bavail * room.f_frsize} are free")
     used: set[str] = set()
     for copies, manifest in found:
         home = aside / manifest.part.name
-        home.mkdir(parents=True)
-        await download(home, manifest, copies, arrived)
-        write_file(home / MANIFEST_NAME, MANIFEST_NAME, encode_manifest(manifest))
-        sync_directory(home)
+        if home.is_symlink() or not home.is_dir():
+            home.unlink(missing_ok=True)
+            home.mkdir()
+        await download(home, manifest, copies, budget, progress)
+        await to_the_end(_describe, home, manifest)
         used |= copies.used
     return [manifest for _, manifest in found], tuple(name for name in stores if name in used)
+
+
+def _describe(home: Path, manifest: Manifest) -> None:
+    write_file(home / MANIFEST_NAME, MANIFEST_NAME, encode_manifest(manifest))
+    sync_directory(home)
 
 
 async def _ask(stores: Mapping[str, Store], part: PartId) -> tuple[Copies, Manifest]:

@@ -1,40 +1,48 @@
-"""Spool -> tier: read, verify, encode, put, read back, manifest last.
+"""Spool -> tier: read, verify, encode, put, make sure, manifest last.
 
-Law: a manifest is put only after every chunk that it names was read back from the tier and compared. So a manifest on a
-tier means a verified copy, whoever looks and whenever. A flush that was cut off goes on where it stopped: a chunk that
-already lies there is compared, not sent.
+Law: a manifest is put only after every chunk that it names is known to lie on the tier as it should: read back and
+compared, or taken by a server that has shown that it checks what it takes against a checksum. So a manifest on a tier
+means a verified copy, whoever looks and whenever. A flush that was cut off goes on where it stopped: a chunk that
+already lies there is compared, not sent. What the newest complete checkpoint has is named, not sent.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import resources
 
 import msgspec
 
-from tierd.codec import Encoded, check_stored, decode, encode
-from tierd.core.errors import CorruptChunk, ObjectNotFound, StoreUnavailable, TierdError
-from tierd.core.ids import PartId
-from tierd.core.manifest import Chunk, File, Manifest
+from tierd.codec import Encoded, check_stored, decode
+from tierd.core.errors import CorruptChunk, FormatTooNew, ObjectNotFound, StoreUnavailable, TierdError
+from tierd.core.ids import PartId, chunk_key
+from tierd.core.manifest import Chunk, File, Manifest, Stored
 from tierd.core.manifest import encode as encode_manifest
+from tierd.daemon.budget import Budget
+from tierd.daemon.observe import chunks_there, missing_chunks
+from tierd.daemon.pace import Pace
 from tierd.daemon.together import together
-from tierd.persist import read_chunk
+from tierd.daemon.turns import naming
+from tierd.persist import digest, read_chunk
 from tierd.spool import Spool
 from tierd.stores.base import Store
 
-_CHUNKS = 3  # chunks in hand at once: at most about 3 x (raw + stored + read back) bytes of memory
+_CHUNKS = 8  # on their way at once, as far as the budget goes
 _ANSWER = 60.0  # seconds that a chunk waits for another tier's form of it
 README_KEY = "README.md"
 
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """What one flush moved, in bytes: `raw` read and verified, `sent` put (less than stored when some was there)."""
+    """What one flush moved, in bytes: `raw` of the part, `stored` on the tier, `sent` put for it (less where some was
+    there), `shared` raw bytes that another checkpoint's chunks already hold."""
 
     raw: int
     stored: int
     sent: int
+    shared: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +53,40 @@ class Twin:
     manifest: Manifest
 
 
-async def flush(spool: Spool, part: PartId, store: Store, twin: Twin | None = None) -> Flushed:
+async def _at_once() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How bytes get to one tier.
+
+    Attributes:
+        store: the tier's.
+        tier: its name.
+        who: 8 hex digits, this node's own; random where nobody comes back to sweep.
+        reread: read every chunk back, even where the server shows that it verifies.
+        budget, pace: what all flushes of a daemon share.
+        turn: awaited before each chunk: the daemon may be paused.
+    """
+
+    store: Store
+    tier: str = ""
+    who: str = ""
+    reread: bool = False
+    budget: Budget = field(default_factory=Budget)
+    pace: Pace = field(default_factory=Pace)
+    turn: Callable[[], Awaitable[None]] = _at_once
+
+
+async def flush(
+    spool: Spool, part: PartId, way: Way, *, twin: Twin | None = None, lender: Manifest | None = None
+) -> Flushed:
     """Copy a committed part to a tier.
 
     Args:
         twin: where a tier holds the part already: chunks are stored as there, even if today's encoder packs otherwise.
+        lender: another checkpoint's manifest on this tier, at the same rank: chunks that are equal are named, not sent.
 
     Raises:
         ObjectNotFound: the part is not in the spool any more.
@@ -57,22 +94,23 @@ async def flush(spool: Spool, part: PartId, store: Store, twin: Twin | None = No
         StoreUnavailable, StoreRefused: the tier did not take it.
     """
     manifest = await asyncio.to_thread(spool.manifest, part)
-    prefix = f"{part.checkpoint.run}/chunks/{part.checkpoint.name}/{part.rank:05}/"
-    there = {info.key async for info in store.scan(prefix)}
-    await _introduce(store)
+    await _introduce(way.store)
     if twin and not twin.manifest.same_content(manifest):
         twin = None
-    work = [
-        _Chunk(spool, store, part, there, twin, number, index, file)
-        for number, file in enumerate(manifest.files)
-        for index in range(len(file.chunks))
-    ]
-    sent = await together(_CHUNKS, [chunk.send() for chunk in work])
-    tiered = _with_stored(manifest, [chunk.encoded for chunk in work])
-    await store.put(part.manifest_key, encode_manifest(tiered))
-    await _look_once_more(store, part, tiered, prefix)
-    await store.delete([part.quarantine_key])
-    return Flushed(manifest.size, tiered.stored_size, sum(sent))
+    there: dict[str, list[str]] = {}  # digest -> keys of what earlier tries have put
+    for key in await chunks_there(way.store, part.rank, [part.checkpoint]):
+        there.setdefault(key.rpartition("/")[2].partition(".")[0], []).append(key)
+    lent = await _lent(way.store, part, lender)
+    work: dict[tuple[str, int], _Chunk] = {}  # a chunk that the part holds twice is one object
+    for number, file in enumerate(manifest.files):
+        for index, chunk in enumerate(file.chunks):
+            if _holds(chunk) not in work:
+                work[_holds(chunk)] = _Chunk(spool, way, part, there, twin, number, index, file, lent)
+    sent = await together(_CHUNKS, [chunk.send() for chunk in work.values()])
+    tiered = _with_stored(manifest, {held: chunk.encoded for held, chunk in work.items()})
+    await _show(way, part, tiered)
+    await way.store.delete([part.quarantine_key])
+    return Flushed(manifest.size, tiered.stored_size, sum(sent), sum(chunk.shared for chunk in work.values()))
 
 
 class _Chunk:
@@ -81,76 +119,130 @@ class _Chunk:
     def __init__(
         self,
         spool: Spool,
-        store: Store,
+        way: Way,
         part: PartId,
-        there: set[str],
+        there: Mapping[str, list[str]],
         twin: Twin | None,
         number: int,
         index: int,
         file: File,
+        lent: Mapping[tuple[str, int], Chunk],
     ) -> None:
-        self._store, self._part, self._there, self._file, self._index = store, part, there, file, index
+        self._way, self._part, self._there, self._file, self._index = way, part, there, file, index
         self._twin = (twin.store, twin.manifest.files[number].chunks[index]) if twin else None
         self._home = spool.path(part)
-        self._path = self._home / file.path
         self.encoded: Chunk = file.chunks[index]
+        self._lent = lent.get(_holds(self.encoded))
+        self.shared = 0
 
     async def send(self) -> int:
         """Put the chunk unless it lies there intact; the number of bytes put."""
-        encoded = await self._as_the_twin(await asyncio.to_thread(self._read))
-        self.encoded = encoded.chunk
-        key = f"{self._part.checkpoint.run}/{encoded.stored.key}"
-        if key in self._there and await self._is_there(key, encoded):
+        await self._way.turn()
+        if self._lent is not None:
+            self.encoded, self.shared = self._lent, self._lent.size
             return 0
-        await self._store.put(key, encoded.data)
-        if not await self._is_there(key, encoded):
-            raise StoreUnavailable(f"{key}: what was read back differs from what was put")
-        return encoded.stored.size
+        async with self._way.budget.take(2 * self.encoded.size) as hold:
+            if await self._lies_there():
+                return 0
+            encoded = await self._as_the_twin(await asyncio.to_thread(self._read))
+            self.encoded, stored, data = encoded.chunk, encoded.stored, encoded.data
+            del encoded
+            hold.keep(stored.size)  # the raw bytes are gone
+            key = f"{self._part.checkpoint.run}/{stored.key}"
+            with self._way.pace.link(self._way.tier).moving(stored.size):
+                checked = await self._way.store.put(key, data)
+            del data  # what is read back takes its place
+            if checked and not self._way.reread:
+                stored = msgspec.structs.replace(stored, checked=checked)
+                self.encoded = msgspec.structs.replace(self.encoded, stored=stored)
+            else:
+                await self._read_back(key, stored)
+            return stored.size
+
+    async def _lies_there(self) -> bool:
+        """Whether an earlier try has put the chunk, in whichever form; then that form is taken."""
+        for key in self._there.get(self.encoded.xxh3_128, ()):
+            try:
+                data = await self._way.store.get(key)
+                codec, own = key.rpartition(".")[2], key.partition("/")[2]
+                stored = Stored(codec=codec, size=len(data), xxh3_128=digest(data), key=own)
+                chunk = msgspec.structs.replace(self.encoded, stored=stored)
+                await asyncio.to_thread(decode, chunk, data, self._way.tier)
+            except (ObjectNotFound, CorruptChunk, FormatTooNew):
+                continue
+            self.encoded = chunk
+            return True
+        return False
+
+    async def _read_back(self, key: str, stored: Stored) -> None:
+        try:
+            check_stored(stored, await self._way.store.get(key), key)
+        except (ObjectNotFound, CorruptChunk) as error:
+            raise StoreUnavailable(f"{key}: what was read back differs from what was put") from error
 
     def _read(self) -> Encoded:
         try:
-            raw = read_chunk(self._path, self._file, self._index)
+            raw = read_chunk(self._home / self._file.path, self._file, self._index)
         except CorruptChunk:
             if not self._home.is_dir():
                 raise ObjectNotFound(f"{self._part} is not in the spool any more") from None
             raise
-        return encode(self._part, self._file.chunks[self._index], raw)
+        return self._way.pace.encode(self._part, self._file.chunks[self._index], raw)
 
     async def _as_the_twin(self, encoded: Encoded) -> Encoded:
-        if self._twin is None or self._twin[1].stored in (None, encoded.stored):
+        if self._twin is None or self._twin[1].stored is None or _form(self._twin[1]) == _form(encoded.chunk):
             return encoded
         store, chunk = self._twin
-        same = Encoded(chunk, b"")
+        assert chunk.stored is not None
         try:
             async with asyncio.timeout(_ANSWER):
-                data = await store.get(f"{self._part.checkpoint.run}/{same.stored.key}")
+                data = await store.get(f"{self._part.checkpoint.run}/{chunk.stored.key}")
             await asyncio.to_thread(decode, chunk, data, "the other tier")
         except (TierdError, TimeoutError):
             return encoded  # better right in other bytes than late
-        return Encoded(chunk, data)
-
-    async def _is_there(self, key: str, encoded: Encoded) -> bool:
-        try:
-            check_stored(encoded.stored, await self._store.get(key), key)
-        except (ObjectNotFound, CorruptChunk):
-            return False
-        return True
+        key = chunk_key(self._part, chunk.xxh3_128, chunk.stored.codec)
+        own = msgspec.structs.replace(chunk.stored, key=key, checked="")
+        return Encoded(msgspec.structs.replace(chunk, stored=own), data)
 
 
-def _with_stored(manifest: Manifest, chunks: list[Chunk]) -> Manifest:
-    rest = iter(chunks)
+def _form(chunk: Chunk) -> tuple[str, int, str] | None:
+    stored = chunk.stored
+    return (stored.codec, stored.size, stored.xxh3_128) if stored else None
+
+
+def _holds(chunk: Chunk) -> tuple[str, int]:
+    """What a chunk holds: the digest and size of its raw bytes."""
+    return chunk.xxh3_128, chunk.size
+
+
+def _with_stored(manifest: Manifest, chunks: Mapping[tuple[str, int], Chunk]) -> Manifest:
     files = tuple(
-        File(path=file.path, size=file.size, chunks=tuple(next(rest) for _ in file.chunks)) for file in manifest.files
+        File(path=file.path, size=file.size, chunks=tuple(chunks[_holds(chunk)] for chunk in file.chunks))
+        for file in manifest.files
     )
     return msgspec.structs.replace(manifest, files=files)
 
 
-async def _look_once_more(store: Store, part: PartId, manifest: Manifest, prefix: str) -> None:
-    # Two launches of one run could prune under each other: what the manifest names must still be there after its put.
-    there = {info.key async for info in store.scan(prefix)}
-    missing = {f"{part.checkpoint.run}/{chunk.stored.key}" for chunk in manifest.chunks() if chunk.stored} - there
+async def _lent(store: Store, part: PartId, lender: Manifest | None) -> dict[tuple[str, int], Chunk]:
+    """The chunks of `lender` that lie on the tier, by what they hold."""
+    if lender is None or lender.rank != part.rank:
+        return {}
+    there = await chunks_there(store, part.rank, lender.owners)
+    return {
+        _holds(chunk): chunk
+        for chunk in lender.chunks()
+        if chunk.stored and there.get(f"{lender.run}/{chunk.stored.key}") == chunk.stored.size
+    }
+
+
+async def _show(way: Way, part: PartId, manifest: Manifest) -> None:
+    """Put the manifest, while nobody deletes what it names, if all of that is still there."""
+    data = encode_manifest(manifest)
+    async with naming(way.store, part, data, manifest.owners, way.who):
+        missing = await missing_chunks(way.store, manifest)
+        if not missing:
+            await way.store.put(part.manifest_key, data)
     if missing:
-        await store.delete([part.manifest_key])
         raise StoreUnavailable(f"{part}: {len(missing)} chunks were deleted while it was being flushed")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from tierd.core.errors import (
     FormatTooNew,
@@ -26,7 +26,7 @@ from tierd.core.ids import (
     pins_prefix,
     quarantine_prefix,
 )
-from tierd.core.manifest import decode
+from tierd.core.manifest import Manifest, decode
 from tierd.core.world import Facts, Place, World
 from tierd.daemon.together import together
 from tierd.spool import Spool, condition
@@ -50,6 +50,22 @@ async def look_around(spool: Spool | None, stores: Mapping[str, Store], run: str
             log.warning("%s: cannot be asked: %s", name, error)
             tiers[name] = None
     return World(place, tiers)
+
+
+async def chunks_there(store: Store, rank: int, owners: Iterable[CheckpointId]) -> dict[str, int]:
+    """Every chunk of `rank` that lies under these checkpoints, by key, with its stored size in bytes."""
+    found: dict[str, int] = {}
+    for owner in sorted(owners):
+        prefix = f"{chunks_prefix(owner.run)}{owner.name}/{rank:05}/"
+        found |= {info.key: info.size async for info in store.scan(prefix)}
+    return found
+
+
+async def missing_chunks(store: Store, manifest: Manifest) -> set[str]:
+    """The keys of the chunks that a manifest names and its tier lacks, or has in another size."""
+    there = await chunks_there(store, manifest.rank, manifest.owners)
+    wanted = {f"{manifest.run}/{chunk.stored.key}": chunk.stored.size for chunk in manifest.chunks() if chunk.stored}
+    return {key for key, size in wanted.items() if there.get(key) != size}
 
 
 class SpoolEye:
@@ -137,6 +153,11 @@ class TierEye:
             self._owners[run] = {found for name in names if (found := CheckpointId.parse(run, name))}
             self._listed[run] = now
         return self._owners[run]
+
+    def known(self, info: ObjectInfo) -> Facts | None:
+        """What the last look read of a listed manifest."""
+        found = self._cache.get((info.key, info.token))
+        return found if isinstance(found, Facts) else None
 
     def forget(self, checkpoint: CheckpointId) -> None:
         """A checkpoint's chunks were just deleted."""

@@ -1,51 +1,102 @@
 """Deleting and setting aside on a tier. What goes was decided by `core/plan.py`; how it goes is decided here.
 
-Law: the manifest first, then what it names, minus what a surviving manifest names. Cut off anywhere, the next look
-finds either a whole checkpoint or chunks that no manifest names, and the plan comes back for those.
+Law: the manifest first, then what it names, minus what a surviving manifest names, or one that is about to be put
+(`turns`). Cut off anywhere, the next look finds either a whole checkpoint or chunks that no manifest names, and the
+plan comes back for those.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 from tierd.codec import check_stored
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound
-from tierd.core.ids import CheckpointId, PartId, chunks_prefix, manifests_prefix, quarantine_prefix
+from tierd.core.ids import CheckpointId, PartId, chunk_owner, chunks_prefix, manifests_prefix, quarantine_prefix
 from tierd.core.manifest import Manifest, decode
-from tierd.stores.base import Store
+from tierd.core.world import Facts
+from tierd.daemon.observe import missing_chunks
+from tierd.daemon.together import together
+from tierd.daemon.turns import deleting, intents, sweep
+from tierd.stores.base import ObjectInfo, Store
+
+_READERS = 8  # manifests read at once
+Known: TypeAlias = Callable[[ObjectInfo], Facts | None]
 
 
-async def prune(store: Store, checkpoint: CheckpointId) -> int:
-    """Delete a checkpoint from a tier; the number of objects that went.
+async def prune(store: Store, checkpoint: CheckpointId, who: str = "", known: Known = lambda info: None) -> bool:
+    """Delete a checkpoint from a tier, and the chunks that nothing but it named.
+
+    Args:
+        who: 8 hex digits, this node's own; random where nobody comes back to sweep.
+        known: what is known of a manifest by its listing: one that borrows nothing from here need not be read.
+
+    Returns:
+        Whether it went; False where another node is just putting a manifest of it.
 
     Raises:
-        ManifestError: a surviving manifest cannot be read, so what it names is not known; nothing was deleted.
+        ManifestError: a surviving manifest cannot be read, so what it names is not known; no chunk was deleted.
     """
     run = checkpoint.run
-    survivors: set[str] = set()
-    own: list[str] = []
-    async for info in store.scan(manifests_prefix(run)):
+    await sweep(store, run, who)
+    own = await _own(store, checkpoint)
+    named = set[str]().union(*[await _named(store, key, patient=True) for key in own])
+    doomed = named - await _survivors(store, checkpoint, _owners(named) | {checkpoint}, known)
+    owners = _owners(doomed) | {checkpoint}
+    async with deleting(store, run, owners, who):
+        coming = any(part.checkpoint == checkpoint for _, part in await intents(store, run))
+        if coming or own != await _own(store, checkpoint):
+            return False
+        await store.delete(own)
+        doomed |= {info.key async for info in store.scan(f"{chunks_prefix(run)}{checkpoint.name}/")}
+        aside = [info.key async for info in store.scan(f"{quarantine_prefix(run)}{checkpoint.name}/")]
+        # After the marks and after the listing of chunks: whoever names one of these from now on sees the marks.
+        gone = sorted(doomed - await _survivors(store, checkpoint, owners, known))
+        await store.delete(gone + aside)
+    return True
+
+
+async def _own(store: Store, checkpoint: CheckpointId) -> list[str]:
+    return [info.key async for info in store.scan(f"{manifests_prefix(checkpoint.run)}{checkpoint.name}/")]
+
+
+async def _survivors(store: Store, checkpoint: CheckpointId, owners: set[CheckpointId], known: Known) -> set[str]:
+    """The chunks that lie under `owners` and are named by what is there beside `checkpoint`, or is about to be."""
+    # Intents are read before manifests are listed: one that is gone by then has its manifest among those.
+    coming = await _all_named(store, [key for key, _ in await intents(store, checkpoint.run)])
+    keys = []
+    async for info in store.scan(manifests_prefix(checkpoint.run)):
         part = PartId.parse_key(info.key)
-        if part is None:
+        if part is None or part.checkpoint == checkpoint:
             continue
-        if part.checkpoint == checkpoint:
-            own.append(info.key)
-        else:
-            survivors |= await _named(store, part)
-    await store.delete(own)
-    chunks = [info.key async for info in store.scan(f"{chunks_prefix(run)}{checkpoint.name}/")]
-    aside = [info.key async for info in store.scan(f"{quarantine_prefix(run)}{checkpoint.name}/")]
-    gone = [key for key in chunks if key not in survivors] + aside
-    await store.delete(gone)
-    return len(own) + len(gone)
+        facts = known(info)
+        if facts is None or part.checkpoint in owners or facts.borrowed & owners:
+            keys.append(info.key)
+    return coming | await _all_named(store, keys)
 
 
-async def _named(store: Store, part: PartId) -> set[str]:
+async def _all_named(store: Store, keys: list[str]) -> set[str]:
+    return set[str]().union(*await together(_READERS, [_named(store, key) for key in keys]))
+
+
+async def _named(store: Store, key: str, *, patient: bool = False) -> set[str]:
+    """The chunks that the manifest under `key` names; `patient`: none if it cannot be read."""
+    run = key.split("/")[0]
     try:
-        manifest = decode(bytes(await store.get(part.manifest_key)), part)
+        manifest = decode(bytes(await store.get(key)))
     except ObjectNotFound:
         return set()
-    return {f"{part.checkpoint.run}/{chunk.stored.key}" for chunk in manifest.chunks() if chunk.stored}
+    except ManifestError:
+        if patient:
+            return set()
+        raise
+    return {f"{run}/{chunk.stored.key}" for chunk in manifest.chunks() if chunk.stored}
+
+
+def _owners(keys: set[str]) -> set[CheckpointId]:
+    """The checkpoints under whose names these chunks lie."""
+    found = {chunk_owner(*key.split("/", 1)) for key in keys}
+    return {owner for owner in found if owner}
 
 
 async def quarantine(store: Store, part: PartId) -> bool:
@@ -74,13 +125,7 @@ async def holds(store: Store, part: PartId, local: Manifest | None) -> bool:
         return False
     if local is not None and not manifest.same_content(local):
         return False
-    sizes: dict[str, int] = {}
-    for owner in {chunk.stored.key.rsplit("/", 1)[0] for chunk in manifest.chunks() if chunk.stored}:
-        sizes |= {info.key: info.size async for info in store.scan(f"{part.checkpoint.run}/{owner}/")}
-    return all(
-        chunk.stored and sizes.get(f"{part.checkpoint.run}/{chunk.stored.key}") == chunk.stored.size
-        for chunk in manifest.chunks()
-    )
+    return all(chunk.stored for chunk in manifest.chunks()) and not await missing_chunks(store, manifest)
 
 
 async def verify(store: Store, part: PartId, read: Callable[[int], None]) -> tuple[Manifest, list[str]]:

@@ -7,8 +7,8 @@ it, and looks again; events only shorten the wait. Every failure ends in a backo
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
+import math
 import random
 import time
 from collections import Counter
@@ -16,28 +16,30 @@ from collections.abc import Callable, Mapping
 
 from tierd.commit import Written
 from tierd.core.config import Config
-from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
+from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, TierdError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Manifest, decode
+from tierd.core.manifest import Manifest
 from tierd.core.plan import Action, Discard, Flush, Mend, Prune, pending, plan
 from tierd.core.retention import seconds
 from tierd.core.world import SPOOL, Place, World
-from tierd.daemon.flush import Twin, flush
+from tierd.daemon.budget import Budget
 from tierd.daemon.journal import Event, Journal
 from tierd.daemon.lane import Lane
-from tierd.daemon.observe import SpoolEye, TierEye
-from tierd.daemon.prune import holds, prune, quarantine
+from tierd.daemon.observe import SpoolEye
+from tierd.daemon.pause import Pause
+from tierd.daemon.prune import quarantine
 from tierd.daemon.repair import Repairer
+from tierd.daemon.scrub import Scrubber
+from tierd.daemon.tiers import Tiers
 from tierd.spool import Spool
 from tierd.stores.base import Store
 
 log = logging.getLogger("tierd.daemon")
 
 
-_STUCK = 60.0  # seconds that a part rests which could neither be sent nor mended
+_STUCK = 60.0  # seconds that rests what could not be sent, mended or deleted, while others go on
 _ABANDONED = 5.0  # seconds that a stage is seen unlocked before it counts as left over
-_ANSWER = 5.0  # seconds that one tier waits for another's manifest, which it could do without
-_LOOK = 120.0  # seconds; deadline of one look at a tier, above all retries of its calls
+_TAKEN_UP = 3600.0  # seconds that an interrupted fetch may be gone on with
 
 
 class Reconciler:
@@ -61,24 +63,36 @@ class Reconciler:
         self.spool = spool
         self.stores = stores
         self.journal = Journal(told)
-        self._repairer = Repairer(spool, stores, self.journal)
+        self.budget = Budget()
+        self._repairer = Repairer(spool, stores, self.journal, self.budget)
+        self.fetching = self._repairer.fetching
+        self.pause = Pause(spool)
+        self.tiers = Tiers(config, spool, stores, self.pause)
         self.held: Counter[CheckpointId] = Counter()
+        self.scrubber = Scrubber(
+            config,
+            spool,
+            stores,
+            self._repairer,
+            self.journal,
+            self.budget,
+            world=self.world,
+            pause=self.pause,
+            held=self.held,
+            wake=self.wake,
+        )
         self.writers: Callable[[], frozenset[str]] = frozenset  # `PartId.lane` of whoever will write again
         self.interest: set[str] = set()  # runs that a trainer asked for, beside those in the spool
         self.moved = asyncio.Condition()  # notified after every look and every action
         self.lanes = {name: Lane(name) for name in (SPOOL, *stores)}
-        self._eyes = {name: TierEye(store) for name, store in stores.items()}
         self._spool_eye = SpoolEye(spool)
         self._place = Place()
         self._free = 1.0
         self._leftovers: tuple[str, ...] = ()
-        self._tiers: dict[str, Place | None] = dict.fromkeys(stores)
         self._busy: Counter[PartId] = Counter()
-        self._stuck: dict[PartId, float] = {}
+        self._stuck: dict[PartId | CheckpointId, float] = {}
         self._unlocked: dict[str, float] = {}
         self._looking = asyncio.Lock()
-        self._clock = itertools.count()
-        self._seen = dict.fromkeys(stores, -1)  # tier -> the beginning of the look that `_tiers` shows
         self._draining = False
         self._random = random.Random()  # noqa: S311  # jitter
 
@@ -89,6 +103,7 @@ class Reconciler:
         async with asyncio.TaskGroup() as group:
             for lane in self.lanes.values():
                 group.create_task(self._run_lane(lane))
+            group.create_task(self.scrubber.run())
 
     def wake(self) -> None:
         """Look again soon: something may have changed."""
@@ -96,15 +111,16 @@ class Reconciler:
             lane.wake.set()
 
     async def drain(self, timeout: float) -> None:
-        """Let flushes go on, newest first, for at most `timeout` seconds; nothing else is begun any more."""
-        self._draining = True
+        """Let flushes go on, newest first, for at most `timeout` seconds; nothing else is begun any more. Paused,
+        it returns at once: what is pending waits for the next daemon."""
+        self._draining = self.scrubber.resting = True
         await self._look_at_spool()
         for lane in self.lanes.values():
             lane.retry_now()
         self.wake()
         try:
             async with asyncio.timeout(timeout), self.moved:
-                await self.moved.wait_for(lambda: not self.pending())
+                await self.moved.wait_for(lambda: self.pause.paused or not self.pending())
         except TimeoutError:
             log.warning("drain time is up: %d parts are still only in the spool", len(self.pending()))
 
@@ -123,7 +139,7 @@ class Reconciler:
         """The latest look at everything."""
         return World(
             self._place,
-            dict(self._tiers),
+            dict(self.tiers.places),
             self._free,
             self._leftovers,
             frozenset(self.held),
@@ -134,7 +150,7 @@ class Reconciler:
         """Parts in the spool that some tier still lacks and wants; all of them while a tier does not answer."""
         world = self.world()
         found = {action.part for action in plan(world, self.config, {}, 0.0) if isinstance(action, Flush)}
-        if any(place is None for place in self._tiers.values()):
+        if any(place is None for place in self.tiers.places.values()):
             found |= set(self._place.parts)
         return found | set(self._busy)
 
@@ -144,6 +160,8 @@ class Reconciler:
             action = None
             try:
                 await self.look(lane.name)
+                if lane.name != SPOOL:
+                    await self.tiers.tidy(lane.name, self._runs())
                 action = self._next(lane)
                 if action is not None:
                     lane.doing = _describe(action)
@@ -157,18 +175,30 @@ class Reconciler:
             async with self.moved:
                 self.moved.notify_all()
             if action is None or lane.last_error:
-                await lane.rest(seconds(self.config.rescan))
+                await lane.rest(min(seconds(self.config.rescan), self.pause.left or math.inf))
 
     def _next(self, lane: Lane) -> Action | None:
+        if self.pause.paused and lane.name != SPOOL:
+            return None
         backoff = {name: other.retry_at for name, other in self.lanes.items()}
         for action in plan(self.world(), self.config, backoff, lane.now()):
-            stuck = isinstance(action, Flush | Mend) and self._stuck.get(action.part, 0.0) > lane.now()
-            if action.tier == lane.name and not stuck and (isinstance(action, Flush) or not self._draining):
+            if (
+                action.tier == lane.name
+                and not self._is_stuck(action, lane.now())
+                and (isinstance(action, Flush) or not self._draining)
+            ):
                 return action
         return None
 
+    def _is_stuck(self, action: Action, now: float) -> bool:
+        if isinstance(action, Discard):
+            return False
+        return self._stuck.get(action.checkpoint if isinstance(action, Prune) else action.part, 0.0) > now
+
     def _failed(self, lane: Lane, action: Action | None, error: Exception) -> None:
         self.journal.counters["errors"] += 1
+        if lane.name in self.stores:
+            self.tiers.failed(lane.name)
         delay = lane.failed(error, self._random, long=isinstance(error, StoreRefused))
         doing = _describe(action) if action else "looking"
         known = isinstance(error, TierdError | OSError)
@@ -179,24 +209,11 @@ class Reconciler:
     async def look(self, name: str) -> None:
         """Look at one place afresh; a tier that does not answer becomes unknown, and the error is raised."""
         await self._look_at_spool()
-        if name == SPOOL:
-            return
-        runs = {part.checkpoint.run for part in self._place.parts} | self.interest
-        begun = next(self._clock)
-        try:
-            async with asyncio.timeout(_LOOK):
-                self._saw(name, begun, await self._eyes[name].look(runs))
-        except TimeoutError as error:
-            self._saw(name, begun, None)
-            raise StoreUnavailable(f"{name}: did not answer within {_LOOK:.0f} s") from error
-        except TierdError:
-            self._saw(name, begun, None)
-            raise
+        if name != SPOOL:
+            await self.tiers.look(name, self._runs() | self.interest)
 
-    def _saw(self, name: str, begun: int, place: Place | None) -> None:
-        # A lane and an asker may look at once: what began later saw the newer truth, whichever ends first.
-        if begun >= self._seen[name]:
-            self._seen[name], self._tiers[name] = begun, place
+    def _runs(self) -> set[str]:
+        return {part.checkpoint.run for part in self._place.parts}
 
     async def _look_at_spool(self) -> None:
         async with self._looking:
@@ -212,7 +229,13 @@ class Reconciler:
         # A stage is without its lock for a moment after it is made: only what stays so is left over.
         now = time.monotonic()
         self._unlocked = {name: self._unlocked.get(name, now) for name in names}
-        return tuple(name for name, since in self._unlocked.items() if now - since >= _ABANDONED)
+        return tuple(name for name, since in self._unlocked.items() if now - since >= self._patience(name))
+
+    def _patience(self, name: str) -> float:
+        # An interrupted fetch is worth taking up, as long as its bytes are not in the way.
+        low = self._free * 100 < self.config.min_free_percent
+        done = any(name == f"fetch/{self.spool.fetching(part).name}" for part in self._place.parts)
+        return _TAKEN_UP if name.startswith("fetch/") and not low and not done else _ABANDONED
 
     # -- acting -----------------------------------------------------------------------------------------------------
 
@@ -231,7 +254,7 @@ class Reconciler:
     async def _flush(self, part: PartId, tier: str) -> None:
         self._busy[part] += 1
         try:
-            done = await flush(self.spool, part, self.stores[tier], await self._twin(part, tier))
+            done = await self.tiers.flush(part, tier)
         except ObjectNotFound:
             return  # removed from the spool since the look
         except (CorruptChunk, ManifestError) as error:
@@ -244,24 +267,13 @@ class Reconciler:
             raise
         finally:
             self._busy -= Counter([part])
+        self.scrubber.verified(tier, part)
         self.journal.counters["flushed"] += 1
         self.journal.counters["flushed_raw_bytes"] += done.raw
         self.journal.counters["flushed_sent_bytes"] += done.sent
+        self.journal.counters["flushed_shared_bytes"] += done.shared
         await self.look(tier)
-        self.journal.tell("flushed", tier, part, f"verified, {done.raw} bytes as {done.stored}")
-
-    async def _twin(self, part: PartId, tier: str) -> Twin | None:
-        """Another tier that, as last seen, holds the part: a chunk is the same bytes on every tier."""
-        for name, store in self.stores.items():
-            if name != tier and self.has(part, name):
-                try:
-                    async with asyncio.timeout(_ANSWER):
-                        return Twin(store, decode(bytes(await store.get(part.manifest_key)), part))
-                except TimeoutError:
-                    self._tiers[name] = None  # it is not asked for every part; its own lane finds out
-                except TierdError:
-                    continue
-        return None
+        self.journal.tell("flushed", tier, part, f"{done.raw} bytes, {done.sent} sent, {done.stored} verified there")
 
     async def _prune(self, checkpoint: CheckpointId, tier: str, reasons: tuple[str, ...]) -> None:
         if tier == SPOOL:
@@ -274,27 +286,22 @@ class Reconciler:
             await asyncio.to_thread(self.spool.remove, checkpoint, () if low else self.writers())
             if low:
                 await asyncio.to_thread(self.spool.drop_recycled, ())
-        else:
-            await prune(self.stores[tier], checkpoint)
-            self._eyes[tier].forget(checkpoint)
+        elif not await self.tiers.prune(checkpoint, tier):
+            self._stuck[checkpoint] = time.monotonic() + _STUCK
+            return
         self.journal.counters["pruned"] += 1
         self.journal.tell("pruned", tier, checkpoint, "; ".join(reasons))
 
     async def _covered(self, checkpoint: CheckpointId) -> bool:
         """Look once more at the tiers before a local copy goes: one holds it, or none wants it any more."""
         parts = self._place.checkpoints.get(checkpoint, [])
-        tiers = [name for name, place in self._tiers.items() if place and all(place.parts.get(part) for part in parts)]
-        if not tiers:
-            return True  # the plan, made of this same world, says that every tier has retired it
-        local = {part: await asyncio.to_thread(self._readable, part) for part in parts}
-        for name in tiers:
-            if all([await holds(self.stores[name], part, local[part]) for part in parts]):
-                return True
+        lacking = await self.tiers.lacking({part: await asyncio.to_thread(self._readable, part) for part in parts})
+        for name in lacking or ():
             for part in parts:
                 self.journal.tell("corrupt", name, part, "chunks are missing; it will be flushed again")
                 await quarantine(self.stores[name], part)
-            self._tiers[name] = None
-        return False
+            self.tiers.doubt(name)
+        return lacking is None
 
     def _readable(self, part: PartId) -> Manifest | None:
         try:
@@ -303,16 +310,18 @@ class Reconciler:
             return None
 
     async def _mend(self, part: PartId, tier: str) -> None:
-        if tier != SPOOL:
-            await self._repairer.set_aside(tier, part, "its manifest is corrupt")
-            return
         try:
-            await self.fetch(part)
+            if tier == SPOOL:
+                await self.fetch(part)
+            else:
+                await self._repairer.rebuild(tier, part, "its manifest is corrupt")
         except CorruptChunk:
             pass  # told and set aside by fetch
-        except TierdError:
+        except TierdError as error:
             self._stuck[part] = time.monotonic() + _STUCK  # others of this lane go first meanwhile
-            raise
+            if tier == SPOOL:
+                raise
+            log.warning("%s: %s cannot be mended yet: %s", tier, part, error)  # another tier's lane backs off
 
     async def fetch(self, part: PartId) -> tuple[str, ...]:
         """Make the spool's copy of `part` whole, as `Repairer.heal` does, and look again."""
@@ -321,14 +330,9 @@ class Reconciler:
         finally:
             self.wake()
 
-    def has(self, part: PartId, tier: str) -> bool:
-        """Whether the latest look saw a usable manifest of `part` on `tier`, that is, a verified copy."""
-        place = self._tiers[tier]
-        return bool(place and place.parts.get(part))
-
     def is_retired(self, part: PartId, tier: str) -> bool:
         """Whether the tier, as last seen, lacks a part and will not be sent it: nobody has it, or nobody wants it."""
-        if self._tiers[tier] is None or self._busy[part]:
+        if self.tiers.places[tier] is None or self._busy[part]:
             return False
         if part in self._place.parts and self._place.parts[part] is None:
             return False  # it is mended, or set aside, first
@@ -337,10 +341,9 @@ class Reconciler:
     def backlog(self, tier: str) -> tuple[int, int]:
         """`(parts, bytes)` that the spool has and the tier, as last seen, lacks and wants."""
         parts = {action.part for action in plan(self.world(), self.config, {}, 0.0) if isinstance(action, Flush)}
-        place = self._tiers[tier] or Place()
-        runs = {part.checkpoint.run for part in self._place.parts}
-        found = [part for run in runs for part in pending(self._place, place, run)]
-        wanted = [part for part in found if self._tiers[tier] is None or part in parts or part in self._busy]
+        place = self.tiers.places[tier] or Place()
+        found = [part for run in self._runs() for part in pending(self._place, place, run)]
+        wanted = [part for part in found if self.tiers.places[tier] is None or part in parts or part in self._busy]
         return len(wanted), sum(facts.size for part in wanted if (facts := self._place.parts[part]))
 
 

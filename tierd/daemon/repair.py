@@ -7,37 +7,45 @@ nothing is. What was set aside on one tier and is right in the spool is flushed 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 
-from tierd.core.errors import CorruptChunk
+from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreUnavailable
 from tierd.core.ids import PartId
+from tierd.core.manifest import Manifest
 from tierd.core.world import SPOOL
-from tierd.daemon.fetch import fetch
+from tierd.daemon.budget import Budget
+from tierd.daemon.download import Progress
+from tierd.daemon.fetch import Fetched, fetch
 from tierd.daemon.journal import Journal
+from tierd.daemon.mend import Mender, Turn, Where, at_once
 from tierd.daemon.prune import quarantine
 from tierd.spool import Spool
 from tierd.stores.base import Store
 
 
 class Repairer:
-    """Heals the spool from the tiers."""
+    """Heals the spool from the tiers, and each tier from the spool and the others."""
 
-    def __init__(self, spool: Spool, stores: Mapping[str, Store], journal: Journal) -> None:
-        self._spool, self._stores, self._journal = spool, stores, journal
-        self._fetching: dict[PartId, asyncio.Lock] = {}
+    def __init__(self, spool: Spool, stores: Mapping[str, Store], journal: Journal, budget: Budget) -> None:
+        self._spool, self._stores, self._journal, self._budget = spool, stores, journal, budget
+        self._turns: defaultdict[PartId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.fetching: dict[PartId, Progress] = {}  # what is being made whole now
 
-    async def heal(self, part: PartId) -> tuple[str, ...]:
+    async def heal(self, part: PartId, *, counted: bool = False) -> tuple[str, ...]:
         """Make the spool's copy of `part` whole; the tiers that chunks came from.
+
+        Args:
+            counted: that it is corrupt was counted by whoever found out.
 
         Raises:
             CorruptChunk: every copy is proven bad; all are set aside.
             StoreUnavailable: a copy that might be good could not be reached; nothing was set aside.
         """
         try:
-            async with self._fetching.setdefault(part, asyncio.Lock()):
-                fetched = await fetch(self._spool, part, self._stores)
+            fetched = await self._fetch(part)
         except CorruptChunk as error:
-            self._journal.counters["corruptions"] += 1
+            self._journal.counters["corruptions"] += not counted
             await asyncio.to_thread(self._spool.quarantine, part)
             self._told_aside(SPOOL, part, str(error))
             for name in self._stores:
@@ -52,6 +60,58 @@ class Repairer:
             self._journal.tell("healed", SPOOL, part, f"{fetched.chunks} chunks from {', '.join(fetched.tiers)}")
         return fetched.tiers
 
+    async def _fetch(self, part: PartId) -> Fetched:
+        async with self._turns[part]:
+            progress = self.fetching[part] = Progress()
+            try:
+                return await fetch(self._spool, part, self._stores, self._budget, progress)
+            finally:
+                del self.fetching[part]
+
+    async def repair(
+        self, tier: str, part: PartId, manifest: Manifest, bad: Iterable[Where], turn: Turn = at_once
+    ) -> Mender:
+        """Put right what is proven bad of a tier's copy; how that went. What is lost for good sets the copy aside.
+
+        Args:
+            turn: awaited before each chunk.
+
+        Raises:
+            StoreUnavailable, StoreRefused: some place could not be asked; nothing was set aside.
+        """
+        mender = Mender(self._spool, self._stores, tier, part, self._budget, turn)
+        try:
+            await mender.mend(manifest, bad)
+        finally:
+            self._told_mended(tier, part, mender, "")
+        if mender.lost:
+            await self.set_aside(tier, part, mender.lost[0])
+        return mender
+
+    async def rebuild(self, tier: str, part: PartId, reason: str, turn: Turn = at_once) -> bool:
+        """Put a tier's manifest right, which is proven bad, and what it should name; whether that could be. If not, it
+        is set aside; so it is if the spool has the part, which is then flushed anew. Raises as `repair`."""
+        silent: OSError | None = None  # a disk that does not answer proves nothing
+        try:
+            await asyncio.to_thread(self._spool.manifest, part)
+            await quarantine(self._stores[tier], part)
+            return False
+        except OSError as error:
+            silent = error
+        except (ObjectNotFound, ManifestError):
+            pass
+        mender = Mender(self._spool, self._stores, tier, part, self._budget, turn)
+        try:
+            await mender.rebuild()
+            self._told_mended(tier, part, mender, "its manifest, after another tier's; ")
+        except CorruptChunk as error:
+            if silent:
+                raise StoreUnavailable(f"{SPOOL}: {silent}; {error}") from error
+            mender.lost.append(str(error))
+        if mender.lost:
+            await self.set_aside(tier, part, f"{reason}; {mender.lost[0]}")
+        return not mender.lost
+
     async def set_aside(self, tier: str, part: PartId, reason: str) -> None:
         """Quarantine a tier's copy, if it has one."""
         if await quarantine(self._stores[tier], part):
@@ -60,3 +120,9 @@ class Repairer:
     def _told_aside(self, place: str, part: PartId, reason: str) -> None:
         self._journal.counters["quarantined"] += 1
         self._journal.tell("quarantined", place, part, reason)
+
+    def _told_mended(self, tier: str, part: PartId, mender: Mender, also: str) -> None:
+        self._journal.counters["repaired_chunks"] += mender.mended
+        if mender.mended or also:
+            sources = f" from {', '.join(sorted(mender.sources))}" if mender.mended else ""
+            self._journal.tell("repaired", tier, part, f"{also}{mender.mended} chunks{sources}")

@@ -15,12 +15,14 @@ from pathlib import Path
 from tierd.commit import Written
 from tierd.core.config import Config
 from tierd.core.ids import PartId
+from tierd.core.rate import rate
 from tierd.core.retention import seconds
 from tierd.core.urls import parse_url
 from tierd.daemon.control import Control
 from tierd.daemon.handoff import HandOff
 from tierd.daemon.journal import Event
 from tierd.daemon.notify import feed_watchdog, notify
+from tierd.daemon.priority import lower
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.watch import watching
 from tierd.spool import Spool
@@ -37,7 +39,8 @@ async def open_tiers(config: Config, stack: AsyncExitStack) -> dict[str, Store]:
     """Open every tier's store, in order; `stack` closes them."""
     stores: dict[str, Store] = {}
     for tier in config.tier:
-        stores[tier.name] = open_store(parse_url(tier.url))
+        up, down = (rate(limit) if limit else None for limit in (tier.limit_up, tier.limit_down))
+        stores[tier.name] = open_store(parse_url(tier.url), up, down)
         stack.push_async_callback(stores[tier.name].aclose)
     return stores
 
@@ -69,6 +72,7 @@ async def serve(config: Config, *, until_idle: bool = False, told: Callable[[Eve
         control = Control(reconciler, handoff)
         stack.enter_context(watching(spool, reconciler.wake))
         stack.enter_context(handoff.listening(seconds(config.drain)))
+        lower()  # from here on, every thread but the hand-off's
         await stack.enter_async_context(control.listening())
         work = asyncio.ensure_future(reconciler.run())
         life = asyncio.ensure_future(feed_watchdog())
@@ -76,6 +80,8 @@ async def serve(config: Config, *, until_idle: bool = False, told: Callable[[Eve
         notify("READY=1")
         tiers = ", ".join(f"{tier.name} {parse_url(tier.url)}" for tier in config.tier)
         log.info("spool %s to %s", spool.root, tiers)
+        if until := reconciler.pause.until:
+            log.warning("paused: %s; to go on: tierd resume --spool %s", until, spool.root)
         stopped = asyncio.ensure_future(stop.wait())
         try:
             await asyncio.wait([stopped, work, idle], return_when=asyncio.FIRST_COMPLETED)

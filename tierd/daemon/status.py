@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from tierd.core.urls import parse_url
 from tierd.daemon.journal import Event
 from tierd.daemon.reconcile import Reconciler
+from tierd.daemon.scrub import ScrubStatus
 
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """One lane. `pending_*` is what the spool has and the tier lacks; `retry_in_s` is set while it backs off."""
+    """One lane. `effort` says whether chunks are compressed for it and why. `pending_*` is what the spool has and the
+    tier lacks; `retry_in_s` is set while it backs off."""
 
     name: str
     url: str
     doing: str | None
+    effort: str
     reached: bool
     pending_parts: int
     pending_bytes: int
@@ -27,16 +30,19 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The whole daemon. `spool_free` is a share of its disk; `lent_bytes` is memory of trainers, living and dead, that
-    snapshots are handed over in; `counters` count since the start."""
+    """The whole daemon. `spool_free` is a share of its disk; `paused` is the end of a pause in RFC 3339, or "until
+    resumed"; `lent_bytes` is memory of trainers, living and dead, that snapshots are handed over in; `counters` count
+    since the start."""
 
     pid: int
     spool: str
     spool_free: float
     spool_parts: int
     trainers: int
+    paused: str | None
     lent_bytes: int
     tiers: tuple[TierStatus, ...]
+    scrub: ScrubStatus
     counters: dict[str, int]
     events: tuple[Event, ...]
 
@@ -50,8 +56,10 @@ def status(reconciler: Reconciler, trainers: int, lent_bytes: int) -> Status:
         spool_free=world.free,
         spool_parts=len(world.spool.parts),
         trainers=trainers,
+        paused=reconciler.pause.until,
         lent_bytes=lent_bytes,
         tiers=tuple(_tier(reconciler, tier.name, tier.url) for tier in reconciler.config.tier),
+        scrub=reconciler.scrubber.status(),
         counters={name: reconciler.journal.counters[name] for name in COUNTERS},
         events=tuple(reconciler.journal.events),
     )
@@ -65,6 +73,7 @@ def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
         name=name,
         url=str(parse_url(url)),
         doing=lane.doing,
+        effort=reconciler.tiers.pace.effort(name).why,
         reached=reconciler.world().tiers[name] is not None,
         pending_parts=parts,
         pending_bytes=size,
@@ -77,12 +86,17 @@ def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
 COUNTERS = {
     "persisted": "snapshots that trainers handed over, committed to the spool",
     "persist_failures": "snapshots that could not be; their trainers were told",
-    "flushed": "parts put on a tier, each verified by reading it back",
+    "flushed": "parts put on a tier, each byte of them verified there",
     "flushed_raw_bytes": "bytes of those parts in the spool",
     "flushed_sent_bytes": "bytes put for them; less than stored where an interrupted flush went on",
+    "flushed_shared_bytes": "bytes in the spool that were not sent, since an older checkpoint's chunks hold them",
     "pruned": "copies of checkpoints deleted by retention",
     "corruptions": "copies proven corrupt",
     "healed_chunks": "chunks written to the spool from a tier",
     "quarantined": "copies set aside as beyond repair",
+    "scrubbed": "copies read again whole",
+    "scrubbed_bytes": "bytes read for that",
+    "scrub_findings": "chunks and manifests found corrupt by that, each told once",
+    "repaired_chunks": "chunks put right on a tier",
     "errors": "looks and actions that failed and were tried again",
 }

@@ -1,14 +1,16 @@
-"""Running a bounded number of coroutines at once.
+"""Running a bounded number of coroutines at once, and calls in threads.
 
-Law: the first failure ends the rest and is raised as itself, not wrapped in a group: callers name one condition.
+Law: the first failure ends the rest and is raised as itself, not wrapped in a group: callers name one condition. What
+was cancelled is at rest when that is raised: no thread goes on with its buffers and files.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -29,4 +31,20 @@ async def together(limit: int, work: Sequence[Coroutine[Any, Any, T]]) -> list[T
         await asyncio.gather(*tasks, return_exceptions=True)
         for coroutine in work:
             coroutine.close()  # one that never got through the gate
+        raise
+
+
+async def to_the_end(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """`asyncio.to_thread`, which returns or raises only when the thread has: one that is cancelled cannot stop."""
+    work = asyncio.ensure_future(asyncio.to_thread(call, *args, **kwargs))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        while not work.done():
+            try:
+                await asyncio.wait([work])
+            except asyncio.CancelledError:
+                continue  # once more: it still cannot stop
+        if not work.cancelled():
+            work.exception()  # seen; that it was cancelled is what counts
         raise

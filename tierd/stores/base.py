@@ -38,21 +38,31 @@ class Store(Protocol):
 
     Every method raises `StoreUnavailable` when the place did not answer or said "not now", and `StoreRefused` when it
     said no (credentials, permissions, missing bucket); neither says anything about the object. Calls may run at once.
-    Cancelling a call returns at once and leaves the store as it was or as it was to be; `put`'s buffer may be reused.
+    Cancelling a call returns at once and leaves the store as it was or as it was to be; its buffer may be reused.
     """
 
-    async def put(self, key: str, data: Buffer) -> None:
+    async def put(self, key: str, data: Buffer) -> str:
         """Make `key` hold exactly `data`: atomic (no reader sees less), durable on return, and idempotent.
 
         `data` must not change until the call has returned or raised.
+
+        Returns:
+            The checksum over the whole of `data` by which the place itself verified what it took ("crc64nvme",
+            "crc32c", "crc32"), where it was seen to refuse a wrong one; "" where nothing is proven.
         """
         ...
 
-    async def get(self, key: str) -> Buffer:
+    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         """All bytes of `key`. A short read is `StoreUnavailable`, never a short answer.
+
+        Args:
+            into: a writable view of bytes, which may be longer than the object. The object is put at its start, no
+                second copy is held, and the filled part is returned; what lies behind it stays. After a call that
+                failed or was cancelled its content is undefined, but nothing writes to it any more.
 
         Raises:
             ObjectNotFound: the place answered, and the key is not there.
+            StoreRefused: the object is larger than `into`.
         """
         ...
 
@@ -96,6 +106,17 @@ def octets(data: Buffer) -> memoryview:
     """`data` as a flat view of bytes, without a copy."""
     view = memoryview(data)
     return view.cast("B") if view.nbytes else memoryview(b"")  # a view with a 0 in its shape can't be cast
+
+
+def room(into: memoryview, size: int, doing: str) -> memoryview:
+    """The part of a get's `into` that an object of `size` bytes fills.
+
+    Raises:
+        StoreRefused: it is larger.
+    """
+    if size > into.nbytes:
+        raise StoreRefused(f"{doing}: the object has {size} bytes, and there is room for {into.nbytes}")
+    return octets(into)[:size] if size else into[:0]
 
 
 async def children(store: Store, prefix: str) -> AsyncIterator[str]:

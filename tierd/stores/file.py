@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import aiofiles
+from aiofiles.threadpool.binary import AsyncFileIO
 
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
-from tierd.stores.base import Buffer, ObjectInfo, check_key, is_key, octets
+from tierd.stores.base import Buffer, ObjectInfo, check_key, is_key, octets, room
 from tierd.stores.fds import DIRECTORY, closing, descend, lock, sweep, sync_directory, unlink
 
 P = ParamSpec("P")
@@ -37,6 +38,7 @@ T = TypeVar("T")
 _TMP = ".tmp"
 _TMP_NAME = re.compile(r"[0-9a-f]{32}")
 _PIECE = 16 << 20  # bytes written between two looks at whether the put was cancelled
+_READ_PIECE = 1 << 20  # bytes; small enough to stay in the processor's cache until it is copied
 _THREADS = 16
 _SWEEP = 1000  # leftovers looked at, at most
 _PUT_TRIES = 8  # against deletes that remove the directory, and sweeps that remove the temp file, under a put
@@ -63,7 +65,7 @@ class FileStore:
     def __repr__(self) -> str:
         return f"FileStore({str(self._path)!r})"
 
-    async def put(self, key: str, data: Buffer) -> None:
+    async def put(self, key: str, data: Buffer) -> str:
         check_key(key)
         stop = threading.Event()
         try:
@@ -71,14 +73,20 @@ class FileStore:
         except asyncio.CancelledError:
             stop.set()
             raise
+        return ""
 
-    async def get(self, key: str) -> Buffer:
+    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         check_key(key)
         # Reading is all that aiofiles can be trusted with here: a cancelled write of its goes on while the file is
         # closed under it, and could end in whatever file is given the number next.
         with self._translated(f"get {key}"):
             async with aiofiles.open(key, "rb", buffering=0, opener=self._open, executor=self._threads) as file:
-                data: bytes = await file.read()
+                if into is None:
+                    data: Buffer = await file.read()
+                else:
+                    data = await _read_into(
+                        file, room(into, os.fstat(file.fileno()).st_size, f"{self._path}: get {key}")
+                    )
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 return data
 
@@ -293,6 +301,18 @@ class FileStore:
                 parts = parts[:-1]
         except OSError:  # not empty, or gone
             pass
+
+
+async def _read_into(file: AsyncFileIO, view: memoryview) -> memoryview:
+    """Fill `view` from `file`, through a small buffer: a cancelled call's thread may still be reading into that."""
+    buffer, at = bytearray(min(_READ_PIECE, len(view))), 0
+    while at < len(view):
+        count = await file.readinto(buffer)
+        if not count:
+            raise OSError(errno.EIO, "the file became shorter")
+        view[at : at + count] = memoryview(buffer)[:count]
+        at += count
+    return view
 
 
 def _parent(key: str) -> str:

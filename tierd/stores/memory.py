@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import AsyncGenerator, Sequence
 
 from tierd.core.errors import ObjectNotFound
-from tierd.stores.base import Buffer, ObjectInfo, check_key, octets
+from tierd.stores.base import Buffer, ObjectInfo, check_key, octets, room
 
 
 class MemoryStore:
@@ -21,21 +21,27 @@ class MemoryStore:
     def __repr__(self) -> str:
         return f"MemoryStore({len(self._keys)} objects)"
 
-    async def put(self, key: str, data: Buffer) -> None:
+    async def put(self, key: str, data: Buffer) -> str:
         check_key(key)
         await asyncio.sleep(0)
         self._puts += 1
         if key not in self._objects:
             insort(self._keys, key)
         self._objects[key] = bytes(octets(data)), self._puts
+        return ""
 
-    async def get(self, key: str) -> Buffer:
+    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         check_key(key)
         await asyncio.sleep(0)
         try:
-            return self._objects[key][0]
+            content = self._objects[key][0]
         except KeyError:
             raise ObjectNotFound(key) from None
+        if into is None:
+            return content
+        view = room(into, len(content), f"get {key}")
+        view[:] = content
+        return view
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         await asyncio.sleep(0)

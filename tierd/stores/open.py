@@ -7,21 +7,29 @@ from pathlib import Path
 from tierd.core.errors import ConfigError
 from tierd.core.urls import StoreUrl
 from tierd.stores.base import Store
+from tierd.stores.limit import LimitedStore
 from tierd.stores.retry import RetryingStore
 
 
-def open_store(url: StoreUrl) -> Store:
-    """The store at `url`, with deadlines and retries. Nothing is connected to, or looked at, before the first call.
+def open_store(url: StoreUrl, up: int | None = None, down: int | None = None) -> Store:
+    """The store at `url`, with deadlines and retries, moving at most `up` and `down` bytes per second.
+
+    Nothing is connected to, or looked at, before the first call.
 
     Raises:
         ConfigError: an s3 URL, and aiobotocore is not installed.
     """
+    store = RetryingStore(_plain(url))
+    return LimitedStore(store, up, down) if up or down else store
+
+
+def _plain(url: StoreUrl) -> Store:
     if url.scheme == "file":
         from tierd.stores.file import FileStore
 
-        return RetryingStore(FileStore(Path(url.path)))
+        return FileStore(Path(url.path))
     try:
         from tierd.stores.s3 import S3Store
     except ModuleNotFoundError as error:
         raise ConfigError(f"{url} needs the package {error.name}: pip install 'tierd[s3]'") from error
-    return RetryingStore(S3Store(url))
+    return S3Store(url)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _SLOWEST = 1_000_000  # bytes/s that a store must sustain to meet the deadline of a put or get
-_LARGEST = 272 << 20  # bytes: a get doesn't know its object's size, so it is given the time of the largest
+_LARGEST = 272 << 20  # bytes: a get without a buffer doesn't know the size, so it is given the time of the largest
 _PER_KEY_S = 0.05  # what a delete is given on top, for each key
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.25, 20.0  # before the jitter
 
@@ -51,12 +51,13 @@ class RetryingStore:
     def __repr__(self) -> str:
         return f"RetryingStore({self._inner!r})"
 
-    async def put(self, key: str, data: Buffer) -> None:
+    async def put(self, key: str, data: Buffer) -> str:
         size = memoryview(data).nbytes
-        await self._call(f"put {key}", size / _SLOWEST, lambda: self._inner.put(key, data))
+        return await self._call(f"put {key}", size / _SLOWEST, lambda: self._inner.put(key, data))
 
-    async def get(self, key: str) -> Buffer:
-        return await self._call(f"get {key}", _LARGEST / _SLOWEST, lambda: self._inner.get(key))
+    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
+        size = _LARGEST if into is None else into.nbytes
+        return await self._call(f"get {key}", size / _SLOWEST, lambda: self._inner.get(key, into))
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         doing, failed = f"scan {prefix or '/'}", 0

@@ -1,20 +1,19 @@
 """Objects in an S3 bucket, through aiobotocore.
 
-Law: one object is one request, so that nothing partial can exist; the server checks every upload against a checksum
-taken here; whatever S3, botocore or aiohttp say is translated in one place, `_condition`, and no secret can get into
-what is said. botocore's own retries are off: retrying is `RetryingStore`'s concern.
+Law: one object is one request, so that nothing partial can exist; every upload brings a checksum over the whole object,
+taken here; that the server checks it is believed only after it has refused a wrong one. Whatever S3, botocore or the
+transport say is translated in one place, `_condition`, and no secret can get into what is said. botocore's own retries
+are off: retrying is `RetryingStore`'s concern.
 
-Uploads are not signed over their payload (SHA-256 costs as much as the rest of a put): the CRC-32, or on servers that
-don't know it the MD5, is a signed header instead. Use https where the network is not your own.
+Uploads are not signed over their payload (SHA-256 costs as much as the rest of a put): the checksum, or on servers that
+know none the MD5, is a signed header instead. Use https where the network is not your own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import logging
-import zlib
+import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any
@@ -27,20 +26,28 @@ from botocore.parsers import ResponseParserError
 
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import StoreUrl
-from tierd.stores.base import Buffer, ObjectInfo, check_key, is_key, octets
+from tierd.stores.base import Buffer, ObjectInfo, check_key, is_key, octets, room
+from tierd.stores.checksums import CHECKSUMS, MD5, Checksum
+from tierd.stores.line import Body
+from tierd.stores.transport import Answer, http_session
 
 _CONNECTIONS = 32
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 10, 60  # the latter between two reads; RetryingStore bounds the whole
 _DELETE_BATCH = 1000  # S3's own limit
 _FIRST_PAGE = 16  # keys: `children` needs one key of a listing, and a full page costs some 20 ms to parse
+_PROBE = ".tierd-probe"  # under the store's prefix; no key, so that no scan shows it
+_PROBE_AGAIN_S = 60.0  # after one that the server did not answer
 _FOREIGN = (botocore.ClientError, botocore.BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError)
 
 _NOT_NOW = {"SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "OperationAborted", "Throttling"}
 _NOT_NOW |= {"ThrottlingException", "TooManyRequests", "ConditionalRequestConflict"}
-_NOT_NOW |= {"BadDigest", "XAmzContentChecksumMismatch", "IncompleteBody"}  # damaged or cut on the way
+_MISMATCH = {"BadDigest", "XAmzContentChecksumMismatch"}
+_NOT_NOW |= {*_MISMATCH, "IncompleteBody"}  # damaged or cut on the way
 _CREDENTIALS = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
 _PLACE = {"PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed", "InvalidRegion"}
 _UNKNOWN_CHECKSUM = {"InvalidArgument", "InvalidRequest", "NotImplemented"}
+
+_log = logging.getLogger(__name__)
 
 for _library in ("botocore", "aiobotocore"):  # at DEBUG they log session tokens, and the secrets that STS answers with
     logging.getLogger(_library).setLevel(logging.INFO)
@@ -57,7 +64,10 @@ class S3Store:
             self._extra["StorageClass"] = url.storage_class
         if url.sse_kms_key_id:
             self._extra |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": url.sse_kms_key_id}
-        self._knows_crc = True  # until the server refuses one
+        self._checksum: Checksum = MD5  # of each upload, until the server is known
+        self._proven = ""  # the checksum's name, once the server has refused a wrong one
+        self._probe_at: float | None = 0.0  # when to ask, by the monotonic clock; None: it has answered
+        self._probing = asyncio.Lock()
         self._client: Any = None
         self._opening = asyncio.Lock()
         self._closing = AsyncExitStack()
@@ -65,34 +75,82 @@ class S3Store:
     def __repr__(self) -> str:
         return f"S3Store({str(self._url)!r})"
 
-    async def put(self, key: str, data: Buffer) -> None:
+    async def put(self, key: str, data: Buffer) -> str:
         name, view = self._base + check_key(key), octets(data)
         with self._translated(f"put {key}"):
-            if self._knows_crc:
-                try:
-                    return await self._put(name, view, await _crc32(view))
-                except botocore.ClientError as error:
-                    if error.response.get("Error", {}).get("Code") not in _UNKNOWN_CHECKSUM:
-                        raise
-            await self._put(name, view, await _md5(view))
-            self._knows_crc = False
-            return None
+            await self._probe()
+            checksum, proven = self._checksum, self._proven
+            parameters = await checksum.parameters(view)
+            answer = await self._put(name, view, parameters)
+            echoed = answer.get(checksum.field)
+            if echoed is not None and echoed != parameters[checksum.field]:
+                raise StoreUnavailable(f"{self._url}: put {key}: the server took other bytes than were sent")
+            return proven
 
-    async def _put(self, name: str, view: memoryview, checksum: dict[str, str]) -> None:
+    async def _put(self, name: str, view: memoryview, checksum: dict[str, str]) -> Any:
         client = await self._connected()
-        await client.put_object(Bucket=self._url.bucket, Key=name, Body=view, **checksum, **self._extra)
+        return await client.put_object(Bucket=self._url.bucket, Key=name, Body=Body(view), **checksum, **self._extra)
 
-    async def get(self, key: str) -> Buffer:
+    async def _probe(self) -> None:
+        """Find the best checksum that the server refuses when it is wrong; else the best that it takes; else MD5."""
+        if self._probe_at is None:
+            return
+        async with self._probing:
+            if self._probe_at is None or time.monotonic() < self._probe_at:
+                return
+            self._probe_at = time.monotonic() + _PROBE_AGAIN_S
+            taken: list[Checksum] = []
+            for checksum in CHECKSUMS:
+                refused = await self._refuses(checksum)
+                if refused is None:
+                    return  # it says nothing; meanwhile an MD5 is understood by all
+                if refused == "mismatch":
+                    self._checksum, self._proven, self._probe_at = checksum, checksum.name, None
+                    return
+                if refused == "":
+                    taken.append(checksum)
+            self._checksum, self._probe_at = taken[0] if taken else MD5, None
+            _log.info("%s verifies no checksum: what is put is proven by reading it back", self._url)
+
+    async def _refuses(self, checksum: Checksum) -> str | None:
+        """Put a wrong checksum: "mismatch", "unknown", "" when it was taken, None when that was not the question."""
+        wrong, name = await checksum.parameters(memoryview(b"other bytes")), self._base + _PROBE
+        try:
+            await self._put(name, memoryview(b"a put with a wrong checksum, which a server should refuse"), wrong)
+        except botocore.ClientError as error:
+            code = error.response.get("Error", {}).get("Code")
+            return "mismatch" if code in _MISMATCH else "unknown" if code in _UNKNOWN_CHECKSUM else None
+        except _FOREIGN:
+            return None
+        try:
+            client = await self._connected()
+            await client.delete_object(Bucket=self._url.bucket, Key=name)
+        except _FOREIGN:
+            _log.info("%s: %s could not be deleted; it means nothing", self._url, _PROBE)
+        return ""
+
+    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         name = self._base + check_key(key)
         with self._translated(f"get {key}"):
             client = await self._connected()
             answer = await client.get_object(Bucket=self._url.bucket, Key=name)
             async with answer["Body"] as body:  # left unread and unclosed, it would keep its connection for good
-                data: bytes = await body.read()
-            size = answer.get("ContentLength", len(data))  # absent in a chunked answer, which has an end of its own
-            if len(data) != size:
-                raise StoreUnavailable(f"{self._url}: get {key}: {len(data)} of {size} bytes came")
-            return data
+                return await self._read(body.raw_stream, answer.get("ContentLength"), into, f"{self._url}: get {key}")
+
+    @staticmethod
+    async def _read(raw: Any, size: int | None, into: memoryview | None, doing: str) -> Buffer:
+        if isinstance(raw, Answer) and size is not None and size >= 0:
+            view = memoryview(bytearray(size)) if into is None else room(into, size, doing)
+            count = await raw.readinto(view)
+        else:  # through a proxy, or in pieces that have an end of their own
+            view = memoryview(await raw.read())
+            count = len(view)
+            if into is not None:
+                data, view = view, room(into, count, doing)
+                view[:] = data
+        if size is not None and count != size:
+            raise StoreUnavailable(f"{doing}: {count} of {size} bytes came")
+        return view
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         page: dict[str, Any] = {"MaxKeys": _FIRST_PAGE}
@@ -134,6 +192,7 @@ class S3Store:
         async with self._opening:
             if self._client is None:
                 config = AioConfig(
+                    http_session_cls=http_session,
                     max_pool_connections=_CONNECTIONS,
                     connect_timeout=_CONNECT_TIMEOUT_S,
                     read_timeout=_READ_TIMEOUT_S,
@@ -206,22 +265,10 @@ def _condition(doing: str, code: str, status: int) -> tuple[type[TierdError], st
     return StoreRefused, ""
 
 
-async def _crc32(view: memoryview) -> dict[str, str]:
-    digest = await asyncio.to_thread(zlib.crc32, view)
-    # Ceph checks the value only when the algorithm is named as well.
-    return {"ChecksumAlgorithm": "CRC32", "ChecksumCRC32": base64.b64encode(digest.to_bytes(4, "big")).decode()}
-
-
-async def _md5(view: memoryview) -> dict[str, str]:
-    digest = await asyncio.to_thread(hashlib.md5, view, usedforsecurity=False)
-    return {"ContentMD5": base64.b64encode(digest.digest()).decode()}
-
-
 def _with_md5(params: dict[str, Any], **_: Any) -> None:
     """DeleteObjects must bring a checksum; MD5 is the one that every server knows, CRC-32 is botocore's choice."""
     params["context"].pop("checksum", None)
-    digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
-    params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
+    params["headers"]["Content-MD5"] = MD5.value(memoryview(params["body"]))
 
 
 def _without_redirect(params: dict[str, Any], **_: Any) -> None:

@@ -1,0 +1,108 @@
+"""What a trainer sees of a fetch: progress while bytes come, an end when none do, and the rest the next time."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+from support.doubles import Double, is_chunk
+from support.training import same, tensors
+from support.world import Daemon, commit, content, hurry, part, read
+
+import tierd
+from tierd.client import fetching
+from tierd.client.fetching import Fetching
+from tierd.core.errors import StoreUnavailable
+from tierd.core.wire import Fetch
+from tierd.daemon import download
+from tierd.link import Link
+from tierd.spool import Spool
+
+PART = part(7)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    hurry(monkeypatch)
+    monkeypatch.setattr("tierd.core.wire.HEARTBEAT", 0.02)
+    monkeypatch.setattr(download, "_HANDS", 1)
+
+
+@pytest.fixture
+def spool(tmp_path) -> Spool:
+    return Spool(tmp_path / "spool")
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_the_daemon_tells_how_far_it_is(spool):
+    store = Double()
+    commit(spool, PART)
+    with Daemon(spool.root, {"tier": store}) as daemon, Link(spool) as link:
+        daemon.settle()
+        spool.remove(PART.checkpoint)
+        store.delay = 0.1
+        told: list[dict] = []
+        assert link.ask(Fetch(part=PART), told=told.append)["tiers"] == ["tier"]
+    seen = [(line["done"], line["total"]) for line in told if line.get("total")]
+    whole = sum(map(len, content(7).values()))
+    assert seen == sorted(seen) and {total for _, total in seen} == {whole}
+    assert len({done for done, _ in seen}) > 1
+    assert ["tier"] in [line.get("tiers") for line in told]
+
+
+def test_as_long_as_bytes_come_a_fetch_may_take_its_time(clock, caplog):
+    watch = Fetching(PART)
+    with caplog.at_level(logging.INFO, "tierd"):
+        for done in range(100):
+            clock[0] += fetching._STALLED - 1
+            watch({"working": True, "done": done * 10**9, "total": 96 * 10**9, "tiers": ["s3"]})
+    assert "step 7" in caplog.text and "from s3: 41.0 of 96.0 GB" in caplog.text
+
+
+@pytest.mark.parametrize("line", [{}, {"done": 5, "total": 9, "tiers": []}])
+def test_one_that_brings_nothing_is_given_up(clock, line):
+    watch = Fetching(PART)
+    watch(line)
+    clock[0] += fetching._STALLED - 1
+    watch(line)
+    clock[0] += 1
+    with pytest.raises(StoreUnavailable, match="no byte"):
+        watch(line)
+
+
+def test_a_restore_from_a_tier_that_hangs_ends_and_the_next_goes_on(spool, monkeypatch):
+    store = Double()
+    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        first = checkpointer.save(3, tensors(3)).part
+        first_done = checkpointer.save(4, tensors(4))
+        first_done.wait()
+    with Daemon(spool.root, {"tier": store}, keep=100) as daemon:
+        daemon.settle()
+        for one in (first, first_done.part):
+            spool.remove(one.checkpoint)
+        chunks: list[str] = []
+
+        def hang(operation: str, key: str) -> None:
+            if operation == "get" and is_chunk(key):
+                chunks.append(key)
+                store.delay = 1000.0 if len(chunks) == 1 else 0.0
+
+        store.before = hang
+        state = tensors(10**6)
+        with tierd.Checkpointer(spool.root, "run") as checkpointer:
+            monkeypatch.setattr(fetching, "_STALLED", 0.5)
+            with pytest.raises(StoreUnavailable, match="no byte"):
+                checkpointer.restore(state)
+            assert same(state, 10**6), "nothing was loaded"
+            monkeypatch.setattr(fetching, "_STALLED", 600.0)
+            store.before, store.delay = None, 0.0
+            assert checkpointer.restore(state).step == 4
+        assert same(state, 4)
+        assert read(spool, first_done.part)

@@ -1,0 +1,274 @@
+"""A limited store keeps the contract; its chunks keep the limit, in order; and who sets no limit has none of it."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from stores.conformance import Conformance
+from support.doubles import Double
+
+from tierd.core.config import Config, TierConfig
+from tierd.core.errors import ObjectNotFound, StoreUnavailable
+from tierd.core.urls import parse_url
+from tierd.daemon.service import open_tiers
+from tierd.stores.base import Store
+from tierd.stores.limit import LimitedStore, hasten
+from tierd.stores.memory import MemoryStore
+from tierd.stores.open import open_store
+from tierd.stores.retry import RetryingStore
+
+RATE = 1000  # bytes/s of the clock below
+
+
+class Clock:
+    """Time that passes only when everybody who runs on it sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._count = itertools.count()
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self.now + seconds, next(self._count), woken))
+        await woken
+
+    async def run(self, work: asyncio.Future[object]) -> None:
+        """Let time pass until `work` is done."""
+        while not work.done():
+            for _ in range(20):  # whoever can go on does
+                await asyncio.sleep(0)
+            if not work.done():
+                at, _, woken = heapq.heappop(self._sleepers)
+                self.now = max(self.now, at)
+                if not woken.done():
+                    woken.set_result(None)
+
+
+class Line(Double):
+    """Notes when each call began, and how many bytes it moved."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.begun: list[tuple[float, str, int]] = []
+
+    async def put(self, key, data):
+        self.begun.append((self.clock.now, key, memoryview(data).nbytes))
+        return await super().put(key, data)
+
+    async def get(self, key, into=None):
+        began = self.clock.now
+        found = await super().get(key, into)
+        self.begun.append((began, key, memoryview(found).nbytes))
+        return found
+
+
+def key(number: int) -> str:
+    return f"run/chunks/c/{number:05}"
+
+
+def limited(work, *, up: int | None = RATE, down: int | None = RATE) -> list[tuple[float, str, int]]:
+    """Run ``work(store, clock)`` with a limit; when each call on the store below began, since the start."""
+
+    async def whole() -> list[tuple[float, str, int]]:
+        clock = Clock()
+        line = Line(clock)
+        began = clock.now
+        await_ = asyncio.ensure_future(work(LimitedStore(line, up, down, clock=clock, sleep=clock.sleep), clock))
+        await clock.run(await_)
+        await await_
+        return [(at - began, name, size) for at, name, size in line.begun]
+
+    return asyncio.run(whole())
+
+
+class TestLimitedMemoryStore(Conformance):
+    @pytest.fixture(params=[(1 << 40, 1 << 40), (1 << 40, None), (None, None)])
+    def make(self, request: pytest.FixtureRequest) -> Callable[[], Store]:
+        return lambda: LimitedStore(MemoryStore(), *request.param)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_span_of_time_has_more_than_the_limit_and_one_seconds_worth_or_one_chunk(seed):
+    noise = random.Random(seed)
+    largest = noise.choice([50, 900, 5000])
+    sizes = [noise.randrange(1, largest + 1) for _ in range(60)]
+
+    async def work(store, clock):
+        async def one(number):
+            await clock.sleep(noise.random() * noise.choice([0, 30]))
+            await store.put(key(number), bytes(sizes[number]))
+
+        await asyncio.gather(*(one(number) for number in range(len(sizes))))
+
+    begun = limited(work)
+    assert len(begun) == len(sizes)
+    for first, (start, *_) in enumerate(begun):
+        moved = 0
+        for at, _, size in begun[first:]:
+            moved += size
+            assert moved <= RATE * (at - start) + max(RATE, largest) + 1
+
+
+def test_a_busy_line_moves_all_that_the_limit_allows():
+    async def work(store, clock):
+        await asyncio.gather(*(store.put(key(number), bytes(640)) for number in range(100)))
+
+    begun = limited(work)
+    assert begun[-1][0] == pytest.approx((640 * 100 - RATE) / RATE, rel=1e-6)
+
+
+def test_the_first_chunk_is_free_for_one_seconds_worth_and_no_more():
+    async def work(store, clock):
+        await store.put(key(1), bytes(6400))
+
+    assert limited(work) == [(pytest.approx(5.4), key(1), 6400)]
+
+
+def test_what_an_idle_line_saves_up_is_one_seconds_worth():
+    async def work(store, clock):
+        await clock.sleep(3600)
+        await store.put(key(1), bytes(RATE))
+        await store.put(key(2), bytes(RATE))
+
+    assert [at for at, *_ in limited(work)] == [3600, pytest.approx(3601)]
+
+
+def test_first_come_first_served_whatever_the_size():
+    async def work(store, clock):
+        async def one(number, size):
+            await store.put(key(number), bytes(size))
+
+        await asyncio.gather(*(one(number, size) for number, size in enumerate([5000, 1, 5000, 1, 1])))
+
+    assert [name for _, name, _ in limited(work)] == [key(number) for number in range(5)]
+
+
+def test_up_and_down_are_limits_of_their_own():
+    async def work(store, clock):
+        await store.put(key(1), bytes(3000))
+        await store.get(key(1))
+        await store.put(key(2), bytes(3000))
+
+    assert [at for at, *_ in limited(work, down=None)] == [pytest.approx(2), pytest.approx(2), pytest.approx(5)]
+
+
+def test_a_get_without_room_is_paid_by_the_next():
+    async def work(store, clock):
+        await store.put(key(1), bytes(3000))
+        await store.get(key(1))
+        await store.get(key(1))
+
+    assert [at for at, *_ in limited(work, up=None)] == [0, 0, pytest.approx(2)]
+
+
+def test_a_get_with_room_is_paid_before_and_gets_back_what_the_object_did_not_fill():
+    async def work(store, clock):
+        await store.put(key(1), bytes(3000))
+        room = memoryview(bytearray(4000))
+        for _ in range(2):
+            assert (await store.get(key(1), room)).nbytes == 3000
+
+    assert [at for at, *_ in limited(work, up=None)] == [0, pytest.approx(3), pytest.approx(6)]
+
+
+def test_what_is_given_back_is_no_more_than_an_idle_line_saves_up():
+    async def work(store, clock):
+        await store.put(key(1), b"")
+        for _ in range(5):
+            await store.get(key(1), memoryview(bytearray(900)))
+        await store.put(key(2), bytes(5000))
+        await store.get(key(2), memoryview(bytearray(5000)))
+
+    assert limited(work, up=None)[-1][0] == pytest.approx(4, abs=0.01)
+
+
+def test_manifests_do_not_wait_and_are_charged():
+    async def work(store, clock):
+        chunk = asyncio.ensure_future(store.put(key(1), bytes(6000)))
+        await clock.sleep(1)
+        await store.put("run/manifests/m", bytes(2000))
+        await store.get("run/manifests/m")
+        await chunk
+
+    assert limited(work) == [
+        (1, "run/manifests/m", 2000),
+        (1, "run/manifests/m", 2000),
+        (pytest.approx(7), key(1), 6000),
+    ]
+
+
+def test_a_restore_is_not_limited():
+    async def restore(store):
+        hasten()
+        await asyncio.gather(*(asyncio.ensure_future(store.get(key(1))) for _ in range(2)))
+
+    async def work(store, clock):
+        await store.put(key(1), bytes(3000))
+        await asyncio.ensure_future(restore(store))
+        await store.get(key(1))
+
+        await store.get(key(1))
+
+    assert [at for at, *_ in limited(work, up=None)] == [0, 0, 0, 0, pytest.approx(2)]
+
+
+def test_one_who_is_cancelled_while_it_waits_is_not_charged_and_the_next_goes_on():
+    async def work(store, clock):
+        first = asyncio.ensure_future(store.put(key(1), bytes(50_000)))
+        second = asyncio.ensure_future(store.put(key(2), bytes(3000)))
+        third = asyncio.ensure_future(store.put(key(3), bytes(2000)))
+        await clock.sleep(1)
+        first.cancel()
+        third.cancel()
+        await asyncio.wait([first, third])
+        await second
+
+    # The first second of waiting is not lost: the line was idle.
+    assert limited(work) == [(pytest.approx(3), key(2), 3000)]
+
+
+def test_a_failed_call_is_charged_and_raised_as_it_was():
+    async def work(store, clock):
+        store._inner.error = StoreUnavailable("down")
+        with pytest.raises(StoreUnavailable, match="down"):
+            await store.put(key(1), bytes(3000))
+        store._inner.error = None
+        with pytest.raises(ObjectNotFound):
+            await store.get(key(7))
+        await store.put(key(2), bytes(3000))
+
+    assert [at for at, *_ in limited(work)] == [pytest.approx(2), pytest.approx(5)]
+
+
+def test_who_sets_no_limit_gets_the_plain_store(tmp_path: Path):
+    url = parse_url(str(tmp_path))
+    assert type(open_store(url)) is RetryingStore  # whose deadlines run inside of a limit, not outside
+    assert repr(open_store(url, up=1)) == f"LimitedStore({open_store(url)!r})"
+    assert repr(open_store(url, down=1)) == f"LimitedStore({open_store(url)!r})"
+
+
+def test_a_tier_is_opened_with_its_limits(tmp_path: Path):
+    async def work() -> None:
+        tiers = (
+            TierConfig(name="a", url=f"{tmp_path}/a"),
+            TierConfig(name="b", url=f"{tmp_path}/b", limit_up="2kB/s", limit_down="3KiB/s"),
+            TierConfig(name="c", url=f"{tmp_path}/c", limit_down="1MB/s"),
+        )
+        async with AsyncExitStack() as stack:
+            a, b, c = (await open_tiers(Config(spool="/s", tier=tiers), stack)).values()
+            assert isinstance(a, RetryingStore) and isinstance(b, LimitedStore) and isinstance(c, LimitedStore)
+            assert (b._up._rate, b._down._rate, c._up, c._down._rate) == (2000, 3072, None, 1_000_000)
+
+    asyncio.run(work())

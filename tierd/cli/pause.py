@@ -1,0 +1,86 @@
+"""Commands that keep the daemon off the tiers for a while: pause, resume. Both work where none runs, too."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierd.cli.options import ConfigOption, JsonOption, SpoolOption, places
+from tierd.cli.tables import console, paused, print_json
+from tierd.core import wire
+from tierd.core.errors import ConfigError, DaemonUnavailable, SpoolHeld
+from tierd.core.retention import seconds
+from tierd.daemon.pause import Pause
+from tierd.link import Link
+from tierd.spool import Spool, translated
+
+_PATIENCE = 10.0  # seconds that a daemon which holds the spool may take until it listens
+
+ForOption = Annotated[
+    str | None,
+    typer.Option("--for", metavar="TIME", help="Go on by itself after this time: 2h.", show_default="until resumed"),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    for command in (pause, resume):
+        app.command()(command)
+
+
+def pause(
+    spool: SpoolOption = None, config: ConfigOption = None, for_: ForOption = None, json: JsonOption = False
+) -> None:
+    """Leave the tiers as they are for a while: no flush, no prune, no scrub. Saves and restores go on."""
+    _change(spool, config, wire.Pause(for_s=None if for_ is None else _time(for_)), json=json)
+
+
+def resume(spool: SpoolOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
+    """End a pause; what is pending is flushed."""
+    _change(spool, config, wire.Resume(), json=json)
+
+
+def _time(text: str) -> float:
+    try:
+        found = seconds(text)
+    except ValueError as error:
+        raise ConfigError(f"--for: {error}") from error
+    if not 0 < found <= wire.MAX_PAUSE:
+        raise ConfigError(f"--for {text}: more than nothing and at most a year; without --for, until `tierd resume`")
+    return found
+
+
+def _change(spool: Path | None, config: Path | None, request: wire.Pause | wire.Resume, *, json: bool) -> None:
+    found = places(spool, None, config).spool
+    if found is None:
+        raise ConfigError("the spool that --config names is not there yet: no daemon has run")
+    until = _ask(found, request)
+    if json:
+        print_json({"spool": str(found.root), "paused": until})
+    else:
+        console().print(paused(until) or "not paused")
+
+
+def _ask(spool: Spool, request: wire.Pause | wire.Resume) -> str | None:
+    """Tell the daemon, or what the next one will find. While one holds the spool, it alone is asked."""
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            with Link(spool) as link:
+                answer: str | None = link.ask(request)["paused"]
+                return answer
+        except DaemonUnavailable as error:
+            try:
+                with translated(f"spool {spool.root}"), spool.lock():
+                    state = Pause(spool)
+                    change = state.begin(request.for_s) if isinstance(request, wire.Pause) else state.end()
+                    asyncio.run(change)
+                    return state.until
+            except SpoolHeld:  # one is starting or ending, or does not answer
+                if time.monotonic() > end:
+                    raise error from None
+        time.sleep(0.1)

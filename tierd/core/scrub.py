@@ -1,0 +1,90 @@
+"""Scrubbing: which copy is read again when, so that each is within a period, and who does it on a tier that is shared.
+
+Law: every copy has a moment of its own in the period, given by its name, so that what was written or flushed at once
+does not come due at once, whatever is restarted. It is due at the first such moment after it was last verified or,
+where that is not remembered, made. No decision here deletes anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import xxhash
+
+from tierd.core.ids import PartId
+from tierd.core.plan import is_janitor
+from tierd.core.world import SPOOL, Facts, Place, World, runs
+
+_EARLY = 0.9  # of the period: what is left is for reading, and for a daemon that was down
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Copy:
+    """One place's copy of a part; `place` is `SPOOL` or a tier's name."""
+
+    place: str
+    part: PartId
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """When a copy's turn is: `verified` last, to be read again `at`; seconds since 1970."""
+
+    at: float
+    copy: Copy
+    verified: float
+
+
+Remembered = Mapping[Copy, float]  # when each copy was last found right, seconds since 1970
+
+
+def agenda(world: World, remembered: Remembered, period: float, now: float, place: str | None = None) -> list[Turn]:
+    """Every copy that this daemon reads again, the most overdue first; only those in `place` if that is given."""
+    return sorted(
+        (
+            Turn(_moment(copy, verified, period), copy, verified)
+            for copy, facts in _duties(world, place)
+            for verified in [_verified(copy, facts, remembered, period, now)]
+        ),
+        key=lambda turn: (turn.at, turn.copy),
+    )
+
+
+def overdue(turns: list[Turn], period: float, now: float) -> int:
+    """How many copies were not read again within the period."""
+    return sum(turn.verified + period < now for turn in turns)
+
+
+def _duties(world: World, only: str | None) -> Iterator[tuple[Copy, Facts]]:
+    """All of the spool. On a tier, all parts of the ranks that the spool has any part of; and, for a run's janitor, of
+    the ranks that its newest attempt does not have: no spool will hold those again."""
+    for name, place in {SPOOL: world.spool, **world.tiers}.items():
+        if place is None or only not in (None, name):
+            continue
+        mine = {(part.checkpoint.run, part.rank) for part in world.spool.parts}
+        beyond = {run: _world_size(world, place, run) for run in runs(world) if is_janitor(world, place, run)}
+        for part, facts in place.parts.items():
+            run = part.checkpoint.run
+            if facts and ((run, part.rank) in mine or part.rank >= beyond.get(run, math.inf)):
+                yield Copy(name, part), facts
+
+
+def _world_size(world: World, tier: Place, run: str) -> int:
+    """How many ranks the newest attempt has."""
+    parts = [part for part in (*world.spool.parts, *tier.parts) if part.checkpoint.run == run]
+    newest = max(part.checkpoint.attempt for part in parts)
+    return max(part.world for part in parts if part.checkpoint.attempt == newest)
+
+
+def _verified(copy: Copy, facts: Facts, remembered: Remembered, period: float, now: float) -> float:
+    # A copy was verified when it was put. A time to come, by a clock that was wrong or a damaged memory, says nothing.
+    times = [time for time in (remembered.get(copy, -1.0), facts.created.timestamp()) if 0 <= time <= now]
+    return times[0] if times else now - period
+
+
+def _moment(copy: Copy, verified: float, period: float) -> float:
+    beat = period * _EARLY
+    own: float = beat * xxhash.xxh3_64_intdigest(f"{copy.place}/{copy.part.path}".encode()) / 2**64
+    return own + beat * (math.floor((verified - own) / beat) + 1)

@@ -1,0 +1,216 @@
+"""What the tiers have of one part, and any chunk of it from whichever of them has it right.
+
+Law: nothing is given up before every tier was asked, and nothing is called corrupt while one of them could not be: then
+the answer is `StoreUnavailable`. Bytes are verified as stored and as raw before anybody gets them. A digest is proof
+enough: a chunk is right wherever it lies and whatever became of the manifest that named it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from tierd.codec import RAW, decode
+from tierd.core.errors import (
+    CorruptChunk,
+    ManifestError,
+    ObjectNotFound,
+    StoreRefused,
+    StoreUnavailable,
+    TierdError,
+)
+from tierd.core.ids import CheckpointId, PartId, chunks_prefix
+from tierd.core.manifest import Chunk, Manifest, Stored
+from tierd.core.manifest import decode as decode_manifest
+from tierd.daemon.together import to_the_end, together
+from tierd.device import memory_for
+from tierd.persist import digest
+from tierd.stores.base import Buffer, ObjectInfo, Store, children
+
+log = logging.getLogger("tierd.daemon")
+T = TypeVar("T")
+
+_ANSWER = 120.0  # seconds that a tier is given for a manifest, above all retries: others may have all of it
+_ELSEWHERE = 1000  # checkpoints under whose names a lost chunk is looked for, newest first
+
+
+async def surely(read: Callable[[], Awaitable[T]]) -> T:
+    """What `read` gives; where that is corrupt, what it gives the second time: a bit flipped on its way is no rot."""
+    try:
+        return await read()
+    except (CorruptChunk, ManifestError) as error:
+        log.warning("read once more: %s", error)
+    return await read()  # out here, where the error no longer holds what was read first
+
+
+@dataclass(slots=True)
+class Copies:
+    """What the tiers have of one part: readable manifests, proven defects, and who could not be asked."""
+
+    part: PartId
+    stores: Mapping[str, Store]
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+    defects: dict[str, str] = field(default_factory=dict)
+    unavailable: dict[str, str] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    reference: Manifest | None = None
+    _others: dict[str, list[str]] = field(default_factory=dict)  # tier -> prefixes where the rank's chunks may lie
+
+    async def ask(self) -> None:
+        """Read the part's manifest on every tier."""
+        answers = await together(len(self.stores), [self._answer(name) for name in self.stores])
+        for name, found in zip(self.stores, answers, strict=True):
+            match found:
+                case Manifest():
+                    self.manifests[name] = found
+                case ObjectNotFound():
+                    pass
+                case ManifestError():
+                    self.defects[name] = str(found)
+                case _:  # unavailable, refused, or of a newer format: says nothing about the bytes
+                    self.unavailable[name] = str(found)
+
+    async def _answer(self, name: str) -> Manifest | TierdError:
+        try:
+            async with asyncio.timeout(_ANSWER):
+                return await surely(partial(self._manifest, self.stores[name]))
+        except TimeoutError:
+            return StoreUnavailable(f"{name}: did not answer within {_ANSWER:.0f} s")
+        except TierdError as error:
+            return error
+
+    async def _manifest(self, store: Store) -> Manifest:
+        return decode_manifest(bytes(await store.get(self.part.manifest_key)), self.part)
+
+    def agree(self, reference: Manifest) -> None:
+        """Set aside tiers whose manifest describes other content than `reference`."""
+        self.reference = reference
+        for name, manifest in list(self.manifests.items()):
+            if not manifest.same_content(reference):
+                del self.manifests[name]
+                self.defects[name] = f"{name}: its manifest describes other content than the other copies"
+
+    def weight(self, file: int, index: int) -> int:
+        """The bytes that getting a chunk takes in memory: raw and, where that is another form, stored."""
+        assert self.reference is not None
+        raw = self.reference.files[file].chunks[index].size
+        stored = [manifest.files[file].chunks[index].stored for manifest in self.manifests.values()]
+        if stored and all(one and one.codec == RAW for one in stored):
+            return raw
+        return raw + max([raw, *(one.size for one in stored if one)])
+
+    async def chunk(self, file: int, index: int, path: str, lead: int = 0) -> Buffer:
+        """The raw bytes of one chunk, verified, from the first tier that has them right.
+
+        Args:
+            lead: where in a page of memory they had best begin, to go to a disk without another copy.
+
+        Raises:
+            CorruptChunk: every copy is proven bad or missing.
+            StoreUnavailable: none was right, and not all could be asked.
+        """
+        unavailable = dict(self.unavailable)
+        for name, manifest in list(self.manifests.items()):
+            chunk = manifest.files[file].chunks[index]
+            try:
+                return await surely(partial(self._get, name, chunk, lead))
+            except CorruptChunk as error:
+                self.defects[name] = str(error)
+            except TierdError as error:
+                unavailable[name] = str(error)
+                self.manifests[name] = self.manifests.pop(name)  # the next chunk is asked of the others first
+        assert self.reference is not None
+        wanted = self.reference.files[file].chunks[index]
+        for elsewhere in (False, True):
+            for name in self.stores:
+                if name not in self.unavailable and (elsewhere or name not in self.manifests):
+                    found = await self._by_digest(name, wanted, unavailable, elsewhere=elsewhere)
+                    if found is not None:
+                        return found
+        self.give_up(f"chunk {index} of {path}", unavailable)
+        raise AssertionError
+
+    async def _get(self, name: str, chunk: Chunk, lead: int) -> Buffer:
+        stored = chunk.stored
+        if stored is None:
+            return decode(chunk, b"", name)  # which says what is wrong
+        key = f"{self.part.checkpoint.run}/{stored.key}"
+        lead = lead if stored.codec == RAW else 0
+        try:
+            data = await self.stores[name].get(key, memory_for(lead + stored.size)[lead : lead + stored.size])
+        except ObjectNotFound:
+            raise CorruptChunk(f"{name}: {key} is missing") from None
+        except StoreRefused:
+            # More than there is room for is proof; anything else that a store refuses is none.
+            async for info in self.stores[name].scan(key):
+                if info.key == key and info.size > stored.size:
+                    raise CorruptChunk(
+                        f"{name}: {key}: {info.size} bytes, not the {stored.size} of its manifest"
+                    ) from None
+                break
+            raise
+        raw = await to_the_end(decode, chunk, data, name)
+        self.used.add(name)
+        return raw
+
+    async def _by_digest(
+        self, name: str, wanted: Chunk, unavailable: dict[str, str], *, elsewhere: bool
+    ) -> Buffer | None:
+        """A chunk that no manifest of this part leads to, by the digest in its key: under the part's own checkpoint,
+        or `elsewhere`, since equal chunks are shared."""
+        try:
+            async for info in self._named(name, wanted, elsewhere=elsewhere):
+                found = await self._unnamed(name, info, wanted, unavailable)
+                if found is not None:
+                    return found
+        except TierdError as error:
+            unavailable[name] = str(error)
+        return None
+
+    async def _named(self, name: str, wanted: Chunk, *, elsewhere: bool) -> AsyncIterator[ObjectInfo]:
+        """The objects on a tier whose keys say that they hold `wanted`."""
+        own, store = self.part.checkpoint, self.stores[name]
+        base, rank = chunks_prefix(own.run), f"{self.part.rank:05}"
+        if not elsewhere:
+            prefixes = [f"{base}{own.name}/{rank}/"]
+        elif name in self._others:
+            prefixes = self._others[name]
+        else:
+            found = [CheckpointId.parse(own.run, one) async for one in children(store, base)]
+            others = sorted((one for one in found if one and one != own), reverse=True)[:_ELSEWHERE]
+            prefixes = self._others[name] = [f"{base}{other.name}/{rank}/" for other in others]
+        for prefix in prefixes:
+            async for info in store.scan(f"{prefix}{wanted.xxh3_128}."):
+                if info.size <= 2 * wanted.size:  # no encoder makes more of it
+                    yield info
+
+    async def _unnamed(self, name: str, info: ObjectInfo, wanted: Chunk, unavailable: dict[str, str]) -> Buffer | None:
+        try:
+            data = await self.stores[name].get(info.key)
+            stored = Stored(
+                codec=info.key.rpartition(".")[2],
+                size=len(data),
+                xxh3_128=await to_the_end(digest, data),
+                key=info.key.removeprefix(f"{self.part.checkpoint.run}/"),
+            )
+            chunk = Chunk(size=wanted.size, xxh3_128=wanted.xxh3_128, stored=stored)
+            raw = await to_the_end(decode, chunk, data, name)
+            self.used.add(name)
+            return raw
+        except (ObjectNotFound, CorruptChunk):
+            return None
+        except TierdError as error:
+            unavailable[name] = str(error)
+            return None
+
+    def give_up(self, what: str, unavailable: Mapping[str, str]) -> None:
+        """Say that no tier could help: as corruption only when every one of them answered."""
+        if unavailable:
+            reasons = "; ".join(unavailable.values())
+            raise StoreUnavailable(f"{self.part}: {what} is not right here, and a tier could not be asked: {reasons}")
+        reasons = "; ".join(self.defects.values()) or "no tier has a copy"
+        raise CorruptChunk(f"{what}: {reasons}")

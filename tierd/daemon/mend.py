@@ -1,0 +1,273 @@
+"""A tier's copy made right again, chunk by chunk, from whichever other place has the bytes.
+
+Law: a chunk is put back byte for byte where it lay if another tier stores it in the same form or the encoder still
+makes that form, since other manifests may name it. Only where neither does is it put as it is, raw, which is always the
+same bytes under a key of its own, and the manifest replaced by one that says so. Nothing is mended before it was read
+back and compared, and nothing is lost before every place was asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import TypeAlias
+
+import msgspec
+
+from tierd.codec import RAW, Encoded, check_stored, decode, encode
+from tierd.core.errors import CorruptChunk, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
+from tierd.core.ids import PartId, chunk_key
+from tierd.core.manifest import Chunk, Manifest, Stored
+from tierd.core.manifest import encode as encode_manifest
+from tierd.core.world import SPOOL
+from tierd.daemon.budget import Budget
+from tierd.daemon.copies import Copies, surely
+from tierd.daemon.observe import missing_chunks
+from tierd.daemon.together import to_the_end
+from tierd.daemon.turns import naming
+from tierd.device import memory_for
+from tierd.persist import digest, read_chunk
+from tierd.spool import Spool
+from tierd.stores.base import Buffer, Store
+
+Where: TypeAlias = tuple[int, int]  # a chunk in a manifest: the file's number, the chunk's index in it
+Turn: TypeAlias = Callable[[], Awaitable[None]]
+
+
+async def at_once() -> None:
+    """The turn of who waits for nobody."""
+
+
+async def get_stored(store: Store, run: str, chunk: Chunk) -> Buffer:
+    """A chunk's object, compared with its entry in the manifest.
+
+    Raises:
+        CorruptChunk: it is missing, or other than its manifest says.
+        StoreUnavailable, StoreRefused: says nothing about the bytes.
+    """
+    stored = chunk.stored
+    if stored is None:
+        raise CorruptChunk(f"the manifest does not say where chunk {chunk.xxh3_128} is")
+    key = f"{run}/{stored.key}"
+    try:
+        data = await store.get(key, memory_for(max(stored.size, 1))[: stored.size])
+    except ObjectNotFound:
+        raise CorruptChunk(f"{key} is missing") from None
+    except StoreRefused:
+        # More than there is room for is proof; anything else that a store refuses is none.
+        async for info in store.scan(key):
+            if info.key == key and info.size > stored.size:
+                raise CorruptChunk(f"{key}: {info.size} bytes, not the {stored.size} of its manifest") from None
+            break
+        raise
+    await to_the_end(check_stored, stored, data, run)
+    return data
+
+
+class Mender:
+    """Mends one tier's copy of one part.
+
+    Args:
+        turn: awaited before each chunk.
+
+    Attributes:
+        mended: how many chunks were put right.
+        sources: the places that they came from.
+        lost: why others could not be.
+        left: chunks whose objects are as bad as before, lost or now stored under another key.
+    """
+
+    def __init__(
+        self, spool: Spool, stores: Mapping[str, Store], tier: str, part: PartId, budget: Budget, turn: Turn = at_once
+    ) -> None:
+        self._spool, self._store, self._part, self._budget, self._turn = spool, stores[tier], part, budget, turn
+        self._others = {name: store for name, store in stores.items() if name != tier}
+        # Its own tier, too: an equal chunk may lie under another checkpoint's name.
+        self._copies = Copies(part, stores)
+        self.mended = 0
+        self.lost: list[str] = []
+        self.left: set[Where] = set()
+        self.sources: set[str] = set()
+
+    async def mend(self, manifest: Manifest, bad: Iterable[Where]) -> None:
+        """Put these chunks of the tier's copy right.
+
+        Raises:
+            StoreUnavailable, StoreRefused: not known, or not done, since some place could not be asked. What was mended
+                before stays so, and nothing was called lost that might not be.
+        """
+        await self._copies.ask()
+        self._copies.agree(manifest)
+        moved: dict[Chunk, Chunk] = {}
+        places = list(bad)
+        for where in places:
+            chunk = _chunk(manifest, where)
+            if chunk in moved:  # equal chunks of one part are one object
+                continue
+            await self._turn()
+            async with self._budget.take(3 * _weight(chunk)):  # raw, encoded, and read back
+                try:
+                    now = await self._mend(manifest, where)
+                except CorruptChunk as error:
+                    self.lost.append(str(error))
+                    self.left.add(where)
+                    continue
+            if now is not chunk:
+                moved[chunk] = now
+        self.left |= {where for where in places if _chunk(manifest, where) in moved}
+        if moved and not self.lost:
+            await self._show(_with(manifest, {where: moved[_chunk(manifest, where)] for where in self.left}))
+            self.mended += len(moved)
+
+    async def rebuild(self) -> None:
+        """Give the tier, whose manifest is proven bad, one that describes what lies there, after another tier's.
+
+        Raises:
+            CorruptChunk: no other tier has a manifest.
+            StoreUnavailable, StoreRefused: as `mend`.
+        """
+        copies = Copies(self._part, self._others)
+        await copies.ask()
+        manifest = next(iter(copies.manifests.values()), None)
+        if manifest is None:
+            copies.give_up("its manifest", copies.unavailable)
+            raise AssertionError
+        bad: list[Where] = []
+        kept: dict[Where, Chunk] = {}
+        for where in _all(manifest):
+            chunk = _chunk(manifest, where)
+            await self._turn()
+            async with self._budget.take(3 * _weight(chunk)):  # what lies there may be twice as long as raw
+                found = await self._as_it_lies(chunk)
+            if found is None:
+                bad.append(where)
+            elif found is not chunk:
+                kept[where] = found
+        manifest = _with(manifest, kept)
+        await self.mend(manifest, bad)
+        if not self.lost:
+            await self._show(manifest)
+
+    async def _mend(self, manifest: Manifest, where: Where) -> Chunk:
+        """Put one chunk right, unless somebody else has; what the manifest should say of it."""
+        chunk = _chunk(manifest, where)
+        try:
+            await get_stored(self._store, self._part.checkpoint.run, chunk)
+            return chunk
+        except CorruptChunk:
+            pass
+        encoded = await self._same_form(chunk, where)
+        if encoded is None:
+            raw = await self._raw(manifest, where)
+            encoded = await to_the_end(self._encode, chunk, raw)
+            del raw
+        key = f"{self._part.checkpoint.run}/{encoded.stored.key}"
+        await self._store.put(key, encoded.data)
+        try:
+            await surely(lambda: get_stored(self._store, self._part.checkpoint.run, encoded.chunk))
+        except CorruptChunk as error:
+            raise StoreUnavailable(f"{key}: what was read back differs from what was put: {error}") from error
+        self.mended += encoded.chunk is chunk
+        return encoded.chunk
+
+    async def _same_form(self, chunk: Chunk, where: Where) -> Encoded | None:
+        """The very bytes, from another tier that stores the chunk in the same form."""
+        for name, store in self._others.items():
+            manifest = self._copies.manifests.get(name)
+            other = _chunk(manifest, where) if manifest else None
+            if other and chunk.stored and other.stored and _form(other.stored) == _form(chunk.stored):
+                try:
+                    data = await get_stored(store, self._part.checkpoint.run, other)
+                except TierdError:
+                    continue
+                self.sources.add(name)
+                return Encoded(chunk, data)
+        return None
+
+    async def _raw(self, manifest: Manifest, where: Where) -> Buffer:
+        number, index = where
+        file = manifest.files[number]
+        path = self._spool.path(self._part) / file.path
+        try:
+            data = await to_the_end(read_chunk, path, file, index)
+            self.sources.add(SPOOL)
+            return data
+        except CorruptChunk:
+            pass
+        except OSError as error:  # a disk that does not answer proves nothing about the bytes
+            self._copies.unavailable[SPOOL] = f"{SPOOL}: {error}"
+        raw = await self._copies.chunk(number, index, file.path)
+        self.sources |= self._copies.used
+        return raw
+
+    def _encode(self, chunk: Chunk, raw: Buffer) -> Encoded:
+        """The chunk as its manifest says that it is stored, or else as it is."""
+        wanted = _form(chunk.stored) if chunk.stored else None
+        plain = Stored(
+            codec=RAW, size=chunk.size, xxh3_128=chunk.xxh3_128, key=chunk_key(self._part, chunk.xxh3_128, RAW)
+        )
+        if wanted == _form(plain):
+            return Encoded(chunk, raw)
+        if wanted:
+            packed = encode(self._part, chunk, raw)
+            if _form(packed.stored) == wanted:
+                return Encoded(chunk, packed.data)
+        return Encoded(msgspec.structs.replace(chunk, stored=plain), raw)
+
+    async def _as_it_lies(self, chunk: Chunk) -> Chunk | None:
+        """What a manifest should say of the tier's own object, by another tier's description; None if that is bad."""
+        run, stored = self._part.checkpoint.run, chunk.stored
+        try:
+            await surely(lambda: get_stored(self._store, run, chunk))
+            return chunk
+        except CorruptChunk:
+            if stored is None:
+                return None
+        try:
+            data = await self._store.get(f"{run}/{stored.key}", memory_for(2 * chunk.size)[: 2 * chunk.size])
+            found = msgspec.structs.replace(stored, size=len(data), xxh3_128=digest(data), checked="")
+            own = msgspec.structs.replace(chunk, stored=found)
+            await to_the_end(decode, own, data, run)
+        except (CorruptChunk, ObjectNotFound, StoreRefused):
+            return None
+        return own
+
+    async def _show(self, manifest: Manifest) -> None:
+        """Replace the tier's manifest, unless the part was pruned meanwhile."""
+        data = encode_manifest(manifest)
+        async with naming(self._store, self._part, data, manifest.owners | {self._part.checkpoint}):
+            try:
+                await self._store.get(self._part.manifest_key)
+            except ObjectNotFound:
+                return  # and nobody begins to delete it while this lasts
+            missing = await missing_chunks(self._store, manifest)
+            if not missing:
+                await self._store.put(self._part.manifest_key, data)
+        if missing:
+            raise StoreUnavailable(f"{self._part}: {len(missing)} chunks were deleted while it was being mended")
+
+
+def _all(manifest: Manifest) -> list[Where]:
+    return [(number, index) for number, file in enumerate(manifest.files) for index in range(len(file.chunks))]
+
+
+def _chunk(manifest: Manifest, where: Where) -> Chunk:
+    return manifest.files[where[0]].chunks[where[1]]
+
+
+def _weight(chunk: Chunk) -> int:
+    return max(chunk.size, chunk.stored.size if chunk.stored else 0)
+
+
+def _form(stored: Stored) -> tuple[str, int, str]:
+    return stored.codec, stored.size, stored.xxh3_128
+
+
+def _with(manifest: Manifest, chunks: Mapping[Where, Chunk]) -> Manifest:
+    """`manifest` with these chunks stored otherwise."""
+    files = tuple(
+        msgspec.structs.replace(
+            file, chunks=tuple(chunks.get((number, index), chunk) for index, chunk in enumerate(file.chunks))
+        )
+        for number, file in enumerate(manifest.files)
+    )
+    return msgspec.structs.replace(manifest, files=files)

@@ -1,0 +1,39 @@
+"""Training owns the machine: moving bytes to tiers yields to it, persisting what a trainer handed over does not.
+
+Law: on Linux a priority is a thread's, inherited by the threads that it starts and, without privilege, never raised
+again. So the hand-off, on whose threads a save's durability waits, starts first; then the thread of the event loop is
+lowered, and with it every thread it starts: reading, encoding, tiers. A system that refuses costs politeness only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import platform
+
+log = logging.getLogger("tierd.daemon")
+
+_NICE = 10
+_IDLE = 3 << 13  # IOPRIO_CLASS_IDLE: the disk's turn comes when nobody else wants it
+_THREAD = 1  # IOPRIO_WHO_PROCESS, which is a thread
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "loongarch64": 30, "ppc64le": 273, "s390x": 282}
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def lower() -> None:
+    """Lower the calling thread: nice to 10 unless it is higher, I/O class to idle. What is refused is logged."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
+    except OSError as error:
+        log.warning("nice is not raised to %d: %s", _NICE, error.strerror)
+    if refused := _set_idle():
+        log.warning("the I/O class is not idle: %s", refused)
+
+
+def _set_idle() -> str:
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is None:
+        return f"its system call is not known on {platform.machine()}"
+    failed = _libc.syscall(ctypes.c_long(number), ctypes.c_int(_THREAD), ctypes.c_int(0), ctypes.c_int(_IDLE))
+    return os.strerror(ctypes.get_errno()) if failed else ""

@@ -1,0 +1,193 @@
+"""Scrubbing: every copy is read again from time to time, however long nobody asked for it, and put right in time.
+
+Law: nobody waits for it. One chunk at a time in each place, at a configured rate, beside the lanes and never while the
+daemon is paused or drains. What could not be read or mended rests for hours, so that it keeps nothing else waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from tierd.core.config import Config
+from tierd.core.errors import ObjectNotFound, StoreRefused, TierdError
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.rate import rate
+from tierd.core.retention import seconds
+from tierd.core.scrub import Copy, agenda, overdue
+from tierd.core.world import SPOOL, World
+from tierd.daemon.budget import Budget
+from tierd.daemon.journal import Journal
+from tierd.daemon.lane import Lane
+from tierd.daemon.pause import Pause
+from tierd.daemon.repair import Repairer
+from tierd.daemon.reread import Reader
+from tierd.daemon.scrubbed import Scrubbed
+from tierd.daemon.together import to_the_end
+from tierd.spool import Spool
+from tierd.stores.base import Store
+
+log = logging.getLogger("tierd.daemon")
+
+_LOOK = 60.0  # seconds between two looks at whether a copy is due
+_LATER, _LATEST = 3600.0, 86_400.0  # seconds that a copy rests which could not be read or mended: longer each time
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubStatus:
+    """`oldest`: when the longest-ago verified copy was, RFC 3339; `due`: how many copies are past the period; `doing`:
+    what is being read. None where there is nothing, or scrubbing is off."""
+
+    oldest: str | None
+    due: int
+    doing: str | None
+
+
+class Scrubber:
+    """Reads copies again when they are due, and has repaired what is wrong.
+
+    Args:
+        world: the latest look at everything.
+        pause: nothing is read while it lasts.
+        held: what must not be deleted meanwhile.
+        wake: called when something was set aside, so that it may be flushed anew.
+
+    Attributes:
+        resting: whether nothing more may be begun: the daemon drains.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        spool: Spool,
+        stores: Mapping[str, Store],
+        repairer: Repairer,
+        journal: Journal,
+        budget: Budget,
+        *,
+        world: Callable[[], World],
+        pause: Pause,
+        held: Counter[CheckpointId],
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._world, self._pause, self._wake, self._clock = world, pause, wake, clock  # of seconds since 1970
+        self._journal, self._repairer = journal, repairer
+        self._period, self._rate = seconds(config.scrub), rate(config.scrub_rate)
+        self._reader = Reader(spool, stores, repairer, journal, budget, self._rate, self._turn, held)
+        self._reader.doubted = self._doubt
+        self._remembered = Scrubbed(spool.control / "scrubbed.json")
+        self._lanes = {name: Lane(name) for name in (SPOOL, *stores)}
+        self._later: dict[Copy, tuple[float, int]] = {}  # until when it rests, monotonic seconds, for the n-th time
+        self._random = random.Random()  # noqa: S311  # jitter
+        self.resting = False
+
+    # -- when -------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Scrub until cancelled; not at all if the configuration says so."""
+        if not self._period:
+            return
+        await to_the_end(self._remembered.load)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for lane in self._lanes.values():
+                    group.create_task(self._run_lane(lane))
+                group.create_task(self._remember())
+        finally:
+            await self._remembered.save(self._world())
+
+    async def _remember(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK)
+            self._later = {copy: one for copy, one in self._later.items() if one[0] + _LATEST > time.monotonic()}
+            await self._remembered.save(self._world())
+
+    async def _run_lane(self, lane: Lane) -> None:
+        while True:
+            copy = None
+            try:
+                copy = self.next(lane.name)
+                if copy is not None:
+                    lane.doing = f"scrubbing {copy.part}"
+                    await self.scrub(copy)
+                lane.succeeded()
+            except Exception as error:  # as a lane of the reconciler: it never ends
+                self._journal.counters["errors"] += 1
+                delay = lane.failed(error, self._random, long=isinstance(error, StoreRefused))
+                known = isinstance(error, TierdError | OSError)
+                log.warning("%s: scrubbing %s: again in %.0f s: %s", lane.name, copy, delay, error, exc_info=not known)
+            finally:
+                lane.doing = None
+            if copy is None or lane.last_error:
+                await lane.rest(_LOOK)
+
+    def next(self, place: str) -> Copy | None:
+        """The copy in a place that is to be read again now."""
+        if self.resting or self._pause.paused:
+            return None
+        world, now = self._world(), self._clock()
+        for turn in agenda(world, self._remembered, self._period, now, place):
+            if turn.at > now:
+                break
+            rests = self._later.get(turn.copy, (0.0, 0))[0] > time.monotonic()
+            if not rests and turn.copy.part not in world.busy and turn.copy.part not in self._repairer.fetching:
+                return turn.copy
+        return None
+
+    def verified(self, place: str, part: PartId, at: float | None = None) -> None:
+        """A copy was just found right, or was at a time, by whoever read all of it."""
+        self._remembered[Copy(place, part)] = self._clock() if at is None else at
+        self._later.pop(Copy(place, part), None)
+
+    def status(self) -> ScrubStatus:
+        """How scrubbing stands."""
+        doing = [f"{name}: {lane.doing}" for name, lane in self._lanes.items() if lane.doing]
+        now = self._clock()
+        turns = agenda(self._world(), self._remembered, self._period, now) if self._period else []
+        oldest = min((turn.verified for turn in turns), default=None)
+        return ScrubStatus(
+            oldest=None if oldest is None else datetime.fromtimestamp(oldest, UTC).isoformat(timespec="seconds"),
+            due=overdue(turns, self._period, now),
+            doing="; ".join(doing) or None,
+        )
+
+    # -- what -------------------------------------------------------------------------------------------------------
+
+    async def scrub(self, copy: Copy) -> None:
+        """Read a copy again and have repaired what is wrong.
+
+        Raises:
+            StoreUnavailable, StoreRefused, OSError: not all of it could be read, or mended; it is tried again later.
+        """
+        begun = self._clock()
+        times = self._later.get(copy, (0.0, 0))[1]
+        self._later[copy] = (time.monotonic() + min(_LATER * 2**times, _LATEST), times + 1)
+        try:
+            whole = await self._reader.read(copy)
+        except ObjectNotFound:
+            return  # pruned meanwhile; the next look finds out
+        self._journal.counters["scrubbed"] += 1
+        if whole:
+            self.verified(copy.place, copy.part, begun)
+        else:
+            self._wake()
+
+    def _doubt(self, copy: Copy, owners: set[CheckpointId]) -> None:
+        """Have others of the rank that name what lies under `owners` read again at once."""
+        place, own = self._world().tiers[copy.place], copy.part
+        for part, facts in place.parts.items() if place else ():
+            alike = (part.checkpoint.run, part.rank) == (own.checkpoint.run, own.rank) and part != own
+            if alike and facts and owners & {part.checkpoint, *facts.borrowed}:
+                self._remembered[Copy(copy.place, part)] = 0.0
+
+    async def _turn(self) -> None:
+        while self.resting:
+            await asyncio.sleep(1.0)
+        await self._pause.wait()

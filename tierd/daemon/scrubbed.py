@@ -1,0 +1,84 @@
+"""What a daemon remembers of its scrubbing, in a small file in the spool, so that the next one goes on there.
+
+Law: it is a memory, not truth. Lost, damaged, too old or made up, it makes copies be read again sooner, or at most one
+period later, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from tierd.core.ids import PartId
+from tierd.core.scrub import Copy
+from tierd.core.world import SPOOL, World
+from tierd.daemon.together import to_the_end
+
+log = logging.getLogger("tierd.daemon")
+
+_LARGEST = 32 << 20  # bytes that are read of the file
+_MOST = 100_000  # copies that are remembered
+
+
+class Scrubbed(dict[Copy, float]):
+    """Copy -> when it was last found right, seconds since 1970."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path, self._written = path, dict[Copy, float]()
+
+    def load(self) -> None:
+        """Take up what the file holds, if anything, below what is known already."""
+        try:
+            with self._path.open("rb") as file:
+                data = file.read(_LARGEST + 1)
+            found = msgspec.json.decode(data, type=dict[str, dict[str, float]])
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, or of other types
+            log.warning("%s: not used, so some copies are read again early: %s", self._path, error)
+            return
+        known = dict(self)
+        for place, parts in found.items():
+            for name, time in parts.items():
+                pieces = name.split("/")
+                part = PartId.parse(*pieces) if len(pieces) == 3 else None
+                if part:
+                    self[Copy(place, part)] = time
+        self._written = dict(self)
+        self.update(known)
+
+    async def save(self, world: World) -> None:
+        """Write the file anew, if there is anything new, without copies that are gone."""
+        for copy in list(self._gone(world)):
+            del self[copy]
+        newest = dict(sorted(self.items(), key=lambda item: item[1], reverse=True)[:_MOST])
+        if newest == self._written:
+            return
+        told: dict[str, dict[str, float]] = {}
+        for copy, time in newest.items():
+            told.setdefault(copy.place, {})[copy.part.path] = time
+        try:
+            await to_the_end(self._write, msgspec.json.encode(told))
+            self._written = newest
+        except OSError as error:
+            log.warning("%s: cannot be written: %s", self._path, error)
+
+    def _write(self, data: bytes) -> None:
+        fresh = self._path.with_suffix(".new")
+        try:
+            fresh.write_bytes(data)
+            fresh.replace(self._path)
+        except OSError:
+            fresh.unlink(missing_ok=True)
+            raise
+
+    def _gone(self, world: World) -> Iterator[Copy]:
+        places = {SPOOL: world.spool, **world.tiers}
+        for copy in self:
+            place = places.get(copy.place)  # None, or nothing seen yet: says nothing
+            if copy.place not in places or (place and place.parts and copy.part not in place.parts):
+                yield copy

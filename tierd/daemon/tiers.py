@@ -1,0 +1,143 @@
+"""The tiers as the daemon deals with them: what was last seen on each, and what is done to one.
+
+Law: what a look did not answer is unknown, not empty; whoever looked later saw the newer truth. Tiers share nothing
+that takes time or memory, so that one that is slow delays only itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Iterable, Mapping
+
+from tierd.core.config import Config
+from tierd.core.errors import ManifestError, ObjectNotFound, StoreUnavailable, TierdError
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import Manifest, decode
+from tierd.core.plan import lender
+from tierd.core.world import Place
+from tierd.daemon.budget import FLUSHES, Budget
+from tierd.daemon.flush import Flushed, Twin, Way, flush
+from tierd.daemon.observe import TierEye
+from tierd.daemon.pace import Pace
+from tierd.daemon.pause import Pause
+from tierd.daemon.prune import holds, prune
+from tierd.daemon.turns import sweep
+from tierd.persist import digest
+from tierd.spool import Spool
+from tierd.stores.base import Store
+
+_ANSWER = 5.0  # seconds that one tier waits for another's manifest, which it could do without
+_LOOK = 120.0  # seconds; deadline of one look at a tier, above all retries of its calls
+
+
+class Tiers:
+    """Every tier of a configuration, by name.
+
+    Attributes:
+        places: what was last seen on each; None where it did not answer.
+        pace: how fast each takes what is put there.
+    """
+
+    def __init__(self, config: Config, spool: Spool, stores: Mapping[str, Store], pause: Pause) -> None:
+        self._spool, self._stores = spool, stores
+        self.places: dict[str, Place | None] = dict.fromkeys(stores)
+        self.pace = Pace()
+        self._who = digest(f"{socket.gethostname()} {spool.root} {spool.root.stat().st_ino}".encode())[:8]
+        self._eyes = {name: TierEye(store) for name, store in stores.items()}
+        self._ways = {
+            name: Way(store, name, self._who, config.named(name).verify == "read", self._share(), self.pace, pause.wait)
+            for name, store in stores.items()
+        }
+        self._untidy = set(stores)  # where turns of this node, or of a daemon before, may have been cut off
+        self._clock = itertools.count()
+        self._seen = dict.fromkeys(stores, -1)  # tier -> the beginning of the look that `places` shows
+
+    def _share(self) -> Budget:
+        # Each has its own: what waits for a slow tier must not keep another's chunks out of memory.
+        return Budget(FLUSHES // len(self._stores))
+
+    def has(self, part: PartId, tier: str) -> bool:
+        """Whether the latest look saw a usable manifest of `part` on `tier`, that is, a verified copy."""
+        place = self.places[tier]
+        return bool(place and place.parts.get(part))
+
+    async def look(self, tier: str, runs: set[str]) -> None:
+        """Look at a tier afresh; one that does not answer becomes unknown, and the error is raised."""
+        begun = next(self._clock)
+        try:
+            async with asyncio.timeout(_LOOK):
+                self._saw(tier, begun, await self._eyes[tier].look(runs))
+        except TimeoutError as error:
+            self._saw(tier, begun, None)
+            raise StoreUnavailable(f"{tier}: did not answer within {_LOOK:.0f} s") from error
+        except TierdError:
+            self._saw(tier, begun, None)
+            raise
+
+    def _saw(self, tier: str, begun: int, place: Place | None) -> None:
+        # A lane and an asker may look at once: what began later saw the newer truth, whichever ends first.
+        if begun >= self._seen[tier]:
+            self._seen[tier], self.places[tier] = begun, place
+
+    async def tidy(self, tier: str, runs: Iterable[str]) -> None:
+        """Remove what turns of this node that were cut off have left, after a start or a failure."""
+        if tier in self._untidy and all([await sweep(self._stores[tier], run, self._who) for run in runs]):
+            self._untidy.discard(tier)
+
+    def failed(self, tier: str) -> None:
+        """Something that was done to a tier may have been cut off."""
+        self._untidy.add(tier)
+
+    async def flush(self, part: PartId, tier: str) -> Flushed:
+        """`flush.flush` a part to a tier, going by what others have of it."""
+        twin, whose = await self._twin(part, tier), await self._lender(part, tier)
+        return await flush(self._spool, part, self._ways[tier], twin=twin, lender=whose)
+
+    async def _lender(self, part: PartId, tier: str) -> Manifest | None:
+        """The manifest on this tier whose chunks need not be sent again where they are equal."""
+        place = self.places[tier]
+        whose = lender(place, part) if place else None
+        try:
+            return decode(bytes(await self._stores[tier].get(whose.manifest_key)), whose) if whose else None
+        except (ObjectNotFound, ManifestError):
+            return None  # pruned or damaged since the look
+
+    async def _twin(self, part: PartId, tier: str) -> Twin | None:
+        """Another tier that, as last seen, holds the part: a chunk is the same bytes on every tier."""
+        for name, store in self._stores.items():
+            if name != tier and self.has(part, name):
+                try:
+                    async with asyncio.timeout(_ANSWER):
+                        return Twin(store, decode(bytes(await store.get(part.manifest_key)), part))
+                except TimeoutError:
+                    self.places[name] = None  # it is not asked for every part; its own lane finds out
+                except TierdError:
+                    continue
+        return None
+
+    async def prune(self, checkpoint: CheckpointId, tier: str) -> bool:
+        """`prune.prune` a checkpoint from a tier."""
+        eye = self._eyes[tier]
+        if not await prune(self._stores[tier], checkpoint, self._who, eye.known):
+            return False
+        eye.forget(checkpoint)
+        return True
+
+    async def lacking(self, local: Mapping[PartId, Manifest | None]) -> list[str] | None:
+        """Look once more before the spool's copies go: None if a tier holds all of these parts, or no tier was seen to
+        have them; else the tiers that were, and do not.
+
+        Args:
+            local: each part's manifest in the spool, None where it cannot be read.
+        """
+        seen = [name for name in self.places if all(self.has(part, name) for part in local)]
+        for name in seen:
+            if all([await holds(self._stores[name], part, manifest) for part, manifest in local.items()]):
+                return None
+        return seen or None
+
+    def doubt(self, tier: str) -> None:
+        """What was last seen on a tier is not so any more."""
+        self.places[tier] = None

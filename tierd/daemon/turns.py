@@ -1,0 +1,145 @@
+"""How flushes and prunes of one run, on whatever nodes, keep out of each other's way with no lock and no server.
+
+A flush may name chunks that lie there already, its own of an earlier try or another checkpoint's, while a prune that
+knows nothing of it deletes them. Law, after Dekker: each first says what it is about to do and then looks what the
+others said; it never looks first. So of two that meet, one sees the other: a prune spares what an intent names, and a
+flush that finds a mark on a checkpoint waits until the mark is gone, and then looks whether its chunks are still there.
+
+    <run>/flushing/<checkpoint>/<part>.<when>-<who>     an intent: the manifest that is about to be put
+    <run>/pruning/<checkpoint>.<when>-<who>             a mark, empty: chunks under this checkpoint are being deleted
+
+Both stand for seconds. One whose writer was cut off stands on, and only keeps something from being deleted or named:
+the node that wrote it removes it after a quarter of an hour, whoever else prunes the run once it is a day old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+
+from tierd.core.errors import StoreUnavailable, TierdError
+from tierd.core.ids import CheckpointId, PartId, flushing_prefix, pruning_prefix
+from tierd.stores.base import Store
+
+_DEADLINE = 600.0  # seconds that a turn may take
+_LOOKS, _PAUSE = 120, 0.5  # how often a flush looks whether marks are gone, and the seconds in between
+_OWN_STALE = 900_000  # milliseconds after which this node's own are left over: its clock is the one that stamped them
+_STALE = 86_400_000  # and anybody's, whatever their clock
+_STAMP = re.compile(r"(.+)\.([0-9a-f]{12})-([0-9a-f]{8})")
+
+
+def _stamp(who: str) -> str:
+    return f"{time.time_ns() // 1_000_000:012x}-{who or secrets.token_hex(4)}"
+
+
+def _age(stamp: str) -> int:
+    return time.time_ns() // 1_000_000 - int(stamp, 16)
+
+
+@asynccontextmanager
+async def naming(
+    store: Store, part: PartId, manifest: bytes, owners: Collection[CheckpointId], who: str = ""
+) -> AsyncIterator[None]:
+    """Within, no chunk that `manifest` names is deleted from a tier, if it was there when the context was entered.
+
+    Args:
+        manifest: as it is about to be put.
+        owners: the checkpoints under whose names its chunks lie.
+        who: 8 hex digits, this node's own; random where nobody comes back to sweep.
+
+    Raises:
+        StoreUnavailable: others are deleting there and do not come to an end.
+    """
+    own = f"{flushing_prefix(part.checkpoint.run)}{part.checkpoint.name}/{part.name}."
+    stamp = _stamp(who)
+    intent = f"{own}{stamp}"
+    async with _bounded(f"putting the manifest of {part}"):
+        await store.put(intent, manifest)
+        try:
+            await _wait_for_marks(store, part, owners)
+        except StoreUnavailable:
+            await _forget(store, [intent])
+            raise
+        yield
+        # Left where the manifest's put failed: it may still take effect. Earlier tries' go too, but not another node's.
+        await store.delete([info.key async for info in store.scan(own) if info.key.endswith(stamp[-9:])])
+
+
+async def _wait_for_marks(store: Store, part: PartId, owners: Collection[CheckpointId]) -> None:
+    for _ in range(_LOOKS):
+        met = await _marked(store, part.checkpoint.run) & set(owners)
+        if not met:
+            return
+        await asyncio.sleep(_PAUSE)
+    raise StoreUnavailable(f"{part}: chunks of {min(met)}, which it names, are being deleted")
+
+
+async def left_over(store: Store, run: str) -> set[CheckpointId]:
+    """Checkpoints that are marked for longer than a turn may take: naming their chunks would be waited for in vain."""
+    return await _marked(store, run, older=_DEADLINE * 1000)
+
+
+async def _marked(store: Store, run: str, older: float = -math.inf) -> set[CheckpointId]:
+    marks = [_STAMP.fullmatch(info.key.rpartition("/")[2]) async for info in store.scan(pruning_prefix(run))]
+    found = {CheckpointId.parse(run, mark[1]) for mark in marks if mark and older < _age(mark[2]) < _STALE}
+    return {checkpoint for checkpoint in found if checkpoint}
+
+
+@asynccontextmanager
+async def deleting(store: Store, run: str, owners: Collection[CheckpointId], who: str = "") -> AsyncIterator[None]:
+    """Within, no flush begins to name a chunk that lies under one of `owners`."""
+    stamp = _stamp(who)
+    marks = [f"{pruning_prefix(run)}{owner.name}.{stamp}" for owner in sorted(owners)]
+    async with _bounded(f"deleting chunks of {run}"):
+        for mark in marks:
+            await store.put(mark, b"")
+        yield
+        # Left where a deletion failed: it may still take effect.
+        await store.delete(marks)
+
+
+async def intents(store: Store, run: str) -> list[tuple[str, PartId]]:
+    """The keys of all manifests that are about to be put, and whose they are."""
+    found = []
+    async for info in store.scan(flushing_prefix(run)):
+        pieces = info.key.split("/")
+        match = _STAMP.fullmatch(pieces[-1])
+        part = PartId.parse(run, pieces[2], match[1]) if match and len(pieces) == 4 else None
+        if part is not None:
+            found.append((info.key, part))
+    return found
+
+
+async def sweep(store: Store, run: str, who: str) -> bool:
+    """Remove what turns that were cut off have left; False where something of `who` has still to come of age."""
+    stale, tidy = [], True
+    for prefix in (flushing_prefix(run), pruning_prefix(run)):
+        async for info in store.scan(prefix):
+            match = _STAMP.fullmatch(info.key)
+            if match and _age(match[2]) >= (_OWN_STALE if match[3] == who else _STALE):
+                stale.append(info.key)
+            elif match and match[3] == who:
+                tidy = False
+    await store.delete(stale)
+    return tidy
+
+
+@asynccontextmanager
+async def _bounded(doing: str) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(_DEADLINE):
+            yield
+    except TimeoutError as error:
+        raise StoreUnavailable(f"{doing}: not done within {_DEADLINE:.0f} s") from error
+
+
+async def _forget(store: Store, keys: list[str]) -> None:
+    try:
+        await store.delete(keys)
+    except TierdError:
+        pass  # it stands for a day, and keeps too much
