@@ -29,7 +29,7 @@ MAY = {
     "spool": {"spool", "stage", "persist", "device", "core"},
     "commit": {"commit", "spool", "persist", "device", "core"},
     "layout": {"layout"},
-    "planes": {"planes", "layout"},
+    "planes": {"planes", "layout", "device"},
     "codec": {"codec", "planes", "layout", "persist", "core"},
     "link": {"link", "spool", "persist", "core"},
     "stores": {"stores", "core"},

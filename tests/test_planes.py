@@ -6,6 +6,8 @@ import concurrent.futures
 import random
 import re
 import struct
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -312,3 +314,34 @@ def test_the_numbers_in_the_description_are_those_of_the_code():
     assert (planes.HEAD.size, planes.BLOCK_HEAD.size, planes.PLANE_HEAD.size, planes.PAIRS_HEAD.size) == (12, 2, 5, 5)
     assert (planes.RAW, planes.ZSTD, planes.PAIRS, planes.FOLDED) == (0, 1, 2, 128)
     assert all(f"`{name}`" in FORMAT.split("### Codecs")[1].split("#### `planes`")[0] for name in codec.CODECS)
+
+
+def test_what_threads_have_packed_and_unpacked_is_given_back_to_the_system():
+    """The allocator would keep up to 32 MiB for each of a daemon's threads, beside every budget."""
+    code = """
+import threading
+import numpy as np
+from tierd import planes
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+def work():
+    data = planes.pack(raw)
+    assert planes.unpack(data, len(raw)) == raw
+    del data
+    done.release()
+    end.wait()
+
+raw = (np.random.default_rng(1).standard_normal(3 << 20) * 0.02).astype("<f4").tobytes()
+planes.unpack(planes.pack(raw), len(raw))
+before, done, end = resident(), threading.Semaphore(0), threading.Event()
+for _ in range(6):
+    threading.Thread(target=work).start()
+    done.acquire()
+print((resident() - before) / 6)
+end.set()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 10 * MB

@@ -198,3 +198,27 @@ def test_the_answer_keeps_its_form(tmp_path, tier, capsys):
     assert run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "deep" / "er" / "out"), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["step"] == 1 and len(answer["directories"]) == 2 and answer["tiers"] == ["file"]
+
+
+def test_a_link_to_an_empty_directory_is_followed(tmp_path, tier):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "real")
+    assert run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "out")]) == 0
+    assert found(tmp_path / "real", 1) and (tmp_path / "out").is_symlink()
+
+
+def test_a_mount_point_is_refused_before_anything_comes(tmp_path, tier, got, capsys, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "out")
+    assert run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "out")]) == 3
+    assert "mount point" in capsys.readouterr().err
+    assert not got and not (tmp_path / ".out.partial").exists()
+
+
+def test_where_all_was_there_no_source_is_named(tmp_path, tier, capsys, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(export_module, "_publish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "out")])
+    assert run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "out")]) == 0
+    assert "verified, in:" in capsys.readouterr().out

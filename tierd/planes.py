@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from tierd.device import memory_for
 from tierd.layout import WIDTHS, Bytes, Layout, look, neighbours
 
 Buffer = bytes | bytearray | memoryview
@@ -39,6 +40,7 @@ _OTHERS = 8  # one in so many bytes may lie outside the 15 neighbours
 _FEW = 512  # bytes of a plane below which pairs are not worth their head
 _EDGE = 64  # bytes: more than the heads and edges of a block
 _WINDOW = 1 << 20
+_MAPPED = 8 << 20  # bytes; what is less malloc gives faster, and keeps less of
 
 
 class _Tools(threading.local):
@@ -57,6 +59,11 @@ class _Tools(threading.local):
 
 
 _tools = _Tools()
+
+
+def _memory(size: int) -> memoryview:
+    # Of what a thread frees, malloc would keep as much as a chunk for it, and a daemon has dozens of threads.
+    return memory_for(size) if size >= _MAPPED else np.empty(size, np.uint8).data
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -82,19 +89,19 @@ def pack(raw: Buffer) -> memoryview | None:
                 layout, out.at = other, at
                 top = _write_block(out, block, layout)
         age, expected = (1, top) if fresh else (age + 1, expected)
-    return out.array[: out.at].data if out.at < len(data) - len(data) // 64 else None
+    return out.view[: out.at] if out.at < len(data) - len(data) // 64 else None
 
 
 class _Writer:
     """The object so far: `array[:at]`. Its memory is untouched, so not used, beyond that."""
 
     def __init__(self, bound: int) -> None:
-        self.array: Bytes = np.empty(bound, np.uint8)
-        self._view = self.array.data
+        self.view = _memory(bound)
+        self.array: Bytes = np.frombuffer(self.view, np.uint8)
         self.at = 0
 
     def put(self, data: Buffer) -> None:
-        self._view[self.at : self.at + len(data)] = data
+        self.view[self.at : self.at + len(data)] = data
         self.at += len(data)
 
     def put_plane(self, kind: int, *bodies: Buffer) -> None:
@@ -216,11 +223,12 @@ def unpack(data: Buffer, size: int) -> memoryview:
     magic, promised, log, zeros = reader.heads(HEAD)
     if magic != MAGIC or promised != size or log not in BLOCK_LOGS or any(zeros):
         raise ValueError(f"its head does not promise {size} bytes")
-    out = np.empty(size, np.uint8)
+    memory = _memory(size)[:size]
+    out = np.frombuffer(memory, np.uint8)
     for start in range(0, size, 1 << log):
         _read_block(reader, out[start : start + (1 << log)])
     reader.end()
-    return out.data
+    return memory
 
 
 class _Reader:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
+import os
 import random
 import threading
 
@@ -153,3 +156,27 @@ def test_a_file_system_that_tells_nothing_costs_a_few_reads_and_no_more(spool, s
 def test_the_draft_does_not_stay(spool, store):
     bring(spool, store)
     assert not (spool.path(PART) / DRAFT_NAME).exists()
+
+
+def test_direct_reads_that_are_refused_go_through_the_page_cache(spool, store, monkeypatch):
+    real = os.preadv
+
+    def preadv(fd, buffers, offset):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, buffers, offset)
+
+    with Arriving(spool, PART, worth=True) as arriving:
+        bring(spool, store, lambda gets: wait_until(lambda: gets == 0 or arriving._images))
+        arriving.stop()
+        for image in arriving._images.values():
+            image.__init__(image.file)  # nothing was read
+        monkeypatch.setattr(os, "preadv", preadv)
+        assert whole(spool, arriving)
+
+
+def test_what_was_read_for_a_fetch_that_failed_is_not_kept(spool, store):
+    with pytest.raises(ValueError), Arriving(spool, PART, worth=True) as arriving:
+        bring(spool, store, lambda gets: wait_until(lambda: gets == 0 or arriving._images))
+        raise ValueError
+    assert not arriving._images

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+import weakref
 
 import pytest
-from support.doubles import Double, is_chunk
+import torch
+from support.doubles import Double, flipped, is_chunk
 from support.training import same, tensors
 from support.world import Daemon, commit, content, hurry, part, read
 
 import tierd
+from tierd import device, persist
 from tierd.client import fetching
 from tierd.client.fetching import Fetching
 from tierd.core.errors import StoreUnavailable
+from tierd.core.manifest import TENSORS
 from tierd.core.wire import Fetch
 from tierd.daemon import download
 from tierd.link import Link
@@ -106,3 +111,28 @@ def test_a_restore_from_a_tier_that_hangs_ends_and_the_next_goes_on(spool, monke
             assert checkpointer.restore(state).step == 4
         assert same(state, 4)
         assert read(spool, first_done.part)
+
+
+def test_while_a_copy_is_healed_the_bad_one_takes_no_memory(spool, monkeypatch):
+    store, held, seen = Double(), [], []
+
+    def noted(size: int) -> memoryview:
+        memory = device.memory_for(size)
+        if size >= device.LARGE and threading.current_thread() is threading.main_thread():
+            held.append(weakref.ref(memory.obj))
+        return memory
+
+    with Daemon(spool.root, {"tier": store}, keep=100, keep_local=100) as daemon:
+        with tierd.Checkpointer(spool.root, "run") as checkpointer:
+            state = {"weights": torch.arange(1_000_000.0)}
+            saved = checkpointer.save(1, state)
+            saved.wait()
+        daemon.settle()
+        path = spool.path(saved.part) / TENSORS
+        path.write_bytes(flipped(path.read_bytes()))
+        monkeypatch.setattr(persist, "memory_for", noted)
+        monkeypatch.setattr("tierd.client.handoff.HandOff.recall", lambda self, part: None)
+        store.before = lambda operation, key: is_chunk(key) and seen.append(sum(one() is not None for one in held))
+        with tierd.Checkpointer(spool.root, "run") as checkpointer:
+            assert checkpointer.restore({"weights": torch.zeros(1_000_000)}).tier == "tier"
+    assert held and seen and not any(seen)

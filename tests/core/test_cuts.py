@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierd.core import cuts
 from tierd.core.cuts import (
     GRAIN,
     MAX_HEAD,
@@ -310,3 +311,10 @@ def test_a_great_many_archives_are_not_all_looked_at():
     read = reader(data)
     sizes = cut(lambda offset, length: asked.append(length) or read(offset, length), len(data))
     assert sum(sizes) == len(data) and len(asked) < 500_000
+
+
+def test_a_header_of_more_entries_than_tensors_fit_in_it_is_not_read():
+    entries = ",".join(f'"{number:x}":{{}}' for number in range(cuts._MAX_TENSORS + 1))
+    head = f"{{{entries}}}".encode()
+    data = len(head).to_bytes(8, "little") + head
+    assert cuts.safetensors_records(lambda offset, size: data[offset : offset + size], len(data)) is None

@@ -6,11 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.core.effort import effort, seconds
+from tierd.core.effort import effort
 
 MB = 1e6
 rates = st.floats(1e5, 1e11)
 ratios = st.floats(0.01, 0.96)
+
+
+def seconds(raw: float, link: float, encoder: float, ratio: float, pack: bool) -> float:
+    """How long `raw` bytes take to get to a tier, by the formula of the module; all rates in bytes a second."""
+    return raw * max(1 / encoder, ratio / link) if pack else raw / link
 
 
 @pytest.mark.parametrize(

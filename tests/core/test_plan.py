@@ -11,12 +11,20 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from tierd.core.errors import FormatTooNew, ManifestError
-from tierd.core.plan import Discard, Flush, Mend, Prune, plan
+from tierd.core.plan import Discard, Flush, Mend, Prune, lender, plan
 from tierd.core.retention import Best, RetentionPolicy
 from tierd.core.world import SPOOL, Facts, Place, World, is_complete
 
 LAST1 = RetentionPolicy(keep_last=1)
 A100, A200, A300 = (checkpoint(1, step) for step in (100, 200, 300))
+
+
+def test_nobody_lends_to_a_rank_while_one_of_its_parts_is_set_aside():
+    lends = Place({part(A100, rank, 2): facts() for rank in (0, 1)})
+    assert lender(lends, part(A200, 1, 2)) == part(A100, 1, 2)
+    aside = replace(lends, quarantined={part(A300, 1, 2): None})
+    assert lender(aside, part(A200, 1, 2)) is None
+    assert lender(aside, part(A200, 0, 2)) == part(A100, 0, 2)
 
 
 def planned(world, settings, backoff=None, now=0.0):

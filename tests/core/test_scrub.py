@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import replace
 
 from core.worlds import EPOCH, checkpoint, facts, part, solo
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierd.core.scrub import Copy, agenda, overdue
+from tierd.core.scrub import Copy, agenda, lenders, overdue
 from tierd.core.world import SPOOL, Place, World
 
 DAY = 86_400.0
@@ -116,3 +116,26 @@ def test_ranks_share_the_work_on_a_tier_and_leave_none_over():
 def test_another_runs_ranks_are_not_this_spools():
     other = solo(Place(), checkpoint(1, 1, run="other"))
     assert not agenda(World(spool(1), {"a": other}), {}, PERIOD, NOW, "a")
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 12), st.integers(0, 10**6), st.sampled_from([0.25, 1.0, 5.0]))
+def test_what_outlives_every_copy_that_names_it_is_read_within_the_period_and_not_all_the_time(keep, first, interval):
+    """Frozen weights: put once, named by each checkpoint from then on, of which only the newest few are kept."""
+    frozen = checkpoint(1, first)
+    remembered, steps, gaps, last = {Copy("a", part(frozen)): NOW}, [], [], NOW
+    for number in range(1, int(200 / interval)):
+        now = NOW + number * interval * DAY
+        fresh = part(checkpoint(1, first + number))
+        steps = [*steps, fresh][-keep:]
+        place = Place({one: facts(0, borrowed=[frozen]) for one in steps})
+        world = World(place, {"a": place})
+        remembered[Copy("a", fresh)] = now  # as it was flushed
+        while turns := [turn for turn in agenda(world, remembered, PERIOD, now, "a") if turn.at <= now]:
+            copy = turns[0].copy
+            remembered |= dict.fromkeys([copy, *lenders(world, copy)], now)
+            if now > last:
+                gaps.append(now - last)
+            last = now
+    assert max(gaps) <= PERIOD + interval * DAY
+    assert len(gaps) <= 25 + keep * 12  # 7.4 periods: one for each copy, and one for the frozen weights

@@ -9,7 +9,6 @@ from tierd.spool import Spool
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     hurry(monkeypatch)
-    monkeypatch.setattr("tierd.daemon.service.lower", lambda: None)  # these processes have other tests to run
 
 
 @pytest.fixture

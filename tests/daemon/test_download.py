@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 import random
 import threading
@@ -19,6 +20,7 @@ from tierd.core.errors import CorruptChunk, SpoolFull, SpoolUnusable, StoreUnava
 from tierd.core.ids import chunk_key
 from tierd.core.manifest import MANIFEST_NAME
 from tierd.daemon import download as download_module
+from tierd.daemon import fetch as fetch_module
 from tierd.daemon.budget import Budget
 from tierd.daemon.download import Progress
 from tierd.daemon.fetch import fetch
@@ -243,6 +245,24 @@ def test_each_file_is_synced_once(spool, store, monkeypatch):
     assert len(files) == len(set(files)) == len(FILES)
 
 
+def test_what_an_interrupted_healing_wrote_is_synced_by_the_next(spool, store, monkeypatch, one_hand):
+    commit(spool, PART, FILES)
+    path = spool.path(PART) / "weights.bin"
+    path.write_bytes(flipped(path.read_bytes(), 0))
+    path.write_bytes(flipped(path.read_bytes(), 3 * CHUNK))
+    interrupted(spool, store, 1)
+    path.write_bytes(FILES["weights.bin"])  # and somebody else the other chunk
+    synced, real = [], os.fsync
+
+    def fsync(fd):
+        synced.append((os.readlink(f"/proc/self/fd/{fd}"), fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE))
+        return real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert not asyncio.run(fetch(spool, PART, {"tier": store})).chunks
+    assert (str(path), os.O_RDONLY) in synced, "also one that may not be written"
+
+
 def test_a_file_that_could_not_be_synced_is_not_believed(spool, store, monkeypatch):
     """After EIO the page cache may show what the disk does not have: the next attempt fetches all of the file."""
     real = os.fsync
@@ -294,6 +314,61 @@ def test_a_stored_chunk_that_grew_is_corrupt_and_no_refusal(spool, store):
     with pytest.raises(CorruptChunk, match="not the"):
         asyncio.run(fetch(spool, PART, {"tier": store}))
     assert not list((spool.control / "fetch").iterdir()), "nobody will ask for it again"
+
+
+def test_cancelled_while_it_waits_for_its_place_it_lets_go_of_it(spool, store, monkeypatch):
+    entered, real = threading.Event(), fetch_module.make_locked
+
+    def slow(path: Path) -> int:
+        fd = real(path)
+        entered.set()
+        threading.Event().wait(0.1)
+        return fd
+
+    async def work() -> None:
+        task = asyncio.ensure_future(fetch(spool, PART, {"tier": store}))
+        await asyncio.to_thread(entered.wait)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    monkeypatch.setattr(fetch_module, "make_locked", slow)
+    asyncio.run(work())
+    assert len(spool.leftovers()) == 1, "nobody holds it"
+
+
+def test_a_leftover_that_cannot_be_removed_is_let_go(spool, store, one_hand, monkeypatch):
+    interrupted(spool, store, 3)
+    monkeypatch.setattr(Spool, "_bury", lambda self, path: _raise(OSError(errno.EIO, os.strerror(errno.EIO))))
+    (left,) = spool.leftovers()
+    with pytest.raises(OSError, match="Input/output"):
+        spool.discard(left)
+    assert spool.leftovers() == [left]
+
+
+def test_a_tier_that_hangs_keeps_no_other_from_giving_all(spool, store, monkeypatch):
+    monkeypatch.setattr("tierd.daemon.copies._ANSWER", 0.1)
+    hung = Double()
+    hung.delay = 1000.0
+
+    async def work() -> None:
+        async with asyncio.timeout(20):
+            fetched = await fetch(spool, PART, {"first": hung, "tier": store, "last": hung})
+        assert fetched.tiers == ("tier",) and not fetched.defects
+
+    asyncio.run(work())
+    assert read(spool, PART) == FILES
+    spool.remove(PART.checkpoint)
+    with pytest.raises(StoreUnavailable, match="first: did not answer"):
+        asyncio.run(fetch(spool, PART, {"first": hung, "empty": MemoryStore()}))
+
+
+def test_a_tier_that_fails_is_not_asked_first_for_every_chunk(spool, store, one_hand):
+    failing = Double(store.inner)
+    failing.before = lambda operation, key: _raise(StoreUnavailable("gone")) if is_chunk(key) else None
+    fetched = asyncio.run(fetch(spool, PART, {"first": failing, "tier": store}))
+    assert read(spool, PART) == FILES and fetched.tiers == ("tier",)
+    assert len(gets(failing)) == 1
 
 
 async def _keys(store) -> list[str]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 
+import msgspec
 import pytest
 from support.doubles import Double, contents, damage, flip, flipped, is_chunk, is_manifest
 from support.world import CHUNK, commit, content, part, read
 
-from tierd.core.errors import CorruptChunk, StoreUnavailable
+from tierd.core.errors import CorruptChunk, ManifestError, StoreRefused, StoreUnavailable
+from tierd.core.ids import pruning_prefix
 from tierd.core.manifest import Manifest, decode
+from tierd.daemon import turns
 from tierd.daemon.budget import Budget
 from tierd.daemon.fetch import fetch
-from tierd.daemon.flush import Way, flush
+from tierd.daemon.flush import Twin, Way, flush
 from tierd.spool import Spool
 
 PART = part(7)
@@ -207,6 +211,56 @@ def test_nothing_is_borrowed_from_another_rank(spool):
         assert manifest_on(store, which).owners == {which.checkpoint}
 
 
+def test_where_a_dead_nodes_mark_stands_nothing_is_borrowed(spool, monkeypatch):
+    """It stands for a day; so long nobody would flush, where chunks under that checkpoint were named."""
+    monkeypatch.setattr(turns, "_LOOKS", 2)
+    store = Double()
+    (first,) = steps(spool, store, {"w": b"x" * CHUNK})
+    when = time.time_ns() // 1_000_000 - 3_600_000
+    mark = f"{pruning_prefix(first.run)}{first.part.checkpoint.name}.{when:012x}-12345678"
+    asyncio.run(store.inner.put(mark, b""))
+    commit(spool, part(1), {"w": b"x" * CHUNK})
+    asyncio.run(flush(spool, part(1), Way(store), lender=first))
+    assert manifest_on(store, part(1)).owners == {part(1).checkpoint}
+
+
+def test_a_twin_that_does_not_answer_is_not_waited_for_at_every_chunk(spool, monkeypatch):
+    monkeypatch.setattr("tierd.daemon.flush._ANSWER", 0.3)
+    commit(spool, PART, content(7, chunks=40))
+    other, store = Double(), Double()
+
+    async def work() -> float:
+        await flush(spool, PART, Way(other))
+        other.delay = 3600
+        begun = time.monotonic()
+        await flush(spool, PART, Way(store), twin=Twin(other, in_other_forms(other)))
+        return time.monotonic() - begun
+
+    assert asyncio.run(work()) < 1.0
+    assert keys(store.inner, is_manifest) == [PART.manifest_key]
+
+
+def in_other_forms(store: Double) -> Manifest:
+    """A tier's manifest of the part, as if none of its chunks were stored as today's encoder does."""
+    manifest = decode(store.inner._objects[PART.manifest_key][0])
+    files = []
+    for file in manifest.files:
+        stored = [msgspec.structs.replace(chunk.stored, xxh3_128="0" * 32) for chunk in file.chunks]
+        chunks = [msgspec.structs.replace(c, stored=s) for c, s in zip(file.chunks, stored, strict=True)]
+        files.append(msgspec.structs.replace(file, chunks=tuple(chunks)))
+    return msgspec.structs.replace(manifest, files=tuple(files))
+
+
+def test_a_manifest_that_only_grew_too_large_is_no_corruption(spool, monkeypatch):
+    def refuse(manifest: Manifest) -> bytes:
+        raise ManifestError("33554433 bytes; at most 33554432 are read")
+
+    commit(spool, PART)
+    monkeypatch.setattr("tierd.daemon.flush.encode_manifest", refuse)
+    with pytest.raises(StoreRefused, match="no tier can describe it"):
+        flushed(spool, Double())
+
+
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -234,3 +288,26 @@ def test_a_chunk_that_a_part_holds_twice_is_one_object(spool):
     flushed(spool, store)
     assert len(store.puts(is_chunk)) == 1
     assert asyncio.run(restored(spool, store)) == {"w": b"x" * (3 * CHUNK), "v": b"x" * CHUNK}
+
+
+def test_a_flush_that_was_cancelled_is_at_rest(spool, monkeypatch):
+    """What it gives back to the budget is not in memory any more."""
+    reading = []
+
+    def slow(*args):
+        reading.append(1)
+        time.sleep(0.3)
+        reading.pop()
+
+    commit(spool, PART)
+    monkeypatch.setattr("tierd.daemon.flush.read_chunk", slow)
+
+    async def work():
+        task = asyncio.ensure_future(flush(spool, PART, Way(Double())))
+        while not reading:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert not reading
+
+    asyncio.run(work())

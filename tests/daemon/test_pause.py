@@ -285,3 +285,25 @@ def test_a_paused_daemon_with_a_backlog_does_not_end_idle(spool, store, backlog)
 
     asyncio.run(work())
     assert bool(store.puts(is_manifest)) == backlog
+
+
+def test_changes_at_once_leave_file_and_memory_agreeing(spool):
+    async def work():
+        for _ in range(20):
+            state = State(spool)
+            await asyncio.gather(state.begin(None), state.begin(3600), state.end(), state.begin(100), state.end())
+            assert state.paused == State(spool).paused
+
+    asyncio.run(work())
+
+
+def test_a_clock_that_was_set_back_makes_no_pause_longer(spool, monkeypatch):
+    asyncio.run(State(spool).begin(3600))
+
+    class Back(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime(1970, 1, 1, tzinfo=tz)
+
+    monkeypatch.setattr("tierd.daemon.pause.datetime", Back)
+    assert 3500 < State(spool).left <= 3600

@@ -56,14 +56,15 @@ def told(script: str, **environment: str) -> dict:
     return {**json.loads(done.stdout), "stderr": done.stderr}
 
 
-def test_a_save_is_persisted_at_normal_priority_and_all_else_is_low(tmp_path):
+def test_what_a_save_or_a_restore_waits_for_is_normal_and_a_flush_is_low(tmp_path):
     (tmp_path / "tier").mkdir()
     script = f"""
         import torch, tierd
         from tierd.core.config import from_urls
-        from tierd.daemon import flush, handoff, service
+        from tierd.daemon import copies, flush, handoff, service
         noting(handoff, "write_part")
         noting(flush, "read_chunk")
+        noting(copies, "decode")
 
         def train():
             for step in range(4):
@@ -75,6 +76,10 @@ def test_a_save_is_persisted_at_normal_priority_and_all_else_is_low(tmp_path):
                             break
                     except tierd.core.errors.DaemonUnavailable:
                         threading.Event().wait(0.05)
+            for file in Path({str(tmp_path / "spool" / "r")!r}).glob("*/*/*.safetensors"):
+                file.write_bytes(b"rotten")
+            with tierd.Checkpointer({str(tmp_path / "spool")!r}, run="r") as ckpt:
+                notes["restored"] = [ckpt.restore({{"weights": torch.zeros(1000)}}).tier]
             os.kill(os.getpid(), signal.SIGTERM)
 
         trainer = threading.Thread(target=train)
@@ -87,7 +92,8 @@ def test_a_save_is_persisted_at_normal_priority_and_all_else_is_low(tmp_path):
     notes = told(script)
     assert notes["handed over"] == [1, 1, 1, 1]
     assert notes["write_part"] == [NORMAL] * 4
-    assert notes["main"] == [LOW]
+    assert notes["main"] == [NORMAL]
+    assert notes["restored"] == ["file"] and notes["decode"] and all(note == NORMAL for note in notes["decode"])
     assert len(notes["read_chunk"]) >= 4 and all(note == LOW for note in notes["read_chunk"])
 
 

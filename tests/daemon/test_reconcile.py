@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
-from support.doubles import Double, contents, is_chunk, is_manifest
+from support.doubles import Double, contents, flip, is_chunk, is_manifest
 from support.world import (
     commit,
     content,
@@ -23,8 +24,9 @@ from support.world import (
     until,
 )
 
-from tierd.core.errors import StoreRefused, StoreUnavailable
-from tierd.core.manifest import MANIFEST_NAME
+from tierd.core.errors import ManifestError, StoreRefused, StoreUnavailable
+from tierd.core.manifest import MANIFEST_NAME, encode
+from tierd.daemon.prune import quarantine
 from tierd.stores.memory import MemoryStore
 
 
@@ -188,6 +190,23 @@ def test_a_drain_ends_in_time_when_a_tier_is_down(spool):
     asyncio.run(work())
 
 
+def test_what_no_tier_can_describe_keeps_nothing_else_waiting_and_is_no_corruption(spool, monkeypatch):
+    def picky(manifest):
+        if manifest.step == 2:
+            raise ManifestError("too large")
+        return encode(manifest)
+
+    async def work():
+        for step in range(3):
+            commit(spool, part(step))
+        async with running(reconciler(spool, {"tier": MemoryStore()})) as daemon:
+            await until(lambda: daemon.tiers.has(part(0), "tier") and daemon.tiers.has(part(1), "tier"))
+            assert daemon.journal.counters["errors"] and not daemon.journal.counters["corruptions"]
+
+    monkeypatch.setattr("tierd.daemon.flush.encode_manifest", picky)
+    asyncio.run(work())
+
+
 # -- retention --------------------------------------------------------------------------------------------------------
 
 
@@ -314,5 +333,48 @@ def test_leftovers_of_dead_writers_go_and_those_of_live_ones_stay(spool):
             await settle(daemon)
         assert live.path.is_dir() and not list((spool.control / "trash").iterdir())
         live.abandon()
+
+    asyncio.run(work())
+
+
+def test_a_manifest_that_cannot_be_mended_yet_keeps_no_flush_waiting(spool):
+    """Nothing is pruned while it is not known what it names; that is no failure of the tier."""
+
+    async def work():
+        one, other = Double(), Double()
+        for step in range(4):
+            commit(spool, part(step))
+        async with running(reconciler(spool, {"one": one, "other": other})) as daemon:
+            await settle(daemon)
+        shutil.rmtree(spool.path(part(2)))
+        await one.inner.put(part(2).manifest_key, b"garbage")
+        other.error = StoreUnavailable("down")
+        async with running(reconciler(spool, {"one": one, "other": other}, keep=1)) as daemon:
+            await until(lambda: daemon.tiers.places["one"])
+            for step in range(4, 8):
+                commit(spool, part(step))
+                await until(lambda step=step: daemon.wake() or daemon.tiers.has(part(step), "one"))
+                assert daemon.lanes["one"].last_error is None
+
+    asyncio.run(work())
+
+
+def test_what_was_set_aside_is_flushed_anew_without_what_others_share_of_it(spool):
+    """The chunk that was proven bad may be one that another checkpoint names, too."""
+    same = bytes(range(250)) * 4
+
+    async def work():
+        store = MemoryStore()
+        commit(spool, part(0), {"w": same})
+        async with running(reconciler(spool, {"tier": store})) as daemon:
+            await settle(daemon)
+            commit(spool, part(1), {"w": same + b"n" * 1000})
+            await settle(daemon)
+            (shared,) = [key for key in await contents(store) if is_chunk(key) and part(0).checkpoint.name in key]
+            right = bytes(await store.get(shared))
+            await flip(store, shared)
+            await quarantine(store, part(0))
+            await settle(daemon)
+            assert daemon.tiers.has(part(0), "tier") and bytes(await store.get(shared)) == right
 
     asyncio.run(work())

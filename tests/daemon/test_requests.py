@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncGenerator
 
 import pytest
 from support.doubles import Double, contents, is_manifest
@@ -15,8 +16,11 @@ from tierd.core.errors import (
     StoreUnavailable,
 )
 from tierd.core.wire import Candidates, Fetch, Pin, Report, Status
+from tierd.daemon.observe import TierEye
 from tierd.link import Link
 from tierd.spool import Spool
+from tierd.stores.base import ObjectInfo
+from tierd.stores.memory import MemoryStore
 
 
 def test_what_a_connection_fetched_is_held_until_it_ends(spool):
@@ -128,3 +132,29 @@ def test_a_look_that_began_earlier_never_hides_a_later_one(spool):
         daemon.settle()
         daemon.reconciler._draining = True  # nothing but the looks below
         assert not daemon.call(overtaken(daemon))
+
+
+class Counted(MemoryStore):
+    """Counts what its listings show."""
+
+    shown = 0
+
+    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        async for info in super().scan(prefix, after):
+            self.shown += 1
+            yield info
+
+
+def test_a_look_lists_no_more_than_a_page_of_a_checkpoints_chunks(monkeypatch):
+    """A tier with millions of them would never answer in time."""
+    monkeypatch.setattr("tierd.daemon.observe._MANY", 10)
+    store, sizes = Counted(), (1, 2000, 3, 10, 11, 12, 2000)
+
+    async def work():
+        for step, chunks in enumerate(sizes):
+            for number in range(chunks):
+                await store.put(f"{RUN}/chunks/{part(step).checkpoint.name}/00000/{number:032x}.raw", b"")
+        return await TierEye(store).look({RUN})
+
+    assert asyncio.run(work()).owners == {part(step).checkpoint for step in range(len(sizes))}
+    assert store.shown < 12 * len(sizes)

@@ -589,8 +589,10 @@ def test_a_seeded_tenth_of_the_benchmark(tmp_path):
     assert found["set_aside_exactly_those"] and found["flipped_on_the_way"]
 
 
-@pytest.mark.parametrize("data", [b'{"local":{"run/\xff":1.0}}', b'{"\xed\xa0\x80":{}}', b"\xff", b"[" * 99_999, b"{}{"])
-def test_a_memory_of_whatever_bytes_is_not_used_and_nothing_dies_of_it(spool, data):
+@pytest.mark.parametrize("data", [b'{"local":{"run/\xff":1.0}}', b'{"\xed\xa0\x80":{}}', b"\xff", b"[" * 9999])
+def test_a_memory_of_whatever_bytes_is_not_used_and_nothing_dies_of_it(spool, data, monkeypatch):
+    monkeypatch.setattr("tierd.daemon.scrub._LOOK", 0.02)
+
     async def work():
         path = spool.control / "scrubbed.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -647,7 +649,8 @@ def test_the_rate_is_kept_where_a_file_is_damaged_too(spool, how, monkeypatch):
         begun = time.monotonic()
         await daemon.scrubber.scrub(Copy(SPOOL, part(1)))
         paid = daemon.journal.counters["scrubbed_bytes"]
-        assert daemon.journal.counters["scrub_findings"] == {"flip": 1, "truncate": 20, "lengthen": 1, "remove": 40}[how]
+        found = {"flip": 1, "truncate": 20, "lengthen": 1, "remove": 40}
+        assert daemon.journal.counters["scrub_findings"] == found[how]
         assert paid >= 1000 * len(reads) and time.monotonic() - begun >= 0.9 * paid / 200_000
 
     asyncio.run(work())
@@ -666,19 +669,20 @@ def test_a_pause_holds_up_mending(spool):
         for name in daemon.lanes:
             await daemon.look(name)
         store.calls.clear()
-        loop = asyncio.get_running_loop()
+        store.delay = 0.05
+        begun = []
 
         def pausing(operation, key):
-            if operation == "put" and is_chunk(key) and not daemon.pause.paused:
-                loop.create_task(daemon.pause.begin(None))
+            if operation == "put" and is_chunk(key) and not begun:
+                begun.append(asyncio.ensure_future(daemon.pause.begin(None)))
 
         store.before = pausing
         work = asyncio.create_task(daemon.scrubber.scrub(Copy("tier", part(1))))
         await until(lambda: daemon.pause.paused)
         store.before = None
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.5)
         put = len(store.puts(is_chunk))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.5)
         assert not work.done() and len(store.puts(is_chunk)) == put < len(chunk_keys(pristine, part(1)))
         await daemon.pause.end()
         await work
@@ -745,5 +749,32 @@ def test_mending_takes_from_the_budget_what_a_manifest_says_that_an_object_is_lo
         await daemon.scrubber.scrub(Copy("tier", part(1)))
         assert len(taken) == 2 and min(taken) >= 1 << 20
         assert not (await verify(store, part(1), lambda size: None))[1]
+
+    asyncio.run(work())
+
+
+def test_what_is_shared_on_and_on_is_read_again_though_each_that_names_it_is_young(spool):
+    """Frozen weights are put once and named by every later checkpoint; none of those lives for a period."""
+
+    async def work():
+        day, store, same = [0], MemoryStore(), {"frozen.bin": random.Random(1).randbytes(900)}
+        made, read_at = 1_767_225_600.0, []  # of `created`, in support.world
+        for step in range(30):  # one a day, and one is kept; a daemon of its own for each
+            day[0] = step
+            commit(spool, part(step), {**same, "step": b"%d" % step})
+            daemon = scrubber(spool, {"tier": store}, keep=1, scrub="10d")
+            daemon.scrubber._clock = lambda: made + day[0] * 86_400.0
+            daemon.scrubber._remembered.load()
+            async with running(daemon):
+                await settle(daemon)
+                copies = []
+                while copy := daemon.scrubber.next("tier"):
+                    await daemon.scrubber.scrub(copy)
+                    copies.append(copy)
+                assert len(copies) <= 1
+                read_at += [step] * len(copies)
+            await daemon.scrubber._remembered.save(daemon.world())
+        gaps = [after - before for before, after in zip([0, *read_at], [*read_at, 29], strict=True)]
+        assert max(gaps) <= 10 and len(read_at) <= 9, read_at
 
     asyncio.run(work())

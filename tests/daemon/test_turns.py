@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import tracemalloc
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from support.doubles import is_manifest
 from support.world import CHUNK, RUN, commit, config, part
 
 from tierd.core.errors import TierdError
-from tierd.core.manifest import decode
+from tierd.core.ids import PartId
+from tierd.core.manifest import VERSION, Chunk, File, Manifest, Stored, decode, encode
 from tierd.core.plan import Flush, Prune, lender, plan
 from tierd.core.world import Place, World
 from tierd.daemon import turns
@@ -183,3 +185,56 @@ def impatient(monkeypatch):
 def test_no_manifest_ever_lacks_a_chunk(seed, tmp_path):
     shared = cut_short(seed, tmp_path)
     assert shared.seen > 5
+
+
+def test_a_flush_that_has_ended_leaves_another_nodes_intent_of_the_same_part():
+    store = MemoryStore()
+
+    async def left() -> list[str]:
+        async with turns.naming(store, part(1), b"one", [], "aaaaaaaa"):
+            async with turns.naming(store, part(1), b"other", [], "bbbbbbbb"):
+                pass
+            return [info.key[-8:] async for info in store.scan(f"{RUN}/flushing/")]
+
+    assert asyncio.run(left()) == ["aaaaaaaa"]
+
+
+def most_in_memory(survivors: int) -> int:
+    """Bytes at the most while a checkpoint is pruned beside so many that all name the same chunks."""
+    store, names = MemoryStore(), [f"{number:032x}" for number in range(1000)]
+
+    async def pruned() -> None:
+        for step in range(survivors + 1):
+            which, home = part(step), f"chunks/{part(0).checkpoint.name}/00000"
+            stored = [Stored(codec="raw", size=1, xxh3_128=name, key=f"{home}/{name}.raw") for name in names]
+            chunks = tuple(Chunk(size=1, xxh3_128=one.xxh3_128, stored=one) for one in stored)
+            await store.put(which.manifest_key, encode(made(which, (File(path="w", size=1000, chunks=chunks),))))
+        tracemalloc.start()
+        assert await prune(store, part(1).checkpoint)
+
+    try:
+        asyncio.run(pruned())
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def made(which: PartId, files: tuple[File, ...]) -> Manifest:
+    owner = which.checkpoint
+    return Manifest(
+        version=VERSION,
+        run=owner.run,
+        step=owner.step,
+        attempt=owner.attempt,
+        resumed_from=None,
+        rank=which.rank,
+        world_size=which.world,
+        created="2026-01-01T00:00:00+00:00",
+        writer="test",
+        metrics={},
+        files=files,
+    )
+
+
+def test_pruning_takes_no_more_memory_beside_many_that_share_their_chunks():
+    assert most_in_memory(32) < 1.5 * most_in_memory(8)

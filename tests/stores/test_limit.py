@@ -19,7 +19,8 @@ from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.core.urls import parse_url
 from tierd.daemon.service import open_tiers
 from tierd.stores.base import Store
-from tierd.stores.limit import LimitedStore, hasten
+from tierd.stores.haste import hasten
+from tierd.stores.limit import LimitedStore
 from tierd.stores.memory import MemoryStore
 from tierd.stores.open import open_store
 from tierd.stores.retry import RetryingStore

@@ -221,6 +221,26 @@ def test_a_cancelled_get_leaves_its_buffer_alone(part: int) -> None:
     Server(serve).use(use)
 
 
+def test_a_get_is_cancelled_at_once_where_the_server_says_that_it_will_close() -> None:
+    """The HTTP client lets go of its socket then; the loop must not wait for what still comes through it."""
+
+    async def serve(_: int, reader: Reader, writer: Writer) -> None:
+        await head(reader)
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {BIG}\r\nConnection: close\r\n\r\nxxx".encode())
+        await asyncio.sleep(3)
+
+    async def use(store: S3Store) -> None:
+        loop = asyncio.get_running_loop()
+        work = asyncio.ensure_future(store.get("k", memoryview(bytearray(BIG))))
+        await asyncio.sleep(0.3)
+        work.cancel()
+        begun = loop.time()
+        await asyncio.gather(work, return_exceptions=True)
+        assert loop.time() - begun < 1
+
+    Server(serve).use(use)
+
+
 def test_closing_ends_what_is_under_way() -> None:
     async def serve(_: int, reader: Reader, writer: Writer) -> None:
         await head(reader)

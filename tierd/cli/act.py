@@ -44,7 +44,7 @@ from tierd.daemon.prune import prune as prune_tier
 from tierd.daemon.service import open_tiers, serve
 from tierd.link import Link
 from tierd.stores.base import children
-from tierd.stores.limit import hasten
+from tierd.stores.haste import hasten
 
 
 def register(app: typer.Typer) -> None:
@@ -111,9 +111,9 @@ def restore(
         return
     for text in found.skipped:
         console().print(f"skipped {text}")
+    source = f"from {', '.join(found.tiers)}, " if found.tiers else ""
     console().print(
-        f"restored {found.run} step {found.step} (attempt {found.attempt}), {size(found.size)} verified, "
-        f"from {', '.join(found.tiers)}, in:"
+        f"restored {found.run} step {found.step} (attempt {found.attempt}), {size(found.size)} verified, {source}in:"
     )
     for directory in found.directories:
         console().print(f"  {directory}")

@@ -42,11 +42,6 @@ def effort(link: float | None, encoder: float | None, ratio: float | None, befor
     return Effort(pack, f"{word}: the link takes {_rate(link)}, the encoder makes {_rate(encoder)}")
 
 
-def seconds(raw: float, link: float, encoder: float, ratio: float, pack: bool) -> float:
-    """How long `raw` bytes take to get to a tier, by the formula above; all rates in bytes a second."""
-    return raw * max(1 / encoder, ratio / link) if pack else raw / link
-
-
 def _rate(rate: float) -> str:
     # 180 MB/s, 1.2 GB/s
     return f"{rate / 1e9:.1f} GB/s" if rate >= 999.5e6 else f"{rate / 1e6:.0f} MB/s"

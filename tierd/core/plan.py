@@ -109,7 +109,9 @@ def pending(spool: Place, tier: Place, run: str) -> list[PartId]:
 
 def lender(tier: Place, part: PartId) -> PartId | None:
     """Whose chunks a flush of `part` may name where they are equal: the same rank's part of the newest checkpoint that
-    is complete on the tier."""
+    is complete on the tier. Nobody's while a part of that rank is set aside there: what is proven bad may be shared."""
+    if any((one.checkpoint.run, one.rank) == (part.checkpoint.run, part.rank) for one in tier.quarantined):
+        return None
     for checkpoint, found in sorted(tier.checkpoints.items(), reverse=True):
         readable = [one for one in found if tier.parts[one]]
         if checkpoint.run == part.checkpoint.run and checkpoint != part.checkpoint and is_complete(readable):

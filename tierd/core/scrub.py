@@ -2,14 +2,15 @@
 
 Law: every copy has a moment of its own in the period, given by its name, so that what was written or flushed at once
 does not come due at once, whatever is restarted. It is due at the first such moment after it was last verified or,
-where that is not remembered, made. No decision here deletes anything.
+where that is not remembered, made. What a copy names of a checkpoint that is gone stays due at that one's moments,
+however young the copies are that name it. No decision here deletes anything.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import xxhash
 
@@ -43,13 +44,18 @@ Remembered = Mapping[Copy, float]  # when each copy was last found right, second
 def agenda(world: World, remembered: Remembered, period: float, now: float, place: str | None = None) -> list[Turn]:
     """Every copy that this daemon reads again, the most overdue first; only those in `place` if that is given."""
     return sorted(
-        (
-            Turn(_moment(copy, verified, period), copy, verified)
-            for copy, facts in _duties(world, place)
-            for verified in [_verified(copy, facts, remembered, period, now)]
-        ),
+        (_turn(world, copy, facts, remembered, period, now) for copy, facts in _duties(world, place)),
         key=lambda turn: (turn.at, turn.copy),
     )
+
+
+def lenders(world: World, copy: Copy) -> list[Copy]:
+    """The copies that are gone, and of which this one names chunks."""
+    place = world.tiers.get(copy.place)
+    facts = place.parts.get(copy.part) if place else None
+    owners = facts.borrowed if facts else ()
+    found = [Copy(copy.place, replace(copy.part, checkpoint=owner)) for owner in sorted(owners)]
+    return [one for one in found if place and one.part not in place.parts]
 
 
 def overdue(turns: list[Turn], period: float, now: float) -> int:
@@ -76,6 +82,15 @@ def _world_size(world: World, tier: Place, run: str) -> int:
     parts = [part for part in (*world.spool.parts, *tier.parts) if part.checkpoint.run == run]
     newest = max(part.checkpoint.attempt for part in parts)
     return max(part.world for part in parts if part.checkpoint.attempt == newest)
+
+
+def _turn(world: World, copy: Copy, facts: Facts, remembered: Remembered, period: float, now: float) -> Turn:
+    verified = _verified(copy, facts, remembered, period, now)
+    turns = [Turn(_moment(copy, verified, period), copy, verified)]
+    for lender in lenders(world, copy):
+        verified = min(max(0.0, remembered.get(lender, now)), now)
+        turns.append(Turn(_moment(lender, verified, period), copy, verified))
+    return min(turns, key=lambda turn: turn.at)
 
 
 def _verified(copy: Copy, facts: Facts, remembered: Remembered, period: float, now: float) -> float:

@@ -25,7 +25,7 @@ from tierd.core.world import SPOOL
 from tierd.daemon.handoff import HandOff
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.status import status
-from tierd.stores.limit import hasten
+from tierd.stores.haste import hasten
 
 log = logging.getLogger("tierd.daemon")
 

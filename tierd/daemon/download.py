@@ -49,22 +49,21 @@ class Progress:
 
 @dataclass(slots=True)
 class _Target:
-    """A file of the part. `found`: it was there; `dirty`: it is to be synced, when none of `left` chunks is missing."""
+    """A file of the part. `found`: it was there. It is synced when none of `left` chunks is missing."""
 
     number: int
     file: File
     path: Path
     found: bool
-    dirty: bool
     left: int
     fd: int = -1  # open from the first write to the sync, so that no failed write-back goes unnoticed
 
-    def open(self) -> None:
+    def open(self, flags: int = os.O_WRONLY) -> None:
         if self.fd < 0:
-            self.fd = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self.fd = os.open(self.path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def sync(self) -> None:
-        self.open()
+        self.open(os.O_RDONLY)  # where nothing was written, nobody need be allowed to
         os.fsync(self.fd)
         self.close()
 
@@ -103,8 +102,7 @@ async def download(
             target.close()
     if not committed:
         (home / DRAFT_NAME).unlink()
-    if any(target.dirty for target in targets):
-        await to_the_end(_sync_directories, home)
+    await to_the_end(_sync_directories, home)
 
 
 def missing(home: Path, manifest: Manifest) -> int:
@@ -141,8 +139,7 @@ class _Download:
             size = path.lstat().st_size
         except FileNotFoundError:
             size = -1
-        found, changed = size >= 0, size != file.size
-        if changed:
+        if size != file.size:
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             try:
@@ -153,8 +150,7 @@ class _Download:
                     os.fsync(fd)
             finally:
                 os.close(fd)
-        # What an interrupted download left may lie in the page cache alone.
-        return _Target(number, file, path, found, changed or not self._committed, len(file.chunks))
+        return _Target(number, file, path, size >= 0, len(file.chunks))
 
     async def bring(self, target: _Target, index: int, offset: int) -> None:
         """Have one chunk right in its place, and the file synced if it was the last."""
@@ -167,11 +163,10 @@ class _Download:
                 raw = await self._fetched(target, index, offset, bad)
                 hold.keep(size + min(size, PIECE))  # the stored bytes are gone; some may go through another buffer
                 target.open()
-                target.dirty = True
                 await to_the_end(self._write, target, raw, offset)
                 self._progress.written += 1
         target.left -= 1
-        if not target.left and target.dirty:
+        if not target.left:  # even if nothing was written: what an interrupted one left may lie in the page cache alone
             await to_the_end(self._sync, target)
         self._progress.tiers = tuple(name for name in self._copies.stores if name in self._copies.used)
         self._progress.done += size
@@ -212,6 +207,8 @@ class _Download:
         except OSError:
             if not self._committed:
                 target.path.unlink(missing_ok=True)
+            elif target.fd >= 0:  # the next one is to see what the disk has
+                os.posix_fadvise(target.fd, 0, 0, os.POSIX_FADV_DONTNEED)
             raise
 
 

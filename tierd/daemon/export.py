@@ -66,7 +66,9 @@ async def export(
         SpoolFull: there is no room.
         ConfigError: `target` is in the way, or another restore to it is at work.
     """
-    target = target.absolute()
+    target = target.resolve() if target.is_symlink() else target.absolute()
+    if target.is_mount():
+        raise ConfigError(f"--to {target}: a mount point, which no finished directory can replace; name one inside it")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"--to {target}: it exists and is not an empty directory; nothing was touched")
     world = await look_around(None, stores, run)

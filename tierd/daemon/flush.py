@@ -16,15 +16,23 @@ from importlib import resources
 import msgspec
 
 from tierd.codec import Encoded, check_stored, decode
-from tierd.core.errors import CorruptChunk, FormatTooNew, ObjectNotFound, StoreUnavailable, TierdError
+from tierd.core.errors import (
+    CorruptChunk,
+    FormatTooNew,
+    ManifestError,
+    ObjectNotFound,
+    StoreRefused,
+    StoreUnavailable,
+    TierdError,
+)
 from tierd.core.ids import PartId, chunk_key
 from tierd.core.manifest import Chunk, File, Manifest, Stored
 from tierd.core.manifest import encode as encode_manifest
 from tierd.daemon.budget import Budget
 from tierd.daemon.observe import chunks_there, missing_chunks
 from tierd.daemon.pace import Pace
-from tierd.daemon.together import together
-from tierd.daemon.turns import naming
+from tierd.daemon.together import to_the_end, together
+from tierd.daemon.turns import left_over, naming
 from tierd.persist import digest, read_chunk
 from tierd.spool import Spool
 from tierd.stores.base import Store
@@ -45,12 +53,13 @@ class Flushed:
     shared: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Twin:
-    """Another tier's copy of the part: what it stores is what this tier shall store, byte for byte."""
+    """Another tier's copy of the part: while that answers, what it stores is stored here too, byte for byte."""
 
     store: Store
     manifest: Manifest
+    answers: bool = True
 
 
 async def _at_once() -> None:
@@ -129,7 +138,7 @@ class _Chunk:
         lent: Mapping[tuple[str, int], Chunk],
     ) -> None:
         self._way, self._part, self._there, self._file, self._index = way, part, there, file, index
-        self._twin = (twin.store, twin.manifest.files[number].chunks[index]) if twin else None
+        self._twin, self._other = twin, twin.manifest.files[number].chunks[index] if twin else None
         self._home = spool.path(part)
         self.encoded: Chunk = file.chunks[index]
         self._lent = lent.get(_holds(self.encoded))
@@ -141,10 +150,10 @@ class _Chunk:
         if self._lent is not None:
             self.encoded, self.shared = self._lent, self._lent.size
             return 0
-        async with self._way.budget.take(2 * self.encoded.size) as hold:
+        async with self._way.budget.take((3 if self._twin else 2) * self.encoded.size) as hold:
             if await self._lies_there():
                 return 0
-            encoded = await self._as_the_twin(await asyncio.to_thread(self._read))
+            encoded = await self._as_the_twin(await to_the_end(self._read))
             self.encoded, stored, data = encoded.chunk, encoded.stored, encoded.data
             del encoded
             hold.keep(stored.size)  # the raw bytes are gone
@@ -167,7 +176,7 @@ class _Chunk:
                 codec, own = key.rpartition(".")[2], key.partition("/")[2]
                 stored = Stored(codec=codec, size=len(data), xxh3_128=digest(data), key=own)
                 chunk = msgspec.structs.replace(self.encoded, stored=stored)
-                await asyncio.to_thread(decode, chunk, data, self._way.tier)
+                await to_the_end(decode, chunk, data, self._way.tier)
             except (ObjectNotFound, CorruptChunk, FormatTooNew):
                 continue
             self.encoded = chunk
@@ -190,16 +199,18 @@ class _Chunk:
         return self._way.pace.encode(self._part, self._file.chunks[self._index], raw)
 
     async def _as_the_twin(self, encoded: Encoded) -> Encoded:
-        if self._twin is None or self._twin[1].stored is None or _form(self._twin[1]) == _form(encoded.chunk):
+        twin, chunk = self._twin, self._other
+        if not (twin and twin.answers and chunk and chunk.stored) or _form(chunk) == _form(encoded.chunk):
             return encoded
-        store, chunk = self._twin
-        assert chunk.stored is not None
         try:
             async with asyncio.timeout(_ANSWER):
-                data = await store.get(f"{self._part.checkpoint.run}/{chunk.stored.key}")
-            await asyncio.to_thread(decode, chunk, data, "the other tier")
-        except (TierdError, TimeoutError):
+                data = await twin.store.get(f"{self._part.checkpoint.run}/{chunk.stored.key}")
+            await to_the_end(decode, chunk, data, "the other tier")
+        except (ObjectNotFound, CorruptChunk, FormatTooNew):
             return encoded  # better right in other bytes than late
+        except (TierdError, TimeoutError):
+            twin.answers = False  # not every chunk waits for that
+            return encoded
         key = chunk_key(self._part, chunk.xxh3_128, chunk.stored.codec)
         own = msgspec.structs.replace(chunk.stored, key=key, checked="")
         return Encoded(msgspec.structs.replace(chunk, stored=own), data)
@@ -227,7 +238,7 @@ async def _lent(store: Store, part: PartId, lender: Manifest | None) -> dict[tup
     """The chunks of `lender` that lie on the tier, by what they hold."""
     if lender is None or lender.rank != part.rank:
         return {}
-    there = await chunks_there(store, part.rank, lender.owners)
+    there = await chunks_there(store, part.rank, lender.owners - await left_over(store, lender.run))
     return {
         _holds(chunk): chunk
         for chunk in lender.chunks()
@@ -237,7 +248,10 @@ async def _lent(store: Store, part: PartId, lender: Manifest | None) -> dict[tup
 
 async def _show(way: Way, part: PartId, manifest: Manifest) -> None:
     """Put the manifest, while nobody deletes what it names, if all of that is still there."""
-    data = encode_manifest(manifest)
+    try:
+        data = encode_manifest(manifest)
+    except ManifestError as error:  # as the spool has it, it is right; with keys it is more than a reader takes
+        raise StoreRefused(f"{part}: no tier can describe it: {error}") from error
     async with naming(way.store, part, data, manifest.owners, way.who):
         missing = await missing_chunks(way.store, manifest)
         if not missing:

@@ -23,7 +23,7 @@ from tierd.daemon.budget import Budget
 from tierd.daemon.copies import Copies, surely
 from tierd.daemon.observe import missing_chunks
 from tierd.daemon.together import to_the_end
-from tierd.daemon.turns import naming
+from tierd.daemon.turns import naming, node
 from tierd.device import memory_for
 from tierd.persist import digest, read_chunk
 from tierd.spool import Spool
@@ -234,7 +234,9 @@ class Mender:
     async def _show(self, manifest: Manifest) -> None:
         """Replace the tier's manifest, unless the part was pruned meanwhile."""
         data = encode_manifest(manifest)
-        async with naming(self._store, self._part, data, manifest.owners | {self._part.checkpoint}):
+        async with naming(
+            self._store, self._part, data, manifest.owners | {self._part.checkpoint}, node(self._spool.root)
+        ):
             try:
                 await self._store.get(self._part.manifest_key)
             except ObjectNotFound:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import aclosing
 
 from tierd.core.errors import (
     FormatTooNew,
@@ -36,6 +37,7 @@ log = logging.getLogger("tierd.daemon")
 
 _RELIST = 600.0  # seconds between listings of a run's chunks
 _READERS = 8  # manifests read at once
+_MANY = 1000  # chunks of a checkpoint: a page of a listing; the rest is skipped
 
 
 async def look_around(spool: Spool | None, stores: Mapping[str, Store], run: str | None) -> World:
@@ -145,14 +147,30 @@ class TierEye:
         return Place(parts, defects, frozenset(pin for pin in pins if pin), frozenset(owners), aside)
 
     async def _chunk_owners(self, run: str) -> set[CheckpointId]:
-        """Checkpoints under whose name chunks lie. It takes a listing of all chunks and only finds what a dead flush or
-        prune left, so it is made at the first look and seldom again."""
+        """Checkpoints under whose name chunks lie. It only finds what a dead flush or prune left, so it is asked at the
+        first look and seldom again."""
         now = time.monotonic()
         if now - self._listed.get(run, -_RELIST) >= _RELIST:
-            names = {info.key.split("/")[2] async for info in self.store.scan(chunks_prefix(run))}
+            names = await self._chunk_directories(chunks_prefix(run))
             self._owners[run] = {found for name in names if (found := CheckpointId.parse(run, name))}
             self._listed[run] = now
         return self._owners[run]
+
+    async def _chunk_directories(self, prefix: str) -> set[str]:
+        """The names under `prefix`, going by the listing where they hold little and from name to name where much."""
+        names, after = set[str](), ""
+        while True:
+            many = 0
+            async with aclosing(self.store.scan(prefix, after)) as listing:
+                async for info in listing:
+                    name = info.key[len(prefix) :].partition("/")[0]
+                    many = many + 1 if name in names else 0
+                    names.add(name)
+                    if many == _MANY:
+                        after = f"{prefix}{name}/\x7f"  # '\x7f' sorts after every character of a key
+                        break
+                else:
+                    return names
 
     def known(self, info: ObjectInfo) -> Facts | None:
         """What the last look read of a listed manifest."""

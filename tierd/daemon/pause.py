@@ -29,21 +29,24 @@ class Pause:
         self._path = spool.control / "paused"
         self._doing = f"spool {spool.root}: {self._path.name}"
         self._changed = asyncio.Event()
+        self._turn = asyncio.Lock()  # file and memory change together, and no two changes at once
         self._until: datetime | None = None
         self._end = 0.0  # monotonic seconds
         with translated(self._doing):
             try:
                 with self._path.open("rb") as file:
-                    self._load(file.read(_LONG).decode(errors="replace").strip())
+                    self._load(file.read(_LONG).decode(errors="replace").strip(), os.fstat(file.fileno()).st_mtime)
             except FileNotFoundError:
                 pass
 
-    def _load(self, text: str) -> None:
+    def _load(self, text: str, written: float) -> None:
         left = math.inf
         if text:
             try:
                 self._until = datetime.fromisoformat(text).astimezone(UTC)
                 left = (self._until - datetime.now(UTC)).total_seconds()
+                # A clock that was set back since makes no pause longer than it was.
+                left = min(left, self._until.timestamp() - written)
             except (ValueError, OverflowError):
                 log.warning("%s: %r is no time, so until resumed", self._doing, text)
         self._end = time.monotonic() + left

@@ -1,8 +1,8 @@
-"""Training owns the machine: moving bytes to tiers yields to it, persisting what a trainer handed over does not.
+"""Training owns the machine: what nobody waits for yields to it.
 
-Law: on Linux a priority is a thread's, inherited by the threads that it starts and, without privilege, never raised
-again. So the hand-off, on whose threads a save's durability waits, starts first; then the thread of the event loop is
-lowered, and with it every thread it starts: reading, encoding, tiers. A system that refuses costs politeness only.
+Law: on Linux a priority is a thread's and, without privilege, never raised again. So reading, encoding and comparing
+for a flush or a scrub have threads of their own, which lower themselves; what a save's durability or a restore waits
+for never runs on them, nor does what only hands bytes over. A system that refuses costs politeness only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import ctypes
 import logging
 import os
 import platform
+from concurrent.futures import ThreadPoolExecutor
 
+_THREADS = 8
 log = logging.getLogger("tierd.daemon")
 
 _NICE = 10
@@ -37,3 +39,6 @@ def _set_idle() -> str:
         return f"its system call is not known on {platform.machine()}"
     failed = _libc.syscall(ctypes.c_long(number), ctypes.c_int(_THREAD), ctypes.c_int(0), ctypes.c_int(_IDLE))
     return os.strerror(ctypes.get_errno()) if failed else ""
+
+
+POLITE = ThreadPoolExecutor(_THREADS, thread_name_prefix="tierd-polite", initializer=lower)

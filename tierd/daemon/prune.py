@@ -41,7 +41,7 @@ async def prune(store: Store, checkpoint: CheckpointId, who: str = "", known: Kn
     await sweep(store, run, who)
     own = await _own(store, checkpoint)
     named = set[str]().union(*[await _named(store, key, patient=True) for key in own])
-    doomed = named - await _survivors(store, checkpoint, _owners(named) | {checkpoint}, known)
+    doomed = named - await _survivors(store, checkpoint, named, known)
     owners = _owners(doomed) | {checkpoint}
     async with deleting(store, run, owners, who):
         coming = any(part.checkpoint == checkpoint for _, part in await intents(store, run))
@@ -51,7 +51,7 @@ async def prune(store: Store, checkpoint: CheckpointId, who: str = "", known: Kn
         doomed |= {info.key async for info in store.scan(f"{chunks_prefix(run)}{checkpoint.name}/")}
         aside = [info.key async for info in store.scan(f"{quarantine_prefix(run)}{checkpoint.name}/")]
         # After the marks and after the listing of chunks: whoever names one of these from now on sees the marks.
-        gone = sorted(doomed - await _survivors(store, checkpoint, owners, known))
+        gone = sorted(doomed - await _survivors(store, checkpoint, doomed, known))
         await store.delete(gone + aside)
     return True
 
@@ -60,10 +60,11 @@ async def _own(store: Store, checkpoint: CheckpointId) -> list[str]:
     return [info.key async for info in store.scan(f"{manifests_prefix(checkpoint.run)}{checkpoint.name}/")]
 
 
-async def _survivors(store: Store, checkpoint: CheckpointId, owners: set[CheckpointId], known: Known) -> set[str]:
-    """The chunks that lie under `owners` and are named by what is there beside `checkpoint`, or is about to be."""
+async def _survivors(store: Store, checkpoint: CheckpointId, doomed: set[str], known: Known) -> set[str]:
+    """Those of `doomed`, chunks, that are named by what is there beside `checkpoint`, or is about to be."""
+    owners = _owners(doomed) | {checkpoint}
     # Intents are read before manifests are listed: one that is gone by then has its manifest among those.
-    coming = await _all_named(store, [key for key, _ in await intents(store, checkpoint.run)])
+    coming = await _all_named(store, [key for key, _ in await intents(store, checkpoint.run)], doomed)
     keys = []
     async for info in store.scan(manifests_prefix(checkpoint.run)):
         part = PartId.parse_key(info.key)
@@ -72,11 +73,18 @@ async def _survivors(store: Store, checkpoint: CheckpointId, owners: set[Checkpo
         facts = known(info)
         if facts is None or part.checkpoint in owners or facts.borrowed & owners:
             keys.append(info.key)
-    return coming | await _all_named(store, keys)
+    return coming | await _all_named(store, keys, doomed)
 
 
-async def _all_named(store: Store, keys: list[str]) -> set[str]:
-    return set[str]().union(*await together(_READERS, [_named(store, key) for key in keys]))
+async def _all_named(store: Store, keys: list[str], doomed: set[str]) -> set[str]:
+    found = set[str]()
+
+    async def look(key: str) -> None:  # many manifests name the same, and most of it is not asked about
+        named = await _named(store, key)
+        found.update(chunk for chunk in doomed if chunk in named)
+
+    await together(_READERS, [look(key) for key in keys])
+    return found
 
 
 async def _named(store: Store, key: str, *, patient: bool = False) -> set[str]:

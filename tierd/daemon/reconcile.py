@@ -260,9 +260,9 @@ class Reconciler:
         except (CorruptChunk, ManifestError) as error:
             self.journal.counters["corruptions"] += 1
             self.journal.tell("corrupt", SPOOL, part, str(error))
-            await self._mend(part, SPOOL)
+            await self._mend(part, SPOOL, counted=True)
             return
-        except OSError:  # this part's disk, not the tier's: others of this lane go first meanwhile
+        except (OSError, StoreRefused):  # this part's disk, or what no tier takes: others go first meanwhile
             self._stuck[part] = time.monotonic() + _STUCK
             raise
         finally:
@@ -309,10 +309,10 @@ class Reconciler:
         except (ObjectNotFound, ManifestError):
             return None
 
-    async def _mend(self, part: PartId, tier: str) -> None:
+    async def _mend(self, part: PartId, tier: str, *, counted: bool = False) -> None:
         try:
             if tier == SPOOL:
-                await self.fetch(part)
+                await self.fetch(part, counted=counted)
             else:
                 await self._repairer.rebuild(tier, part, "its manifest is corrupt")
         except CorruptChunk:
@@ -323,10 +323,10 @@ class Reconciler:
                 raise
             log.warning("%s: %s cannot be mended yet: %s", tier, part, error)  # another tier's lane backs off
 
-    async def fetch(self, part: PartId) -> tuple[str, ...]:
+    async def fetch(self, part: PartId, *, counted: bool = False) -> tuple[str, ...]:
         """Make the spool's copy of `part` whole, as `Repairer.heal` does, and look again."""
         try:
-            return await self._repairer.heal(part)
+            return await self._repairer.heal(part, counted=counted)
         finally:
             self.wake()
 

@@ -20,7 +20,7 @@ from tierd.core.errors import ObjectNotFound, StoreRefused, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.rate import rate
 from tierd.core.retention import seconds
-from tierd.core.scrub import Copy, agenda, overdue
+from tierd.core.scrub import Copy, agenda, lenders, overdue
 from tierd.core.world import SPOOL, World
 from tierd.daemon.budget import Budget
 from tierd.daemon.journal import Journal
@@ -176,6 +176,7 @@ class Scrubber:
         self._journal.counters["scrubbed"] += 1
         if whole:
             self.verified(copy.place, copy.part, begun)
+            self._remembered.update(dict.fromkeys(lenders(self._world(), copy), begun))
         else:
             self._wake()
 

@@ -7,13 +7,14 @@ period later, and nothing else.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from tierd.core.ids import PartId
-from tierd.core.scrub import Copy
+from tierd.core.scrub import Copy, lenders
 from tierd.core.world import SPOOL, World
 from tierd.daemon.together import to_the_end
 
@@ -43,24 +44,28 @@ class Scrubbed(dict[Copy, float]):
             return
         known = dict(self)
         for place, parts in found.items():
-            for name, time in parts.items():
+            for name, when in parts.items():
                 pieces = name.split("/")
                 part = PartId.parse(*pieces) if len(pieces) == 3 else None
                 if part:
-                    self[Copy(place, part)] = time
+                    self[Copy(place, part)] = when
         self._written = dict(self)
         self.update(known)
 
     async def save(self, world: World) -> None:
         """Write the file anew, if there is anything new, without copies that are gone."""
+        lent = self._lent(world)
         for copy in list(self._gone(world)):
-            del self[copy]
+            if copy not in lent:
+                del self[copy]
+        for copy, when in lent.items():
+            self.setdefault(copy, when)
         newest = dict(sorted(self.items(), key=lambda item: item[1], reverse=True)[:_MOST])
         if newest == self._written:
             return
         told: dict[str, dict[str, float]] = {}
-        for copy, time in newest.items():
-            told.setdefault(copy.place, {})[copy.part.path] = time
+        for copy, when in newest.items():
+            told.setdefault(copy.place, {})[copy.part.path] = when
         try:
             await to_the_end(self._write, msgspec.json.encode(told))
             self._written = newest
@@ -75,6 +80,17 @@ class Scrubbed(dict[Copy, float]):
         except OSError:
             fresh.unlink(missing_ok=True)
             raise
+
+    def _lent(self, world: World) -> dict[Copy, float]:
+        # Copies that are gone while others name their chunks; and a time for those of which nothing is remembered.
+        return {
+            lender: min(self.get(copy, now), now)
+            for now in [time.time()]
+            for name, place in world.tiers.items()
+            for part in (place.parts if place else ())
+            for copy in [Copy(name, part)]
+            for lender in lenders(world, copy)
+        }
 
     def _gone(self, world: World) -> Iterator[Copy]:
         places = {SPOOL: world.spool, **world.tiers}

@@ -22,7 +22,6 @@ from tierd.daemon.control import Control
 from tierd.daemon.handoff import HandOff
 from tierd.daemon.journal import Event
 from tierd.daemon.notify import feed_watchdog, notify
-from tierd.daemon.priority import lower
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.watch import watching
 from tierd.spool import Spool
@@ -72,7 +71,6 @@ async def serve(config: Config, *, until_idle: bool = False, told: Callable[[Eve
         control = Control(reconciler, handoff)
         stack.enter_context(watching(spool, reconciler.wake))
         stack.enter_context(handoff.listening(seconds(config.drain)))
-        lower()  # from here on, every thread but the hand-off's
         await stack.enter_async_context(control.listening())
         work = asyncio.ensure_future(reconciler.run())
         life = asyncio.ensure_future(feed_watchdog())

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
+import logging
 from collections.abc import Iterable, Mapping
 
 from tierd.core.config import Config
-from tierd.core.errors import ManifestError, ObjectNotFound, StoreUnavailable, TierdError
+from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest, decode
 from tierd.core.plan import lender
@@ -23,10 +23,11 @@ from tierd.daemon.observe import TierEye
 from tierd.daemon.pace import Pace
 from tierd.daemon.pause import Pause
 from tierd.daemon.prune import holds, prune
-from tierd.daemon.turns import sweep
-from tierd.persist import digest
+from tierd.daemon.turns import node, sweep
 from tierd.spool import Spool
 from tierd.stores.base import Store
+
+log = logging.getLogger("tierd.daemon")
 
 _ANSWER = 5.0  # seconds that one tier waits for another's manifest, which it could do without
 _LOOK = 120.0  # seconds; deadline of one look at a tier, above all retries of its calls
@@ -44,7 +45,7 @@ class Tiers:
         self._spool, self._stores = spool, stores
         self.places: dict[str, Place | None] = dict.fromkeys(stores)
         self.pace = Pace()
-        self._who = digest(f"{socket.gethostname()} {spool.root} {spool.root.stat().st_ino}".encode())[:8]
+        self._who = node(spool.root)
         self._eyes = {name: TierEye(store) for name, store in stores.items()}
         self._ways = {
             name: Way(store, name, self._who, config.named(name).verify == "read", self._share(), self.pace, pause.wait)
@@ -118,9 +119,13 @@ class Tiers:
         return None
 
     async def prune(self, checkpoint: CheckpointId, tier: str) -> bool:
-        """`prune.prune` a checkpoint from a tier."""
+        """`prune.prune` a checkpoint from a tier; False also while it is not known what others name there."""
         eye = self._eyes[tier]
-        if not await prune(self._stores[tier], checkpoint, self._who, eye.known):
+        try:
+            if not await prune(self._stores[tier], checkpoint, self._who, eye.known):
+                return False
+        except (ManifestError, FormatTooNew) as error:  # of another: no reason to keep flushes waiting
+            log.warning("%s: %s is not pruned yet: %s", tier, checkpoint, error)
             return False
         eye.forget(checkpoint)
         return True

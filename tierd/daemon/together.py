@@ -7,8 +7,13 @@ was cancelled is at rest when that is raised: no thread goes on with its buffers
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ParamSpec, TypeVar
+
+from tierd.daemon.priority import POLITE
+from tierd.stores.haste import is_hasty
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,8 +40,10 @@ async def together(limit: int, work: Sequence[Coroutine[Any, Any, T]]) -> list[T
 
 
 async def to_the_end(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """`asyncio.to_thread`, which returns or raises only when the thread has: one that is cancelled cannot stop."""
-    work = asyncio.ensure_future(asyncio.to_thread(call, *args, **kwargs))
+    """`asyncio.to_thread`, which returns or raises only when the thread has: one that is cancelled cannot stop. Where
+    nobody waits for it, it is a thread that yields to training."""
+    within = functools.partial(contextvars.copy_context().run, call, *args, **kwargs)
+    work = asyncio.get_running_loop().run_in_executor(None if is_hasty() else POLITE, within)
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

@@ -18,12 +18,15 @@ import asyncio
 import math
 import re
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from tierd.core.errors import StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, flushing_prefix, pruning_prefix
+from tierd.persist import digest
 from tierd.stores.base import Store
 
 _DEADLINE = 600.0  # seconds that a turn may take
@@ -31,6 +34,11 @@ _LOOKS, _PAUSE = 120, 0.5  # how often a flush looks whether marks are gone, and
 _OWN_STALE = 900_000  # milliseconds after which this node's own are left over: its clock is the one that stamped them
 _STALE = 86_400_000  # and anybody's, whatever their clock
 _STAMP = re.compile(r"(.+)\.([0-9a-f]{12})-([0-9a-f]{8})")
+
+
+def node(home: Path) -> str:
+    """8 hex digits for whoever has its spool at `home`; the same after a restart, mostly others on other nodes."""
+    return digest(f"{socket.gethostname()} {home} {home.stat().st_ino}".encode())[:8]
 
 
 def _stamp(who: str) -> str:

@@ -13,11 +13,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextvars import ContextVar
 
 from tierd.stores.base import Buffer, ObjectInfo, Store
+from tierd.stores.haste import is_hasty
 
-_hasty: ContextVar[bool] = ContextVar("hasty", default=False)
 _BURST_S = 1.0  # what an idle line has saved up, in seconds of its rate
 
 
@@ -80,7 +79,7 @@ class LimitedStore:
         return await self._inner.put(key, data)
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
-        if not self._down or _hasty.get():
+        if not self._down or is_hasty():
             return await self._inner.get(key, into)
         room = into.nbytes if into is not None else 0
         await _charge(self._down, key, room)
@@ -96,11 +95,6 @@ class LimitedStore:
 
     async def aclose(self) -> None:
         await self._inner.aclose()
-
-
-def hasten() -> None:
-    """From now on what this task gets, and whatever it starts, is not limited: somebody restores."""
-    _hasty.set(True)
 
 
 async def _charge(bucket: _Bucket, key: str, size: int) -> None:
