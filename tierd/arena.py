@@ -6,7 +6,6 @@ page by page before training needs it, since a first touch costs twenty times a 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -14,10 +13,9 @@ import os
 import weakref
 from pathlib import Path
 
-from tierd.device import PAGE
+from tierd.device import PAGE, populate
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_POPULATE_WRITE = 23  # madvise(2), Linux 5.14
 _SLICE = 64 << 20  # bytes touched by one call, so that an interpreter that ends does not wait for all of it
 _SPARE = 0.05  # of all memory, left to everybody else
 
@@ -90,7 +88,7 @@ class Arena:
         end = min(self.size, -(-(self.size if size is None else size) // PAGE) * PAGE)
         for begin in range(0, end, _SLICE):
             length = min(_SLICE, end - begin)
-            number = _populate(self._memory, begin, length)
+            number = populate(self._memory, begin, length)
             if number in (errno.EINVAL, errno.ENOSYS):  # an older kernel: get the pages; mapping them is the small part
                 try:
                     os.posix_fallocate(self.fd, begin, length)
@@ -116,17 +114,6 @@ class Arena:
     def __del__(self) -> None:
         if getattr(self, "fd", -1) >= 0:
             os.close(self.fd)
-
-
-def _populate(memory: mmap.mmap, begin: int, length: int) -> int:
-    # Not mmap.madvise, which holds the interpreter's lock for as long as the kernel clears pages.
-    first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    if _libc.madvise(ctypes.c_void_p(first + begin), ctypes.c_size_t(length), _POPULATE_WRITE) == 0:
-        return 0
-    return ctypes.get_errno()
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def available() -> int:

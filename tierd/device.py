@@ -25,7 +25,9 @@ PIECE = 16 << 20  # one read(2) or write(2), bytes; larger ones gain nothing (de
 
 T = TypeVar("T")
 
-_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+_POPULATE_WRITE = 23  # madvise(2), Linux 5.14
+_libc = ctypes.CDLL(None, use_errno=True)
+_fallocate = _libc.fallocate
 _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -127,6 +129,15 @@ def memory_for(size: int) -> memoryview:
     except OSError:  # a kernel without them
         pass
     return memoryview(memory)
+
+
+def populate(memory: mmap.mmap, begin: int, length: int) -> int:
+    """Touch writable pages, so that what is written there finds them; the error's number, 0 if there was none."""
+    # Not mmap.madvise, which holds the interpreter's lock for as long as the kernel clears pages.
+    first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if _libc.madvise(ctypes.c_void_p(first + begin), ctypes.c_size_t(length), _POPULATE_WRITE) == 0:
+        return 0
+    return ctypes.get_errno()
 
 
 def settle(memory: memoryview, size: int) -> memoryview:

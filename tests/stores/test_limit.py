@@ -18,8 +18,8 @@ from tierd.core.config import Config, TierConfig
 from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.core.urls import parse_url
 from tierd.daemon.service import open_tiers
+from tierd.priority import hasten
 from tierd.stores.base import Store
-from tierd.stores.haste import hasten
 from tierd.stores.limit import LimitedStore
 from tierd.stores.memory import MemoryStore
 from tierd.stores.open import open_store

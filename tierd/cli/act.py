@@ -43,8 +43,8 @@ from tierd.daemon.observe import look_around
 from tierd.daemon.prune import prune as prune_tier
 from tierd.daemon.service import open_tiers, serve
 from tierd.link import Link
+from tierd.priority import hasten
 from tierd.stores.base import children
-from tierd.stores.haste import hasten
 
 
 def register(app: typer.Typer) -> None:

@@ -7,6 +7,7 @@ been.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +17,12 @@ from threading import Event, Thread
 from tierd.core.errors import CorruptChunk, ManifestError, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import DRAFT_NAME, MAX_MANIFEST_SIZE, Chunk, File, Manifest, decode
-from tierd.device import LARGE, PAGE, memory_for, read_into, set_direct, settle
+from tierd.device import LARGE, PAGE, memory_for, populate, read_into, set_direct, settle
 from tierd.persist import digest, open_plain, read_chunk, read_file
 from tierd.spool import Spool
 
 _PAUSE = 0.05  # seconds between two looks at what has come
+_TOUCH = 32 << 20  # bytes of memory that are touched between two looks
 _TRIES = 2  # times that a chunk is read before its file is whole: not every file system tells what was written
 
 
@@ -76,7 +78,7 @@ class Arriving:
             while waiting and not self._end.is_set():
                 moved = [image.go_on(self._from / image.file.path, self._end) for image in waiting]
                 waiting = [image for image in waiting if image.missing]
-                if not any(moved):
+                if not any(moved) and not any(image.touch() for image in waiting):
                     self._end.wait(_PAUSE)
         except (OSError, MemoryError, TierdError):  # it has just been renamed, say: `read` goes on from here
             pass
@@ -103,6 +105,17 @@ class _Image:
             self.missing[offset] = index
             offset += chunk.size
         self._tries = dict.fromkeys(self.missing, _TRIES)
+        self._touched = 0
+
+    def touch(self) -> bool:
+        """Touch some more of the memory, which costs more than reading into it later; False where that is done."""
+        memory, begin = self._memory.obj, self._touched
+        if not isinstance(memory, mmap.mmap) or begin >= len(memory):
+            return False
+        self._touched = min(begin + _TOUCH, len(memory))
+        if populate(memory, begin, self._touched - begin):
+            self._touched = len(memory)  # this kernel does not; reading will
+        return True
 
     def go_on(self, path: Path, end: Event) -> bool:
         """Read what has come since the last time; whether anything has."""

@@ -25,7 +25,7 @@ from tierd.core.world import SPOOL
 from tierd.daemon.handoff import HandOff
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.status import status
-from tierd.stores.haste import hasten
+from tierd.priority import hasten
 
 log = logging.getLogger("tierd.daemon")
 
@@ -110,6 +110,7 @@ class Control:
             work.cancel()
 
     async def _do(self, request: wire.AnyRequest, held: list[CheckpointId]) -> dict[str, Any]:
+        hasten()  # this task's: somebody waits
         match request:
             case wire.Attach():
                 self._reconciler.wake()
@@ -126,7 +127,6 @@ class Control:
             case wire.Fetch(part=part):
                 self._reconciler.held[part.checkpoint] += 1
                 held.append(part.checkpoint)
-                hasten()
                 return {"tiers": await self._reconciler.fetch(part)}
             case wire.Wait(part=part, tier=tier, timeout_s=timeout):
                 return await self._wait(part, tier, timeout)

@@ -12,8 +12,7 @@ import functools
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from tierd.daemon.priority import POLITE
-from tierd.stores.haste import is_hasty
+from tierd.priority import POLITE, is_hasty
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -20,7 +20,6 @@ import secrets
 import stat
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -29,6 +28,8 @@ import aiofiles
 from aiofiles.threadpool.binary import AsyncFileIO
 
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
+from tierd.device import LARGE, memory_for, set_direct
+from tierd.priority import Pools
 from tierd.stores.base import Buffer, ObjectInfo, check_key, is_key, octets, room
 from tierd.stores.fds import DIRECTORY, closing, descend, lock, sweep, sync_directory, unlink
 
@@ -39,6 +40,7 @@ _TMP = ".tmp"
 _TMP_NAME = re.compile(r"[0-9a-f]{32}")
 _PIECE = 16 << 20  # bytes written between two looks at whether the put was cancelled
 _READ_PIECE = 1 << 20  # bytes; small enough to stay in the processor's cache until it is copied
+_DIRECT_PIECE = 4 << 20  # bytes; past the page cache nothing is read ahead
 _THREADS = 16
 _SWEEP = 1000  # leftovers looked at, at most
 _PUT_TRIES = 8  # against deletes that remove the directory, and sweeps that remove the temp file, under a put
@@ -55,7 +57,7 @@ class FileStore:
 
     def __init__(self, root: Path) -> None:
         self._path = root
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tierd-file")
+        self._threads = Pools(_THREADS, "tierd-file")
         self._opening = threading.Lock()
         self._seen = False  # the root was there once
         self._marked = False  # and had its mark
@@ -80,7 +82,7 @@ class FileStore:
         # Reading is all that aiofiles can be trusted with here: a cancelled write of its goes on while the file is
         # closed under it, and could end in whatever file is given the number next.
         with self._translated(f"get {key}"):
-            async with aiofiles.open(key, "rb", buffering=0, opener=self._open, executor=self._threads) as file:
+            async with aiofiles.open(key, "rb", buffering=0, opener=self._open, executor=self._threads.here()) as file:
                 if into is None:
                     data: Buffer = await file.read()
                 else:
@@ -108,14 +110,14 @@ class FileStore:
         await self._run(self._delete, keys)
 
     async def aclose(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown()
 
     async def _run(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         def work() -> T:
             with self._translated(call.__name__.lstrip("_")):
                 return call(*args, **kwargs)
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await asyncio.get_running_loop().run_in_executor(self._threads.here(), work)
 
     @contextmanager
     def _translated(self, doing: str) -> Iterator[None]:
@@ -304,13 +306,21 @@ class FileStore:
 
 
 async def _read_into(file: AsyncFileIO, view: memoryview) -> memoryview:
-    """Fill `view` from `file`, through a small buffer: a cancelled call's thread may still be reading into that."""
-    buffer, at = bytearray(min(_READ_PIECE, len(view))), 0
+    """Fill `view` from `file`, through a small buffer: a cancelled call's thread may still be reading into that. Past
+    the page cache where it is large, since pages that are read once cost more than their bytes."""
+    large = len(view) >= LARGE and set_direct(file.fileno(), True)
+    buffer, at = memory_for(_DIRECT_PIECE if large else min(_READ_PIECE, len(view))), 0
     while at < len(view):
-        count = await file.readinto(buffer)
+        try:
+            count = await file.readinto(buffer)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not set_direct(file.fileno(), False):
+                raise
+            continue
         if not count:
             raise OSError(errno.EIO, "the file became shorter")
-        view[at : at + count] = memoryview(buffer)[:count]
+        count = min(count, len(view) - at)
+        view[at : at + count] = buffer[:count]
         at += count
     return view
 

@@ -14,8 +14,8 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
+from tierd.priority import is_hasty
 from tierd.stores.base import Buffer, ObjectInfo, Store
-from tierd.stores.haste import is_hasty
 
 _BURST_S = 1.0  # what an idle line has saved up, in seconds of its rate
 

@@ -14,15 +14,16 @@ import asyncio
 import http.client
 import ssl
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from aiobotocore.awsrequest import AioAWSResponse
 from aiobotocore.httpsession import AIOHTTPSession
+from botocore import exceptions as botocore
 from botocore.httpsession import get_cert_path
 
+from tierd.priority import Pools
 from tierd.stores.line import Line
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ class DirectSession:
         self._connect_timeout_s, self._read_timeout_s = timeout
         self._verify = verify
         self._slots = asyncio.Semaphore(max_pool_connections)
-        self._threads = ThreadPoolExecutor(max_pool_connections, thread_name_prefix="tierd-s3")
+        self._threads = Pools(max_pool_connections, "tierd-s3")
         self._parked: dict[tuple[str, str], list[Line]] = {}
         self._busy: set[Line] = set()
 
@@ -93,7 +94,7 @@ class DirectSession:
             for line in parked:
                 line.close()
         self._parked.clear()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown()
 
     async def send(self, request: Any) -> AioAWSResponse:
         """Send a prepared request of botocore's. At most `max_pool_connections` at once; others wait."""
@@ -113,12 +114,15 @@ class DirectSession:
 
     async def run(self, line: Line, call: Callable[..., T], *args: Any) -> T:
         """`call` in a thread. A cancelled one ends before the cancellation is raised, as far as buffers go."""
-        job = self._threads.submit(call, *args)
+        job = self._threads.here().submit(call, *args)
         try:
             return await asyncio.wrap_future(job)
         except asyncio.CancelledError:
             line.abort()
             line.used_by(job)
+            task = asyncio.current_task()
+            if job.cancelled() and not (task and task.cancelling()):  # the session was closed before it began
+                raise botocore.ConnectionClosedError(endpoint_url="/".join(line.place)) from None
             raise
 
     def _take(self, url: SplitResult) -> Line:

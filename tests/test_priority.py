@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 import tierd
-from tierd.daemon import priority
+from tierd import priority
 
 ROOT = Path(tierd.__file__).parent.parent
-LOW, NORMAL = [10, 3], [0, 0]  # nice and I/O class, as ioprio_get(2) gives it
+LOW, NORMAL = [19, 3], [0, 0]  # nice and I/O class, as ioprio_get(2) gives it
 
 # Notes each thread's priority where the work is done.
 NOTING = """
 import asyncio, ctypes, json, os, platform, signal, sys, threading
 from pathlib import Path
-from tierd.daemon import priority
+from tierd import priority
 
 GET = {"x86_64": 252, "aarch64": 31}[platform.machine()]
 
@@ -120,7 +120,7 @@ def test_threads_inherit_and_the_ones_there_before_stay_as_they_were():
     assert notes["stderr"] == ""
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 10), (5, 10), (15, 15), (19, 19)])
+@pytest.mark.parametrize(("before", "after"), [(0, 19), (5, 19), (19, 19)])
 def test_it_is_never_made_less_polite(before, after):
     notes = told(f"os.nice({before}); priority.lower(); priority.lower(); print(json.dumps({{'now': seen()}}))")
     assert notes["now"] == [after, 3]
@@ -141,7 +141,7 @@ def test_a_refusal_is_logged_and_no_error(monkeypatch, caplog):
     monkeypatch.setattr(priority, "_IOPRIO_SET", {priority.platform.machine(): 1_000_000})
     priority.lower()
     assert [record.getMessage() for record in caplog.records] == [
-        "nice is not raised to 10: Operation not permitted",
+        "nice is not raised to 19: Operation not permitted",
         "the I/O class is not idle: Function not implemented",
     ]
 
