@@ -6,6 +6,7 @@ tierd's code.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -33,7 +34,9 @@ def in_spool(spool: Path, run: str, checkpoint: str) -> Path:
 
 
 def on_tier(tier: Path, run: str, checkpoint: str) -> Path:
-    """The object on the tier that holds the same file's first chunk, by the tier's own manifest."""
+    """The object on the tier that holds the middle of the same file, by the tier's own manifest."""
     manifest = json.loads((tier / run / "manifests" / checkpoint / "00000-of-00001.json").read_bytes())
     file = next(file for file in manifest["files"] if file["path"] == TENSORS)
-    return tier / run / str(file["chunks"][0]["stored"]["key"])
+    ends = itertools.accumulate(chunk["size"] for chunk in file["chunks"])
+    chunk = next(chunk for chunk, end in zip(file["chunks"], ends, strict=True) if end > file["size"] // 2)
+    return tier / run / str(chunk["stored"]["key"])

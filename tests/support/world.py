@@ -178,6 +178,7 @@ def hurry(monkeypatch) -> None:
     monkeypatch.setattr("tierd.daemon.reconcile._ABANDONED", 0.05)
     monkeypatch.setattr("tierd.daemon.tiers._ANSWER", 0.5)
     monkeypatch.setattr("tierd.daemon.reconcile._STUCK", 0.05)
+    monkeypatch.setattr("tierd.daemon.reconcile._AGAIN", 0.02)
     monkeypatch.setattr("tierd.daemon.turns._OWN_STALE", 0)
     monkeypatch.setattr("tierd.daemon.turns._PAUSE", 0.01)
 

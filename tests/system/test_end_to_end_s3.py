@@ -7,6 +7,7 @@ and a trainer started with `to=` restores from S3 alone.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import shutil
 import uuid
@@ -54,14 +55,16 @@ async def _bucket(endpoint: str, name: str) -> None:
 
 
 def flip_on_s3(url: str, part: PartId) -> None:
-    """One flipped bit in the first chunk of the part's tensor file, put back under the same key."""
+    """One flipped bit in the chunk that holds the middle of the part's tensor file, put back under the same key."""
 
     async def flip() -> None:
         store = open_store(parse_url(url))
         try:
             manifest = decode(bytes(await store.get(part.manifest_key)), part)
             file = next(file for file in manifest.files if file.path == damage.TENSORS)
-            stored = file.chunks[0].stored
+            ends = itertools.accumulate(chunk.size for chunk in file.chunks)
+            both = zip(file.chunks, ends, strict=True)
+            stored = next(chunk for chunk, end in both if end > file.size // 2).stored
             assert stored is not None
             key = f"{part.checkpoint.run}/{stored.key}"
             data = bytearray(await store.get(key))

@@ -122,18 +122,24 @@ async def quarantine(store: Store, part: PartId) -> bool:
     return True
 
 
-async def holds(store: Store, part: PartId, local: Manifest | None) -> bool:
+async def holds(store: Store, part: PartId, local: Manifest | None) -> bool | None:
     """Whether a tier holds a copy of a part: the content that `local` describes, every chunk there at its stored size.
+    None: it was pruned, which says nothing bad of it.
 
     The bytes were verified before the manifest was put; this is asked once more before the spool's copy goes.
     """
     try:
         manifest = decode(bytes(await store.get(part.manifest_key)), part)
-    except (ObjectNotFound, ManifestError):
-        return False
-    if local is not None and not manifest.same_content(local):
-        return False
-    return all(chunk.stored for chunk in manifest.chunks()) and not await missing_chunks(store, manifest)
+        if local is not None and not manifest.same_content(local):
+            return False
+        if all(chunk.stored for chunk in manifest.chunks()) and not await missing_chunks(store, manifest):
+            return True
+        await store.get(part.manifest_key)  # if that is there still, nobody was just pruning it
+    except ObjectNotFound:
+        return None
+    except ManifestError:
+        pass
+    return False
 
 
 async def verify(store: Store, part: PartId, read: Callable[[int], None]) -> tuple[Manifest, list[str]]:

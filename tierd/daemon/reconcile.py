@@ -38,6 +38,7 @@ log = logging.getLogger("tierd.daemon")
 
 
 _STUCK = 60.0  # seconds that rests what could not be sent, mended or deleted, while others go on
+_AGAIN = 1.0  # seconds that a local copy rests which no tier was found to hold: they look again meanwhile
 _ABANDONED = 5.0  # seconds that a stage is seen unlocked before it counts as left over
 _TAKEN_UP = 3600.0  # seconds that an interrupted fetch may be gone on with
 
@@ -273,11 +274,13 @@ class Reconciler:
         self.journal.counters["flushed_sent_bytes"] += done.sent
         self.journal.counters["flushed_shared_bytes"] += done.shared
         await self.look(tier)
-        self.journal.tell("flushed", tier, part, f"{done.raw} bytes, {done.sent} sent, {done.stored} verified there")
+        told = f"verified, {done.raw} bytes as {done.stored}, {done.sent} of them sent"
+        self.journal.tell("flushed", tier, part, told)
 
     async def _prune(self, checkpoint: CheckpointId, tier: str, reasons: tuple[str, ...]) -> None:
         if tier == SPOOL:
             if not await self._covered(checkpoint):
+                self._stuck[checkpoint] = time.monotonic() + _AGAIN
                 self.wake()
                 return
             if checkpoint in self.held or any(part.checkpoint == checkpoint for part in self._busy):

@@ -132,16 +132,20 @@ class Tiers:
 
     async def lacking(self, local: Mapping[PartId, Manifest | None]) -> list[str] | None:
         """Look once more before the spool's copies go: None if a tier holds all of these parts, or no tier was seen to
-        have them; else the tiers that were, and do not.
+        have them; else the tiers that have lost some of what their manifests name.
 
         Args:
             local: each part's manifest in the spool, None where it cannot be read.
         """
         seen = [name for name in self.places if all(self.has(part, name) for part in local)]
+        lost = []
         for name in seen:
-            if all([await holds(self._stores[name], part, manifest) for part, manifest in local.items()]):
+            found = [await holds(self._stores[name], part, manifest) for part, manifest in local.items()]
+            if all(found):
                 return None
-        return seen or None
+            if False in found:
+                lost.append(name)
+        return lost if seen else None
 
     def doubt(self, tier: str) -> None:
         """What was last seen on a tier is not so any more."""
