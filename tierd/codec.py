@@ -94,6 +94,22 @@ def decode(chunk: Chunk, data: bytes | bytearray | memoryview, where: str) -> by
     return raw
 
 
+def recognize(
+    chunk: Chunk, codec: str, key: str, data: bytes | bytearray | memoryview, where: str
+) -> tuple[Chunk, bytes | bytearray | memoryview]:
+    """An object that no manifest at hand describes, if it holds `chunk`: its entry for a manifest, and the raw bytes.
+
+    Args:
+        codec, key: what it would be, and where it lies, relative to the run.
+
+    Raises:
+        CorruptChunk, FormatTooNew: as `decode`.
+    """
+    stored = Stored(codec=codec, size=len(data), xxh3_128=digest(data), key=key)
+    found = Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored)
+    return found, decode(found, data, where)
+
+
 def _expand(
     chunk: Chunk, stored: Stored, data: bytes | bytearray | memoryview, where: str
 ) -> bytes | bytearray | memoryview:

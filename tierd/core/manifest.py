@@ -52,6 +52,11 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     key: Annotated[str, Meta(max_length=128)]  # relative to the run; may lie under another checkpoint of the same rank
     checked: Annotated[str, Meta(pattern=r"^[a-z0-9-]{0,16}\Z")] = ""
 
+    @property
+    def form(self) -> tuple[str, int, str]:
+        """What makes two objects the same bytes, wherever they lie."""
+        return self.codec, self.size, self.xxh3_128
+
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A run of a file's bytes: `size` raw bytes and their digest. `stored` is absent in the spool."""

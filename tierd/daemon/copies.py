@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from tierd.codec import RAW, decode
+from tierd.codec import RAW, decode, recognize
 from tierd.core.errors import (
     CorruptChunk,
     ManifestError,
@@ -28,7 +28,6 @@ from tierd.core.manifest import Chunk, Manifest, Stored
 from tierd.core.manifest import decode as decode_manifest
 from tierd.daemon.together import to_the_end, together
 from tierd.device import memory_for
-from tierd.persist import digest
 from tierd.stores.base import Buffer, ObjectInfo, Store, children
 
 log = logging.getLogger("tierd.daemon")
@@ -45,6 +44,29 @@ async def surely(read: Callable[[], Awaitable[T]]) -> T:
     except (CorruptChunk, ManifestError) as error:
         log.warning("read once more: %s", error)
     return await read()  # out here, where the error no longer holds what was read first
+
+
+async def get_object(store: Store, key: str, stored: Stored, where: str = "", lead: int = 0) -> Buffer:
+    """A chunk's object, not compared with `stored` yet, in memory of its own that begins `lead` bytes into a page.
+
+    Args:
+        where: goes before the key in messages.
+
+    Raises:
+        CorruptChunk: it is missing, or longer than `stored` says.
+        StoreUnavailable, StoreRefused: says nothing about the bytes.
+    """
+    try:
+        return await store.get(key, memory_for(max(lead + stored.size, 1))[lead : lead + stored.size])
+    except ObjectNotFound:
+        raise CorruptChunk(f"{where}{key} is missing") from None
+    except StoreRefused:
+        # More than there is room for is proof; anything else that a store refuses is none.
+        async for info in store.scan(key):
+            if info.key == key and info.size > stored.size:
+                raise CorruptChunk(f"{where}{key}: {info.size} bytes, not the {stored.size} of its manifest") from None
+            break
+        raise
 
 
 @dataclass(slots=True)
@@ -138,21 +160,10 @@ class Copies:
         stored = chunk.stored
         if stored is None:
             return decode(chunk, b"", name)  # which says what is wrong
-        key = f"{self.part.checkpoint.run}/{stored.key}"
         lead = lead if stored.codec == RAW else 0
-        try:
-            data = await self.stores[name].get(key, memory_for(lead + stored.size)[lead : lead + stored.size])
-        except ObjectNotFound:
-            raise CorruptChunk(f"{name}: {key} is missing") from None
-        except StoreRefused:
-            # More than there is room for is proof; anything else that a store refuses is none.
-            async for info in self.stores[name].scan(key):
-                if info.key == key and info.size > stored.size:
-                    raise CorruptChunk(
-                        f"{name}: {key}: {info.size} bytes, not the {stored.size} of its manifest"
-                    ) from None
-                break
-            raise
+        data = await get_object(
+            self.stores[name], f"{self.part.checkpoint.run}/{stored.key}", stored, f"{name}: ", lead
+        )
         raw = await to_the_end(decode, chunk, data, name)
         self.used.add(name)
         return raw
@@ -191,14 +202,8 @@ class Copies:
     async def _unnamed(self, name: str, info: ObjectInfo, wanted: Chunk, unavailable: dict[str, str]) -> Buffer | None:
         try:
             data = await self.stores[name].get(info.key)
-            stored = Stored(
-                codec=info.key.rpartition(".")[2],
-                size=len(data),
-                xxh3_128=await to_the_end(digest, data),
-                key=info.key.removeprefix(f"{self.part.checkpoint.run}/"),
-            )
-            chunk = Chunk(size=wanted.size, xxh3_128=wanted.xxh3_128, stored=stored)
-            raw = await to_the_end(decode, chunk, data, name)
+            key, codec = info.key.removeprefix(f"{self.part.checkpoint.run}/"), info.key.rpartition(".")[2]
+            _, raw = await to_the_end(recognize, wanted, codec, key, data, name)
             self.used.add(name)
             return raw
         except (ObjectNotFound, CorruptChunk):

@@ -9,13 +9,13 @@ already lies there is compared, not sent. What the newest complete checkpoint ha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 
 import msgspec
 
-from tierd.codec import Encoded, check_stored, decode
+from tierd.codec import Encoded, check_stored, decode, recognize
 from tierd.core.errors import (
     CorruptChunk,
     FormatTooNew,
@@ -31,9 +31,10 @@ from tierd.core.manifest import encode as encode_manifest
 from tierd.daemon.budget import Budget
 from tierd.daemon.observe import chunks_there, missing_chunks
 from tierd.daemon.pace import Pace
+from tierd.daemon.pause import Turn, at_once
 from tierd.daemon.together import to_the_end, together
 from tierd.daemon.turns import left_over, naming
-from tierd.persist import digest, read_chunk
+from tierd.persist import read_chunk
 from tierd.spool import Spool
 from tierd.stores.base import Store
 
@@ -62,10 +63,6 @@ class Twin:
     answers: bool = True
 
 
-async def _at_once() -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class Way:
     """How bytes get to one tier.
@@ -85,7 +82,7 @@ class Way:
     reread: bool = False
     budget: Budget = field(default_factory=Budget)
     pace: Pace = field(default_factory=Pace)
-    turn: Callable[[], Awaitable[None]] = _at_once
+    turn: Turn = at_once
 
 
 async def flush(
@@ -174,18 +171,15 @@ class _Chunk:
             try:
                 data = await self._way.store.get(key)
                 codec, own = key.rpartition(".")[2], key.partition("/")[2]
-                stored = Stored(codec=codec, size=len(data), xxh3_128=digest(data), key=own)
-                chunk = msgspec.structs.replace(self.encoded, stored=stored)
-                await to_the_end(decode, chunk, data, self._way.tier)
+                self.encoded, _ = await to_the_end(recognize, self.encoded, codec, own, data, self._way.tier)
             except (ObjectNotFound, CorruptChunk, FormatTooNew):
                 continue
-            self.encoded = chunk
             return True
         return False
 
     async def _read_back(self, key: str, stored: Stored) -> None:
         try:
-            check_stored(stored, await self._way.store.get(key), key)
+            await to_the_end(check_stored, stored, await self._way.store.get(key), key)
         except (ObjectNotFound, CorruptChunk) as error:
             raise StoreUnavailable(f"{key}: what was read back differs from what was put") from error
 
@@ -200,7 +194,7 @@ class _Chunk:
 
     async def _as_the_twin(self, encoded: Encoded) -> Encoded:
         twin, chunk = self._twin, self._other
-        if not (twin and twin.answers and chunk and chunk.stored) or _form(chunk) == _form(encoded.chunk):
+        if not (twin and twin.answers and chunk and chunk.stored) or chunk.stored.form == encoded.stored.form:
             return encoded
         try:
             async with asyncio.timeout(_ANSWER):
@@ -214,11 +208,6 @@ class _Chunk:
         key = chunk_key(self._part, chunk.xxh3_128, chunk.stored.codec)
         own = msgspec.structs.replace(chunk.stored, key=key, checked="")
         return Encoded(msgspec.structs.replace(chunk, stored=own), data)
-
-
-def _form(chunk: Chunk) -> tuple[str, int, str] | None:
-    stored = chunk.stored
-    return (stored.codec, stored.size, stored.xxh3_128) if stored else None
 
 
 def _holds(chunk: Chunk) -> tuple[str, int]:
@@ -262,8 +251,7 @@ async def _show(way: Way, part: PartId, manifest: Manifest) -> None:
 
 async def _introduce(store: Store) -> None:
     # Whoever finds the bucket in five years should be able to recover from it by hand.
-    text = resources.files("tierd").joinpath("TIER_README.md").read_bytes()
     async for info in store.scan(README_KEY):
         if info.key == README_KEY:
             return
-    await store.put(README_KEY, text)
+    await store.put(README_KEY, resources.files("tierd").joinpath("TIER_README.md").read_bytes())

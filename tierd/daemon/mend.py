@@ -8,33 +8,29 @@ back and compared, and nothing is lost before every place was asked.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 import msgspec
 
-from tierd.codec import RAW, Encoded, check_stored, decode, encode
+from tierd.codec import RAW, Encoded, check_stored, encode, recognize
 from tierd.core.errors import CorruptChunk, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import PartId, chunk_key
 from tierd.core.manifest import Chunk, Manifest, Stored
 from tierd.core.manifest import encode as encode_manifest
 from tierd.core.world import SPOOL
 from tierd.daemon.budget import Budget
-from tierd.daemon.copies import Copies, surely
+from tierd.daemon.copies import Copies, get_object, surely
 from tierd.daemon.observe import missing_chunks
+from tierd.daemon.pause import Turn, at_once
 from tierd.daemon.together import to_the_end
 from tierd.daemon.turns import naming, node
 from tierd.device import memory_for
-from tierd.persist import digest, read_chunk
+from tierd.persist import read_chunk
 from tierd.spool import Spool
 from tierd.stores.base import Buffer, Store
 
 Where: TypeAlias = tuple[int, int]  # a chunk in a manifest: the file's number, the chunk's index in it
-Turn: TypeAlias = Callable[[], Awaitable[None]]
-
-
-async def at_once() -> None:
-    """The turn of who waits for nobody."""
 
 
 async def get_stored(store: Store, run: str, chunk: Chunk) -> Buffer:
@@ -47,18 +43,7 @@ async def get_stored(store: Store, run: str, chunk: Chunk) -> Buffer:
     stored = chunk.stored
     if stored is None:
         raise CorruptChunk(f"the manifest does not say where chunk {chunk.xxh3_128} is")
-    key = f"{run}/{stored.key}"
-    try:
-        data = await store.get(key, memory_for(max(stored.size, 1))[: stored.size])
-    except ObjectNotFound:
-        raise CorruptChunk(f"{key} is missing") from None
-    except StoreRefused:
-        # More than there is room for is proof; anything else that a store refuses is none.
-        async for info in store.scan(key):
-            if info.key == key and info.size > stored.size:
-                raise CorruptChunk(f"{key}: {info.size} bytes, not the {stored.size} of its manifest") from None
-            break
-        raise
+    data = await get_object(store, f"{run}/{stored.key}", stored)
     await to_the_end(check_stored, stored, data, run)
     return data
 
@@ -98,8 +83,8 @@ class Mender:
         await self._copies.ask()
         self._copies.agree(manifest)
         moved: dict[Chunk, Chunk] = {}
-        places = list(bad)
-        for where in places:
+        asked = list(bad)
+        for where in asked:
             chunk = _chunk(manifest, where)
             if chunk in moved:  # equal chunks of one part are one object
                 continue
@@ -113,7 +98,7 @@ class Mender:
                     continue
             if now is not chunk:
                 moved[chunk] = now
-        self.left |= {where for where in places if _chunk(manifest, where) in moved}
+        self.left |= {where for where in asked if _chunk(manifest, where) in moved}
         if moved and not self.lost:
             await self._show(_with(manifest, {where: moved[_chunk(manifest, where)] for where in self.left}))
             self.mended += len(moved)
@@ -133,8 +118,7 @@ class Mender:
             raise AssertionError
         bad: list[Where] = []
         kept: dict[Where, Chunk] = {}
-        for where in _all(manifest):
-            chunk = _chunk(manifest, where)
+        for where, chunk in places(manifest):
             await self._turn()
             async with self._budget.take(3 * _weight(chunk)):  # what lies there may be twice as long as raw
                 found = await self._as_it_lies(chunk)
@@ -174,7 +158,7 @@ class Mender:
         for name, store in self._others.items():
             manifest = self._copies.manifests.get(name)
             other = _chunk(manifest, where) if manifest else None
-            if other and chunk.stored and other.stored and _form(other.stored) == _form(chunk.stored):
+            if other and chunk.stored and other.stored and other.stored.form == chunk.stored.form:
                 try:
                     data = await get_stored(store, self._part.checkpoint.run, other)
                 except TierdError:
@@ -201,15 +185,15 @@ class Mender:
 
     def _encode(self, chunk: Chunk, raw: Buffer) -> Encoded:
         """The chunk as its manifest says that it is stored, or else as it is."""
-        wanted = _form(chunk.stored) if chunk.stored else None
+        wanted = chunk.stored.form if chunk.stored else None
         plain = Stored(
             codec=RAW, size=chunk.size, xxh3_128=chunk.xxh3_128, key=chunk_key(self._part, chunk.xxh3_128, RAW)
         )
-        if wanted == _form(plain):
+        if wanted == plain.form:
             return Encoded(chunk, raw)
         if wanted:
             packed = encode(self._part, chunk, raw)
-            if _form(packed.stored) == wanted:
+            if packed.stored.form == wanted:
                 return Encoded(chunk, packed.data)
         return Encoded(msgspec.structs.replace(chunk, stored=plain), raw)
 
@@ -224,9 +208,7 @@ class Mender:
                 return None
         try:
             data = await self._store.get(f"{run}/{stored.key}", memory_for(2 * chunk.size)[: 2 * chunk.size])
-            found = msgspec.structs.replace(stored, size=len(data), xxh3_128=digest(data), checked="")
-            own = msgspec.structs.replace(chunk, stored=found)
-            await to_the_end(decode, own, data, run)
+            own, _ = await to_the_end(recognize, chunk, stored.codec, stored.key, data, run)
         except (CorruptChunk, ObjectNotFound, StoreRefused):
             return None
         return own
@@ -248,8 +230,11 @@ class Mender:
             raise StoreUnavailable(f"{self._part}: {len(missing)} chunks were deleted while it was being mended")
 
 
-def _all(manifest: Manifest) -> list[Where]:
-    return [(number, index) for number, file in enumerate(manifest.files) for index in range(len(file.chunks))]
+def places(manifest: Manifest) -> Iterator[tuple[Where, Chunk]]:
+    """Every chunk of a manifest, with its place."""
+    for number, file in enumerate(manifest.files):
+        for index, chunk in enumerate(file.chunks):
+            yield (number, index), chunk
 
 
 def _chunk(manifest: Manifest, where: Where) -> Chunk:
@@ -258,10 +243,6 @@ def _chunk(manifest: Manifest, where: Where) -> Chunk:
 
 def _weight(chunk: Chunk) -> int:
     return max(chunk.size, chunk.stored.size if chunk.stored else 0)
-
-
-def _form(stored: Stored) -> tuple[str, int, str]:
-    return stored.codec, stored.size, stored.xxh3_128
 
 
 def _with(manifest: Manifest, chunks: Mapping[Where, Chunk]) -> Manifest:

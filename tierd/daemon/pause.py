@@ -12,7 +12,9 @@ import logging
 import math
 import os
 import time
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from typing import TypeAlias
 
 from tierd.persist import sync_directory
 from tierd.spool import Spool, translated
@@ -20,6 +22,13 @@ from tierd.spool import Spool, translated
 log = logging.getLogger("tierd.daemon")
 
 _LONG = 64  # bytes of the file that are read
+
+
+Turn: TypeAlias = Callable[[], Awaitable[None]]  # awaited before each chunk
+
+
+async def at_once() -> None:
+    """The turn of who waits for nobody."""
 
 
 class Pause:

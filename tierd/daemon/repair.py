@@ -18,7 +18,8 @@ from tierd.daemon.budget import Budget
 from tierd.daemon.download import Progress
 from tierd.daemon.fetch import Fetched, fetch
 from tierd.daemon.journal import Journal
-from tierd.daemon.mend import Mender, Turn, Where, at_once
+from tierd.daemon.mend import Mender, Where
+from tierd.daemon.pause import Turn, at_once
 from tierd.daemon.prune import quarantine
 from tierd.spool import Spool
 from tierd.stores.base import Store

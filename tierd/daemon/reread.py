@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -27,7 +27,8 @@ from tierd.core.world import SPOOL
 from tierd.daemon.budget import Budget
 from tierd.daemon.copies import surely
 from tierd.daemon.journal import Journal
-from tierd.daemon.mend import Where, get_stored
+from tierd.daemon.mend import Where, get_stored, places
+from tierd.daemon.pause import Turn
 from tierd.daemon.repair import Repairer
 from tierd.daemon.together import to_the_end
 from tierd.device import LARGE
@@ -60,7 +61,7 @@ class Reader:
         journal: Journal,
         budget: Budget,
         rate: int,
-        turn: Callable[[], Awaitable[None]],
+        turn: Turn,
         held: Counter[CheckpointId],
     ) -> None:
         self._spool, self._stores, self._repairer, self._journal = spool, stores, repairer, journal
@@ -89,7 +90,7 @@ class Reader:
         self._told.discard((copy.place, part.manifest_key))
         bad: dict[Where, tuple[str, str]] = {}
         failed: Exception | None = None
-        for where, chunk in _chunks(manifest):
+        for where, chunk in places(manifest):
             key = f"{part.checkpoint.run}/{chunk.stored.key}" if chunk.stored else chunk.xxh3_128
             try:
                 wrong = await self._reads_wrong(store, part, chunk)
@@ -233,12 +234,6 @@ class Reader:
         if fresh:
             self._journal.counters["corruptions"] += 1
             self._journal.tell("corrupt", copy.place, copy.part, f"scrubbed, {what}: {fresh[0]}")
-
-
-def _chunks(manifest: Manifest) -> Iterator[tuple[Where, Chunk]]:
-    for number, file in enumerate(manifest.files):
-        for index, chunk in enumerate(file.chunks):
-            yield (number, index), chunk
 
 
 def _wrong_on_disk(path: Path, file: File, index: int) -> CorruptChunk | OSError | None:
