@@ -1,7 +1,7 @@
 """A restored state -> the objects of the running job.
 
-Law: nothing is loaded until everything that can be checked has been: names, kinds, shapes, dtypes. What does not fit
-is named.
+Law: nothing is loaded until everything that can be checked has been: names, kinds, shapes, dtypes, and what data
+loaders were made with (`tierd.client.datastate`). What does not fit is named.
 
 Entries with `load_state_dict` are given their part: an `nn.Module` views into the restored file (it copies),
 everything else tensors that own their memory, since it may keep what it is given. An optimizer certainly does, and has
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierd.client import arrays
+from tierd.client import arrays, datastate
 from tierd.client.kept import Kept
 from tierd.client.owned import tensors_in
 from tierd.client.rng import RngState
@@ -75,7 +75,10 @@ def _load(state: Mapping[str, object], restored: Mapping[str, object], lent: boo
         try:
             if not lent and isinstance(target, torch.optim.Optimizer):
                 _spare(saved, memo)
-            given = _for_module(target, saved, memo) if isinstance(target, nn.Module) else copy.deepcopy(saved, memo)
+            if isinstance(target, nn.Module):
+                given = _for_module(target, saved, memo)
+            else:
+                given = copy.deepcopy(datastate.as_given(saved), memo)
             target.load_state_dict(given)
         except Exception as error:
             before = f"; already loaded: {_few(done)}" if done else "; nothing was loaded before it"
@@ -132,6 +135,10 @@ def _misfits(target: object, saved: Any, path: Path, stateful: list[tuple[Path, 
         elif is_stateful(target):
             stateful.append((path, target, saved))
             yield from (f"{show(path)}: {reason}" for reason in _stateful_misfits(target, saved))
+            other = [f"{show(path)}{where}: {reason}" for where, reason in datastate.misfits(target, saved)]
+            if other:
+                yield from other[:-1]
+                yield f"{other[-1]} (None in place of {show(path)} takes what was saved)"
     elif isinstance(target, dict):
         for key, inner in target.items():
             there = saved.get(key, _MISSING) if isinstance(saved, dict) else _MISSING

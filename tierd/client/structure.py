@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tierd.client import arrays
+from tierd.client import arrays, datastate
 from tierd.client.values import IMMUTABLE, TensorForm, dumps, form_of, is_run, is_stateful, key_tree, made, parts_of
 from tierd.client.walk import Answers, Form, Node
 
@@ -184,7 +184,7 @@ def _asked(value: Any, answers: Answers) -> Iterable[Any]:
         raise Doubt
     said = answers.setdefault(id(value), [])
     try:
-        said.append((value, value.state_dict(), None))
+        said.append((value, datastate.ask(value), None))
     except Exception as error:
         said.append((value, None, error))
         raise

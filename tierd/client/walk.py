@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tierd.client import arrays
+from tierd.client import arrays, datastate
 from tierd.client.tensorfile import METADATA
 from tierd.client.tree import FACTORIES, MAX_DEPTH, STORED_AS
 from tierd.client.values import (
@@ -263,7 +263,7 @@ class Walk:
     def _ask(self, value: Any) -> Any:
         said = self._answers.get(id(value))
         if not said:
-            return value.state_dict()
+            return datastate.ask(value)
         _, own, error = said.pop(0)
         if error is not None:
             raise error
