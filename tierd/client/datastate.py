@@ -59,15 +59,14 @@ _LOADER, _NODES = "torchdata.stateful_dataloader.", "torchdata.nodes."
 def ask(value: Stateful) -> Any:
     """`value.state_dict()`, with the record hung on it if `value` gives samples."""
     own = value.state_dict()
-    if type(own) is not dict or not _gives_samples(value):
-        return own
     with suppress(Exception):  # whatever it is: the state is worth saving without
-        facts = _made_with(value)
-        _drop_brought_back(facts, own)
-        if facts:
-            recorded = OrderedDict(own)
-            recorded._metadata = {_RECORD: facts}  # type: ignore[attr-defined]
-            return recorded
+        if type(own) is dict and _gives_samples(value):
+            facts = _made_with(value)
+            _drop_brought_back(facts, own)
+            if facts:
+                recorded = OrderedDict(own)
+                recorded._metadata = {_RECORD: facts}  # type: ignore[attr-defined]
+                return recorded
     return own
 
 
@@ -76,19 +75,20 @@ def as_given(saved: Any) -> Any:
     return saved if _record(saved) is None else dict(saved)
 
 
-def misfits(target: object, saved: Any) -> list[tuple[str, str]]:
+def misfits(target: Stateful, saved: Any) -> list[tuple[str, str]]:
     """Where and how `target` was made otherwise than what gave `saved`; where: ``.sampler``, or nothing for itself."""
-    if not _gives_samples(target):
-        return []
     there = {where: dict(facts) for where, facts in (_record(saved) or {}).items()}
     try:
+        if not _gives_samples(target):
+            return []
         defect = _read_loader(target, saved, there)
         if defect:
             return [("", defect)]
         here = _made_with(target)
-        _add_named_in_state(target, saved, there, here)
     except Exception:  # its own load_state_dict decides
         return []
+    with suppress(Exception):
+        _add_named_in_state(target, saved, there, here)
     return list(_differences(there, here))
 
 
@@ -209,11 +209,15 @@ def _parameters(kind: Any) -> frozenset[str]:
 
 def _drop_brought_back(facts: Facts, own: object) -> None:
     """Forget what the object's own state holds and loads again; whose state it is must fit all the same."""
+    if not any(_RETURNS.fullmatch(name) for part in facts.values() for name in part):
+        return
     keys: set[str] = set()
+    seen: set[int] = set()
     todo = [own]
     while todo:
         inner = todo.pop()
-        if isinstance(inner, dict):
+        if isinstance(inner, dict) and id(inner) not in seen:
+            seen.add(id(inner))
             keys.update(key.strip("_") for key in inner if type(key) is str)
             todo += inner.values()
     for part in facts.values():
@@ -224,15 +228,17 @@ def _drop_brought_back(facts: Facts, own: object) -> None:
 # ---- what a state says by itself
 
 
-def _read_loader(target: object, saved: Any, there: Facts) -> str | None:
+def _read_loader(target: Stateful, saved: Any, there: Facts) -> str | None:
     """Why `saved` is no state of a torchdata loader such as `target`, which would say so at its first batch only; note
     the number of workers in `there`."""
     source = getattr(getattr(type(target), "load_state_dict", None), "__module__", "")
-    if not source.startswith((_LOADER, _NODES)) or isinstance(target, Sampler) or saved == {}:
+    if not source.startswith((_LOADER, _NODES)) or isinstance(target, Sampler):
         return None
     defect = f"not the state of a {type_name(target)}"
     if not isinstance(saved, dict):
         return f"{type_name(saved)} in the checkpoint, {defect}"
+    if not saved:  # a loader takes it for a fresh start
+        return None
     if source.startswith(_NODES):
         return None if {"root", "num_yielded"} <= saved.keys() else defect
     if "_num_yielded" in saved:
@@ -246,11 +252,9 @@ def _read_loader(target: object, saved: Any, there: Facts) -> str | None:
     return None
 
 
-def _add_named_in_state(target: object, saved: Any, there: Facts, here: Facts) -> None:
+def _add_named_in_state(target: Stateful, saved: Any, there: Facts, here: Facts) -> None:
     """Compare also what only the state names: an object may get its rank from a place that has no telling name."""
-    if not isinstance(saved, dict) or _look(target)[0] or not is_stateful(target):
-        return
-    if type(target).__module__.startswith((_LOADER, _NODES)):
+    if not isinstance(saved, dict) or type(target).__module__.startswith((_LOADER, _NODES)) or _look(target)[0]:
         return
     known = there.setdefault("", {})
     named = {key: key.strip("_") for key in saved if type(key) is str and _WHOSE.fullmatch(key.strip("_"))}
