@@ -5,24 +5,39 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections import Counter
+import math
+import os
+import random
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from support.doubles import contents, flip, is_chunk
-from support.nodes import TIER, Node, Nodes, Restless, one_thread, pruned
+from support.nodes import TIER, Node, Nodes, Restless, launch_of, one_thread, pruned
 from support.world import RUN, attempt, corrupt, part, read, running, settle
 
 from tierd.core.errors import CorruptChunk, StoreUnavailable, TierdError
-from tierd.core.ids import PartId, pin_key
+from tierd.core.ids import CheckpointId, PartId, chunk_owner, pin_key
 from tierd.core.plan import Flush, Prune
 from tierd.core.report import report
 from tierd.core.retention import Best
+from tierd.daemon import turns
 
 
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch):
     one_thread(monkeypatch)
+
+
+@pytest.fixture
+def home(tmp_path):
+    """In memory where that can be: thousands of small files come and go, and no power is cut."""
+    room = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=room if os.access(room, os.W_OK) else tmp_path) as found:
+        yield Path(found)
 
 
 # -- one janitor ------------------------------------------------------------------------------------------------------
@@ -31,9 +46,9 @@ def deterministic(monkeypatch):
 @pytest.mark.parametrize(
     "placing", [("A", "B"), ("B", "A"), ("A", "A", "B", "B"), ("D", "C", "B", "A"), ("B", "A", "C", "A")], ids="".join
 )
-def test_only_rank_0s_node_prunes_and_all_come_to_rest(tmp_path, placing):
+def test_only_rank_0s_node_prunes_and_all_come_to_rest(home, placing):
     async def work():
-        nodes = Nodes(tmp_path, *sorted(set(placing)), keep=2)
+        nodes = Nodes(home, *sorted(set(placing)), keep=2)
         for step in range(1, 6):
             nodes.save(step, 1, placing)
         done = await nodes.settle()
@@ -48,9 +63,9 @@ def test_only_rank_0s_node_prunes_and_all_come_to_rest(tmp_path, placing):
     asyncio.run(work())
 
 
-def test_the_office_moves_with_rank_0(tmp_path):
+def test_the_office_moves_with_rank_0(home):
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", "C", keep=1)
+        nodes = Nodes(home, "A", "B", "C", keep=1)
         seen = []
         for launch, placing in enumerate((("A", "B"), ("B", "A"), ("C", "A"), ("A", "C")), start=1):
             for step in (1, 2, 3):
@@ -65,9 +80,9 @@ def test_the_office_moves_with_rank_0(tmp_path):
     asyncio.run(work())
 
 
-def test_when_the_janitors_node_is_lost_the_next_launchs_rank_0_takes_over(tmp_path):
+def test_when_the_janitors_node_is_lost_the_next_launchs_rank_0_takes_over(home):
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", keep=1)
+        nodes = Nodes(home, "A", "B", keep=1)
         nodes.save(1, 1, "AB")
         await nodes.settle()
         nodes.save(2, 1, "AB")
@@ -82,11 +97,11 @@ def test_when_the_janitors_node_is_lost_the_next_launchs_rank_0_takes_over(tmp_p
     asyncio.run(work())
 
 
-def test_all_daemons_at_work_come_to_rest_too(tmp_path):
+def test_all_daemons_at_work_come_to_rest_too(home):
     """Their own loops, not turns."""
 
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", "C", keep=2)
+        nodes = Nodes(home, "A", "B", "C", keep=2)
         async with running(nodes["A"].daemon), running(nodes["B"].daemon), running(nodes["C"].daemon):
             for step in range(1, 7):
                 nodes.save(step, 1, "ABC")
@@ -106,11 +121,11 @@ def test_all_daemons_at_work_come_to_rest_too(tmp_path):
 # -- a zombie launch --------------------------------------------------------------------------------------------------
 
 
-def test_a_zombie_that_goes_on_harms_nobody(tmp_path):
+def test_a_zombie_that_goes_on_harms_nobody(home):
     """Launch 1 lives on A and B while launch 2, resumed from its step 20, lives on C and D."""
 
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", "C", "D", keep=2)
+        nodes = Nodes(home, "A", "B", "C", "D", keep=2)
         for step in (10, 20):
             nodes.save(step, 1, "AB")
         await nodes.settle()
@@ -131,11 +146,11 @@ def test_a_zombie_that_goes_on_harms_nobody(tmp_path):
     reason="retention._keep_last walks the timeline of whole checkpoints only, a restore that of all: the origin of a "
     "launch of which nothing is whole yet is on the restore's path and not on retention's",
 )
-def test_what_the_live_launch_resumed_from_stays_until_it_has_a_whole_one_of_its_own(tmp_path):
+def test_what_the_live_launch_resumed_from_stays_until_it_has_a_whole_one_of_its_own(home):
     """The zombie goes on, the live launch has only rank 0's part of its first checkpoint so far."""
 
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", "C", "D", keep=1)
+        nodes = Nodes(home, "A", "B", "C", "D", keep=1)
         nodes.save(20, 1, "AB")
         await nodes.settle()
         nodes.save(21, 2, "CD", origin=(1, 20), ranks=[0])
@@ -154,11 +169,11 @@ def test_what_the_live_launch_resumed_from_stays_until_it_has_a_whole_one_of_its
     asyncio.run(work())
 
 
-def test_attempts_never_mix(tmp_path):
+def test_attempts_never_mix(home):
     """Rank 0's part of the zombie's step 30 and rank 1's of the live launch's step 30 are no checkpoint."""
 
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", "C", "D", keep=1)
+        nodes = Nodes(home, "A", "B", "C", "D", keep=1)
         nodes.save(20, 1, "AB")
         await nodes.settle()
         nodes.save(30, 1, "AB", ranks=[0])
@@ -170,9 +185,9 @@ def test_attempts_never_mix(tmp_path):
     asyncio.run(work())
 
 
-def test_a_zombies_later_steps_are_asked_for_by_name_or_not_at_all(tmp_path):
+def test_a_zombies_later_steps_are_asked_for_by_name_or_not_at_all(home):
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", "C", "D", keep=9)
+        nodes = Nodes(home, "A", "B", "C", "D", keep=9)
         for step in (10, 20):
             nodes.save(step, 1, "AB")
         nodes.save(21, 2, "CD", origin=(1, 20))
@@ -187,11 +202,11 @@ def test_a_zombies_later_steps_are_asked_for_by_name_or_not_at_all(tmp_path):
 
 
 @pytest.mark.parametrize("janitor", ["A", "C"])
-def test_while_the_live_launch_has_committed_nothing_the_zombies_word_is_all_there_is(tmp_path, janitor):
+def test_while_the_live_launch_has_committed_nothing_the_zombies_word_is_all_there_is(home, janitor):
     """What happens, not what one would wish: launch 2 resumed from step 20, and no place tells of it yet."""
 
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", "C", "D", keep=1)
+        nodes = Nodes(home, "A", "B", "C", "D", keep=1)
         origin = nodes.save(20, 1, "AB")
         await nodes.settle()
         for rank, name in enumerate("CD"):
@@ -225,9 +240,9 @@ def test_while_the_live_launch_has_committed_nothing_the_zombies_word_is_all_the
     "pinned when it decides what to send; the janitor knows of neither, and deletes it again",
 )
 @pytest.mark.parametrize("how", ["held", "pinned here"])
-def test_what_one_node_holds_is_not_sent_and_pruned_in_turn(tmp_path, how):
+def test_what_one_node_holds_is_not_sent_and_pruned_in_turn(home, how):
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", "C", "D", keep=1)
+        nodes = Nodes(home, "A", "B", "C", "D", keep=1)
         origin = nodes.save(20, 1, "AB")
         await nodes.settle()
         await nodes["D"].daemon.fetch(part(20, 1, 1, 2))
@@ -264,13 +279,13 @@ async def pruned_in_the_middle(home: Path, moment: int) -> tuple[Node, TierdErro
     return nodes["C"], raised, nodes.tier.steps() == [(1, 30, True)]
 
 
-def test_a_prune_in_the_middle_of_a_fetch_costs_that_fetch_at_most(tmp_path):
+def test_a_prune_in_the_middle_of_a_fetch_costs_that_fetch_at_most(home):
     """It gives every byte right, or raises and leaves nothing."""
 
     async def work():
         outcomes = Counter()
         for moment in range(1, 12):
-            node, raised, in_time = await pruned_in_the_middle(tmp_path / str(moment), moment)
+            node, raised, in_time = await pruned_in_the_middle(home / str(moment), moment)
             outcomes[in_time, raised is None] += 1
             assert node.steps() == ([] if raised else [(1, 20)])
             assert not node.spool.quarantined() and not node.tier.manifests("quarantine")
@@ -287,23 +302,23 @@ def test_a_prune_in_the_middle_of_a_fetch_costs_that_fetch_at_most(tmp_path):
     reason="Repairer.heal takes every CorruptChunk of a fetch for proof, also where the manifest went meanwhile: it "
     "counts a corruption, tells of a quarantine that sets nothing aside, and the restore takes it for rot",
 )
-def test_what_is_pruned_in_the_middle_of_a_fetch_is_not_called_corrupt(tmp_path):
+def test_what_is_pruned_in_the_middle_of_a_fetch_is_not_called_corrupt(home):
     async def work():
         for moment in (1, 4):
-            node, raised, _ = await pruned_in_the_middle(tmp_path / str(moment), moment)
+            node, raised, _ = await pruned_in_the_middle(home / str(moment), moment)
             assert raised and not isinstance(raised, CorruptChunk)
             assert not node.daemon.journal.counters["corruptions"] + node.daemon.journal.counters["quarantined"]
 
     asyncio.run(work())
 
 
-def test_chunks_that_the_live_launch_borrows_of_the_zombie_stay(tmp_path):
+def test_chunks_that_the_live_launch_borrows_of_the_zombie_stay(home):
     """At every call of C's flush, which names chunks of step 20, A's janitor prunes step 20: it looked before."""
 
     async def work():
         borrowed = 0
         for moment in range(1, 40):
-            nodes = Nodes(tmp_path / str(moment), "A", "B", "C", "D", keep=1)
+            nodes = Nodes(home / str(moment), "A", "B", "C", "D", keep=1)
             nodes.save(20, 1, "AB")
             await nodes.settle()
             nodes.save(30, 1, "AB")
@@ -336,11 +351,11 @@ def test_chunks_that_the_live_launch_borrows_of_the_zombie_stay(tmp_path):
 # -- a lost node ------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_lost_node_left_half_is_never_offered_waits_and_goes(tmp_path):
+def test_what_a_lost_node_left_half_is_never_offered_waits_and_goes(home):
     """Clocks are set wildly apart, and decide nothing."""
 
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", keep=2)
+        nodes = Nodes(home, "A", "B", keep=2)
         nodes.clock = {"A": "2093-01-01T00:00:00+00:00", "B": "1971-01-01T00:00:00+00:00"}
         for step in (1, 2):
             nodes.save(step, 1, "AB")
@@ -367,11 +382,11 @@ def test_what_a_lost_node_left_half_is_never_offered_waits_and_goes(tmp_path):
     asyncio.run(work())
 
 
-def test_what_is_half_in_between_blocks_nothing_and_goes_within_its_own_launch(tmp_path):
+def test_what_is_half_in_between_blocks_nothing_and_goes_within_its_own_launch(home):
     """Every third save of rank 1 fails."""
 
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", keep=2)
+        nodes = Nodes(home, "A", "B", keep=2)
         for step in range(1, 16):
             nodes.save(step, 1, "AB", ranks=[0] if step % 3 == 0 else None)
             await nodes.settle()
@@ -382,12 +397,12 @@ def test_what_is_half_in_between_blocks_nothing_and_goes_within_its_own_launch(t
     asyncio.run(work())
 
 
-def test_a_rank_that_never_saves_again_fills_its_own_node_only_until_something_is_whole_again(tmp_path):
+def test_a_rank_that_never_saves_again_fills_its_own_node_only_until_something_is_whole_again(home):
     """The rule as it is: halves stay, since their rest may come. What the tier has leaves the spool where room is
     short; only the tier grows then."""
 
     async def work(**options):
-        nodes = Nodes(tmp_path / str(options), "A", "B", keep=2, **options)
+        nodes = Nodes(home / str(options), "A", "B", keep=2, **options)
         for step in (1, 2, 3):
             nodes.save(step, 1, "AB")
         await nodes.settle()
@@ -412,9 +427,9 @@ def test_a_rank_that_never_saves_again_fills_its_own_node_only_until_something_i
     reason="plan.judge_spool keeps every half that a tier has verified until keep_last newer ones are whole, without "
     "bound while none is",
 )
-def test_a_rank_that_never_saves_again_does_not_fill_the_other_nodes_spool(tmp_path):
+def test_a_rank_that_never_saves_again_does_not_fill_the_other_nodes_spool(home):
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", keep=2)
+        nodes = Nodes(home, "A", "B", keep=2)
         for step in range(1, 20):
             nodes.save(step, 1, "AB", ranks=[0] if step > 3 else None)
             await nodes.settle()
@@ -425,12 +440,12 @@ def test_a_rank_that_never_saves_again_does_not_fill_the_other_nodes_spool(tmp_p
 
 
 @pytest.mark.parametrize("low", [True, False])
-def test_halves_that_were_never_sent_do_not_stop_a_spool_with_little_room(tmp_path, low):
+def test_halves_that_were_never_sent_do_not_stop_a_spool_with_little_room(home, low):
     """The tier was down while rank 1 had gone for good. Not all of them are worth sending; with little room they are
     sent, one after the other, so that they can go."""
 
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", keep=2, min_free_percent=100.0 if low else 0.0)
+        nodes = Nodes(home, "A", "B", keep=2, min_free_percent=100.0 if low else 0.0)
         for step in (1, 2, 3):
             nodes.save(step, 1, "AB")
         await nodes.settle()
@@ -455,9 +470,9 @@ def test_halves_that_were_never_sent_do_not_stop_a_spool_with_little_room(tmp_pa
     "in the spool that wants to send it",
 )
 @pytest.mark.parametrize("rules", [{"keep_every_steps": 10}, {"keep_best": Best(metric="loss")}], ids=["every", "best"])
-def test_a_half_that_a_rule_would_keep_whole_goes_too_when_its_launch_is_long_over(tmp_path, rules):
+def test_a_half_that_a_rule_would_keep_whole_goes_too_when_its_launch_is_long_over(home, rules):
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", keep=2, rules=rules)
+        nodes = Nodes(home, "A", "B", keep=2, rules=rules)
         nodes.save(9, 1, "AB", metrics={"loss": 2.0})
         await nodes.settle()
         nodes.save(10, 1, "AB", ranks=[0], metrics={"loss": 1.0})
@@ -485,9 +500,9 @@ async def rot(nodes: Nodes, which: PartId, holder: str) -> None:
         await nodes[holder].daemon.fetch(which)
 
 
-def test_a_part_that_is_set_aside_makes_its_checkpoint_half_for_every_node(tmp_path):
+def test_a_part_that_is_set_aside_makes_its_checkpoint_half_for_every_node(home):
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", keep=2)
+        nodes = Nodes(home, "A", "B", keep=2)
         for step in (1, 2, 3):
             nodes.save(step, 1, "AB")
             await nodes.settle()
@@ -515,9 +530,9 @@ def test_a_part_that_is_set_aside_makes_its_checkpoint_half_for_every_node(tmp_p
     asyncio.run(work())
 
 
-def test_the_last_whole_one_stays_however_much_rots(tmp_path):
+def test_the_last_whole_one_stays_however_much_rots(home):
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", keep=1)
+        nodes = Nodes(home, "A", "B", keep=1)
         nodes.save(1, 1, "AB")
         await nodes.settle()
         for step in range(2, 6):
@@ -534,11 +549,11 @@ def test_the_last_whole_one_stays_however_much_rots(tmp_path):
     asyncio.run(work())
 
 
-def test_what_was_set_aside_by_one_node_is_sent_anew_by_the_node_that_has_it_right(tmp_path):
+def test_what_was_set_aside_by_one_node_is_sent_anew_by_the_node_that_has_it_right(home):
     """Rank 1 moved from B to C and its old part lies in both spools; B's copy and the tier's rot."""
 
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", "C", keep=2)
+        nodes = Nodes(home, "A", "B", "C", keep=2)
         nodes.save(1, 1, "AB")
         await nodes.settle()
         await nodes["C"].daemon.fetch(part(1, 1, 1, 2))
@@ -557,12 +572,12 @@ def test_what_was_set_aside_by_one_node_is_sent_anew_by_the_node_that_has_it_rig
 
 
 @pytest.mark.parametrize("behind", [1, 5])
-def test_a_node_that_comes_back_with_an_old_launch_touches_nothing_of_the_new_one(tmp_path, behind):
+def test_a_node_that_comes_back_with_an_old_launch_touches_nothing_of_the_new_one(home, behind):
     """B was cut off with rank 0's parts that nobody else has; the launch went on elsewhere. `behind` as many
     checkpoints are whole by the time that it is back."""
 
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", keep=2)
+        nodes = Nodes(home, "A", "B", keep=2)
         nodes.save(1, 1, "BA")
         await nodes.settle()
         nodes["B"].line.down = True
@@ -596,9 +611,9 @@ def test_a_node_that_comes_back_with_an_old_launch_touches_nothing_of_the_new_on
     asyncio.run(work())
 
 
-def test_the_same_part_in_two_spools_is_sent_once_and_goes_from_both(tmp_path):
+def test_the_same_part_in_two_spools_is_sent_once_and_goes_from_both(home):
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", "C", keep=1)
+        nodes = Nodes(home, "A", "B", "C", keep=1)
         nodes.save(1, 1, "AB")
         await nodes.settle()
         await nodes["C"].daemon.fetch(part(1, 1, 0, 2))
@@ -616,11 +631,11 @@ def test_the_same_part_in_two_spools_is_sent_once_and_goes_from_both(tmp_path):
 
 
 @pytest.mark.parametrize("worlds", [("AB", "AB"), ("AB", "CDE"), ("ABC", "CA"), ("A", "BA")], ids="-".join)
-def test_a_flush_names_chunks_of_the_newest_whole_checkpoint_whoever_wrote_it(tmp_path, worlds):
+def test_a_flush_names_chunks_of_the_newest_whole_checkpoint_whoever_wrote_it(home, worlds):
     before, after = worlds
 
     async def work():
-        nodes = Nodes(tmp_path, *sorted({*before, *after}), keep=3)
+        nodes = Nodes(home, *sorted({*before, *after}), keep=3)
         nodes.save(1, 1, before)
         await nodes.settle()
         nodes.save(2, 1, before, ranks=[0])  # newer, and half unless there is one rank: it lends only where whole
@@ -640,9 +655,9 @@ def test_a_flush_names_chunks_of_the_newest_whole_checkpoint_whoever_wrote_it(tm
 # -- abandoned launches -----------------------------------------------------------------------------------------------
 
 
-def test_halves_of_an_abandoned_launch_go_and_pinned_ones_stay(tmp_path):
+def test_halves_of_an_abandoned_launch_go_and_pinned_ones_stay(home):
     async def work():
-        nodes = Nodes(tmp_path, "A", "B", keep=2)
+        nodes = Nodes(home, "A", "B", keep=2)
         nodes.save(10, 1, "AB")
         await nodes.settle()
         nodes.save(20, 1, "AB", ranks=[0])
@@ -662,5 +677,191 @@ def test_halves_of_an_abandoned_launch_go_and_pinned_ones_stay(tmp_path):
         await nodes.settle()
         assert nodes.tier.steps() == [(2, 12, True), (2, 13, True)]
         assert nodes["A"].steps() == [(2, 12), (2, 13)]
+
+    asyncio.run(work())
+
+
+# -- all of it at once ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Launch:
+    number: int
+    placing: str
+    origin: tuple[int, int] | None
+    step: int
+
+
+class Story:
+    """Launches that follow each other, not all of which end; nodes that go and come back; saves that fail for some.
+
+    `saved` is what really happened, which no place is asked for: (launch, step) -> the ranks that saved.
+    """
+
+    def __init__(self, home: Path, seed: int, *, lag: bool) -> None:
+        self.rng = random.Random(seed)
+        self.keep = self.rng.choice((1, 1, 2, 3))
+        self.nodes = Nodes(home, *"ABC", keep=self.keep, rng=self.rng, lag=lag)
+        self.launches: list[Launch] = []
+        self.saved: dict[tuple[int, int], set[int]] = defaultdict(set)
+        self.pins: set[CheckpointId] = set()
+        self.at_work: dict[Node, asyncio.Task] = {}
+
+    async def launch(self, names: str = "ABCDE") -> None:
+        """A launch resumes from what a node of its own sees first, or is told another one."""
+        placing = "".join(self.rng.choice(names) for _ in range(self.rng.choice((1, 2, 2, 3))))
+        for name in placing:
+            self.nodes[name]  # comes up
+        found = await self.nodes.resume(placing[0])
+        known = [one.checkpoint for one in found.candidates]
+        start = (known[:1] if self.rng.random() < 0.8 else known) or list(found.branches)
+        origin = self.rng.choice(start) if start else None
+        told = (launch_of(origin), origin.step) if origin else None
+        number = len(self.launches) + 1
+        self.launches.append(Launch(number, placing, told, origin.step if origin else 0))
+
+    def save(self, launch: Launch, ranks: Collection[int] | None = None) -> None:
+        launch.step += self.rng.choice((1, 1, 5))
+        there = [rank for rank, name in enumerate(launch.placing) if name in self.nodes.names()]
+        ranks = [rank for rank in there if ranks is None or rank in ranks]
+        self.nodes.save(launch.step, launch.number, launch.placing, origin=launch.origin, ranks=ranks)
+        self.saved[launch.number, launch.step] |= set(ranks)
+
+    async def lose(self) -> None:
+        if len(self.nodes.names()) > 1:
+            name = self.rng.choice(self.nodes.names())
+            await self.stop(self.nodes[name])
+            self.nodes.lose(name, spool=self.rng.random() < 0.6)
+
+    async def stop(self, node: Node) -> None:
+        """Kill a daemon, wherever it is."""
+        task = self.at_work.pop(node, None)
+        if task:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def pin(self) -> None:
+        if self.nodes.tier.whole():
+            self.pins.add(self.rng.choice(sorted(self.nodes.tier.whole())))
+            for pinned in self.pins:
+                await self.nodes.tier.put(pin_key(pinned), b"")
+
+    async def event(self) -> None:
+        """Something that is no daemon's doing."""
+        live = self.launches[-1]
+        match self.rng.choices(("save", "some", "zombie", "launch", "lose", "pin", "line", "restart"), _WEIGHTS)[0]:
+            case "save":
+                self.save(live)
+            case "some":
+                self.save(live, [rank for rank in range(len(live.placing)) if self.rng.random() < 0.5])
+            case "zombie":
+                self.save(self.rng.choice(self.launches))
+            case "launch":
+                await self.launch()
+            case "lose":
+                await self.lose()
+            case "pin":
+                await self.pin()
+            case "line":
+                node = self.rng.choice(self.nodes.alive())
+                node.line.down = not node.line.down
+            case "restart":
+                node = self.rng.choice(self.nodes.alive())
+                await self.stop(node)
+                node.start()
+
+    async def look(self) -> None:
+        """What a fresh node is offered was saved by every rank of one launch, and lies on the newest timeline."""
+        seen = [launch for launch, _, _ in self.nodes.tier.steps()]
+        line, limit = max(seen, default=0), math.inf
+        for launch, step in await self.nodes.offered():
+            assert self.saved[launch, step] == set(range(len(self.launches[launch - 1].placing)))
+            while line != launch:
+                origin = self.launches[line - 1].origin
+                assert origin, f"launch {launch} step {step} is no ancestor of launch {max(seen)}"
+                line, limit = origin
+            assert step <= limit
+
+    async def end(self) -> None:
+        """The last launch goes on where nothing fails any more: the tier comes to hold what retention wants."""
+        self.pins &= set(self.nodes.tier.checkpoints())  # a prune that had begun before it was pinned went on
+        for node in self.nodes.alive():
+            node.line.down, node.line.rng = False, None
+            node.start()
+        await self.nodes.settle()
+        await self.launch("".join(self.nodes.names()))
+        for _ in range(self.keep + 1):
+            self.save(self.launches[-1])
+            await self.nodes.settle()
+            await self.look()
+        last = [one for one in sorted(self.nodes.tier.whole()) if one.attempt == attempt(len(self.launches))]
+        assert len(last) >= self.keep
+        assert set(self.nodes.tier.checkpoints()) == {*last[-self.keep :], *self.pins}
+        for node in self.nodes.alive():
+            assert not await node.planned()
+            if node.name in self.launches[-1].placing:
+                kept = {which.checkpoint for which in node.spool.parts()} - self.pins
+                assert kept == set(last[-self.keep :])
+        manifests = self.nodes.tier.manifests().values()
+        named = {f"{RUN}/{one.stored.key}" for found in manifests for one in found.chunks()}
+        lent = {owner for found in manifests for owner in found.owners}
+        there = [key for key in await contents(self.nodes.tier) if key.startswith(f"{RUN}/")]
+        # What was cut off under a name that lends to others still goes with those.
+        assert not {key for key in there if is_chunk(key) and chunk_owner(*key.split("/", 1)) not in lent} - named
+        assert not [key for key in there if "/flushing/" in key or "/pruning/" in key]
+
+
+_WEIGHTS = (40, 12, 15, 8, 5, 1, 6, 3)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_whatever_happens_in_whatever_order_nobody_is_harmed(home, seed):
+    """Daemons take turns; each acts on what it just saw."""
+
+    async def work():
+        story = Story(home, seed, lag=False)
+        story.nodes.tier.aware = False  # see the origin of a launch of which nothing is whole, above
+        await story.launch()
+        for _ in range(60):
+            if story.rng.random() < 0.4:
+                await story.event()
+            else:
+                with contextlib.suppress(StoreUnavailable):
+                    await story.rng.choice(story.nodes.alive()).turn(story.rng)
+            await story.look()
+        await story.end()
+        assert story.nodes.tier.checks > 20
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_whatever_happens_at_once_nobody_is_harmed(home, seed, monkeypatch):
+    """Daemons work at the same time over slow lines, and act on what they saw a while ago."""
+
+    async def work():
+        story = Story(home, seed, lag=True)
+        story.nodes.tier.aware = False  # nobody can know of what came after the look
+        await story.launch()
+
+        async def daemon(node: Node) -> None:
+            while True:
+                with contextlib.suppress(TierdError):
+                    await node.turn(story.rng)
+                await asyncio.sleep(0)
+
+        for _ in range(30):
+            await story.event()
+            for node in story.nodes.alive():
+                if node not in story.at_work:
+                    story.at_work[node] = asyncio.ensure_future(daemon(node))
+            for _ in range(story.rng.choice((0, 20, 100))):
+                await asyncio.sleep(0)
+            await story.look()
+        for node in story.nodes.alive():
+            await story.stop(node)
+        monkeypatch.setattr(turns, "_age", lambda stamp: 10**12)  # what was cut off is left over now
+        await story.end()
 
     asyncio.run(work())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -68,6 +69,11 @@ def one_thread(monkeypatch) -> None:
     monkeypatch.setattr(turns, "_PAUSE", 0.0)
 
 
+def launch_of(checkpoint: CheckpointId) -> int:
+    """The number that `support.world.attempt` made an attempt of."""
+    return int(checkpoint.attempt[-8:], 16)
+
+
 def is_whole(parts: Iterable[PartId]) -> bool:
     """Whether every rank of one world size is there."""
     by_world: dict[int, set[int]] = defaultdict(set)
@@ -113,7 +119,7 @@ class Tier(MemoryStore):
     def steps(self) -> list[tuple[int, int, bool]]:
         """`(launch, step, whole)` of everything, oldest first."""
         whole = self.whole()
-        return [(int(one.attempt[-8:]), one.step, one in whole) for one in sorted(self.checkpoints())]
+        return [(launch_of(one), one.step, one in whole) for one in sorted(self.checkpoints())]
 
     def first(self) -> set[CheckpointId]:
         """What must not go: the newest whole checkpoint down the newest timeline, known from whole checkpoints alone
@@ -268,7 +274,7 @@ class Node:
     def steps(self) -> list[tuple[int, int]]:
         """`(launch, step)` of everything in the spool, oldest first."""
         found = {which.checkpoint for which in self.spool.parts()}
-        return [(int(one.attempt[-8:]), one.step) for one in sorted(found)]
+        return [(launch_of(one), one.step) for one in sorted(found)]
 
     async def planned(self) -> list[Action]:
         """What the daemon would do now, from a fresh look."""
@@ -324,13 +330,18 @@ class Nodes:
             self._all[name] = self._make(name)
         return self._all[name]
 
+    def names(self) -> list[str]:
+        return sorted(self._all)
+
     def alive(self) -> list[Node]:
         return list(self._all.values())
 
-    def lose(self, name: str) -> Node:
-        """A node that is gone with its spool."""
+    def lose(self, name: str, *, spool: bool = True) -> Node:
+        """A node that is gone, with its `spool` or not: one of that name that comes later has it, or has nothing."""
         node = self._all.pop(name)
         node.line.cut = True
+        if spool:
+            shutil.rmtree(node.home)
         return node
 
     def save(
@@ -380,13 +391,13 @@ class Nodes:
     async def offered(self, name: str | None = None) -> list[tuple[int, int]]:
         """`(launch, step)` of what a restore would try, in order."""
         found = await self.resume(name)
-        return [(int(one.checkpoint.attempt[-8:]), one.checkpoint.step) for one in found.candidates]
+        return [(launch_of(one.checkpoint), one.checkpoint.step) for one in found.candidates]
 
 
 def pruned(done: Iterable[tuple[str, Action]]) -> list[tuple[str, int, int]]:
     """`(node, launch, step)` of what was deleted from the tier, in order."""
     return [
-        (name, int(action.checkpoint.attempt[-8:]), action.checkpoint.step)
+        (name, launch_of(action.checkpoint), action.checkpoint.step)
         for name, action in done
         if isinstance(action, Prune) and action.tier != SPOOL
     ]
