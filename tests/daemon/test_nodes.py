@@ -773,13 +773,15 @@ class Story:
 
     async def look(self) -> None:
         """What a fresh node is offered was saved by every rank of one launch, and lies on the newest timeline."""
-        seen = [launch for launch, _, _ in self.nodes.tier.steps()]
-        line, limit = max(seen, default=0), math.inf
-        for launch, step in await self.nodes.offered():
+        found = await self.nodes.resume()
+        newest = line = int(max(found.attempts, default="0")[-8:], 16)
+        limit = math.inf
+        for one in found.candidates:
+            launch, step = launch_of(one.checkpoint), one.checkpoint.step
             assert self.saved[launch, step] == set(range(len(self.launches[launch - 1].placing)))
             while line != launch:
                 origin = self.launches[line - 1].origin
-                assert origin, f"launch {launch} step {step} is no ancestor of launch {max(seen)}"
+                assert origin, f"launch {launch} step {step} is no ancestor of launch {newest}"
                 line, limit = origin
             assert step <= limit
 
@@ -815,7 +817,7 @@ class Story:
 _WEIGHTS = (40, 12, 15, 8, 5, 1, 6, 3)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(20))
 def test_whatever_happens_in_whatever_order_nobody_is_harmed(home, seed):
     """Daemons take turns; each acts on what it just saw."""
 
@@ -836,7 +838,7 @@ def test_whatever_happens_in_whatever_order_nobody_is_harmed(home, seed):
     asyncio.run(work())
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(12))
 def test_whatever_happens_at_once_nobody_is_harmed(home, seed, monkeypatch):
     """Daemons work at the same time over slow lines, and act on what they saw a while ago."""
 
