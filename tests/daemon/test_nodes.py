@@ -201,34 +201,53 @@ def test_a_zombies_later_steps_are_asked_for_by_name_or_not_at_all(home):
     asyncio.run(work())
 
 
+async def resumed_from_what_went(home: Path, janitor: str) -> Nodes:
+    """Launch 2, on C and D, has restored step 20 and committed nothing yet; the zombie's step 30 retires that."""
+    nodes = Nodes(home, "A", "B", "C", "D", keep=1)
+    origin = nodes.save(20, 1, "AB")
+    await nodes.settle()
+    for rank, name in enumerate("CD"):
+        await nodes[name].daemon.fetch(part(20, 1, rank, 2))
+    nodes.save(30, 1, "AB")
+    await nodes["A"].turn(), await nodes["B"].turn()
+    # Whoever holds rank 0 of the newest attempt that shows may prune: A, and C since it has fetched that.
+    await nodes.settle(janitor)
+    assert nodes.tier.pruned == [(janitor, origin)]
+    await nodes.settle()
+    return nodes
+
+
 @pytest.mark.parametrize("janitor", ["A", "C"])
 def test_while_the_live_launch_has_committed_nothing_the_zombies_word_is_all_there_is(home, janitor):
-    """What happens, not what one would wish: launch 2 resumed from step 20, and no place tells of it yet."""
+    """What happens, not what one would wish: no place tells that step 20 is needed."""
 
     async def work():
-        nodes = Nodes(home, "A", "B", "C", "D", keep=1)
-        origin = nodes.save(20, 1, "AB")
-        await nodes.settle()
-        for rank, name in enumerate("CD"):
-            await nodes[name].daemon.fetch(part(20, 1, rank, 2))
-        nodes.save(30, 1, "AB")
-        await nodes["A"].turn(), await nodes["B"].turn()
-        # Whoever holds rank 0 of the newest attempt that shows may prune: A, and C since it has fetched that.
-        await nodes.settle(janitor)
-        assert nodes.tier.pruned == [(janitor, origin)]
-        await nodes.settle()
+        nodes = await resumed_from_what_went(home, janitor)
         assert await nodes.offered() == [(1, 30)]
         # The copies in the spools of C and D stay all the same, and are not sent again.
         assert nodes["C"].steps() == nodes["D"].steps() == [(1, 20)]
         nodes.save(21, 2, "CD", origin=(1, 20), ranks=[0])
         await nodes.settle()
-        found = await nodes.resume("C")
-        assert found.candidates == ()
-        assert [one.step for one in found.branches] == [30]  # so a restore refuses, and names it
+        found = await nodes.resume()
+        assert 30 not in [one.checkpoint.step for one in found.candidates]
+        assert [one.step for one in found.branches] == [30]  # named by the restore that finds nothing else
         nodes.save(21, 2, "CD", origin=(1, 20), ranks=[1])
         await nodes.settle()
         assert await nodes.offered() == [(2, 21)]
         assert nodes.tier.steps() == [(2, 21, True)]
+
+    asyncio.run(work())
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the same: retention does not see that step 20 is on the timeline, nor do flushes"
+)
+def test_what_the_live_launch_resumed_from_comes_back_from_its_own_spools(home):
+    async def work():
+        nodes = await resumed_from_what_went(home, "A")
+        nodes.save(21, 2, "CD", origin=(1, 20), ranks=[0])
+        await nodes.settle()
+        assert await nodes.offered() == [(1, 20)]
 
     asyncio.run(work())
 
@@ -411,15 +430,15 @@ def test_a_rank_that_never_saves_again_fills_its_own_node_only_until_something_i
             await nodes.settle()
         assert await nodes.offered() == [(1, 3), (1, 2)]
         assert nodes.tier.steps() == [(1, 2, True), (1, 3, True), *((1, step, False) for step in range(4, 20))]
-        filled = len(nodes["A"].steps())
+        left = nodes["A"].steps()
         for step in (20, 21):
             nodes.save(step, 1, "AB")
         await nodes.settle()
         assert nodes.tier.steps() == [(1, 20, True), (1, 21, True)]
-        return filled
+        return left
 
-    assert asyncio.run(work(min_free_percent=100.0)) == 1
-    assert asyncio.run(work()) == 18
+    assert asyncio.run(work(min_free_percent=100.0)) == [(1, 19)]
+    assert asyncio.run(work())[-3:] == [(1, 17), (1, 18), (1, 19)]
 
 
 @pytest.mark.xfail(
