@@ -10,13 +10,14 @@ import os
 import random
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 from support.doubles import contents, flip, is_chunk
-from support.nodes import TIER, Node, Nodes, Restless, launch_of, one_thread, pruned
+from support.nodes import TIER, Line, Node, Nodes, Restless, launch_of, one_thread, pruned
 from support.world import RUN, attempt, corrupt, part, read, running, settle
 
 from tierd.core.errors import CorruptChunk, StoreUnavailable, TierdError
@@ -331,38 +332,66 @@ def test_what_is_pruned_in_the_middle_of_a_fetch_is_not_called_corrupt(home):
     asyncio.run(work())
 
 
-def test_chunks_that_the_live_launch_borrows_of_the_zombie_stay(home):
-    """At every call of C's flush, which names chunks of step 20, A's janitor prunes step 20: it looked before."""
+async def borrowing(home: Path) -> Nodes:
+    """C is about to send step 22, which has chunks in common with the zombie's step 21 alone; A and B are about to send
+    30 and to prune 21."""
+    nodes = Nodes(home, "A", "B", "C", "D", keep=1)
+    nodes.save(21, 1, "AB")
+    await nodes.settle()
+    nodes.save(22, 2, "CD", origin=(1, 21))
+    nodes.save(30, 1, "AB")
+    nodes.tier.aware = False  # A cannot know of what it did not see
+    return nodes
+
+
+async def met(nodes: Nodes, moment: int, at: Line, meanwhile: Callable[[], Awaitable[object]], then: str) -> bool:
+    """One node's turn, with something else done at the `moment`-th call over its line; whether it came to that. After
+    it, all is well."""
+    calls = itertools.count(1)
+
+    async def once() -> None:
+        if next(calls) == moment:
+            with contextlib.suppress(StoreUnavailable):
+                await meanwhile()
+
+    at.meanwhile = once
+    with contextlib.suppress(StoreUnavailable):
+        await nodes[then].turn()
+    at.meanwhile = None
+    await nodes.settle()
+    assert await nodes.offered() == [(2, 22)]
+    return next(calls) > moment
+
+
+def test_chunks_that_the_live_launch_is_about_to_name_stay_or_it_looks_again(home):
+    """At every call of C's flush, A and B send step 30 and A prunes step 21."""
 
     async def work():
-        borrowed = 0
-        for moment in range(1, 40):
-            nodes = Nodes(home / str(moment), "A", "B", "C", "D", keep=1)
-            nodes.save(20, 1, "AB")
-            await nodes.settle()
-            nodes.save(30, 1, "AB")
-            await nodes["A"].turn(), await nodes["B"].turn()
-            nodes.tier.aware = False  # A cannot know
-            assert [type(one) for one in await nodes["A"].planned()][:1] == [Prune]
-            nodes.save(21, 2, "CD", origin=(1, 20))
-            calls = itertools.count(1)
-
-            async def meanwhile(nodes=nodes, calls=calls, moment=moment):
-                if next(calls) == moment:
-                    await nodes["A"].daemon.tiers.prune(part(20).checkpoint, TIER)
-
-            nodes["C"].line.meanwhile = meanwhile
-            with contextlib.suppress(StoreUnavailable):
-                await nodes["C"].turn()
-            done = next(calls) > moment
-            nodes["C"].line.meanwhile = None
-            await nodes.settle()
-            assert await nodes.offered() == [(2, 21)]
-            found = nodes.tier.manifests()[part(21, 2, 0, 2)]
-            borrowed += any(owner.step != 21 for owner in found.owners)
-            if not done:
+        borrowed = set()
+        for moment in range(1, 60):
+            nodes = await borrowing(home / str(moment))
+            go_on = await met(nodes, moment, nodes["C"].line, partial(nodes.settle, "A", "B"), "C")
+            borrowed |= {one.step for one in nodes.tier.manifests()[part(22, 2, 0, 2)].owners}
+            if not go_on:
                 break
-        assert moment > 10 and borrowed
+        assert 20 < moment < 59 and borrowed == {21, 22}
+
+    asyncio.run(work())
+
+
+def test_a_flush_in_the_middle_of_a_prune_names_nothing_that_goes(home):
+    """At every call of A's prune of step 21, C, which looked before, sends step 22."""
+
+    async def work():
+        for moment in range(1, 60):
+            nodes = await borrowing(home / str(moment))
+            await nodes["C"].daemon.look(TIER)
+            await nodes["A"].turn(), await nodes["B"].turn()
+            assert [type(one) for one in await nodes["A"].planned()][:1] == [Prune]
+            late = partial(nodes["C"].daemon.tiers.flush, part(22, 2, 0, 2), TIER)
+            if not await met(nodes, moment, nodes["A"].line, late, "A"):
+                break
+        assert 10 < moment < 59
 
     asyncio.run(work())
 
