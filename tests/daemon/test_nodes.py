@@ -396,6 +396,50 @@ def test_a_flush_in_the_middle_of_a_prune_names_nothing_that_goes(home):
     asyncio.run(work())
 
 
+def test_a_flush_that_read_before_a_prune_names_nothing_after_it(home):
+    """C's flush stops at each of its calls until A's prune is about to delete the chunks of step 21, and then goes on:
+    it gives way, or the prune does."""
+
+    async def work():
+        refused = 0
+        for moment in range(1, 60):
+            nodes = await borrowing(home / str(moment))
+            await nodes["C"].daemon.look(TIER)
+            await nodes["A"].turn(), await nodes["B"].turn()
+            calls, stopped, go_on = itertools.count(1), asyncio.Event(), asyncio.Event()
+
+            async def stop(calls=calls, moment=moment, stopped=stopped, go_on=go_on) -> None:
+                if next(calls) == moment:
+                    stopped.set()
+                    await go_on.wait()
+
+            nodes["C"].line.meanwhile = stop
+            late = asyncio.ensure_future(nodes["C"].daemon.tiers.flush(part(22, 2, 0, 2), TIER))
+            waiting = asyncio.ensure_future(stopped.wait())
+            await asyncio.wait([late, waiting], return_when=asyncio.FIRST_COMPLETED)
+            if late.done():
+                break
+
+            async def let_on(line=nodes["A"].line, go_on=go_on, late=late) -> None:
+                nonlocal refused
+                if line.doing == "delete" and not [one for one in line.tier.checkpoints() if one.step == 21]:
+                    go_on.set()
+                    (result,) = await asyncio.gather(late, return_exceptions=True)
+                    refused += isinstance(result, StoreUnavailable)
+
+            nodes["A"].line.meanwhile = let_on
+            await nodes["A"].daemon.tiers.prune(part(21).checkpoint, TIER)
+            go_on.set()
+            await asyncio.gather(late, return_exceptions=True)
+            nodes["A"].line.meanwhile = nodes["C"].line.meanwhile = None
+            await nodes.settle()
+            assert await nodes.offered() == [(2, 22)]
+        waiting.cancel()
+        assert 10 < moment < 59 and refused
+
+    asyncio.run(work())
+
+
 # -- a lost node ------------------------------------------------------------------------------------------------------
 
 

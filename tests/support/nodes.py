@@ -176,13 +176,15 @@ class Line:
     def __init__(self, tier: Tier, name: str, rng: random.Random | None) -> None:
         self.tier, self.name, self.rng = tier, name, rng
         self.down = self.cut = False
+        self.doing = ""  # the call that is being made
         self.meanwhile: Callable[[], Awaitable[None]] | None = None  # done between any two calls
 
     async def _lag(self) -> None:
         for _ in range(self.rng.choice((0, 0, 1, 2, 5, 30)) if self.rng else 0):
             await asyncio.sleep(0)
 
-    async def _enter(self) -> None:
+    async def _enter(self, doing: str) -> None:
+        self.doing = doing
         if self.down:
             raise StoreUnavailable("no route")
         await self._lag()
@@ -197,26 +199,26 @@ class Line:
             await asyncio.Event().wait()
 
     async def put(self, key: str, data: Buffer) -> str:
-        await self._enter()
+        await self._enter("put")
         await self.tier.put(key, data)
         await self._leave()
         return ""
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
-        await self._enter()
+        await self._enter("get")
         found = await self.tier.get(key, into)
         await self._leave()
         return found
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        await self._enter()
+        await self._enter("scan")
         found = [info async for info in self.tier.scan(prefix, after)]
         await self._leave()
         for info in found:
             yield info
 
     async def delete(self, keys: Sequence[str]) -> None:
-        await self._enter()
+        await self._enter("delete")
         if self.rng is None:
             await self.tier.take(keys, self.name)
         else:
