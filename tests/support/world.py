@@ -54,10 +54,13 @@ def commit(
     files: Mapping[str, bytes] | None = None,
     origin: CheckpointId | None = None,
     metrics: Mapping[str, float] | None = None,
+    created: str | None = None,
 ) -> dict[str, bytes]:
-    """Commit a part as a trainer would; what its files hold."""
+    """Commit a part as a trainer would; what its files hold. `created`: what its node's clock says, RFC 3339."""
     if files is None:
         files = content(which.checkpoint.step, int(which.checkpoint.attempt[-8:]), which.rank)
+    step = which.checkpoint.step
+    created = created or f"2026-01-01T{step // 60 % 24:02}:{step % 60:02}:00+00:00"
     with spool.stage(which) as stage:
         described = []
         for name, data in sorted(files.items()):
@@ -71,7 +74,7 @@ def commit(
             resumed_from=Origin(step=origin.step, attempt=origin.attempt) if origin else None,
             rank=which.rank,
             world_size=which.world,
-            created=f"2026-01-01T{which.checkpoint.step // 60 % 24:02}:{which.checkpoint.step % 60:02}:00+00:00",
+            created=created,
             writer="test",
             metrics=dict(metrics or {}),
             files=(),
