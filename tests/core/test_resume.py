@@ -60,7 +60,7 @@ def test_completeness_is_over_all_places_together():
     """Rank 0 in the spool, rank 1 on a tier: P3 asks for the manifests, not for one place that has them all."""
     spool, tier = Place({part(A100, 0, 2): facts()}), Place({part(A100, 1, 2): facts()})
     found = restore_candidates(World(spool, {"a": tier}), "r")
-    assert found.candidates == (Candidate(A100, 2, ("local", "a")),)
+    assert found.candidates == (Candidate(A100, 2),)
     assert own_part(found.candidates[0], 1) == part(A100, 1, 2)
     assert restore_candidates(World(spool, {"a": None}), "r").candidates == ()
 
@@ -81,7 +81,7 @@ def test_incomplete_ones_newer_than_the_first_are_named():
 
 def test_mixed_world_sizes_are_never_mixed_into_one():
     spool = Place({part(A100, 0, 1): facts(), part(A100, 0, 2): facts()})
-    assert restore_candidates(World(spool, {}), "r").candidates == (Candidate(A100, 1, ("local",)),)
+    assert restore_candidates(World(spool, {}), "r").candidates == (Candidate(A100, 1),)
 
 
 def test_a_quarantined_part_still_tells_where_its_attempt_came_from():
@@ -120,8 +120,6 @@ def test_a_candidate_is_complete_and_each_complete_checkpoint_is_tried_or_named(
     for candidate in found.candidates:
         ranks = {p.rank for p in seen if p.checkpoint == candidate.checkpoint and p.world == candidate.world}
         assert ranks == set(range(candidate.world))
-        for name in candidate.places:
-            assert any(p.checkpoint == candidate.checkpoint for p in places[name].parts)
     whole = {
         p.checkpoint for p in seen if {q.rank for q in seen if q.checkpoint == p.checkpoint} >= set(range(p.world))
     }
