@@ -207,6 +207,7 @@ class Restorer:
             )
         self._asked_for.add(checkpoint)
         self.source.flush(checkpoint)
+        self.agreement.settle(None)  # nobody looks before the others have flushed
         return True
 
     def _check_incomplete(self, step: int | None) -> None:

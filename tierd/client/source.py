@@ -105,16 +105,16 @@ class Source:
     def flush(self, checkpoint: CheckpointId) -> None:
         """See that what the spool holds of `checkpoint` gets to a tier, where other nodes find it. Best effort: whoever
         looks again finds out."""
-        parts = [part for part in self._spool.parts() if part.checkpoint == checkpoint]
-        if self._link is None or not parts:
+        if self._link is None:
             return
-        log.info("%s: other nodes need what this one holds of it; flushing it first", checkpoint)
         try:
+            parts = [part for part in self._spool.parts() if part.checkpoint == checkpoint]
             tiers = [tier["name"] for tier in self._link.ask(Status())["status"]["tiers"]]
-        except (TierdError, TimeoutError) as error:
+        except (TierdError, TimeoutError, OSError) as error:
             log.warning("%s: %s", checkpoint, error)
             return
         for part in parts:
+            log.info("%s: other nodes need it, and find it only on a tier; it is flushed first", part)
             for tier in tiers:
                 try:
                     self._link.ask(Wait(part=part, tier=tier, timeout_s=_FLUSH))
