@@ -214,7 +214,7 @@ def clusters(draw):
     ]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(clusters())
 def test_what_ranks_agree_on_each_can_have_and_nothing_newer_is_passed_over_unsaid(case):
     history, nodes = case
