@@ -10,6 +10,7 @@ import time
 
 import msgspec
 import pytest
+import torch
 from support.doubles import Double, contents, flip, flipped, is_chunk
 from support.ranks import Group, environment, processes
 from support.training import same, tensors
@@ -677,6 +678,33 @@ def test_processes_agree_over_gloo(tmp_path, quick):
     assert second[0]["attempt"] == second[1]["attempt"] > first[0]["attempt"]
 
 
+_DYING = (
+    _BEGIN
+    + """
+import os
+file, number, spool = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+distributed.init_process_group("gloo", store=distributed.FileStore(file, 2), rank=number, world_size=2)
+checkpointer = tierd.Checkpointer(spool, "run", to=[])
+if number == 1:
+    os._exit(0)
+try:
+    checkpointer.restore(tensors(0))
+except tierd.core.errors.StoreUnavailable as error:
+    print("told:", error)
+    checkpointer.save(1, tensors(1)).wait()
+    print("saved")
+sys.stdout.flush()
+os._exit(0)
+"""
+)
+
+
+def test_a_rank_that_dies_while_others_restore_is_noticed_at_once_and_holds_up_no_save(tmp_path):
+    own = [[str(tmp_path / "rendezvous"), str(number), str(tmp_path / "spool")] for number in (0, 1)]
+    first, _ = processes(_DYING, own, timeout=60)
+    assert "told: rank 0 of 2: the other ranks cannot be heard" in first and "saved" in first
+
+
 _RUN = (
     _BEGIN
     + """
@@ -746,6 +774,11 @@ def test_what_ranks_say_is_small_and_has_a_schema(monkeypatch):
     made = Group(2)
     monkeypatch.setattr(ranks_module, "_process_group", lambda: made)
     said = Beginning(run="run", world=2, clock=Clock(7, "0" * 8, None))
-    assert made.run(lambda number: Ranks().gather(said)) == [[said, said]] * 2
+
+    def say(number: int) -> list:
+        with torch.device("meta"):  # as `set_default_device` leaves it
+            return Ranks().gather(said)
+
+    assert made.run(say) == [[said, said]] * 2
     mixed = made.run(lambda number: Ranks().gather((said, Clock(1, "", None))[number]))
     assert all(isinstance(error, msgspec.ValidationError | StoreUnavailable) for error in mixed)

@@ -219,6 +219,8 @@ class Checkpointer:
     ) -> Restored | None:
         """Load the newest verified checkpoint of this run's timeline into `state`.
 
+        All ranks of a launch call it together, and get the same checkpoint, or none of them does.
+
         Args:
             state: as for `save`. Objects get `load_state_dict`, plain values are replaced in the mapping, tensors are
                 filled in place. None: only verify, and return the directory (for what `stage` wrote).
@@ -232,7 +234,9 @@ class Checkpointer:
             CheckpointNotFound: none could be verified, or not the one asked for; says what was skipped and why.
             StateMismatch: it does not fit `state`; names the first few places. Nothing was loaded, unless an object's
                 own `load_state_dict` refused what fitted.
-            StoreUnavailable, DaemonUnavailable: a place that may hold a newer or the right copy did not answer.
+            StoreUnavailable, DaemonUnavailable: a place that may hold a newer or the right copy did not answer; or
+                another rank could not restore, and why.
+            ConfigError: a given attempt cannot go on from it; ranks were asked for different checkpoints.
         """
         self._check_open()
         asked = check_step(step) if step is not None else None

@@ -179,11 +179,12 @@ def _through_group(group: Any) -> Callable[[bytes], list[bytes]]:
         if distributed is None:
             raise RuntimeError("the process group was destroyed; make a new Checkpointer")
         world = distributed.get_world_size(group)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-        distributed.all_gather(sizes, torch.tensor([len(said)], dtype=torch.int64), group=group)
+        # The device is named, since a training may have set another default.
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(world)]
+        distributed.all_gather(sizes, torch.tensor([len(said)], dtype=torch.int64, device="cpu"), group=group)
         longest = max(int(size) for size in sizes)
         padded = torch.frombuffer(bytearray(said.ljust(longest)), dtype=torch.uint8)
-        heard = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
+        heard = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(world)]
         distributed.all_gather(heard, padded, group=group)
         return [one.numpy().tobytes()[: int(size)] for one, size in zip(heard, sizes, strict=True)]
 
