@@ -23,7 +23,7 @@ from support.world import Daemon, hurry
 
 import tierd
 from tierd import commit
-from tierd.client import pipeline, restore
+from tierd.client import pipeline, source
 from tierd.core.errors import CheckpointNotFound
 from tierd.daemon import handoff
 from tierd.stores.file import FileStore
@@ -270,7 +270,7 @@ def answer(world: World, root: Path) -> tuple[int | None, list[int]]:
 @pytest.fixture
 def quick(monkeypatch):
     hurry(monkeypatch)
-    monkeypatch.setattr(restore, "_PATIENCE", 1.0)
+    monkeypatch.setattr(source, "_PATIENCE", 1.0)
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # nothing here loses power
 
 

@@ -5,7 +5,7 @@ from support.doubles import Double
 from support.world import Daemon, hurry
 
 import tierd
-from tierd.client import restore
+from tierd.client import source
 from tierd.daemon import handoff
 from tierd.spool import Spool
 
@@ -26,7 +26,7 @@ def local(spool):
 def quick(monkeypatch):
     """A daemon and a restore that wait for milliseconds where they would for seconds."""
     hurry(monkeypatch)
-    monkeypatch.setattr(restore, "_PATIENCE", 0.2)
+    monkeypatch.setattr(source, "_PATIENCE", 0.2)
     monkeypatch.setattr(handoff, "_TICK", 0.02)
 
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import tierd
+from tierd.client.ranks import Ranks
 from tierd.client.restore import Restorer
+from tierd.client.source import Source
 from tierd.core.errors import StoreUnavailable
-from tierd.core.resume import restore_candidates
+from tierd.core.sight import see
 from tierd.core.wire import Candidates, Fetch
 from tierd.core.world import World
 from tierd.spool import Spool
@@ -24,7 +26,8 @@ class Healer:
 
     def ask(self, request, timeout_s=None, told=None):
         if isinstance(request, Candidates):
-            return {"resume": msgspec.to_builtins(restore_candidates(World(self._restorer._look(), {}), "r"))}
+            seen = see(World(self._restorer.source._look(), {}), "r")
+            return {"sight": msgspec.json.decode(msgspec.json.encode(seen))}
         assert isinstance(request, Fetch)
         self.fetched.append(request.part.checkpoint.step)
         return {"tiers": ["s3"]}
@@ -41,14 +44,14 @@ def test_what_was_healed_and_reads_back_wrong_is_an_error_and_not_a_step_back(tm
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    restorer = Restorer(Spool(tmp_path), "r", 0, 1, tiers=True)
+    restorer = Restorer(Spool(tmp_path), "r", Ranks(0, 1), tiers=True)
     healer = Healer(restorer)
-    monkeypatch.setattr(Restorer, "_connect", lambda self: healer)
+    monkeypatch.setattr(Source, "_connect", lambda self: healer)
     with pytest.raises(StoreUnavailable, match="just healed, and reads back wrong"):
-        restorer.find(None, None)
+        restorer.restore(None, None)
     assert healer.fetched == [2]
     data[-1] ^= 1
     path.write_bytes(data)
-    found = restorer.find(None, None)
+    found = restorer.restore(None, None)
     assert found is not None
     assert (found.part.checkpoint.step, found.tier) == (2, "local")

@@ -14,7 +14,7 @@ from support.training import restored, same, tensors
 from support.world import Daemon, hurry
 
 import tierd
-from tierd.client import restore
+from tierd.client import source
 from tierd.client.snapshot import Snapshot
 from tierd.core.errors import ConfigError, SaveFailed, StateRefused
 from tierd.link import Link
@@ -23,7 +23,7 @@ from tierd.link import Link
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     hurry(monkeypatch)
-    monkeypatch.setattr(restore, "_PATIENCE", 0.2)
+    monkeypatch.setattr(source, "_PATIENCE", 0.2)
 
 
 @pytest.fixture

@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
-import threading
+import json
+import socket
+import subprocess
+import sys
+import time
 
+import msgspec
 import pytest
-from support.doubles import flipped
+import torch
+from support.doubles import Double, contents, flip, flipped, is_chunk
+from support.ranks import Group, environment, processes
 from support.training import same, tensors
-from support.world import attempt
+from support.world import Daemon, attempt
 
 import tierd
-from tierd.client import launch
+from tierd.client import ranks as ranks_module
+from tierd.client import source
+from tierd.client.launch import Beginning, Clock
+from tierd.client.ranks import Ranks, rank_and_world, slurm_attempt
+from tierd.client.restore import Restorer
 from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
+    DaemonUnavailable,
     StateMismatch,
     StoreUnavailable,
 )
 from tierd.spool import Spool
+from tierd.stores.memory import MemoryStore
 
 
 def rank(spool: Spool, number: int, name: str, world: int = 2) -> tierd.Checkpointer:
     return tierd.Checkpointer(spool.root, "run", rank=number, world_size=world, attempt=name, to=[])
+
+
+def value(step: int, number: int) -> int:
+    """What rank `number` saves at `step`, and has to get back."""
+    return step * 100 + number
+
+
+# -- without a way to talk --------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_is_complete_when_both_ranks_have_saved(spool):
@@ -49,7 +70,7 @@ def test_another_number_of_ranks_is_refused_and_both_numbers_are_named(spool):
     for number in (0, 1):
         with rank(spool, number, attempt(1)) as saving:
             saving.save(1, tensors(1))
-    with pytest.raises(StateMismatch, match=r"by 2 ranks.*has 1"):
+    with pytest.raises(StateMismatch, match=r"by 2 ranks.*has 1.*tierd\.dcp"):
         _alone(spool)
     with pytest.raises(StateMismatch, match=r"by 2 ranks.*has 3"), rank(spool, 0, attempt(2), world=3) as asking:
         asking.restore(tensors(0))
@@ -60,79 +81,80 @@ def test_ranks_without_a_group_need_a_common_attempt(spool):
         tierd.Checkpointer(spool.root, "run", rank=0, world_size=2, to=[])
 
 
-class Group:
-    """A process group of threads: what `torch.distributed` gives, as far as tierd uses it."""
+def test_ranks_that_cannot_talk_take_no_mixture_of_one_spool_and_a_tier(tmp_path, quick):
+    """The other rank does not see this spool: it would resume from another checkpoint."""
+    spools, store = [Spool(tmp_path / name) for name in "ab"], MemoryStore()
+    for spool, number in zip(spools, (0, 1), strict=True):
+        with Daemon(spool.root, {"tier": Double(store)}) as daemon:
+            with tierd.Checkpointer(spool.root, "run", number, 2, attempt(1)) as saving:
+                saving.save(1, tensors(1)).wait()
+                if number == 0:
+                    saving.save(2, tensors(2)).wait()
+            daemon.settle()
+    with rank(spools[1], 1, attempt(1)) as saving:  # into the spool; its daemon is away
+        saving.save(2, tensors(2)).wait()
+    blocked = Double(store)
+    blocked.before = no_puts
+    for spool, number in zip(spools, (0, 1), strict=True):
+        with (
+            Daemon(spool.root, {"tier": blocked}),
+            tierd.Checkpointer(spool.root, "run", number, 2, attempt(2)) as asking,
+        ):
+            assert asking.restore(tensors(0)).step == 1
 
-    def __init__(self, world: int) -> None:
-        self.world, self.me = world, threading.local()
-        self._barrier, self._given = threading.Barrier(world, timeout=20), [None] * world
 
-    def get_rank(self) -> int:
-        return self.me.rank
+def test_one_that_finds_its_part_corrupt_cannot_tell_and_the_next_launch_finds_the_one_before(spool):
+    for number in (0, 1):
+        with rank(spool, number, attempt(1)) as saving:
+            for step in (1, 2):
+                saving.save(step, tensors(value(step, number))).wait()
+    harm(spool, 2, 1, 2)
+    with pytest.raises(StoreUnavailable, match="launch again"), rank(spool, 1, attempt(2)) as asking:
+        asking.restore(tensors(0))
+    for number in (0, 1):
+        with rank(spool, number, attempt(3)) as asking:
+            assert asking.restore(tensors(0)).step == 1
 
-    def get_world_size(self) -> int:
-        return self.world
 
-    def all_gather_object(self, gathered, value) -> None:
-        self._given[self.me.rank] = value
-        self._barrier.wait()
-        gathered[:] = self._given
-        self._barrier.wait()
-
-    def run(self, work) -> list:
-        """`work(rank)` in a thread for each rank; what each returned or raised."""
-        results: list = [None] * self.world
-
-        def one(number: int) -> None:
-            self.me.rank = number
-            try:
-                results[number] = work(number)
-            except Exception as error:
-                results[number] = error
-
-        threads = [threading.Thread(target=one, args=(number,)) for number in range(self.world)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive()
-        return results
+# -- with a process group ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def group(monkeypatch, spool):
     made = Group(3)
-    monkeypatch.setattr(launch, "_process_group", lambda: made)
+    monkeypatch.setattr(ranks_module, "_process_group", lambda: made)
 
     def saving(number: int) -> None:
         with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
             for step in (1, 2, 3, 4):
-                checkpointer.save(step, tensors(step * 100 + number)).wait()
+                checkpointer.save(step, tensors(value(step, number))).wait()
 
     assert made.run(saving) == [None] * 3
     return made
 
 
-def restoring(spool: Spool):
+def restoring(spool: Spool, **asked):
     def work(number: int):
         state = tensors(0)
         with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
-            found = checkpointer.restore(state)
-            assert same(state, found.step * 100 + number)
+            found = checkpointer.restore(state, **asked)
+            assert same(state, value(found.step, number))
             return found, checkpointer.attempt
 
     return work
 
 
-def harm(spool: Spool, step: int, number: int) -> None:
-    path = next(spool.root.glob(f"run/{step:012}.*/{number:05}-of-00003/tensors.safetensors"))
+def harm(spool: Spool, step: int, number: int, world: int = 3) -> None:
+    path = next(spool.root.glob(f"run/{step:012}.*/{number:05}-of-{world:05}/tensors.safetensors"))
     path.write_bytes(flipped(path.read_bytes()))
 
 
 def test_ranks_of_a_group_share_one_attempt(spool, group):
+    before = group.exchanges
     found = group.run(restoring(spool))
     assert [one.step for one, _ in found] == [4, 4, 4]
     assert len({name for _, name in found}) == 1 and found[0][1] > found[0][0].attempt
+    assert group.exchanges - before == 3, "one when they begin, and two to restore"
 
 
 def test_all_ranks_step_back_together_when_one_rank_has_to(spool, group):
@@ -141,16 +163,32 @@ def test_all_ranks_step_back_together_when_one_rank_has_to(spool, group):
     harm(spool, 3, 2)
     found = group.run(restoring(spool))
     assert [one.step for one, _ in found] == [2, 2, 2]
-    assert all([one.step for one in restored.skipped] == [4, 3] for restored, _ in found)
+    assert len({name for _, name in found}) == 1
+    for restored, _ in found:
+        assert [(one.step, one.reason[:7]) for one in restored.skipped] == [(4, "rank 1:"), (3, "rank 2:")]
+        assert all("differ from their digest" in one.reason for one in restored.skipped)
 
 
 def test_when_one_rank_cannot_restore_none_does_and_none_waits_for_ever(spool, group):
     for step in (1, 2, 3, 4):
         harm(spool, step, 1)
+    for error in group.run(restoring(spool)):
+        assert isinstance(error, CheckpointNotFound) and str(error).count("rank 1:") == 4
+
+
+def test_an_error_of_one_rank_steps_nobody_back(spool, group, monkeypatch):
+    """An error is not corruption, whoever meets it."""
+    read = Spool.read
+
+    def failing(self, part, manifest):
+        if part.rank == 2:
+            raise OSError(5, "Input/output error")
+        return read(self, part, manifest)
+
+    monkeypatch.setattr(Spool, "read", failing)
     found = group.run(restoring(spool))
-    assert isinstance(found[1], CheckpointNotFound)
-    for number in (0, 2):
-        assert isinstance(found[number], StoreUnavailable | CheckpointNotFound)
+    assert all(isinstance(error, StoreUnavailable) for error in found)
+    assert all("rank 2" in str(found[number]) for number in (0, 1))
 
 
 def test_a_checkpoint_that_one_rank_cannot_load_is_loaded_by_none(spool, group):
@@ -171,3 +209,576 @@ def test_a_checkpoint_that_one_rank_cannot_load_is_loaded_by_none(spool, group):
     found = group.run(work)
     assert all(untouched for _, untouched in found)
     assert "rank 1" in found[0][0] and "rank 1" in found[2][0]
+
+
+def test_what_was_removed_since_the_look_is_looked_for_again(spool, group, monkeypatch):
+    """Another launch's retention may do so. It is not corruption, and the newest that is left is taken."""
+    obtained = []
+    obtain = source.Source.obtain
+
+    def racing(self, part):
+        if part.rank == 0 and not obtained:
+            obtained.append(part)
+            spool.remove(part.checkpoint)
+        return obtain(self, part)
+
+    monkeypatch.setattr(source.Source, "obtain", racing)
+    found = group.run(restoring(spool))
+    assert [one.step for one, _ in found] == [3, 3, 3]
+    assert not spool.quarantined() and all(one.skipped == () for one, _ in found)
+
+
+def test_a_rolled_back_launch_goes_on_and_the_abandoned_branch_is_left(spool, group):
+    def back(number: int) -> None:
+        with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+            checkpointer.restore(tensors(0), step=2)
+            for step in (21, 22)[: 2 if number == 0 else 1]:  # of 22 only rank 0's part comes to be
+                checkpointer.save(step, tensors(value(step, number))).wait()
+
+    assert group.run(back) == [None] * 3
+    found = group.run(restoring(spool))
+    assert [one.step for one, _ in found] == [21] * 3
+    harm(spool, 21, 0)
+    assert [one.step for one, _ in group.run(restoring(spool))] == [2] * 3, "never 3 or 4, which were abandoned"
+
+
+def test_ranks_that_were_asked_for_different_steps_are_told(spool, group):
+    found = group.run(lambda number: restoring(spool, step=2 + (number == 1))(number))
+    assert all(
+        isinstance(error, ConfigError) and "every rank of a launch restores the same" in str(error) for error in found
+    )
+
+
+@pytest.mark.parametrize("what", ["attempt", "run"])
+def test_ranks_that_were_given_different_names_are_told(spool, group, what):
+    def work(number: int):
+        given = attempt(900 + (number == 2)) if what == "attempt" else None
+        run = f"run{number == 2}" if what == "run" else "run"
+        tierd.Checkpointer(spool.root, run, attempt=given, to=[])
+
+    for error in group.run(work):
+        assert isinstance(error, ConfigError) and f"{what}=" in str(error)
+    some = group.run(
+        lambda number: tierd.Checkpointer(spool.root, "run", attempt=attempt(9) if number else None, to=[])
+    )
+    assert all(isinstance(error, ConfigError) and "None" in str(error) for error in some)
+
+
+def test_a_rank_that_cannot_begin_tells_the_others(spool, group):
+    """They would wait for it, for hours."""
+    spool.root.with_name("file").write_text("")
+    found = group.run(
+        lambda number: tierd.Checkpointer(spool.root if number else spool.root.with_name("file"), "run", to=[])
+    )
+    assert not isinstance(found[0], StoreUnavailable | tierd.Checkpointer)
+    assert all(isinstance(error, StoreUnavailable) and "rank 0 cannot begin" in str(error) for error in found[1:])
+
+
+def test_saving_and_closing_talk_to_no_other_rank(spool, group):
+    """A slow or dead rank never blocks the others."""
+    made = group.run(lambda number: tierd.Checkpointer(spool.root, "run", to=[]))
+    group.run(lambda number: made[number].restore(tensors(0)))
+    group.deaf = True
+
+    def work(number: int) -> None:
+        for step in (10, 11, 12)[: number + 1]:
+            made[number].save(step, tensors(value(step, number))).wait()
+        with made[number].stage(20) as directory:
+            (directory / "x").write_text("x")
+        made[number].close()
+
+    assert group.run(work) == [None] * 3
+
+
+def test_given_ranks_that_are_not_the_groups_do_not_use_it(spool, group):
+    """A writer per node beside the training's group, say: the other ranks make no checkpointer."""
+    group.deaf = True
+    group.me.rank = 1
+    with tierd.Checkpointer(spool.root, "other", rank=0, world_size=1, to=[]) as alone:
+        alone.save(1, tensors(1)).wait()
+    with pytest.raises(ConfigError, match="share one attempt"):
+        tierd.Checkpointer(spool.root, "other", rank=0, world_size=2, to=[])
+
+
+def test_without_gloo_the_training_group_is_used_only_where_it_takes_cpu_tensors(spool, monkeypatch):
+    made = Group(2)
+    monkeypatch.setattr(ranks_module, "_process_group", lambda: made)
+    made.is_gloo_available = lambda: False
+    made.get_backend_config = lambda: "cuda:nccl"
+    made.me.rank = 0
+    with pytest.raises(ConfigError, match="without gloo"):
+        Ranks()
+    made.get_backend_config = lambda: "cpu:mpi,cuda:nccl"
+    assert Ranks().talk
+
+
+# -- nodes with a spool each ------------------------------------------------------------------------------------------
+
+
+def no_puts(operation: str, key: str) -> None:
+    if operation == "put":
+        raise StoreUnavailable("nothing is taken")
+
+
+class Nodes:
+    """Two nodes, a daemon and a rank on each, and one tier. Which rank is on which node may change between launches."""
+
+    def __init__(self, tmp_path, monkeypatch) -> None:
+        self.spools = [Spool(tmp_path / name) for name in ("a", "b")]
+        self.inner = MemoryStore()
+        self.stores = [Double(self.inner) for _ in self.spools]
+        self.group = Group(2)
+        self.order = [0, 1]  # rank -> node
+        monkeypatch.setattr(ranks_module, "_process_group", lambda: self.group)
+
+    def __enter__(self):
+        self.daemons = [
+            Daemon(spool.root, {"tier": store}).__enter__()
+            for spool, store in zip(self.spools, self.stores, strict=True)
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for daemon in self.daemons:
+            daemon.stop()
+
+    def checkpointer(self, number: int) -> tierd.Checkpointer:
+        return tierd.Checkpointer(self.spools[self.order[number]].root, "run")
+
+    def save(self, *steps: int, ranks=(0, 1), after: int | None = None) -> None:
+        def work(number: int) -> None:
+            with self.checkpointer(number) as checkpointer:
+                if after is not None:
+                    checkpointer.restore(tensors(0), step=after)
+                for step in steps:
+                    if number in ranks:
+                        checkpointer.save(step, tensors(value(step, number))).wait()
+
+        assert self.group.run(work) == [None, None]
+
+    def settle(self) -> None:
+        for daemon in self.daemons:
+            daemon.settle()
+
+    def take(self, *, puts: bool) -> None:
+        for store in self.stores:
+            store.before = None if puts else no_puts
+
+    def restore(self, **asked) -> list:
+        def work(number: int):
+            state = tensors(0)
+            with self.checkpointer(number) as checkpointer:
+                found = checkpointer.restore(state, **asked)
+                assert found is None or same(state, value(found.step, number))
+                return found
+
+        return self.group.run(work)
+
+
+@pytest.fixture
+def nodes(tmp_path, monkeypatch, quick):
+    with Nodes(tmp_path, monkeypatch) as nodes:
+        yield nodes
+
+
+def test_parts_that_lie_only_in_the_nodes_own_spools_are_restored(nodes):
+    """No tier has either part of step 2, no node sees both: together they are whole."""
+    nodes.save(1)
+    nodes.settle()
+    nodes.take(puts=False)
+    nodes.save(2)
+    assert [(one.step, one.tier, one.skipped) for one in nodes.restore()] == [(2, "local", ())] * 2
+
+
+def test_a_fresh_node_restores_its_rank_from_the_tier(nodes):
+    nodes.save(1)
+    nodes.settle()
+    nodes.spools[1].remove(nodes.spools[1].parts()[0].checkpoint)
+    assert [(one.step, one.tier) for one in nodes.restore()] == [(1, "local"), (1, "tier")]
+
+
+def test_ranks_that_changed_nodes_have_what_they_need_flushed_first(nodes):
+    """Elastic launches number nodes as they come. Stepping back would throw work away that lies one node further."""
+    nodes.save(1)
+    nodes.settle()
+    nodes.take(puts=False)
+    nodes.save(2)
+    nodes.order = [1, 0]
+    nodes.take(puts=True)
+    found = nodes.restore()
+    assert [getattr(one, "step", one) for one in found] == [2, 2], found
+    assert all(one.skipped == () for one in found)
+
+
+def test_when_it_cannot_be_flushed_no_rank_steps_back(nodes, monkeypatch):
+    monkeypatch.setattr(source, "_FLUSH", 0.3)
+    nodes.save(1)
+    nodes.settle()
+    nodes.take(puts=False)
+    nodes.save(2)
+    nodes.order = [1, 0]
+    for error in nodes.restore():
+        assert isinstance(error, StoreUnavailable)
+        assert "step 2" in str(error) and "another node's spool" in str(error) and "step=…" in str(error)
+    assert [one.step for one in nodes.restore(step=1)] == [1, 1]
+
+
+def test_a_part_of_a_lost_node_that_was_not_flushed_is_passed_over(nodes):
+    nodes.save(1)
+    nodes.settle()
+    nodes.take(puts=False)
+    nodes.save(2, after=1)
+    nodes.spools[1].remove(nodes.spools[1].parts()[-1].checkpoint)
+    found = nodes.restore()
+    assert [one.step for one in found] == [1, 1]
+    assert all([(s.step, s.reason.split(":")[0]) for s in one.skipped] == [(2, "incomplete")] for one in found)
+
+
+def test_while_one_ranks_tier_is_away_nobody_steps_past_what_may_be_whole(nodes):
+    nodes.save(1)
+    nodes.settle()
+    nodes.save(2, ranks=(0,), after=1)
+    nodes.stores[1].error = StoreUnavailable("down")
+    for error in nodes.restore():
+        assert isinstance(error, StoreUnavailable) and "step 2" in str(error) and "tier did not" in str(error)
+    nodes.stores[1].error = None
+    assert [one.step for one in nodes.restore()] == [1, 1]
+
+
+def test_while_one_ranks_tier_is_away_its_missing_part_stops_all(nodes):
+    nodes.save(1, 2)
+    nodes.settle()
+    nodes.spools[1].remove(nodes.spools[1].parts()[-1].checkpoint)
+    nodes.stores[1].error = StoreUnavailable("down")
+    for error in nodes.restore():
+        assert isinstance(error, StoreUnavailable) and "step 2" in str(error)
+    nodes.stores[1].error = None
+    assert [(one.step, one.tier) for one in nodes.restore()] == [(2, "local"), (2, "tier")]
+
+
+def test_one_rank_without_a_daemon_and_without_its_part_stops_all(nodes):
+    nodes.save(1, 2)
+    nodes.settle()
+    nodes.spools[1].remove(nodes.spools[1].parts()[-1].checkpoint)
+    nodes.daemons[1].stop()
+    for error in nodes.restore():
+        assert isinstance(error, StoreUnavailable | DaemonUnavailable) and "step 2" in str(error)
+
+
+def test_a_copy_that_is_corrupt_everywhere_steps_all_back_and_each_says_whose(nodes):
+    nodes.save(1, 2)
+    nodes.settle()
+    harm(nodes.spools[1], 2, 1, 2)
+    daemon = nodes.daemons[1]
+    for key in daemon.call(contents(nodes.inner)):
+        if is_chunk(key) and "/000000000002." in key and "/00001/" in key:
+            daemon.call(flip(nodes.inner, key))
+    found = nodes.restore()
+    assert [one.step for one in found] == [1, 1]
+    for one in found:
+        (skipped,) = one.skipped
+        assert skipped.step == 2 and skipped.reason.startswith("rank 1:")
+        assert "local" in skipped.reason and "tier" in skipped.reason
+
+
+def test_a_node_that_did_not_see_the_newest_attempt_resumes_from_no_abandoned_branch(nodes):
+    """Restored at 200, went on at 210; 210 lies in one spool only. The other node still has the whole of 300."""
+    nodes.save(100, 200, 300)
+    nodes.settle()
+    nodes.take(puts=False)
+    nodes.save(210, ranks=(0,), after=200)
+    found = nodes.restore()
+    assert [one.step for one in found] == [200, 200]
+    assert all([one.step for one in restored.skipped] == [210] for restored in found)
+    nodes.save(210, after=200)
+    assert [one.step for one in nodes.restore()] == [210, 210]
+
+
+def test_a_reader_of_every_ranks_part_has_them_flushed_and_finds_the_newest(nodes):
+    nodes.save(1)
+    nodes.settle()
+    nodes.take(puts=False)
+    nodes.save(2)
+    nodes.take(puts=True)
+
+    def work(number: int):
+        restorer = Restorer(nodes.spools[number], "run", Ranks(), tiers=True)
+        tried = []
+        for candidate in restorer.whole(None, None):
+            tried.append((candidate.checkpoint.step, candidate.world, candidate.lacking))
+            if restorer.settle(candidate, None).load:
+                break
+        restorer.close()
+        return tried, restorer.resume.attempts, len(restorer.agreement.clocks)
+
+    found = nodes.group.run(work)
+    assert found[0] == found[1] and found[0][0] == [(2, 2, ())] and found[0][2] == 2
+
+
+# -- what the environment says ----------------------------------------------------------------------------------------
+
+NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_ID",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_START_TIME",
+    "SLURM_RESTART_COUNT",
+)
+STEP = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_ID": "2",
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_START_TIME": "1700000000",
+}
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    return lambda **given: [monkeypatch.setenv(name, value) for name, value in given.items()]
+
+
+def test_arguments_go_before_the_group_before_torchrun_before_slurm(environ, monkeypatch):
+    assert rank_and_world(None, None) == (0, 1)
+    environ(SLURM_PROCID="0", SLURM_NTASKS="8")
+    assert rank_and_world(None, None) == (0, 1), "a batch script, in which one process runs"
+    environ(**STEP)
+    assert rank_and_world(None, None) == (3, 4)
+    environ(RANK="1", WORLD_SIZE="2")
+    assert rank_and_world(None, None) == (1, 2)
+    made = Group(5)
+    made.me.rank = 4
+    monkeypatch.setattr(ranks_module, "_process_group", lambda: made)
+    assert rank_and_world(None, None) == (4, 5)
+    assert rank_and_world(6, 7) == (6, 7)
+    for half in ((1, None), (None, 2)):
+        with pytest.raises(ConfigError, match="both"):
+            rank_and_world(*half)
+
+
+@pytest.mark.parametrize("bad", ["", "-1", "one", "1.0", "9" * 30, "²"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"])
+def test_a_value_that_is_no_number_is_named(environ, name, bad):
+    given = {"RANK": "0", "WORLD_SIZE": "1"} if "SLURM" not in name else STEP
+    environ(**{**given, name: bad})
+    with pytest.raises(ConfigError, match=name):
+        rank_and_world(None, None)
+
+
+def test_a_rank_beyond_the_world_is_named(environ):
+    environ(RANK="2", WORLD_SIZE="2")
+    with pytest.raises(ConfigError, match=r"RANK=2 and WORLD_SIZE=2"):
+        rank_and_world(None, None)
+
+
+def test_a_slurm_step_derives_its_attempt_the_same_on_every_rank(environ, spool):
+    environ(**STEP)
+    names = set()
+    for number in range(4):
+        environ(SLURM_PROCID=str(number))
+        with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+            names.add(checkpointer.attempt)
+            checkpointer.save(1, tensors(value(1, number))).wait()
+    (first,) = names
+    assert int(first[:12], 16) == 1_700_000_000_002
+    environ(SLURM_STEP_ID="3")
+    again = slurm_attempt(3, 4)
+    environ(SLURM_STEP_ID="0", SLURM_RESTART_COUNT="1", SLURM_JOB_START_TIME="1700009999")
+    requeued = slurm_attempt(3, 4)
+    assert first < again < requeued and len({name[13:] for name in (first, again, requeued)}) == 3
+    assert slurm_attempt(0, 1) is None, "of other ranks than the step's"
+    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        assert checkpointer.restore(tensors(0)).step == 1 and checkpointer.attempt == requeued
+
+
+def test_a_slurm_attempt_that_is_not_the_latest_is_refused_as_a_given_one(environ, spool):
+    environ(**STEP)
+    for number in range(4):
+        with rank(spool, number, "ffffffffffff-00000000", world=4) as saving:
+            saving.save(1, tensors(1)).wait()
+    with pytest.raises(ConfigError, match="later"), tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        checkpointer.restore(tensors(0))
+
+
+def test_a_slurm_that_does_not_tell_when_the_job_started_needs_another_way(environ, spool, monkeypatch):
+    environ(**STEP)
+    monkeypatch.delenv("SLURM_JOB_START_TIME")
+    with pytest.raises(ConfigError, match=r"SLURM_JOB_START_TIME.*initialise torch\.distributed.*pass attempt="):
+        tierd.Checkpointer(spool.root, "run", to=[])
+    with rank(spool, 3, attempt(1), world=4) as given:
+        assert given.attempt == attempt(1)
+
+
+# -- real processes ---------------------------------------------------------------------------------------------------
+
+_BEGIN = """
+import json, sys, time
+import torch
+from torch import distributed
+from support.training import tensors, same
+import tierd
+from tierd.client import source
+source._PATIENCE = 0.5
+"""
+
+_GLOO = (
+    _BEGIN
+    + """
+file, number, world, spool, to, wish = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:7]
+distributed.init_process_group("gloo", store=distributed.FileStore(file, world), rank=number, world_size=world)
+state = tensors(0)
+told = {}
+try:
+    with tierd.Checkpointer(spool, "run", to=json.loads(to)) as checkpointer:
+        found = checkpointer.restore(state)
+        if found:
+            told = {"step": found.step, "skipped": [[s.step, s.reason] for s in found.skipped]}
+            assert same(state, found.step * 100 + number), "what was loaded is not what was saved"
+        told["attempt"] = checkpointer.attempt
+        for step in json.loads(wish):
+            checkpointer.save(step, tensors(step * 100 + number)).wait()
+except tierd.core.errors.TierdError as error:
+    told = {"error": type(error).__name__, "text": str(error)}
+distributed.barrier()
+distributed.destroy_process_group()
+print(json.dumps(told))
+"""
+)
+
+
+def launch(tmp_path, spools, to, *steps: int) -> list[dict]:
+    file = tmp_path / f"rendezvous{time.monotonic_ns()}"
+    world = str(len(spools))
+    own = [
+        [str(file), str(number), world, str(spool.root), json.dumps(to), json.dumps(steps)]
+        for number, spool in enumerate(spools)
+    ]
+    return [json.loads(output.splitlines()[-1]) for output in processes(_GLOO, own)]
+
+
+def test_processes_agree_over_gloo(tmp_path, quick):
+    """Each node's spool has its own rank's parts; the tier takes none of them."""
+    spools, store = [Spool(tmp_path / name) for name in "ab"], Double()
+    store.before = no_puts
+    with Daemon(spools[0].root, {"tier": store}), Daemon(spools[1].root, {"tier": store}):
+        first = launch(tmp_path, spools, None, 1, 2)
+        assert len({one["attempt"] for one in first}) == 1
+        harm(spools[1], 2, 1, 2)
+        second = launch(tmp_path, spools, None)
+    assert [one["step"] for one in second] == [1, 1]
+    assert all(step == 2 and reason.startswith("rank 1:") for one in second for step, reason in one["skipped"])
+    assert second[0]["attempt"] == second[1]["attempt"] > first[0]["attempt"]
+
+
+_DYING = (
+    _BEGIN
+    + """
+import os
+file, number, spool = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+distributed.init_process_group("gloo", store=distributed.FileStore(file, 2), rank=number, world_size=2)
+checkpointer = tierd.Checkpointer(spool, "run", to=[])
+if number == 1:
+    os._exit(0)
+try:
+    checkpointer.restore(tensors(0))
+except tierd.core.errors.StoreUnavailable as error:
+    print("told:", error)
+    checkpointer.save(1, tensors(1)).wait()
+    print("saved")
+sys.stdout.flush()
+os._exit(0)
+"""
+)
+
+
+def test_a_rank_that_dies_while_others_restore_is_noticed_at_once_and_holds_up_no_save(tmp_path):
+    own = [[str(tmp_path / "rendezvous"), str(number), str(tmp_path / "spool")] for number in (0, 1)]
+    first, _ = processes(_DYING, own, timeout=60)
+    assert "told: rank 0 of 2: the other ranks cannot be heard" in first and "saved" in first
+
+
+_RUN = (
+    _BEGIN
+    + """
+spool, way, log = sys.argv[1:]
+if way == "group":
+    distributed.init_process_group("gloo")
+made = [tierd.Checkpointer(spool, run, to=[]) for run in ("run", "second")]
+state = tensors(0)
+found = made[0].restore(state)
+number = int(__import__("os").environ["RANK"])
+assert found is None or same(state, found.step * 100 + number)
+if way == "later":
+    distributed.init_process_group("gloo")
+    total = torch.ones(1)
+    distributed.all_reduce(total)
+    assert total.item() == 2
+step = found.step + 1 if found else 1
+made[0].save(step, tensors(step * 100 + number)).wait()
+for one in made:
+    one.close()
+if distributed.is_initialized():
+    distributed.destroy_process_group()
+with open(f"{log}.{number}", "a") as file:
+    print(found.step if found else None, made[0].attempt, made[1].attempt, file=file)
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("group", ["--standalone"]),
+        ("store", ["--standalone"]),
+        ("later", ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]),
+        ("later", ["--master-addr=127.0.0.1"]),
+    ],
+    ids=lambda given: given if isinstance(given, str) else given[0],
+)
+def test_ranks_of_torchrun_agree_with_and_without_a_group(tmp_path, way, options):
+    if options[0].startswith("--master"):
+        options = [*options, f"--master-port={free_port()}"]
+    script = tmp_path / "train.py"
+    script.write_text(_RUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *options, str(script)]
+    for _ in range(2):
+        done = subprocess.run(
+            [*command, str(tmp_path / "spool"), way, str(tmp_path / "log")],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    first, second = ((tmp_path / f"log.{number}").read_text().splitlines() for number in (0, 1))
+    assert first == second and [line.split()[0] for line in first] == ["None", "1"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_what_ranks_say_is_small_and_has_a_schema(monkeypatch):
+    """No pickle: what is no such value is refused."""
+    made = Group(2)
+    monkeypatch.setattr(ranks_module, "_process_group", lambda: made)
+    said = Beginning(run="run", world=2, clock=Clock(7, "0" * 8, None))
+
+    def say(number: int) -> list:
+        with torch.device("meta"):  # as `set_default_device` leaves it
+            return Ranks().gather(said)
+
+    assert made.run(say) == [[said, said]] * 2
+    mixed = made.run(lambda number: Ranks().gather((said, Clock(1, "", None))[number]))
+    assert all(isinstance(error, msgspec.ValidationError | StoreUnavailable) for error in mixed)

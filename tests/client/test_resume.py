@@ -14,7 +14,7 @@ from support.training import fresh, same, tensors, train
 from support.world import Daemon, attempt, hurry, listing
 
 import tierd
-from tierd.client import restore
+from tierd.client import source
 from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
@@ -29,7 +29,7 @@ from tierd.spool import Spool
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     hurry(monkeypatch)
-    monkeypatch.setattr(restore, "_PATIENCE", 0.2)
+    monkeypatch.setattr(source, "_PATIENCE", 0.2)
 
 
 def save(spool: Spool, *steps: int, after: int | None = None, **options) -> str:

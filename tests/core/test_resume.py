@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
+import msgspec
 import pytest
-from core.worlds import cases, checkpoint, facts, part, solo
+from core.worlds import cases, checkpoint, facts, histories, part, places, solo
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tierd.core.errors import CheckpointNotFound
-from tierd.core.resume import Candidate, Resume, not_found, own_part, restore_candidates
+from tierd.core.resume import Candidate, Resume, agree, not_found, own_part, restore_candidates
+from tierd.core.sight import Sight, see, told
 from tierd.core.world import Place, World
 
 A100, A200, A300 = (checkpoint(1, step) for step in (100, 200, 300))
@@ -60,7 +64,7 @@ def test_completeness_is_over_all_places_together():
     """Rank 0 in the spool, rank 1 on a tier: P3 asks for the manifests, not for one place that has them all."""
     spool, tier = Place({part(A100, 0, 2): facts()}), Place({part(A100, 1, 2): facts()})
     found = restore_candidates(World(spool, {"a": tier}), "r")
-    assert found.candidates == (Candidate(A100, 2, ("local", "a")),)
+    assert found.candidates == (Candidate(A100, 2),)
     assert own_part(found.candidates[0], 1) == part(A100, 1, 2)
     assert restore_candidates(World(spool, {"a": None}), "r").candidates == ()
 
@@ -81,7 +85,7 @@ def test_incomplete_ones_newer_than_the_first_are_named():
 
 def test_mixed_world_sizes_are_never_mixed_into_one():
     spool = Place({part(A100, 0, 1): facts(), part(A100, 0, 2): facts()})
-    assert restore_candidates(World(spool, {}), "r").candidates == (Candidate(A100, 1, ("local",)),)
+    assert restore_candidates(World(spool, {}), "r").candidates == (Candidate(A100, 1),)
 
 
 def test_a_quarantined_part_still_tells_where_its_attempt_came_from():
@@ -120,8 +124,6 @@ def test_a_candidate_is_complete_and_each_complete_checkpoint_is_tried_or_named(
     for candidate in found.candidates:
         ranks = {p.rank for p in seen if p.checkpoint == candidate.checkpoint and p.world == candidate.world}
         assert ranks == set(range(candidate.world))
-        for name in candidate.places:
-            assert any(p.checkpoint == candidate.checkpoint for p in places[name].parts)
     whole = {
         p.checkpoint for p in seen if {q.rank for q in seen if q.checkpoint == p.checkpoint} >= set(range(p.world))
     }
@@ -141,3 +143,136 @@ def test_the_error_says_what_was_asked_what_was_skipped_and_what_else_there_is()
     assert str(not_found(Resume((), (), (), None, (), ()), "r", 7, [])) == "run 'r' step 7: there is no such checkpoint"
     lost = restore_candidates(World(replace(solo(Place(), A100), quarantined={part(B210): None}), {}), "r")
     assert f"what attempt {B} resumed from cannot be told any more" in str(not_found(lost, "r", None, []))
+
+
+# -- by what several ranks see ----------------------------------------------------------------------------------------
+
+
+def sights(*places: Place, tier: Place | None = None) -> list[Sight]:
+    """What ranks see, each on a node of its own, beside one tier."""
+    return [see(World(place, {"a": tier}), "r") for place in places]
+
+
+def test_parts_in_each_nodes_own_spool_are_a_candidate():
+    spools = [Place({part(A100, rank, 2): facts()}) for rank in (0, 1)]
+    found = agree(sights(*spools, tier=Place()), "r", world=2)
+    assert found.candidates == (Candidate(A100, 2),)
+    assert not found.incomplete
+
+
+def test_a_rank_that_cannot_get_at_its_part_is_named():
+    """The ranks changed nodes: what each needs lies in the other's spool."""
+    spools = [Place({part(A100, rank, 2): facts()}) for rank in (1, 0)]
+    assert agree(sights(*spools, tier=Place()), "r", world=2).candidates == (Candidate(A100, 2, (0, 1)),)
+    both = Place({part(A100, rank, 2): facts() for rank in (0, 1)})
+    assert agree(sights(both, Place(), tier=Place()), "r", world=2).candidates == (Candidate(A100, 2, (1,)),)
+    assert agree(sights(both, Place(), tier=both), "r", world=2).candidates == (Candidate(A100, 2),)
+
+
+def test_whoever_needs_every_part_lacks_what_another_node_alone_has():
+    spools = [Place({part(A100, rank, 2): facts()}) for rank in (0, 1)]
+    assert agree(sights(*spools, tier=Place()), "r", world=2, everything=True).candidates == (
+        Candidate(A100, 2, (0, 1)),
+    )
+    tier = Place({part(A100, 0, 2): facts()})
+    found = agree(sights(*spools, tier=tier), "r", world=2, everything=True)
+    assert found.candidates == (Candidate(A100, 2, (0,)),), "and a mixture of its own spool and the tier is enough"
+    assert agree(sights(*spools, spools[0], tier=tier), "r", world=3).candidates == (Candidate(A100, 2),)
+
+
+def test_a_rank_that_cannot_talk_takes_no_mixture_of_its_spool_and_a_tier():
+    own, tier = Place({part(A100, 1, 2): facts()}), Place({part(A100, 0, 2): facts()})
+    alone = agree(sights(own, tier=tier), "r", world=2)
+    assert (alone.candidates, alone.incomplete) == ((), (A100,))
+    assert tried(agree(sights(own, tier=replace(tier, parts={**tier.parts, **own.parts})), "r", world=2)) == [A100]
+
+
+def test_one_that_saw_the_newest_attempt_is_enough_for_all():
+    """The others would resume from the branch that it left."""
+    branch = solo(Place(), A100, A200, A300)
+    seen = solo(Place(), B210, origin=A200)
+    found = agree(sights(branch, seen, branch, tier=Place()), "r")
+    assert tried(found) == [B210, A200, A100] and found.branches == (A300,)
+
+
+def test_who_could_not_be_asked_is_named_by_rank():
+    two = sights(Place(), Place())
+    assert agree(two, "r", world=2).unreached == ("a",)
+    two[1] = msgspec.structs.replace(two[1], alone="no daemon")
+    assert agree(two, "r", world=2).alone == ("rank 1: no daemon",)
+
+
+@st.composite
+def clusters(draw):
+    """Nodes that each have a spool and reach some of the tiers, and show some of one history."""
+    history = draw(histories(max_world=3))
+    tiers = [draw(places(history)) for _ in range(draw(st.integers(0, 2)))]
+    spools = [draw(places(history)) for _ in range(draw(st.integers(1, 3)))]
+    return history, [
+        World(spool, {str(number): draw(st.sampled_from([tier, tier, None])) for number, tier in enumerate(tiers)})
+        for spool in spools
+    ]
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(clusters())
+def test_what_ranks_agree_on_each_can_have_and_nothing_newer_is_passed_over_unsaid(case):
+    history, nodes = case
+    size = len(nodes)
+    gathered = [told({"sight": msgspec.json.decode(msgspec.json.encode(see(node, "r")))}) for node in nodes]
+    assert gathered == [see(node, "r") for node in nodes], "a sight comes through as it was"
+    found = agree(gathered, "r", world=size)
+    seen = [
+        {p for place in (node.spool, *node.tiers.values()) if place for p in place.parts if p.checkpoint.run == "r"}
+        for node in nodes
+    ]
+    every = set().union(*seen)
+    aside = {
+        p.checkpoint
+        for node in nodes
+        for place in (node.spool, *node.tiers.values())
+        if place
+        for p in place.quarantined
+    }
+    owners = {p.checkpoint for p in every}
+    whole = {
+        c
+        for c in owners
+        for w in range(1, 4)
+        if {p.rank for p in every if p.checkpoint == c and p.world == w} == set(range(w))
+    }
+    assert sorted([*tried(found), *found.branches]) == sorted(whole)
+    for candidate in found.candidates:
+        if candidate.world == size:
+            blind = [rank for rank in range(size) if part(candidate.checkpoint, rank, size) not in seen[rank]]
+            assert candidate.lacking == tuple(blind)
+    first = found.candidates[0].checkpoint if found.candidates else None
+    newer = {c for c in owners - whole if not first or c > first}
+    assert newer <= {*found.incomplete, *aside}, "each newer one is named"
+    # The newest attempt that anybody saw decides; below it, only what it descends from.
+    origins = {p.checkpoint.attempt: facts.origin for p, facts in history.items()}
+    if found.candidates:
+        here, limit = max(owners | aside).attempt, 10**9
+        allowed = {}
+        while here is not None:
+            allowed[here] = limit
+            origin = origins[here]
+            here, limit = (origin.attempt, origin.step) if origin else (None, None)
+        assert all(c.step <= allowed.get(c.attempt, -1) for c in tried(found)), "never an abandoned branch"
+
+
+def test_a_thousand_ranks_and_checkpoints_are_agreed_on_at_once():
+    """1,024 ranks on 128 nodes, 1,000 checkpoints on the tier, and two that lie in the nodes' spools only."""
+    steps = {A: list(range(0, 500_000, 500))}
+    gathered = []
+    for node in range(128):
+        parts = {A: {step: {1024: [node * 8, node * 8 + 7]} for step in (500_000, 500_500)}}
+        gathered += [Sight(whole={1024: steps}, parts=parts, origins={A: None})] * 8
+    said = [msgspec.json.encode(sight) for sight in gathered]
+    assert max(map(len, said)) < 10_000
+    heard = [msgspec.json.decode(one, type=Sight) for one in said]
+    begun = time.process_time()
+    found = agree(heard, "r", world=1024)
+    assert time.process_time() - begun < 2
+    assert [(c.checkpoint.step, c.lacking) for c in found.candidates[:2]] == [(500_500, ()), (500_000, ())]
+    assert len(found.candidates) == 1002

@@ -226,8 +226,8 @@ def test_paused_a_restore_is_answered_and_healed(spool):
         daemon.settle()
         ask(spool, Pause())
         corrupt(spool.path(part(1)) / "weights.bin")
-        found = ask(spool, Candidates(run="run"))["resume"]["candidates"]
-        assert [one["checkpoint"]["step"] for one in found] == [1]
+        found = ask(spool, Candidates(run="run"))["sight"]
+        assert found["whole"] == {"1": {part(1).checkpoint.attempt: [1]}}
         assert ask(spool, Fetch(part=part(1)))["tiers"] == ["tier"]
         assert read(spool, part(1)) == content(1)
         spool.remove(part(1).checkpoint)

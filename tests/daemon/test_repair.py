@@ -21,7 +21,7 @@ from support.world import (
     until,
 )
 
-from tierd.core.errors import CorruptChunk, StoreRefused, StoreUnavailable
+from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME
 from tierd.spool import Spool
 from tierd.stores.memory import MemoryStore
@@ -55,7 +55,7 @@ def test_a_corrupt_local_part_that_nobody_else_has_is_set_aside_and_told(spool, 
         assert [event.subject for event in daemon.journal.events if event.what == "quarantined"] == [str(part(2))]
         # asked for again, what was set aside stays where it is: it is all that is left
         async with running(reconciler(spool, {"tier": store})) as again:
-            with pytest.raises(CorruptChunk):
+            with pytest.raises(ObjectNotFound):
                 await again.fetch(part(2))
         assert set(spool.quarantined()) == {part(2)}
 

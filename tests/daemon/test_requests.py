@@ -11,10 +11,11 @@ from support.doubles import Double, contents, is_manifest
 from support.world import RUN, Daemon, commit, content, part, read, wait_until
 
 from tierd.core.errors import (
-    CorruptChunk,
+    ObjectNotFound,
     SpoolUnusable,
     StoreUnavailable,
 )
+from tierd.core.sight import told
 from tierd.core.wire import Candidates, Fetch, Pin, Report, Status
 from tierd.daemon.observe import TierEye
 from tierd.link import Link
@@ -57,11 +58,13 @@ def test_a_fetch_whose_asker_goes_away_lets_go(spool):
         assert read(spool, part(0)) == content(0)
 
 
-def test_a_part_that_nobody_has_is_corrupt_by_name(spool):
-    with Daemon(spool.root, {"tier": Double()}), Link(spool) as link:
-        with pytest.raises(CorruptChunk, match="no tier has a copy"):
+def test_a_part_that_nobody_has_is_not_there_and_not_corrupt(spool):
+    """It may have been pruned since it was seen."""
+    with Daemon(spool.root, {"tier": Double()}) as daemon, Link(spool) as link:
+        with pytest.raises(ObjectNotFound, match="neither the spool nor any tier has a copy"):
             link.ask(Fetch(part=part(9)), 10)
         assert link.ask(Status())["ok"]
+        assert not daemon.reconciler.journal.counters["corruptions"]
 
 
 def test_candidates_are_a_fresh_look_even_at_a_run_that_the_spool_has_never_seen(spool, tmp_path):
@@ -71,10 +74,9 @@ def test_candidates_are_a_fresh_look_even_at_a_run_that_the_spool_has_never_seen
     with Daemon(other.root, {"tier": store}) as daemon:
         daemon.settle()
     with Daemon(spool.root, {"tier": store}), Link(spool) as link:
-        resume = link.ask(Candidates(run=RUN))["resume"]
-        assert [one["checkpoint"]["step"] for one in resume["candidates"]] == [5]
+        assert list(told(link.ask(Candidates(run=RUN))).complete(RUN)) == [part(5).checkpoint]
         store.error = StoreUnavailable("down")
-        assert link.ask(Candidates(run=RUN))["resume"]["unreached"] == ["tier"]
+        assert told(link.ask(Candidates(run=RUN))).unreached == ("tier",)
         assert link.ask(Report(run=RUN))["report"]["unreached"] == ["tier"]
 
 

@@ -10,12 +10,13 @@ import pytest
 from support.doubles import Double, is_manifest
 from support.world import commit, config, listing, part, reconciler, running, settle, until
 
+from tierd.client.ranks import Ranks
 from tierd.client.restore import Restorer
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, StoreUnavailable
 from tierd.core.manifest import decode, seal
 from tierd.core.plan import Prune, judge_tier, plan
-from tierd.core.resume import restore_candidates
 from tierd.core.retention import RetentionPolicy
+from tierd.core.sight import see
 from tierd.core.world import SPOOL, Facts, Place, World
 from tierd.daemon import flush as flush_module
 from tierd.daemon.flush import Way, flush
@@ -158,15 +159,18 @@ def test_where_a_newer_tierd_writes_nothing_is_judged_to_go(spool):
     assert all(verdict.keep for verdict in judge_tier(World(Place(), {}), odd, policy, "run"))
 
 
-def test_what_lacks_a_part_while_a_tier_is_silent_is_not_passed_over(spool):
+def test_what_lacks_a_part_while_a_tier_is_silent_is_not_passed_over(spool, monkeypatch):
     """Step 3 may be whole on the tier that did not answer: stepping back to 2 would rest on its silence."""
     for rank in (0, 1):
         commit(spool, part(2, rank=rank, world=2))
     commit(spool, part(3, world=2))
     seen = Place({which: Facts.of(spool.manifest(which)) for which in spool.parts()})
-    restorer = Restorer(spool, "run", 0, 2, tiers=True)
-    silent = restore_candidates(World(seen, {"s3": None}), "run")
+
+    def restored(world: World):
+        restorer = Restorer(spool, "run", Ranks(0, 2), tiers=False)
+        monkeypatch.setattr(restorer.agreement, "_look", lambda: see(world, "run"))
+        return restorer.restore(None, None)
+
     with pytest.raises(StoreUnavailable, match="s3 did not"):
-        restorer._walk(None, silent, None, None)
-    answered = restore_candidates(World(seen, {"s3": Place()}), "run")
-    assert restorer._walk(None, answered, None, None).part == part(2, world=2)
+        restored(World(seen, {"s3": None}))
+    assert restored(World(seen, {"s3": Place()})).part == part(2, world=2)

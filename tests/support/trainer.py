@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from support.training import same, tensors
 
 import tierd
-from tierd.client import restore
+from tierd.client import source
 
 
 def note(log: str, line: str) -> None:
@@ -34,7 +34,7 @@ def lines(log: str) -> list[list[str]]:
 
 def main(spool: str, log: str, steps: int, to: Sequence[str] | None = None, every: int = 2) -> None:
     """Resume and save `steps` more, each as fast as it goes; every `every`-th is waited for."""
-    restore._PATIENCE = 0.5
+    source._PATIENCE = 0.5
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         checkpointer = tierd.Checkpointer(spool, "run", to=to)

@@ -33,7 +33,9 @@ from tierd.core.config import Config, from_urls
 from tierd.core.errors import ConfigError, DaemonUnavailable, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, check_run, pin_key
 from tierd.core.plan import judge_tier
+from tierd.core.resume import agree
 from tierd.core.retention import RetentionPolicy
+from tierd.core.sight import told
 from tierd.core.urls import parse_url
 from tierd.core.world import runs
 from tierd.daemon.download import Progress
@@ -245,10 +247,10 @@ def _pin_by_daemon(where: Places, run: str, step: int, attempt: str | None, *, p
             f"no daemon holds spool {where.spool.root}, and it alone is not every place: name the tiers' URLs too"
         ) from None
     with link:
-        found = link.ask(wire.Candidates(run=run, step=step, attempt=attempt))["resume"]["candidates"]
+        found = agree([told(link.ask(wire.Candidates(run=run)))], run, step, attempt).candidates
         if not found:
             raise ConfigError(f"run {run!r} has no complete checkpoint of step {step}")
-        checkpoint = CheckpointId(**found[0]["checkpoint"])
+        checkpoint = found[0].checkpoint
         link.ask(wire.Pin(checkpoint=checkpoint, pinned=pinned))
         return checkpoint
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from tierd.core.config import from_urls
 from tierd.core.errors import ConfigError, DaemonUnavailable, TierdError
+from tierd.core.sight import told
 from tierd.core.wire import Attach, Candidates
 from tierd.link import Link, start_daemon
 from tierd.spool import Spool
@@ -57,7 +58,7 @@ class Attachment:
         if self.tiers:
             try:
                 with Link(self._spool) as link:
-                    seen |= set(link.ask(Candidates(run=run), _ANSWER)["resume"]["attempts"])
+                    seen |= told(link.ask(Candidates(run=run), _ANSWER)).attempts
             except (TierdError, TimeoutError):
                 pass  # the spool's word, and the clock's
         return seen

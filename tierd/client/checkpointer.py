@@ -19,16 +19,18 @@ import msgspec
 from tierd.client.attachment import Attachment
 from tierd.client.capture import Capturer
 from tierd.client.handoff import HandOff
-from tierd.client.launch import Launch, exchange, rank_and_world
+from tierd.client.launch import Launch, tell_failure
 from tierd.client.load import check_fit, load
 from tierd.client.overlap import Gate
 from tierd.client.pipeline import Pipeline
-from tierd.client.restore import MEMORY, Found, Restored, Restorer
+from tierd.client.ranks import Ranks
+from tierd.client.restore import Found, Restored, Restorer
 from tierd.client.save import Save, Stats, checked_metrics
 from tierd.client.slots import estimate
 from tierd.client.snapshot import Snapshot
+from tierd.client.source import MEMORY
 from tierd.client.state import unflatten
-from tierd.core.errors import ConfigError, SaveSkipped, StateMismatch, TierdError
+from tierd.core.errors import ConfigError, SaveSkipped, StateMismatch
 from tierd.core.ids import check_attempt, check_run, check_step
 from tierd.core.manifest import TENSORS, TREE
 from tierd.link import Link
@@ -49,11 +51,16 @@ _MAX_SLOTS = 16
 class Checkpointer:
     """Saves and restores one run's checkpoints through a spool.
 
+    Every rank of a launch makes one, and restores, together with the others: that is where they agree. Saving waits for
+    no other rank.
+
     Args:
         spool: directory on local disk; made if it is missing.
         run: the training job's name, the same in every launch.
-        rank, world_size: from `torch.distributed` or torchrun's environment when not given.
-        attempt: this launch's name, shared by all ranks; agreed on through `torch.distributed` when not given.
+        rank, world_size: from an initialised `torch.distributed`, else from torchrun's or a SLURM step's environment,
+            when not given; else rank 0 of 1.
+        attempt: this launch's name, shared by all ranks; agreed on through `torch.distributed` or torchrun's agent, or
+            derived from SLURM's environment, when not given.
         to: URLs of the tiers: a daemon for them is started unless one holds the spool. Not given: a daemon is expected
             to be there or to come (systemd). Empty: the spool is all there is, and nothing prunes it.
         slots: snapshots that may be in memory at a time; each takes the size of the state.
@@ -61,7 +68,8 @@ class Checkpointer:
             has then ended with `SaveSkipped`), or `"fail"` (raise it).
 
     Raises:
-        ConfigError: a name, rank or URL cannot be used.
+        ConfigError: a name, rank or URL cannot be used; or ranks were given different ones, or cannot agree.
+        StoreUnavailable: another rank could not begin; says which and why.
         SpoolUnusable: the spool cannot be written to.
         DaemonUnavailable: the daemon for `to` did not start.
     """
@@ -77,21 +85,25 @@ class Checkpointer:
         slots: int = 1,
         when_busy: Literal["wait", "skip", "fail"] = "wait",
     ) -> None:
-        if type(slots) is not int or not 1 <= slots <= _MAX_SLOTS:
-            raise ConfigError(f"slots={slots!r}: a number from 1 to {_MAX_SLOTS}")
-        if when_busy not in _BUSY:
-            raise ConfigError(f"when_busy={when_busy!r}: one of {', '.join(_BUSY)}")
-        check_run(run)
-        rank, world_size = rank_and_world(rank, world_size)
-        given = check_attempt(attempt) if attempt is not None else None
-        self._spool = Spool(spool)
+        self._ranks = Ranks(rank, world_size)
         self._closed = False
         self._pid = os.getpid()
         self._hold: Link | None = None  # while it is open, the daemon leaves the last restored directory alone
-        self.stats = Stats()
-        self._daemon = Attachment(self._spool, to)
-        self._launch = Launch(self._spool, run, rank, world_size, given, lambda: self._daemon.attempts(run))
         self._when_busy = when_busy
+        self.stats = Stats()
+        try:
+            if type(slots) is not int or not 1 <= slots <= _MAX_SLOTS:
+                raise ConfigError(f"slots={slots!r}: a number from 1 to {_MAX_SLOTS}")
+            if when_busy not in _BUSY:
+                raise ConfigError(f"when_busy={when_busy!r}: one of {', '.join(_BUSY)}")
+            check_run(run)
+            given = check_attempt(attempt) if attempt is not None else None
+            self._spool = Spool(spool)
+            self._daemon = Attachment(self._spool, to)
+        except Exception as error:
+            tell_failure(self._ranks, run, error)
+            raise
+        self._launch = Launch(self._spool, run, self._ranks, given, lambda: self._daemon.attempts(run))
         self._capturer = Capturer()
         self._gate = Gate(self.stats)
         self._line = HandOff(self._spool) if self._daemon.tiers else None
@@ -207,6 +219,8 @@ class Checkpointer:
     ) -> Restored | None:
         """Load the newest verified checkpoint of this run's timeline into `state`.
 
+        All ranks of a launch call it together, and get the same checkpoint, or none of them does.
+
         Args:
             state: as for `save`. Objects get `load_state_dict`, plain values are replaced in the mapping, tensors are
                 filled in place. None: only verify, and return the directory (for what `stage` wrote).
@@ -220,35 +234,45 @@ class Checkpointer:
             CheckpointNotFound: none could be verified, or not the one asked for; says what was skipped and why.
             StateMismatch: it does not fit `state`; names the first few places. Nothing was loaded, unless an object's
                 own `load_state_dict` refused what fitted.
-            StoreUnavailable, DaemonUnavailable: a place that may hold a newer or the right copy did not answer.
+            StoreUnavailable, DaemonUnavailable: a place that may hold a newer or the right copy did not answer; or
+                another rank could not restore, and why.
+            ConfigError: a given attempt cannot go on from it; ranks were asked for different checkpoints.
         """
         self._check_open()
         asked = check_step(step) if step is not None else None
         self._pipeline.drain()
         self._daemon.renew()
+
+        def fits(found: Found) -> dict[str, Any]:
+            self._launch.check_given(found.part.checkpoint, found.attempts)
+            tree = {} if state is None else self._tree(found)
+            if state is not None:
+                check_fit(state, tree)
+            return tree
+
+        self._let_go()
         restorer = Restorer(
             self._spool,
             self._launch.run,
-            self._launch.rank,
-            self._launch.world,
+            self._ranks,
             tiers=self._daemon.tiers,
             line=self._line,
             keep=state is not None,
+            clock=self._launch.clock,
         )
-        self._let_go()
-        found = restorer.agreed(asked, check_attempt(attempt) if attempt is not None else None)
+        found = restorer.restore(asked, check_attempt(attempt) if attempt is not None else None, fits)
         if found is None:
+            self._launch.go_on_from(None, restorer.resume.attempts, restorer.agreement.clocks)
             if state is not None:
                 self._pipeline.reserve(estimate(state))
             return None
         self._hold, manifest = found.hold, found.manifest
-        restored = self._fitting(state, found)
         if state is not None:
             size = len(found.files[TENSORS])
-            load(state, restored, lent=found.tier == MEMORY, file=found.files[TENSORS])
+            load(state, found.tree, lent=found.tier == MEMORY, file=found.files[TENSORS])
             self._pipeline.adopt(found.arena)
             self._pipeline.reserve(size)
-        self._launch.go_on_from(found.part.checkpoint, found.attempts)
+        self._launch.go_on_from(found.part.checkpoint, found.attempts, found.clocks)
         if found.unreached:
             log.warning("restored step %d; not asked for newer ones: %s", manifest.step, ", ".join(found.unreached))
         return Restored(
@@ -260,25 +284,6 @@ class Checkpointer:
             unreached=found.unreached,
             directory=found.directory,
         )
-
-    def _fitting(self, state: MutableMapping[str, Any] | None, found: Found) -> dict[str, Any]:
-        """What was restored, once every rank has said that its own fits: else one would load, and wait for the rest."""
-        restored: dict[str, Any] = {}
-        misfit: TierdError | None = None
-        try:
-            self._launch.check_given(found.part.checkpoint, found.attempts)
-            if state is not None:
-                restored = self._tree(found)
-                check_fit(state, restored)
-        except TierdError as error:
-            misfit = error
-        told = exchange(misfit and str(misfit), self._launch.world)
-        if misfit is not None:
-            raise misfit
-        for rank, text in enumerate(told or ()):
-            if text is not None:
-                raise StateMismatch(f"rank {rank}: {text}; nothing was loaded")
-        return restored
 
     def _tree(self, found: Found) -> dict[str, Any]:
         if TREE not in found.files or TENSORS not in found.files:

@@ -1,50 +1,101 @@
-"""Who this process is among its launch's ranks, and the attempt that they share.
+"""The launch: its attempt, which all its ranks share, what it resumed from, and the steps that it has saved.
 
-Law: ranks of one launch agree on one attempt or refuse to save; they agree through CPU collectives at start and after a
-restore, never inside `save`. An attempt has one origin, and writes a step once.
+Law: ranks of one launch agree on one attempt or refuse to begin; they do so when they begin and when they restore,
+never inside `save`. An attempt has one origin, and writes a step once.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+
+import msgspec
 
 from tierd import __version__
-from tierd.core.errors import ConfigError, StepRefused
-from tierd.core.ids import CheckpointId, PartId, check_attempt, check_rank, check_step, next_attempt
+from tierd.client.ranks import Ranks, slurm_attempt
+from tierd.core.errors import ConfigError, StepRefused, StoreUnavailable
+from tierd.core.ids import CheckpointId, PartId, check_attempt, check_step, next_attempt
 from tierd.core.manifest import VERSION, Manifest, Origin, metrics_to_json
 from tierd.spool import Spool
 
-T = TypeVar("T")
+
+class Clock(msgspec.Struct, frozen=True):
+    """What naming a launch takes of a rank: its wall clock in ms, 8 random hex digits, its latest attempt."""
+
+    now_ms: int
+    token: str
+    latest: str | None
+
+
+class Beginning(msgspec.Struct, frozen=True, kw_only=True):
+    """What ranks tell each other when they begin. `error` says why one of them cannot."""
+
+    run: str
+    world: int
+    given: str | None = None
+    clock: Clock | None = None
+    error: str = ""
 
 
 class Launch:
     """One rank of one launch: its names, what it resumed from, and the steps that it has saved.
 
+    Several ranks settle their attempt here, by telling each other: nothing is left to agree on when they save. Ranks
+    that cannot talk have it given, or derive it from SLURM's environment; it then acts as if it had been given.
+
     Args:
         attempt: the launch's name, when it was given one.
         seen: tells every attempt that was there before.
+
+    Raises:
+        ConfigError: the ranks were given different runs or attempts, or have no way to agree on one.
+        StoreUnavailable: another rank cannot begin; says which and why.
     """
 
-    def __init__(
-        self, spool: Spool, run: str, rank: int, world: int, attempt: str | None, seen: Callable[[], set[str]]
-    ) -> None:
-        self.run, self.rank, self.world = run, rank, world
+    def __init__(self, spool: Spool, run: str, ranks: Ranks, attempt: str | None, seen: Callable[[], set[str]]) -> None:
+        self.run, self.rank, self.world = run, ranks.rank, ranks.world
         self.steps: set[int] = set()
         self._spool, self._given, self._seen = spool, attempt, seen
         self._origin: CheckpointId | None = None
         self._attempt: str | None = None
-        if world > 1 and attempt is None:
-            self._attempt = agree(seen(), world)
+        if self.world == 1:
+            return
+        if ranks.talk:
+            self._begin(ranks)
+        elif attempt is None:
+            self._given = slurm_attempt(self.rank, self.world)
+            if self._given is None:
+                raise ConfigError(
+                    f"{self.world} ranks must share one attempt: initialise torch.distributed first, or pass attempt= "
+                    "(tierd.new_attempt() makes one; give every rank the same)"
+                )
+
+    def _begin(self, ranks: Ranks) -> None:
+        seen = self._seen() if self._given is None else ()
+        told = ranks.gather(Beginning(run=self.run, world=self.world, given=self._given, clock=clock(seen)))
+        for rank, other in enumerate(told):
+            if other.error:
+                raise StoreUnavailable(f"rank {rank} cannot begin: {other.error}")
+            for what, theirs, own in (
+                ("run", other.run, self.run),
+                ("world_size", other.world, self.world),
+                ("attempt", other.given, self._given),
+            ):
+                if theirs != own:
+                    raise ConfigError(
+                        f"{what}={own!r} on rank {self.rank}, and {what}={theirs!r} on rank {rank}: the ranks of a "
+                        "launch are one run's, and share one attempt; give every rank the same"
+                    )
+        if self._given is None:
+            self._attempt = agreed((), [other.clock for other in told if other.clock])
 
     @property
     def attempt(self) -> str:
         if self._attempt is None:
-            self._attempt = self._given or agree(self._seen(), self.world)
+            self._attempt = self._given or new_attempt(self._seen())
         return self._attempt
 
     def part(self, step: int) -> PartId:
@@ -77,83 +128,58 @@ class Launch:
             files=(),
         )
 
-    def check_given(self, origin: CheckpointId, attempts: Iterable[str]) -> None:
-        """Raises `ConfigError` where a given attempt cannot go on from `origin`."""
+    def check_given(self, origin: CheckpointId | None, attempts: Collection[str]) -> None:
+        """Raises `ConfigError` where a given attempt cannot go on from `origin`, or cannot be the run's latest."""
         if self._given is None:
             return
-        latest = max(attempts)
-        if self.steps or self._given < latest or self._given == origin.attempt:
+        latest = max(attempts, default="")
+        if self._given < latest or (origin and (self.steps or self._given == origin.attempt)):
             raise ConfigError(
                 f"attempt {self._given} cannot go on from attempt {latest}: an attempt has one origin, and is later "
                 "than what it resumes from; make a new Checkpointer with a new attempt="
             )
 
-    def go_on_from(self, origin: CheckpointId, attempts: Iterable[str]) -> None:
-        """An attempt has one origin: restoring after a save begins another one."""
+    def clock(self) -> Clock:
+        """What this rank gives to the naming of the next attempt."""
+        return clock([name for name in (self._attempt, self._given) if name])
+
+    def go_on_from(self, origin: CheckpointId | None, attempts: Collection[str], clocks: Sequence[Clock]) -> None:
+        """An attempt has one origin: restoring begins another one, the same on every rank, later than `attempts`.
+
+        Args:
+            origin: what was restored; None where nothing was there. The attempt then stays, if it is the latest.
+            attempts: all that any rank has seen.
+            clocks: of every rank.
+
+        Raises:
+            ConfigError: as `check_given`.
+        """
+        self.check_given(origin, attempts)
+        if origin is None and (self._given or self._attempt is None or max(attempts, default="") <= self._attempt):
+            return  # a name that is still to be made is made of another look
         self._origin = origin
         self.steps.clear()
         if self._given is None:
-            own = [self._attempt] if self._attempt else []
-            self._attempt = agree({*attempts, origin.attempt, *own}, self.world)
+            self._attempt = agreed(attempts, clocks)
+
+
+def tell_failure(ranks: Ranks, run: str, error: Exception) -> None:
+    """Tell ranks that are about to begin that this one cannot: they would wait for it."""
+    with suppress(StoreUnavailable):
+        ranks.gather(Beginning(run=run, world=ranks.world, error=str(error)))
+
+
+def clock(seen: Iterable[str]) -> Clock:
+    """This process's, having seen these attempts."""
+    return Clock(time.time_ns() // 1_000_000, secrets.token_hex(4), max(seen, default=None))
+
+
+def agreed(seen: Iterable[str], clocks: Sequence[Clock]) -> str:
+    """The attempt that all ranks share: rank 0's clock and token, pushed past what any rank has seen."""
+    latest = [one.latest for one in clocks if one.latest]
+    return check_attempt(next_attempt(clocks[0].now_ms, [*seen, *latest], clocks[0].token))
 
 
 def new_attempt(seen: Iterable[str] = ()) -> str:
     """Name a launch, later than every attempt in `seen`. Give the same name to all its ranks."""
     return next_attempt(time.time_ns() // 1_000_000, seen, secrets.token_hex(4))
-
-
-def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """From the arguments, else an initialised process group, else torchrun's environment, else rank 0 of 1.
-
-    Raises:
-        ConfigError: only one of the two is given, or they do not fit each other.
-    """
-    if (rank is None) != (world_size is None):
-        raise ConfigError("give both rank and world_size, or neither")
-    if rank is not None:
-        return check_rank(rank, world_size)
-    group = _process_group()
-    if group is not None:
-        return check_rank(group.get_rank(), group.get_world_size())
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        try:
-            return check_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-        except ValueError as error:
-            raise ConfigError(f"RANK and WORLD_SIZE in the environment are not numbers: {error}") from error
-    return 0, 1
-
-
-def agree(seen: Iterable[str], world_size: int) -> str:
-    """The attempt that all ranks share: rank 0's clock and token, pushed past what any rank has seen.
-
-    Raises:
-        ConfigError: several ranks, and no process group to agree through.
-    """
-    if world_size == 1:
-        return new_attempt(seen)
-    gathered = exchange((time.time_ns() // 1_000_000, max(seen, default=None), secrets.token_hex(4)), world_size)
-    if gathered is None:
-        raise ConfigError(
-            f"{world_size} ranks must share one attempt: initialise torch.distributed first, or pass attempt= "
-            "(tierd.new_attempt() makes one; give every rank the same)"
-        )
-    now, _, token = gathered[0]
-    return check_attempt(next_attempt(now, [latest for _, latest, _ in gathered if latest], token))
-
-
-def exchange(value: T, world_size: int) -> list[T] | None:
-    """What every rank gave, in order; None where several ranks have no process group to talk through."""
-    if world_size == 1:
-        return [value]
-    group = _process_group()
-    if group is None:
-        return None
-    gathered: list[Any] = [None] * world_size
-    group.all_gather_object(gathered, value)
-    return gathered
-
-
-def _process_group() -> Any:
-    from torch import distributed
-
-    return distributed if distributed.is_available() and distributed.is_initialized() else None

@@ -1,47 +1,34 @@
-"""The way back: candidates newest first, each read and verified from the spool, healed by the daemon where it must be.
+"""The way back: candidates newest first, one that every rank has verified, or a reason that every rank is told.
 
-Law: what is handed on was verified on this read, in this process. A proven-bad copy steps back to the next candidate; a
-place that cannot be asked never does.
+Law: a proven-bad copy steps all ranks back to the next candidate; a place that cannot be asked never does, on any rank.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import msgspec
+from typing import Any
 
 from tierd.arena import Arena
-from tierd.client.arriving import Arriving
-from tierd.client.fetching import Fetching
+from tierd.client.agree import Agreement, Settled
 from tierd.client.handoff import HandOff
-from tierd.client.launch import exchange
-from tierd.core.errors import (
-    CorruptChunk,
-    DaemonUnavailable,
-    ManifestError,
-    ObjectNotFound,
-    StateMismatch,
-    StoreUnavailable,
-    TierdError,
-)
+from tierd.client.launch import Clock, clock
+from tierd.client.ranks import Ranks
+from tierd.client.source import Source
+from tierd.core.errors import DaemonUnavailable, StateMismatch, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
-from tierd.core.resume import Candidate, Resume, not_found, own_part, restore_candidates
-from tierd.core.wire import Candidates, Fetch
-from tierd.core.world import SPOOL, Facts, Place, World
+from tierd.core.resume import Candidate, Resume, not_found, own_part
 from tierd.link import Link
-from tierd.persist import bad_chunks, check_bytes
 from tierd.spool import Spool
 
 log = logging.getLogger("tierd")
 
-MEMORY = "memory"  # where a tier's name can stand
+_INCOMPLETE = "incomplete: not every rank's part is there"
 _ASIDE = "set aside before: some of it was proven corrupt, and no place had it right"
-_PATIENCE = 5.0  # seconds to wait for a daemon that may be starting, as at a node's boot
+_LOOKS = 3  # at what there is, when parts vanish between a look and the reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,236 +83,190 @@ class Found:
     attempts: tuple[str, ...]
     unreached: tuple[str, ...]
     arena: Arena | None
-    hold: Link | None  # to be closed by whoever is done with `directory`
+    clocks: Sequence[Clock]  # every rank's, to name what goes on from here
+    tree: dict[str, Any] = field(default_factory=dict)
+    hold: Link | None = None  # to be closed by whoever is done with `directory`
 
 
 class Restorer:
-    """Finds the newest verified checkpoint for one rank.
+    """Finds the newest checkpoint that every rank can have verified, and this rank's part of it.
 
     Args:
-        tiers: whether there may be copies beyond the spool; without, the spool's word is final.
-        line: to ask for what a predecessor left in memory; None where nothing can be there.
-        keep: hand the files on in memory; without, they are only verified, and their directory is held in the spool.
+        tiers, line, keep: as `Source` has them.
+        clock: what this rank gives to the naming of the next attempt.
     """
 
     def __init__(
         self,
         spool: Spool,
         run: str,
-        rank: int,
-        world: int,
+        ranks: Ranks,
         *,
         tiers: bool,
         line: HandOff | None = None,
         keep: bool = True,
+        clock: Callable[[], Clock] = lambda: clock(()),
     ) -> None:
-        self._spool, self._run, self._rank, self._world = spool, run, rank, world
-        self._tiers, self._line, self._keep = tiers, line, keep
-        self._arena: Arena | None = None
-        self._why_alone = ""
+        self._spool, self._run, self._ranks, self._keep = spool, run, ranks, keep
+        self.source = Source(spool, run, tiers=tiers, line=line, keep=keep)
+        self.agreement = Agreement(ranks, run, self.source.sight, clock)
+        self._passed: dict[CheckpointId, str] = {}
+        self._asked_for: set[CheckpointId] = set()
+        self.resume = Resume((), (), (), None, (), ())  # as last looked at
 
-    def agreed(self, step: int | None, attempt: str | None) -> Found | None:
-        """As `find`, and the same checkpoint on every rank: where one rank's part is beyond repair, all step back.
+    def restore(
+        self, step: int | None, attempt: str | None, fits: Callable[[Found], dict[str, Any]] = lambda found: {}
+    ) -> Found | None:
+        """Read the checkpoint to resume from, the same on every rank; None when the run has none at all.
 
-        Ranks that have no process group cannot agree here; each then finds its own.
+        Two gathers, where nothing is wrong. Ranks that cannot talk each find their own by what the tiers show.
 
-        Raises:
-            StoreUnavailable: another rank could not restore; says which and why.
-        """
-        limit: CheckpointId | None = None
-        while True:
-            found, error = None, None
-            try:
-                found = self.find(step, attempt, limit)
-            except Exception as raised:  # the others are told before it is raised: they would wait for ever
-                error = raised
-            all_found = exchange((found.part.checkpoint if found else None, error and str(error)), self._world)
-            if error is not None:
-                raise error
-            for rank, (_, text) in enumerate(all_found or ()):
-                if text is not None:
-                    raise StoreUnavailable(f"rank {rank} could not restore: {text}")
-            seen = {checkpoint for checkpoint, _ in all_found or ()}
-            if len(seen) <= 1:
-                return found
-            if None in seen:
-                raise StoreUnavailable(f"run {self._run!r}: some ranks see checkpoints and some see none; try again")
-            limit = min(checkpoint for checkpoint in seen if checkpoint)
-
-    def find(self, step: int | None, attempt: str | None, limit: CheckpointId | None = None) -> Found | None:
-        """Read the checkpoint to resume from, none newer than `limit`; None when the run has none at all.
+        Args:
+            fits: makes `Found.tree`, and raises where that does not fit what it is wanted for; then no rank gets it.
 
         Raises:
             CheckpointNotFound: there are some, and none could be verified, or not the one asked for.
             StoreUnavailable, DaemonUnavailable: stepping back, or starting anew, would rest on a place that did not
-                answer.
-            StateMismatch: it was written by another number of ranks.
+                answer, or another rank could not restore; says which and why.
+            StateMismatch: it was written by another number of ranks, or does not fit another rank's state.
             FormatTooNew: the newest was written by a newer tierd.
         """
-        link = self._connect()
-        found = None
         try:
-            found = self._walk(link, self._ask(link, step, attempt), step, limit)
-            return found
-        finally:
-            if link and not (found and found.hold):
-                link.close()
-
-    def _connect(self) -> Link | None:
-        if not self._tiers:
+            for candidate in self._candidates(step, attempt, everything=False):
+                self._check_world(candidate)
+                found, error, unfit = self._try(candidate, fits)
+                if self.settle(candidate, error, unfit=unfit).load:
+                    assert found is not None
+                    return found if self._keep else replace(found, hold=self.source.hand_over())
+                del found, error  # memory, before the next one is read
             return None
-        end = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                return Link(self._spool)
-            except DaemonUnavailable as error:
-                if time.monotonic() >= end:
-                    self._why_alone = str(error)
-                    return None
-            time.sleep(0.1)
+        finally:
+            self.source.close()
 
-    def _ask(self, link: Link | None, step: int | None, attempt: str | None) -> Resume:
-        if link:
-            reply = link.ask(Candidates(run=self._run, step=step, attempt=attempt))
-            return msgspec.convert(reply["resume"], Resume)
-        return restore_candidates(World(self._look(), {}), self._run, step, attempt)
+    def whole(self, step: int | None, attempt: str | None) -> Iterator[Candidate]:
+        """As `restore` finds them: the checkpoints to try, the same on every rank, where each needs every rank's part.
 
-    def _look(self) -> Place:
-        parts: dict[PartId, Facts | None] = {}
-        for part in self._spool.parts():
-            if part.checkpoint.run == self._run:
-                try:
-                    parts[part] = Facts.of(self._spool.manifest(part))
-                except ObjectNotFound:
+        Their number of ranks may be any. What lies only in other nodes' spools is flushed first. After each, every rank
+        calls `settle` with how it fared; the next one comes only if all have to step back, and the end means that the
+        run has none. `source` gives parts; `close` ends it. Raises as `restore`.
+        """
+        return self._candidates(step, attempt, everything=True)
+
+    def settle(self, candidate: Candidate, error: Exception | None, *, unfit: bool = False) -> Settled:
+        """Tell all ranks how this one fared with `candidate`; raises as `Agreement.settle`."""
+        settled = self.agreement.settle(error, unfit=unfit)
+        self._gone = settled.gone
+        if settled.corrupt:
+            log.error("restore skips %s: %s", candidate.checkpoint, settled.corrupt)
+            self._passed[candidate.checkpoint] = settled.corrupt
+        return settled
+
+    def skipped(self, until: CheckpointId | None = None) -> tuple[Skipped, ...]:
+        """What was passed over so far, newest first; of what was set aside before, what is newer than `until`."""
+        passed = dict.fromkeys(self.resume.incomplete, _INCOMPLETE)
+        passed |= {one: _ASIDE for one in self.resume.quarantined if until is None or one > until}
+        passed |= self._passed
+        newest = sorted(passed, reverse=True)
+        return tuple(Skipped(one.step, one.attempt, passed[one]) for one in newest)
+
+    def close(self) -> None:
+        self.source.close()
+
+    def _candidates(self, step: int | None, attempt: str | None, *, everything: bool) -> Iterator[Candidate]:
+        for _ in range(_LOOKS):
+            self.resume = resume = self.agreement.look(step, attempt, everything=everything)
+            self._check_incomplete(step)
+            again = False
+            for candidate in resume.candidates:
+                if candidate.checkpoint in self._passed:
                     continue
-                except TierdError:
-                    parts[part] = None
-        aside = {part: Facts.of(found) if found else None for part, found in self._spool.quarantined().items()}
-        return Place(parts, quarantined=aside)
+                if again := self._scattered(candidate):
+                    break
+                self._gone = False
+                yield candidate
+                if again := self._gone:
+                    break
+            if not again:
+                self._nothing(step)
+                return
+        raise StoreUnavailable(
+            f"run {self._run!r}: what was to be restored vanished while it was read, {_LOOKS} times; try again"
+        )
 
-    def _walk(self, link: Link | None, resume: Resume, step: int | None, limit: CheckpointId | None) -> Found | None:
-        skipped = [Skipped(c.step, c.attempt, "incomplete: not every rank's part is there") for c in resume.incomplete]
-        if resume.incomplete and resume.unreached and step is None:
+    def _scattered(self, candidate: Candidate) -> bool:
+        """Whether to look again: it is complete, but lies where not every rank can get at it, until it is flushed."""
+        if not candidate.lacking:
+            return False
+        checkpoint = candidate.checkpoint
+        if checkpoint in self._asked_for:
+            silent = ", ".join((*self.resume.unreached, *self.resume.alone))
+            raise StoreUnavailable(
+                f"{checkpoint} is complete, but rank {candidate.lacking[0]} sees no copy of what it needs: it lies in "
+                f"another node's spool{f', or where nobody answers ({silent})' if silent else ''}; restore again once "
+                "it is flushed. Restoring an older step is your decision: restore(state, step=…)"
+            )
+        self._asked_for.add(checkpoint)
+        self.source.flush(checkpoint)
+        self.agreement.settle(None)  # nobody looks before the others have flushed
+        return True
+
+    def _check_incomplete(self, step: int | None) -> None:
+        newer = [one for one in self.resume.incomplete if one not in self._passed]
+        silent = (*self.resume.unreached, *self.resume.alone)
+        if newer and silent and step is None:
             # Known to be there, and perhaps whole: the missing part may lie where nobody answers.
             raise StoreUnavailable(
-                f"{resume.incomplete[0]} lacks parts in the places that answered, and {', '.join(resume.unreached)} "
-                "did not; restoring an older step is your decision: restore(state, step=…)"
+                f"{newer[0]} lacks parts in the places that answered, and {', '.join(silent)} did not; restoring an "
+                "older step is your decision: restore(state, step=…)"
             )
-        for candidate in resume.candidates:
-            if limit and candidate.checkpoint > limit:
-                reason = "another rank's part of it could not be verified"
-                skipped.append(Skipped(candidate.checkpoint.step, candidate.checkpoint.attempt, reason))
-                continue
-            self._check_world(candidate)
-            part = own_part(candidate, self._rank)
-            try:
-                manifest, files, tier = self._obtain(link, part)
-            except (CorruptChunk, ManifestError) as error:
-                self._log_skip(candidate.checkpoint, str(error))
-                skipped.append(Skipped(candidate.checkpoint.step, candidate.checkpoint.attempt, str(error)))
-                continue
-            home = self._spool.path(part)
-            skipped = _with_aside(skipped, [one for one in resume.quarantined if one > candidate.checkpoint])
-            hold = None if self._keep else link
-            left = resume.unreached
-            return Found(part, manifest, files, tier, tuple(skipped), home, resume.attempts, left, self._arena, hold)
-        self._nothing(link, resume, step, _with_aside(skipped, resume.quarantined))
-        return None
 
     def _check_world(self, candidate: Candidate) -> None:
-        if candidate.world != self._world:
+        if candidate.world != self._ranks.world:
             raise StateMismatch(
-                f"{candidate.checkpoint} was saved by {candidate.world} ranks, and this launch has {self._world}: "
-                f"launch {candidate.world} ranks"
+                f"{candidate.checkpoint} was saved by {candidate.world} ranks, and this launch has "
+                f"{self._ranks.world}: launch {candidate.world} ranks; or, if its state was saved through "
+                "torch.distributed.checkpoint, load it by tierd.dcp, which reshards"
             )
 
-    def _obtain(self, link: Link | None, part: PartId) -> tuple[Manifest, Mapping[str, memoryview], str]:
-        local: Exception | None = None
-        remembered = self._remembered(part) if self._keep else None
-        if remembered:
-            return *remembered, MEMORY
-        if link is None or self._keep:  # a directory is asked for in any case: the daemon then holds it
-            try:
-                return *self._read(part), SPOOL
-            except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
-                local = error.with_traceback(None)  # whose frames hold what was read
-                if link is None:
-                    return self._alone(part, error)
-            log.warning("%s is not whole in the spool, asking the tiers: %s", part, local)
-        assert link is not None
+    def _try(
+        self, candidate: Candidate, fits: Callable[[Found], dict[str, Any]]
+    ) -> tuple[Found | None, Exception | None, bool]:
+        part = own_part(candidate, self._ranks.rank)
         try:
-            with Arriving(self._spool, part, worth=self._keep) as arriving:
-                tiers = link.ask(Fetch(part=part), told=Fetching(part))["tiers"]
-        except CorruptChunk as error:
-            told = local is None or SPOOL in str(error)
-            raise CorruptChunk(str(error) if told else f"local: {local}; {error}") from error
+            manifest, files, tier = self.source.obtain(part)
+            found = Found(
+                part,
+                manifest,
+                files,
+                tier,
+                self.skipped(candidate.checkpoint),
+                self._spool.path(part),
+                self.resume.attempts,
+                self.resume.unreached,
+                self.source.arena,
+                self.agreement.clocks,
+            )
+        except Exception as error:  # the others are told before it is raised
+            return None, error, False
         try:
-            return *self._read(part, arriving), tiers[0] if tiers else SPOOL
-        except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
-            # Some copy is right, or the fetch would have said so: this disk is failing, and no reason to step back.
-            raise StoreUnavailable(f"{part} was just healed, and reads back wrong from the spool: {error}") from error
+            return replace(found, tree=fits(found)), None, False
+        except Exception as error:
+            return None, error, True
 
-    def _remembered(self, part: PartId) -> tuple[Manifest, Mapping[str, memoryview]] | None:
-        """The part from a predecessor's memory, every byte compared with its manifest in the spool."""
-        found = self._line.recall(part) if self._line else None
-        if found is None:
-            return None
-        try:
-            manifest = self._spool.manifest(part)
-            if {file.path for file in manifest.files} != found.files.keys():
-                return None
-            for file in manifest.files:
-                check_bytes(found.files[file.path], file)
-        except (TierdError, OSError) as error:  # it was overwriting that memory when it died, say
-            log.info("%s is not whole in memory, and read from the spool: %s", part, error)
-            return None
-        self._arena = found.arena
-        return manifest, found.files
-
-    def _alone(self, part: PartId, local: Exception) -> tuple[Manifest, Mapping[str, memoryview], str]:
-        if self._tiers:
-            raise DaemonUnavailable(
-                f"{part} is not whole in the spool ({local}), and whether a tier has it right cannot be asked: "
-                f"{self._why_alone}. Restoring an older step is your decision: restore(state, step=…)"
-            ) from local
-        if isinstance(local, OSError):
-            raise StoreUnavailable(f"{part}: the spool cannot be read: {local}") from local
-        self._spool.quarantine(part)
-        raise CorruptChunk(f"local: {local}") from local
-
-    def _read(self, part: PartId, arriving: Arriving | None = None) -> tuple[Manifest, Mapping[str, memoryview]]:
-        manifest = self._spool.manifest(part)
-        if self._keep and arriving:
-            return manifest, arriving.read(self._spool.path(part), manifest)
-        if self._keep:
-            return manifest, self._spool.read(part, manifest)
-        for file in manifest.files:
-            for _, _, bad in bad_chunks(self._spool.path(part) / file.path, file):
-                raise bad
-        return manifest, {}
-
-    def _nothing(self, link: Link | None, resume: Resume, step: int | None, skipped: list[Skipped]) -> None:
+    def _nothing(self, step: int | None) -> None:
         """Return when starting anew is right; raise when it would be a silent loss."""
-        if self._tiers and link is None:
+        resume = self.resume
+        if resume.alone:
             raise DaemonUnavailable(
-                f"run {self._run!r}: no checkpoint in the spool, and the tiers cannot be asked: {self._why_alone}"
+                f"run {self._run!r}: no checkpoint in the spool, and the tiers cannot be asked: "
+                f"{'; '.join(resume.alone)}"
             )
         if resume.unreached:
             raise StoreUnavailable(
                 f"run {self._run!r}: no checkpoint was found, but {', '.join(resume.unreached)} did not answer"
             )
-        tried = [one for one in skipped if not one.reason.startswith("incomplete")]
-        if step is not None or tried or resume.branches:
+        skipped = self.skipped()
+        if step is not None or resume.branches or resume.lost or any(one.reason != _INCOMPLETE for one in skipped):
             raise not_found(resume, self._run, step, [str(one) for one in skipped])
         for one in skipped:
             log.warning("run %s: starting anew, past %s", self._run, one)
-
-    def _log_skip(self, checkpoint: CheckpointId, reason: str) -> None:
-        log.error("restore skips %s: %s", checkpoint, reason)
-
-
-def _with_aside(skipped: list[Skipped], aside: Sequence[CheckpointId]) -> list[Skipped]:
-    """Newest first, those among them that an earlier restore or the daemon had set aside."""
-    told = {(one.attempt, one.step) for one in skipped}
-    more = [Skipped(one.step, one.attempt, _ASIDE) for one in aside if (one.attempt, one.step) not in told]
-    return sorted((*skipped, *more), key=lambda one: (one.attempt, one.step), reverse=True)

@@ -1,26 +1,30 @@
 """Which checkpoints a restore tries, in which order, and what it says when there is none.
 
 Law: names alone decide completeness, manifests alone decide ancestry, and neither decides validity: whether a
-candidate's bytes are right is found out by whoever reads them.
+candidate's bytes are right is found out by whoever reads them. From the same sights every rank decides the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from tierd.core.errors import CheckpointNotFound
 from tierd.core.ids import CheckpointId, PartId
+from tierd.core.sight import Sight, named, ranks_of, see
 from tierd.core.timeline import timeline
-from tierd.core.world import SPOOL, World, by_checkpoint, is_complete
+from tierd.core.world import World
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A complete checkpoint, and the places that show any part of it (`"local"` first)."""
+    """A complete checkpoint. `lacking` are the ranks that see no copy of what they need of it, though others do."""
 
     checkpoint: CheckpointId
     world: int
-    places: tuple[str, ...]
+    lacking: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class Resume:
     `candidates` are to be tried in order. `quarantined` belong between them, and were set aside, whole or in part, as
     proven corrupt everywhere. `branches` are complete checkpoints that the timeline does not reach.
     `incomplete` are newer than the first candidate and lack a rank's part. `lost` is an attempt whose origin nobody can
-    tell. `unreached` are tiers that did not answer.
+    tell. `unreached` are tiers that did not answer some rank; `alone` says which rank could ask no tier, and why.
     """
 
     candidates: tuple[Candidate, ...]
@@ -40,26 +44,42 @@ class Resume:
     unreached: tuple[str, ...]
     attempts: tuple[str, ...]
     quarantined: tuple[CheckpointId, ...] = ()
+    alone: tuple[str, ...] = ()
 
 
 def restore_candidates(world: World, run: str, step: int | None = None, attempt: str | None = None) -> Resume:
-    """Order the checkpoints of `run` for a restore.
+    """Order the checkpoints of `run` by what is observed here, for whoever wants all ranks' parts; see `agree`."""
+    return agree([see(world, run)], run, step, attempt)
+
+
+def agree(
+    sights: Sequence[Sight],
+    run: str,
+    step: int | None = None,
+    attempt: str | None = None,
+    *,
+    world: int | None = None,
+    everything: bool = False,
+) -> Resume:
+    """Order the checkpoints of `run` for a restore, by what all ranks see together.
 
     Args:
+        sights: of ranks 0..world-1; or one alone, where ranks cannot talk or none is meant in particular.
         step: only this step; on the timeline if it is there, else of the newest attempt that has it.
         attempt: only this attempt; with it a branch off the timeline can be asked for.
+        world: how many ranks restore; None where none is meant.
+        everything: every rank needs every rank's part, and not its own alone.
     """
-    places = {SPOOL: world.spool, **{name: place for name, place in world.tiers.items() if place}}
-    parts = {part for place in places.values() for part in place.parts if part.checkpoint.run == run}
-    aside = {part for place in places.values() for part in place.quarantined if part.checkpoint.run == run} - parts
-    found = by_checkpoint(parts)
-    complete = [checkpoint for checkpoint, own in found.items() if is_complete(own)]
-    origins: dict[str, CheckpointId | None] = {}
-    for place in places.values():
-        for part, facts in (*place.parts.items(), *place.quarantined.items()):
-            if facts and part.checkpoint.run == run:
-                origins[part.checkpoint.attempt] = facts.origin
-    known = {*found, *(part.checkpoint for part in aside)}
+    mute = world is not None and len(sights) < world  # what only this node sees, other ranks do not know of
+    whole = _whole(sights, run)
+    found, complete = _together(sights, whole, run, mute=mute)
+    aside = {one for sight in sights for one in named(run, sight.aside)} - complete.keys()
+    known = {*found, *aside}
+    origins = {
+        attempt: CheckpointId(run, *origin) if origin else None
+        for sight in reversed(sights)
+        for attempt, origin in sight.origins.items()
+    }
     line = timeline(known, complete, origins)
     order = line.path
     if step is not None or attempt is not None:
@@ -71,33 +91,87 @@ def restore_candidates(world: World, run: str, step: int | None = None, attempt:
         # An attempt asked for by name is a line of its own: its newest first, abandoned or not.
         order = order[:1] if step is not None else tuple(sorted(order, reverse=True))
     first = order[0] if order else None
-    lost = {part.checkpoint for part in aside} - set(complete)
     if step is None and attempt is None:
-        reached = lost & set(timeline(known, known, origins).path)
+        reached = aside & set(timeline(known, known, origins).path)
     else:
-        reached = {c for c in lost if step in (None, c.step) and attempt in (None, c.attempt)}
+        reached = {c for c in aside if step in (None, c.step) and attempt in (None, c.attempt)}
+    lacking = _lacking(sights, whole, complete, world, everything=everything) if world and not mute else {}
     return Resume(
-        candidates=tuple(
-            Candidate(
-                checkpoint,
-                min(
-                    part.world
-                    for part in found[checkpoint]
-                    if is_complete(p for p in found[checkpoint] if p.world == part.world)
-                ),
-                tuple(name for name, place in places.items() if any(part in place.parts for part in found[checkpoint])),
-            )
-            for checkpoint in order
-        ),
+        candidates=tuple(Candidate(one, complete[one], lacking.get(one, ())) for one in order),
         branches=tuple(checkpoint for checkpoint in line.branches if checkpoint not in order),
         incomplete=tuple(
-            sorted((c for c in found if c not in complete and c not in lost and (not first or c > first)), reverse=True)
+            sorted(
+                (c for c in found if c not in complete and c not in aside and (not first or c > first)), reverse=True
+            )
         ),
         lost=line.lost,
-        unreached=tuple(name for name, place in world.tiers.items() if place is None),
+        unreached=tuple(dict.fromkeys(name for sight in sights for name in sight.unreached)),
         attempts=tuple(sorted({checkpoint.attempt for checkpoint in known})),
         quarantined=tuple(sorted(reached, reverse=True)),
+        alone=tuple(
+            f"rank {rank}: {sight.alone}" if len(sights) > 1 else sight.alone
+            for rank, sight in enumerate(sights)
+            if sight.alone
+        ),
     )
+
+
+def _together(
+    sights: Sequence[Sight], whole: Sequence[dict[CheckpointId, int]], run: str, *, mute: bool
+) -> tuple[set[CheckpointId], dict[CheckpointId, int]]:
+    """Every checkpoint that anybody sees a part of, and the complete ones with their world sizes."""
+    complete: dict[CheckpointId, int] = {}
+    for seen in {id(one): one for one in whole}.values():
+        for checkpoint, size in seen.items():
+            complete[checkpoint] = min(size, complete.get(checkpoint, size))
+    parts: dict[CheckpointId, dict[int, set[int]]] = {}
+    for sight in sights:
+        for checkpoint, sizes in sight.partial(run).items():
+            for size, ranks in sizes.items():
+                parts.setdefault(checkpoint, {}).setdefault(size, set()).update(ranks)
+    found = {*complete, *parts}
+    for checkpoint, sizes in parts.items():
+        full = [size for size, ranks in sizes.items() if len(ranks) == size]
+        if full and checkpoint not in complete:
+            complete[checkpoint] = min(full)
+    if mute:
+        for checkpoint in named(run, sights[0].mixed):
+            del complete[checkpoint]
+    return found, complete
+
+
+def _lacking(
+    sights: Sequence[Sight],
+    whole: Sequence[dict[CheckpointId, int]],
+    complete: dict[CheckpointId, int],
+    world: int,
+    *,
+    everything: bool,
+) -> dict[CheckpointId, tuple[int, ...]]:
+    """For each complete checkpoint the ranks that do not see what they need of it."""
+    found: dict[CheckpointId, list[int]] = {}
+    absent: dict[int, list[CheckpointId]] = {}
+    for rank, (sight, seen) in enumerate(zip(sights, whole, strict=True)):
+        if id(seen) not in absent:
+            needed = [one for one, size in complete.items() if everything or size == world]
+            absent[id(seen)] = [one for one in needed if one not in seen]
+        for checkpoint in absent[id(seen)]:
+            own = sight.parts.get(checkpoint.attempt, {}).get(checkpoint.step, {}).get(complete[checkpoint], [])
+            if everything or rank not in ranks_of(own):
+                found.setdefault(checkpoint, []).append(rank)
+    return {checkpoint: tuple(ranks) for checkpoint, ranks in found.items()}
+
+
+def _whole(sights: Sequence[Sight], run: str) -> list[dict[CheckpointId, int]]:
+    """What each sight shows complete, with its world size. Those of most ranks are the same, and taken apart once."""
+    same: dict[bytes, dict[CheckpointId, int]] = {}
+    found = []
+    for sight in sights:
+        name = msgspec.msgpack.encode(sight.whole)
+        if name not in same:
+            same[name] = sight.complete(run)
+        found.append(same[name])
+    return found
 
 
 def not_found(resume: Resume, run: str, step: int | None, skipped: list[str]) -> CheckpointNotFound:
@@ -107,7 +181,7 @@ def not_found(resume: Resume, run: str, step: int | None, skipped: list[str]) ->
     lines += [f"  skipped {text}" for text in skipped]
     if resume.quarantined and not resume.candidates and step is None:
         lines.append("  to begin from nothing all the same, give the run another name")
-    if resume.lost and resume.branches:
+    if resume.lost:
         lines.append(f"  what attempt {resume.lost} resumed from cannot be told any more")
     if resume.branches:
         named = ", ".join(f"step {c.step} of attempt {c.attempt}" for c in resume.branches[:5])

@@ -44,11 +44,9 @@ class Report(Request, frozen=True, kw_only=True, tag="report"):
 
 
 class Candidates(Request, frozen=True, kw_only=True, tag="candidates"):
-    """What a restore should try, from a fresh look at every tier. Answer: `resume`."""
+    """What is there to restore of a run, from a fresh look at every tier. Answer: `sight`, as `core/sight.Sight`."""
 
     run: str
-    step: int | None = None
-    attempt: str | None = None
 
 
 class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):
@@ -142,12 +140,8 @@ def decode_request(line: bytes) -> AnyRequest:
         match request:
             case Report(run=str(run)):
                 check_run(run)
-            case Candidates(run=run, step=step, attempt=attempt):
+            case Candidates(run=run):
                 check_run(run)
-                if step is not None:
-                    check_step(step)
-                if attempt is not None:
-                    check_attempt(attempt)
             case Fetch(part=part) | Wait(part=part):
                 _check_checkpoint(part.checkpoint)
                 check_rank(part.rank, part.world)

@@ -20,7 +20,7 @@ from tierd.core import wire
 from tierd.core.errors import CheckpointNotFound, ConfigError, StoreRefused, TierdError
 from tierd.core.ids import CheckpointId, PartId, pin_key
 from tierd.core.report import report
-from tierd.core.resume import restore_candidates
+from tierd.core.sight import see
 from tierd.core.world import SPOOL
 from tierd.daemon.handoff import HandOff
 from tierd.daemon.reconcile import Reconciler
@@ -120,10 +120,10 @@ class Control:
             case wire.Report(run=run):
                 await self._look(run)
                 return {"report": report(self._reconciler.world(), self._reconciler.config, run)}
-            case wire.Candidates(run=run, step=step, attempt=attempt):
+            case wire.Candidates(run=run):
                 await self._handoff.settled()  # what a trainer handed over before it died is seen, too
                 await self._look(run)
-                return {"resume": restore_candidates(self._reconciler.world(), run, step, attempt)}
+                return {"sight": await asyncio.to_thread(see, self._reconciler.world(), run)}
             case wire.Fetch(part=part):
                 self._reconciler.held[part.checkpoint] += 1
                 held.append(part.checkpoint)

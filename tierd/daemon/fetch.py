@@ -51,6 +51,7 @@ async def fetch(
 
     Raises:
         CorruptChunk: no copy, and no mixture of copies, is right; says why for each.
+        ObjectNotFound: no place has a copy.
         StoreUnavailable: not known, since a tier could not be asked.
         SpoolFull: there is no room.
     """
@@ -62,6 +63,8 @@ async def fetch(
     if reference is None:
         if isinstance(defect, OSError):  # a disk that does not answer proves nothing about the bytes
             copies.unavailable[SPOOL] = f"local: {defect}"
+        if not (defect or copies.unavailable or copies.defects):  # pruned since somebody saw it, say: nothing is wrong
+            raise ObjectNotFound(f"{part}: neither the spool nor any tier has a copy")
         copies.give_up(str(defect or "the spool has no copy"), copies.unavailable)
         raise AssertionError
     copies.agree(reference)

@@ -318,8 +318,8 @@ class Reconciler:
                 await self.fetch(part, counted=counted)
             else:
                 await self._repairer.rebuild(tier, part, "its manifest is corrupt")
-        except CorruptChunk:
-            pass  # told and set aside by fetch
+        except (CorruptChunk, ObjectNotFound):
+            pass  # told and set aside by fetch; or gone meanwhile
         except TierdError as error:
             self._stuck[part] = time.monotonic() + _STUCK  # others of this lane go first meanwhile
             if tier == SPOOL:

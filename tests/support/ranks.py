@@ -1,0 +1,103 @@
+"""Several ranks: as threads, with a process group that carries what they say, and as processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+class Group:
+    """What `torch.distributed` gives to ranks that are threads, as far as tierd uses it.
+
+    `exchanges` counts gathers of a value, each of which is two collectives; `deaf` makes every further one fail.
+    """
+
+    class _World:
+        pass
+
+    def __init__(self, world: int) -> None:
+        self.world, self.me = world, threading.local()
+        self.group = type("group", (), {"WORLD": self._World()})
+        self.calls: list[int] = []
+        self.deaf = False
+        self._barrier, self._given = threading.Barrier(world, timeout=20), [None] * world
+
+    @property
+    def exchanges(self) -> int:
+        return self.calls.count(0) // 2
+
+    def get_rank(self) -> int:
+        return self.me.rank
+
+    def get_world_size(self, group: object = None) -> int:
+        return self.world
+
+    def is_gloo_available(self) -> bool:
+        return True
+
+    def new_group(self, **options: object) -> object:
+        assert options["backend"] == "gloo"
+        return object()
+
+    def all_gather(self, outputs: list, value, group: object) -> None:
+        assert group is not self.group.WORLD, "never on the group that training uses"
+        if self.deaf:
+            raise AssertionError("a collective where there must be none")
+        self.calls.append(self.me.rank)
+        self._given[self.me.rank] = value.clone()
+        self._barrier.wait()
+        for output, given in zip(outputs, self._given, strict=True):
+            output.copy_(given)
+        self._barrier.wait()
+
+    def run(self, work: Callable[[int], object]) -> list:
+        """`work(rank)` in a thread for each rank; what each returned or raised."""
+        results: list = [None] * self.world
+
+        def one(number: int) -> None:
+            self.me.rank = number
+            try:
+                results[number] = work(number)
+            except Exception as error:
+                results[number] = error
+
+        threads = [threading.Thread(target=one, args=(number,)) for number in range(self.world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        return results
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's, without what a launcher would have set, with tierd and the tests to be found."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        kept.pop(name, None)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more}
+
+
+def processes(script: str, arguments: Sequence[Sequence[str]], timeout: float = 90) -> list[str]:
+    """Run `script` once for each list of arguments, all at a time; what each printed. Fails where one fails."""
+    command = [sys.executable, "-c", script]
+    running = [
+        subprocess.Popen([*command, *own], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for own in arguments
+    ]
+    try:
+        ended = [process.communicate(timeout=timeout) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    for process, (_, errors) in zip(running, ended, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [output for output, _ in ended]

@@ -1,0 +1,230 @@
+"""Who this process is among its launch's ranks, and how they tell each other small things.
+
+Law: ranks talk over a gloo group of tierd's own, or through the store of torchrun's agent; never over an NCCL group,
+and never inside `save`. What they say is JSON with a schema. Where they cannot talk, nothing waits for another rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import weakref
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import count
+from typing import Any, TypeVar
+
+import msgspec
+
+from tierd.core.errors import ConfigError, StoreUnavailable
+from tierd.core.ids import MAX_WORLD, check_rank, next_attempt
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+_SLOWEST = timedelta(hours=6)  # a rank may fetch for so long while the others wait; a dead one breaks the connection
+_FIRST = timedelta(minutes=10)  # how much later than the first rank another one may begin, where no group says so
+_TAG = "tierd"
+
+_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # default group -> tierd's own beside it
+_turns = count()  # exchanges through the agent's store: every rank makes the same ones, in the same order
+
+
+class Ranks:
+    """This rank, how many there are, and `gather`, if there is a way to talk.
+
+    Making one is collective where a process group is initialised and is used: its ranks make a gloo group once.
+
+    Args:
+        rank, world_size: both or neither. Not given: those of the initialised default process group, else torchrun's
+            environment (`RANK`, `WORLD_SIZE`), else that of a SLURM step (`SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`),
+            else rank 0 of 1.
+
+    Raises:
+        ConfigError: only one of the two is given, they do not fit each other, or the environment's cannot be used.
+    """
+
+    def __init__(self, rank: int | None = None, world_size: int | None = None) -> None:
+        self.rank, self.world = rank_and_world(rank, world_size)
+        self._talk: Callable[[bytes], list[bytes]] | None = None
+        me = self.rank, self.world
+        if self.world > 1:
+            if _group_ranks() == me:
+                self._talk = _through_group(_own_group())
+            elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and _torchrun_ranks() == me:
+                self._talk = _through_store(*me)
+
+    @property
+    def talk(self) -> bool:
+        """Whether `gather` gives what every rank said."""
+        return self.world == 1 or self._talk is not None
+
+    def gather(self, value: S) -> list[S]:
+        """What every rank said, in order; a rank that has no way to talk hears only itself.
+
+        Raises:
+            StoreUnavailable: another rank is gone, or was waited for in vain.
+        """
+        if self._talk is None:
+            return [value]
+        try:
+            answers = self._talk(msgspec.json.encode(value))
+        except (RuntimeError, ValueError) as error:  # how torch.distributed says it
+            raise StoreUnavailable(
+                f"rank {self.rank} of {self.world}: the other ranks cannot be heard: {error}"
+            ) from error
+        return [msgspec.json.decode(answer, type=type(value)) for answer in answers]
+
+
+def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """As `Ranks` orders it; raises as it does."""
+    if (rank is None) != (world_size is None):
+        raise ConfigError("give both rank and world_size, or neither")
+    if rank is not None:
+        return check_rank(rank, world_size)
+    return _group_ranks() or _torchrun_ranks() or _slurm_ranks() or (0, 1)
+
+
+def slurm_attempt(rank: int, world: int) -> str | None:
+    """The attempt that every rank of a SLURM step derives without talking; None outside one.
+
+    Its time is the job's start (`SLURM_JOB_START_TIME`, seconds since 1970, which a requeue renews) plus the step's
+    number in milliseconds; its token is a digest of job, restart count and step.
+
+    Raises:
+        ConfigError: this Slurm does not tell when the job started.
+    """
+    if _slurm_ranks() != (rank, world):
+        return None
+    if "SLURM_JOB_START_TIME" not in os.environ:
+        raise ConfigError(
+            f"{world} ranks must share one attempt, and this Slurm sets no SLURM_JOB_START_TIME to derive it from: "
+            "initialise torch.distributed first, or pass attempt= (tierd.new_attempt() makes one; give every rank the "
+            "same)"
+        )
+    step = _number("SLURM_STEP_ID", 2**32 - 1)
+    started = _number("SLURM_JOB_START_TIME", 2**37)
+    names = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")]
+    return next_attempt(started * 1000 + step, (), hashlib.blake2b("/".join(names).encode(), digest_size=4).hexdigest())
+
+
+def _group_ranks() -> tuple[int, int] | None:
+    group = _process_group()
+    return check_rank(group.get_rank(), group.get_world_size()) if group is not None else None
+
+
+def _torchrun_ranks() -> tuple[int, int] | None:
+    return _environment("RANK", "WORLD_SIZE")
+
+
+def _slurm_ranks() -> tuple[int, int] | None:
+    # SLURM_NTASKS is set in a batch script, too, where one process runs: only a step's own count tells of ranks.
+    return _environment("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+
+
+def _environment(rank: str, world: str) -> tuple[int, int] | None:
+    if rank not in os.environ or world not in os.environ:
+        return None
+    number, size = _number(rank, MAX_WORLD), _number(world, MAX_WORLD)
+    if number >= size:
+        raise ConfigError(f"{rank}={number} and {world}={size} in the environment: ranks count from 0 to {world} - 1")
+    return number, size
+
+
+def _number(name: str, limit: int) -> int:
+    value = os.environ.get(name, "")
+    if not value.isascii() or not value.isdecimal() or int(value) > limit:
+        raise ConfigError(f"{name}={value!r} in the environment: a number from 0 to {limit} is expected there")
+    return int(value)
+
+
+def _process_group() -> Any:
+    from torch import distributed
+
+    return distributed if distributed.is_available() and distributed.is_initialized() else None
+
+
+# -- over a process group ---------------------------------------------------------------------------------------------
+
+
+def _own_group() -> Any:
+    """A group that takes CPU tensors and that nobody else's collectives run on; made once beside each default group."""
+    distributed = _process_group()
+    default = distributed.group.WORLD
+    if default not in _groups:
+        if distributed.is_gloo_available():
+            try:
+                _groups[default] = distributed.new_group(backend="gloo", timeout=_SLOWEST, group_desc=_TAG)
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"the ranks' gloo group cannot be made: {error}; GLOO_SOCKET_IFNAME names the network interface "
+                    "that it should use"
+                ) from error
+        elif "cpu:" in distributed.get_backend_config() and "cpu:nccl" not in distributed.get_backend_config():
+            return default
+        else:
+            raise ConfigError(
+                "this torch was built without gloo, and the process group takes no CPU tensors: give rank, world_size "
+                "and attempt (tierd.new_attempt() makes one; give every rank the same) outside of it, or install a "
+                "torch with gloo"
+            )
+    return _groups[default]
+
+
+def _through_group(group: Any) -> Callable[[bytes], list[bytes]]:
+    def talk(said: bytes) -> list[bytes]:
+        import torch
+
+        distributed = _process_group()
+        if distributed is None:
+            raise RuntimeError("the process group was destroyed; make a new Checkpointer")
+        world = distributed.get_world_size(group)
+        # The device is named, since a training may have set another default.
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(world)]
+        distributed.all_gather(sizes, torch.tensor([len(said)], dtype=torch.int64, device="cpu"), group=group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.frombuffer(bytearray(said.ljust(longest)), dtype=torch.uint8)
+        heard = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(world)]
+        distributed.all_gather(heard, padded, group=group)
+        return [one.numpy().tobytes()[: int(size)] for one, size in zip(heard, sizes, strict=True)]
+
+    return talk
+
+
+# -- through the store of torchrun's agent ----------------------------------------------------------------------------
+
+
+def _through_store(rank: int, world: int) -> Callable[[bytes], list[bytes]]:
+    """Rank 0 collects and publishes: 3 W + 1 requests for each exchange, and as many to clean up."""
+    from torch import distributed as torch_distributed
+
+    distributed: Any = torch_distributed
+    port = _number("MASTER_PORT", 2**16 - 1)
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        agent = distributed.TCPStore(
+            os.environ.get("MASTER_ADDR", ""), port, is_master=False, wait_for_workers=False, timeout=_FIRST
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"MASTER_ADDR, MASTER_PORT: the store of torchrun's agent cannot be reached: {error}; initialise "
+            "torch.distributed first, or pass attempt= (tierd.new_attempt() makes one; give every rank the same)"
+        ) from error
+    store: Any = distributed.PrefixStore(f"{_TAG}/{restarts}", agent)
+
+    def talk(said: bytes) -> list[bytes]:
+        turn = next(_turns)
+        result = f"{turn}/all"
+        store.set_timeout(_SLOWEST if turn else _FIRST)
+        store.set(f"{turn}/{rank}", said)
+        if rank == 0:
+            heard = [store.get(f"{turn}/{number}") for number in range(world)]
+            # As many sights are much the same, all of them together are hardly longer than one.
+            store.set(result, zlib.compress(msgspec.msgpack.encode(heard), 1))
+            for number in range(world):
+                store.delete_key(f"{turn}/{number}")
+            if turn:
+                store.delete_key(f"{turn - 1}/all")  # whoever is in this turn has read it
+        return msgspec.msgpack.decode(zlib.decompress(store.get(result)), type=list[bytes])
+
+    return talk

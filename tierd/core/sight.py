@@ -1,0 +1,144 @@
+"""What can be seen of a run from one place in the cluster: by a node's daemon, of its own spool and the tiers.
+
+Law: a sight is names and origins, never bytes; it is small however many ranks and checkpoints there are, so that every
+rank can be told every other rank's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from tierd.core.ids import CheckpointId
+from tierd.core.world import Place, World
+
+Steps = dict[str, list[int]]  # attempt -> steps
+
+
+class Sight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is seen of one run.
+
+    Attributes:
+        whole: world size -> the checkpoints of which every rank's part is seen, by name.
+        mixed: those of `whole` that neither this node's spool nor the tiers show alone.
+        parts: attempt -> step -> world size -> ranks, for checkpoints that are not whole. Ranks are pairs: from, to.
+        aside: set aside as corrupt, whole or in part, and not whole.
+        origins: attempt -> the attempt and step that it resumed from, null where it began from nothing.
+        unreached: tiers that did not answer.
+        alone: why no tier at all could be asked, where that is so.
+    """
+
+    whole: dict[int, Steps] = {}
+    mixed: Steps = {}
+    parts: dict[str, dict[int, dict[int, list[int]]]] = {}
+    aside: Steps = {}
+    origins: dict[str, tuple[str, int] | None] = {}
+    unreached: tuple[str, ...] = ()
+    alone: str = ""
+
+    def complete(self, run: str) -> dict[CheckpointId, int]:
+        """The checkpoints that are seen whole, with their world sizes."""
+        return {one: size for size, steps in self.whole.items() for one in named(run, steps)}
+
+    def partial(self, run: str) -> dict[CheckpointId, dict[int, set[int]]]:
+        """The ranks, by world size, whose parts are seen of the other checkpoints."""
+        return {
+            CheckpointId(run, attempt, step): {size: ranks_of(pairs) for size, pairs in sizes.items()}
+            for attempt, steps in self.parts.items()
+            for step, sizes in steps.items()
+        }
+
+    @property
+    def attempts(self) -> set[str]:
+        """Every attempt that is seen."""
+        return {*self.parts, *self.aside, *(name for steps in self.whole.values() for name in steps)}
+
+
+def see(world: World, run: str) -> Sight:
+    """What a node sees that has observed `world`."""
+    tiers = [place for place in world.tiers.values() if place]
+    here, there = _parts([world.spool], run), _parts(tiers, run)
+    whole: dict[int, set[CheckpointId]] = defaultdict(set)
+    mixed: set[CheckpointId] = set()
+    parts: dict[str, dict[int, dict[int, list[int]]]] = {}
+    for checkpoint in sorted({*here, *there}):
+        own, others = here.get(checkpoint, {}), there.get(checkpoint, {})
+        seen = {size: own.get(size, set()) | others.get(size, set()) for size in {*own, *others}}
+        sizes = [size for size, ranks in seen.items() if len(ranks) == size]
+        if sizes:
+            size = min(sizes)
+            whole[size].add(checkpoint)
+            if len(own.get(size, ())) < size and len(others.get(size, ())) < size:
+                mixed.add(checkpoint)
+        else:
+            pairs = {size: _pairs(ranks) for size, ranks in sorted(seen.items())}
+            parts.setdefault(checkpoint.attempt, {})[checkpoint.step] = pairs
+    places = [world.spool, *tiers]
+    aside = {
+        part.checkpoint
+        for place in places
+        for part in place.quarantined
+        if part.checkpoint.run == run and not any(part in other.parts for other in places)
+    }
+    return Sight(
+        whole={size: _steps(found) for size, found in sorted(whole.items())},
+        mixed=_steps(mixed),
+        parts=parts,
+        aside=_steps(aside - {one for found in whole.values() for one in found}),
+        origins=_origins(places, run),
+        unreached=tuple(name for name, place in world.tiers.items() if place is None),
+    )
+
+
+def told(answer: Mapping[str, Any]) -> Sight:
+    """The sight in a daemon's answer to `Candidates`."""
+    return msgspec.convert(answer["sight"], Sight, str_keys=True)
+
+
+def named(run: str, steps: Steps) -> set[CheckpointId]:
+    """The checkpoints that `steps` names."""
+    return {CheckpointId(run, attempt, step) for attempt, found in steps.items() for step in found}
+
+
+def ranks_of(pairs: list[int]) -> set[int]:
+    """The ranks that `Sight.parts` writes as pairs."""
+    return {rank for first, last in zip(pairs[::2], pairs[1::2], strict=True) for rank in range(first, last + 1)}
+
+
+def _parts(places: Iterable[Place], run: str) -> dict[CheckpointId, dict[int, set[int]]]:
+    found: dict[CheckpointId, dict[int, set[int]]] = {}
+    for place in places:
+        for part in place.parts:
+            if part.checkpoint.run == run:
+                found.setdefault(part.checkpoint, {}).setdefault(part.world, set()).add(part.rank)
+    return found
+
+
+def _origins(places: Iterable[Place], run: str) -> dict[str, tuple[str, int] | None]:
+    found: dict[str, tuple[str, int] | None] = {}
+    for place in places:
+        for part, facts in (*place.parts.items(), *place.quarantined.items()):
+            if facts and part.checkpoint.run == run and part.checkpoint.attempt not in found:
+                origin = facts.origin
+                found[part.checkpoint.attempt] = (origin.attempt, origin.step) if origin else None
+    return found
+
+
+def _steps(checkpoints: Iterable[CheckpointId]) -> Steps:
+    found: Steps = {}
+    for checkpoint in sorted(checkpoints):
+        found.setdefault(checkpoint.attempt, []).append(checkpoint.step)
+    return found
+
+
+def _pairs(ranks: Iterable[int]) -> list[int]:
+    found: list[int] = []
+    for rank in sorted(ranks):
+        if found and found[-1] == rank - 1:
+            found[-1] = rank
+        else:
+            found += [rank, rank]
+    return found
