@@ -58,7 +58,7 @@ def test_a_step_that_two_attempts_have_is_the_timelines_or_else_the_newest_attem
 
 def test_completeness_is_over_all_places_together():
     """Rank 0 in the spool, rank 1 on a tier: P3 asks for the manifests, not for one place that has them all."""
-    spool, tier = Place({part(A100, 0, 2): facts()}), Place({part(A100, 1, 2): facts()})
+    spool, tier = Place.of({part(A100, 0, 2): facts()}), Place.of({part(A100, 1, 2): facts()})
     found = restore_candidates(World(spool, {"a": tier}), "r")
     assert found.candidates == (Candidate(A100, 2, ("local", "a")),)
     assert own_part(found.candidates[0], 1) == part(A100, 1, 2)
@@ -67,20 +67,20 @@ def test_completeness_is_over_all_places_together():
 
 def test_an_unreadable_manifest_still_counts_towards_completeness():
     """Names decide; whether the bytes are right is found out by whoever reads them."""
-    spool = Place({part(A100, 0, 2): facts(), part(A100, 1, 2): None})
+    spool = Place.of({part(A100, 0, 2): facts(), part(A100, 1, 2): None})
     assert tried(restore_candidates(World(spool, {}), "r")) == [A100]
 
 
 def test_incomplete_ones_newer_than_the_first_are_named():
-    spool = solo(Place({part(A300, 0, 2): facts(), part(A100, 0, 2): facts()}), A200)
+    spool = solo(Place.of({part(A300, 0, 2): facts(), part(A100, 0, 2): facts()}), A200)
     found = restore_candidates(World(spool, {}), "r")
     assert tried(found) == [A200]
     assert found.incomplete == (A300,)
-    assert restore_candidates(World(Place({part(A100, 0, 2): facts()}), {}), "r").incomplete == (A100,)
+    assert restore_candidates(World(Place.of({part(A100, 0, 2): facts()}), {}), "r").incomplete == (A100,)
 
 
 def test_mixed_world_sizes_are_never_mixed_into_one():
-    spool = Place({part(A100, 0, 1): facts(), part(A100, 0, 2): facts()})
+    spool = Place.of({part(A100, 0, 1): facts(), part(A100, 0, 2): facts()})
     assert restore_candidates(World(spool, {}), "r").candidates == (Candidate(A100, 1, ("local",)),)
 
 
@@ -116,12 +116,12 @@ def test_a_candidate_is_complete_and_each_complete_checkpoint_is_tried_or_named(
     world, _ = case
     found = restore_candidates(world, "r")
     places = {"local": world.spool, **{name: tier for name, tier in world.tiers.items() if tier}}
-    seen = {p for place in places.values() for p in place.parts if p.checkpoint.run == "r"}
+    seen = {p for place in places.values() for p in place.parts() if p.checkpoint.run == "r"}
     for candidate in found.candidates:
         ranks = {p.rank for p in seen if p.checkpoint == candidate.checkpoint and p.world == candidate.world}
         assert ranks == set(range(candidate.world))
         for name in candidate.places:
-            assert any(p.checkpoint == candidate.checkpoint for p in places[name].parts)
+            assert any(p.checkpoint == candidate.checkpoint for p in places[name].parts())
     whole = {
         p.checkpoint for p in seen if {q.rank for q in seen if q.checkpoint == p.checkpoint} >= set(range(p.world))
     }

@@ -36,7 +36,7 @@ async def scrub(daemon, *places: str, parts=None):
     world = daemon.world()
     held = {SPOOL: world.spool, **world.tiers}
     for name in places or held:
-        for one in sorted(held[name].parts):
+        for one in sorted(held[name].parts()):
             if parts is None or one in parts:
                 await daemon.scrubber.scrub(Copy(name, one))
     return daemon
@@ -473,7 +473,7 @@ def test_a_daemon_scrubs_by_itself_what_is_due_and_the_next_one_remembers(spool,
         assert counted(daemon, "scrubbed", "scrub_findings") == [10, 2]
         again = scrubber(spool, {"tier": store})
         async with running(again):
-            await until(lambda: None not in again.world().tiers.values() and len(again.world().spool.parts) == 5)
+            await until(lambda: None not in again.world().tiers.values() and len(again.world().spool.checkpoints) == 5)
             assert again.scrubber.status().due == 0
         (spool.control / "scrubbed.json").write_bytes(b'{"local": {"run/x": 1e999, "../..": [')
         async with running(scrubber(spool, {"tier": store})) as third:

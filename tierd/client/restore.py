@@ -201,7 +201,7 @@ class Restorer:
                 except TierdError:
                     parts[part] = None
         aside = {part: Facts.of(found) if found else None for part, found in self._spool.quarantined().items()}
-        return Place(parts, quarantined=aside)
+        return Place.of(parts, quarantined=aside)
 
     def _walk(self, link: Link | None, resume: Resume, step: int | None, limit: CheckpointId | None) -> Found | None:
         skipped = [Skipped(c.step, c.attempt, "incomplete: not every rank's part is there") for c in resume.incomplete]

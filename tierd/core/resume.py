@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tierd.core.errors import CheckpointNotFound
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.timeline import timeline
-from tierd.core.world import SPOOL, World, by_checkpoint, is_complete
+from tierd.core.world import World, complete_worlds, union
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,20 @@ def restore_candidates(world: World, run: str, step: int | None = None, attempt:
         step: only this step; on the timeline if it is there, else of the newest attempt that has it.
         attempt: only this attempt; with it a branch off the timeline can be asked for.
     """
-    places = {SPOOL: world.spool, **{name: place for name, place in world.tiers.items() if place}}
-    parts = {part for place in places.values() for part in place.parts if part.checkpoint.run == run}
-    aside = {part for place in places.values() for part in place.quarantined if part.checkpoint.run == run} - parts
-    found = by_checkpoint(parts)
-    complete = [checkpoint for checkpoint, own in found.items() if is_complete(own)]
-    origins: dict[str, CheckpointId | None] = {}
-    for place in places.values():
-        for part, facts in (*place.parts.items(), *place.quarantined.items()):
-            if facts and part.checkpoint.run == run:
-                origins[part.checkpoint.attempt] = facts.origin
+    found = world.copies(run)
+    whole = {
+        checkpoint: min(worlds)
+        for checkpoint, copies in found.items()
+        if (worlds := complete_worlds(union(*(seen.ranks for seen in copies.values()))))
+    }
+    aside = {
+        part
+        for place in world.places.values()
+        for part in place.quarantined
+        if part.checkpoint.run == run and not any(seen.lists(part) for seen in found.get(part.checkpoint, {}).values())
+    }
+    complete = list(whole)
+    origins = world.origins(run)
     known = {*found, *(part.checkpoint for part in aside)}
     line = timeline(known, complete, origins)
     order = line.path
@@ -71,27 +75,16 @@ def restore_candidates(world: World, run: str, step: int | None = None, attempt:
         # An attempt asked for by name is a line of its own: its newest first, abandoned or not.
         order = order[:1] if step is not None else tuple(sorted(order, reverse=True))
     first = order[0] if order else None
-    lost = {part.checkpoint for part in aside} - set(complete)
+    lost = {part.checkpoint for part in aside} - set(whole)
     if step is None and attempt is None:
         reached = lost & set(timeline(known, known, origins).path)
     else:
         reached = {c for c in lost if step in (None, c.step) and attempt in (None, c.attempt)}
     return Resume(
-        candidates=tuple(
-            Candidate(
-                checkpoint,
-                min(
-                    part.world
-                    for part in found[checkpoint]
-                    if is_complete(p for p in found[checkpoint] if p.world == part.world)
-                ),
-                tuple(name for name, place in places.items() if any(part in place.parts for part in found[checkpoint])),
-            )
-            for checkpoint in order
-        ),
+        candidates=tuple(Candidate(checkpoint, whole[checkpoint], tuple(found[checkpoint])) for checkpoint in order),
         branches=tuple(checkpoint for checkpoint in line.branches if checkpoint not in order),
         incomplete=tuple(
-            sorted((c for c in found if c not in complete and c not in lost and (not first or c > first)), reverse=True)
+            sorted((c for c in found if c not in whole and c not in lost and (not first or c > first)), reverse=True)
         ),
         lost=line.lost,
         unreached=tuple(name for name, place in world.tiers.items() if place is None),

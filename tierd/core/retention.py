@@ -8,6 +8,7 @@ ages are differences between checkpoints.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -86,8 +87,8 @@ class Verdict:
 
 def decide(checkpoints: Sequence[CheckpointInfo], policy: RetentionPolicy) -> tuple[Verdict, ...]:
     """Judge one run's checkpoints in one place. Newest first; deterministic."""
-    ordered = sorted(checkpoints, key=lambda info: info.id, reverse=True)
-    counted = [info for info in ordered if info.complete and info.verified]
+    ordered = sorted(checkpoints, key=_order, reverse=True)
+    counted = _counted(checkpoints)
     reasons: dict[CheckpointId, list[str]] = {info.id: [] for info in ordered}
     for info in ordered:
         if info.pinned:
@@ -98,17 +99,44 @@ def decide(checkpoints: Sequence[CheckpointInfo], policy: RetentionPolicy) -> tu
     _keep_steps(counted, policy.keep_every_steps, reasons)
     _keep_within(counted, policy.keep_within, reasons)
     _keep_best(counted, policy.keep_best, reasons)
-    return tuple(_verdict(info, reasons[info.id], counted, policy) for info in ordered)
+    ages = [_order(info) for info in reversed(counted)]
+    return tuple(
+        _verdict(info, reasons[info.id], len(ages) - bisect_right(ages, _order(info)), policy) for info in ordered
+    )
 
 
-def _verdict(
-    info: CheckpointInfo, reasons: list[str], counted: Sequence[CheckpointInfo], policy: RetentionPolicy
-) -> Verdict:
+def leaders(checkpoints: Sequence[CheckpointInfo], policy: RetentionPolicy) -> tuple[CheckpointInfo, ...]:
+    """Those of one run's checkpoints in one place on which the verdict over one more depends.
+
+    `decide` over these and one that is added gives the added one the verdict, and the reasons to keep it, that it would
+    have among all: the first of every rule's ranking outrank it or do not, and one of each attempt tells its origin.
+    """
+    counted = _counted(checkpoints)
+    attempts = {info.id.attempt: info.id for info in counted}
+    ranked = _ranked(counted, policy.keep_best)
+    first = {
+        *(info.id for info in counted[: policy.keep_last]),
+        *_path(counted)[: policy.keep_last],
+        *attempts.values(),
+        *ranked[: policy.keep_best.count if policy.keep_best else 0],
+    }
+    return tuple(info for info in counted if info.id in first)
+
+
+def _counted(checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Those that count towards a rule, newest first."""
+    return sorted((info for info in checkpoints if info.complete and info.verified), key=_order, reverse=True)
+
+
+def _order(info: CheckpointInfo) -> tuple[str, str, int]:
+    return info.id.run, info.id.attempt, info.id.step  # as the ids sort, and many times as fast
+
+
+def _verdict(info: CheckpointInfo, reasons: list[str], newer: int, policy: RetentionPolicy) -> Verdict:
     if reasons:
         return Verdict(info.id, True, tuple(reasons))
     if info.complete:
         return Verdict(info.id, False, (f"older than the last {policy.keep_last}, and no rule keeps it",))
-    newer = sum(other.id > info.id for other in counted)
     if newer < policy.keep_last:
         why = "quarantined: kept to be looked at" if info.aside else "incomplete: its other parts may still come"
         return Verdict(info.id, True, (why,))
@@ -118,12 +146,18 @@ def _verdict(
 
 def _keep_last(counted: Sequence[CheckpointInfo], count: int, reasons: dict[CheckpointId, list[str]]) -> None:
     ids = [info.id for info in counted]
-    path = timeline(ids, ids, {info.id.attempt: info.origin for info in counted}).path
+    path = _path(counted)
+    on_path = set(path)
     for place, checkpoint in enumerate(path[:count], start=1):
         reasons[checkpoint].append("newest" if place == 1 else f"last {place} of {count}")
     for place, checkpoint in enumerate(ids[:count], start=1):
-        if checkpoint not in path:
+        if checkpoint not in on_path:
             reasons[checkpoint].append(f"last {place} of {count}, off the timeline")
+
+
+def _path(counted: Sequence[CheckpointInfo]) -> tuple[CheckpointId, ...]:
+    ids = [info.id for info in counted]
+    return timeline(ids, ids, {info.id.attempt: info.origin for info in counted}).path
 
 
 def _keep_steps(counted: Sequence[CheckpointInfo], every: int | None, reasons: dict[CheckpointId, list[str]]) -> None:
@@ -144,8 +178,15 @@ def _keep_within(counted: Sequence[CheckpointInfo], within: str | None, reasons:
 def _keep_best(counted: Sequence[CheckpointInfo], best: Best | None, reasons: dict[CheckpointId, list[str]]) -> None:
     if best is None:
         return
+    for place, checkpoint in enumerate(_ranked(counted, best)[: best.count], start=1):
+        reasons[checkpoint].append(f"best {best.metric}" + (f" ({place} of {best.count})" if best.count > 1 else ""))
+
+
+def _ranked(counted: Sequence[CheckpointInfo], best: Best | None) -> list[CheckpointId]:
+    """Those that have the metric, best first."""
+    if best is None:
+        return []
     ranked = [(info.metrics[best.metric], info.id) for info in counted if info.metrics and best.metric in info.metrics]
     # Equal values: the newer wins, so that a plateau does not pin its oldest checkpoint.
     ranked = [(value if best.mode == "max" else -value, checkpoint) for value, checkpoint in ranked if value == value]
-    for place, (_, checkpoint) in enumerate(sorted(ranked, reverse=True)[: best.count], start=1):
-        reasons[checkpoint].append(f"best {best.metric}" + (f" ({place} of {best.count})" if best.count > 1 else ""))
+    return [checkpoint for _, checkpoint in sorted(ranked, reverse=True)]
