@@ -765,14 +765,19 @@ def test_what_is_shared_on_and_on_is_read_again_though_each_that_names_it_is_you
             daemon = scrubber(spool, {"tier": store}, keep=1, scrub="10d")
             daemon.scrubber._clock = lambda: made + day[0] * 86_400.0
             daemon.scrubber._remembered.load()
+            copies, real = [], daemon.scrubber.scrub
+
+            async def scrub(copy, copies=copies, real=real):  # by the daemon's own lane, too, if that is faster
+                copies += [copy] if copy.place == "tier" else []
+                await real(copy)
+
+            daemon.scrubber.scrub = scrub
             async with running(daemon):
                 await settle(daemon)
-                copies = []
                 while copy := daemon.scrubber.next("tier"):
                     await daemon.scrubber.scrub(copy)
-                    copies.append(copy)
-                assert len(copies) <= 1
-                read_at += [step] * len(copies)
+            assert len(copies) <= 1
+            read_at += [step] * len(copies)
             await daemon.scrubber._remembered.save(daemon.world())
         gaps = [after - before for before, after in zip([0, *read_at], [*read_at, 29], strict=True)]
         assert max(gaps) <= 10 and len(read_at) <= 9, read_at

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from tierd.core.config import Config
 from tierd.core.errors import FormatTooNew, ManifestError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.retention import CheckpointInfo, RetentionPolicy, Verdict, decide, leaders
+from tierd.core.retention import CheckpointInfo, Ranking, RetentionPolicy, Verdict, decide
 from tierd.core.world import SPOOL, Place, Seen, World, is_complete, runs, union
 
 Backoff = Mapping[str, float]  # tier -> monotonic time before which it is left alone, seconds
@@ -119,7 +119,13 @@ def _flushes(world: World, tier: Place, policy: RetentionPolicy, run: str, name:
 
 def pending(spool: Place, tier: Place, run: str) -> list[PartId]:
     """The readable parts of `run` in the spool that the tier has no usable manifest of."""
-    return [part for seen in spool.copies(run) for part in seen.facts if not tier.has(part)]
+    return [
+        part
+        for seen in spool.copies(run)
+        for there in [tier.checkpoints.get(seen.id)]
+        for part in seen.facts
+        if there is None or not there.has(part)
+    ]
 
 
 def lender(tier: Place, part: PartId) -> PartId | None:
@@ -199,12 +205,12 @@ def _patient(infos: list[CheckpointInfo], policy: RetentionPolicy) -> tuple[Verd
     """Retention's verdicts, but an incomplete checkpoint stays where it would stay if it were whole: another node may
     still hold the rest of it, and would send what is deleted here again and again."""
     halves = {info.id: replace(info, complete=True) for info in infos if not info.complete and info.created}
-    weighed = leaders(infos, policy)
-    all_whole = [halves.get(info.id, info) for info in infos]
     reasons: dict[CheckpointId, tuple[str, ...]] = {}
-    for group in (*([*weighed, half] for half in halves.values()), all_whole if halves else ()):
-        verdicts = decide(group, policy)
-        reasons |= {verdict.id: verdict.reasons for verdict in verdicts if verdict.keep and verdict.id in halves}
+    for whole in ([], list(halves.values())):  # each alone, and all of them
+        others = [info for info in infos if info.id not in halves]
+        ranking = Ranking([*others, *whole], policy)
+        verdicts = [ranking.verdict(half) for half in halves.values()]
+        reasons |= {verdict.id: verdict.reasons for verdict in verdicts if verdict.keep}
     return tuple(
         verdict
         if verdict.keep or verdict.id not in reasons
@@ -280,14 +286,13 @@ def _retired(world: World, tier: Place | None, policy: RetentionPolicy, run: str
     if not waiting:
         return frozenset()
     # As if only this one were added: others that are merely pending retire nothing.
-    weighed = leaders(_infos(world, tier, run, Place()), policy)
+    ranking = Ranking(_infos(world, tier, run, Place()), policy)
     pins = tier.pins | world.spool.pins | world.held
     gone = set()
     for checkpoint in waiting:
         added = _added(tier.checkpoints.get(checkpoint), _readable(world.spool.checkpoints[checkpoint]))
-        others = [info for info in weighed if info.id != checkpoint]
-        verdicts = decide([*others, _info(added, pins, complete=True)], policy)
-        gone |= {verdict.id for verdict in verdicts if verdict.id == checkpoint and not verdict.keep}
+        if not ranking.verdict(_info(added, pins, complete=True)).keep:
+            gone.add(checkpoint)
     return frozenset(gone)
 
 
@@ -299,7 +304,8 @@ def _complete_on(checkpoint: CheckpointId, tier: Place | None) -> bool:
 def _on_a_tier(seen: Seen, world: World) -> bool:
     """Whether one tier holds a verified copy of all of the spool's parts: a tier's manifest is put after every byte was
     verified, and those of the spool's own ranks were read."""
-    return any(place and all(place.has(part) for part in seen.parts()) for place in world.tiers.values())
+    there = [place.checkpoints.get(seen.id) for place in world.tiers.values() if place]
+    return any(one and one.covers(seen) for one in there)
 
 
 def _spool_prunes(world: World, config: Config, run: str) -> Iterator[Prune]:

@@ -135,7 +135,8 @@ def _checkpoint(
 def _facts(place: Place, seen: Seen | None, aside: list[PartId] | None) -> Facts | None:
     """What the lowest rank of which anything was read says."""
     known = {**{part: place.quarantined[part] for part in aside or ()}, **(seen.facts if seen else {})}
-    return next((found for _, found in sorted(known.items(), key=lambda item: item[0]) if found), None)
+    found = [(part.rank, part.world, part) for part, facts in known.items() if facts]
+    return known[min(found)[-1]] if found else None
 
 
 def _copy(name: str, seen: Seen | None, aside: list[PartId], verdict: Verdict | None) -> Copy:

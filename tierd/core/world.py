@@ -58,6 +58,15 @@ class Seen:
     def lists(self, part: PartId) -> bool:
         return part.rank in self.ranks.get(part.world, ())
 
+    def has(self, part: PartId) -> bool:
+        """Whether the part's manifest is there, and not known to be unusable."""
+        return self.lists(part) and part not in self.defects
+
+    def covers(self, other: Seen) -> bool:
+        """Whether it has all that `other` lists."""
+        listed = all(ranks <= self.ranks.get(world, frozenset()) for world, ranks in other.ranks.items())
+        return listed and not any(other.lists(part) for part in self.defects)
+
     def parts(self) -> Iterator[PartId]:
         """Its parts in order, of which there may be as many as ranks."""
         pairs = sorted((rank, world) for world, ranks in self.ranks.items() for rank in ranks)
@@ -147,7 +156,7 @@ class Place:
     def has(self, part: PartId) -> bool:
         """Whether the part's manifest is there, and not known to be unusable."""
         seen = self.checkpoints.get(part.checkpoint)
-        return seen is not None and seen.lists(part) and part not in seen.defects
+        return seen is not None and seen.has(part)
 
     def facts(self, part: PartId) -> Facts | None:
         """What the part's manifest says, where it was read and can be used."""
