@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -12,8 +14,10 @@ from hypothesis import strategies as st
 
 from tierd.core.errors import FormatTooNew, ManifestError
 from tierd.core.plan import Discard, Flush, Mend, Prune, lender, plan
+from tierd.core.report import report
+from tierd.core.resume import restore_candidates
 from tierd.core.retention import Best, RetentionPolicy
-from tierd.core.world import SPOOL, Facts, Place, World, is_complete
+from tierd.core.world import SPOOL, Facts, Place, Seen, World, is_complete
 
 LAST1 = RetentionPolicy(keep_last=1)
 A100, A200, A300 = (checkpoint(1, step) for step in (100, 200, 300))
@@ -336,3 +340,56 @@ def test_complete_means_every_rank_of_one_world_size():
     assert not is_complete({})
     assert attempt(1) == A100.attempt
     assert isinstance(facts(), Facts)
+
+
+# -- at size ----------------------------------------------------------------------------------------------------------
+
+RANKS, STEPS, LOCAL = 1024, 1000, range(8)
+OWN = [checkpoint(1 + step // 100, step) for step in range(STEPS)]
+
+
+def many(steps, lacking=()):
+    """A tier with every rank's parts; read is what a daemon of eight ranks reads, and each hundredth began anew."""
+    whole = frozenset(range(RANKS))
+    found = {}
+    for step in steps:
+        origin = OWN[step // 100 * 100 - 1] if step >= 100 else None
+        said = {part(OWN[step], rank, RANKS): facts(step, origin=origin) for rank in LOCAL}
+        found[OWN[step]] = Seen(OWN[step], {RANKS: whole - {RANKS - 1} if step in lacking else whole}, said)
+    return Place(found)
+
+
+def local(steps):
+    return Place.of({p: f for seen in many(steps).checkpoints.values() for p, f in seen.facts.items()})
+
+
+@pytest.mark.parametrize("keep", [3, STEPS])
+@pytest.mark.parametrize(
+    ("spooled", "there", "lacking"),
+    [
+        (range(997, STEPS), range(STEPS), ()),
+        (range(STEPS), range(STEPS), ()),
+        (range(STEPS), range(0), ()),
+        (range(STEPS), range(0, STEPS, 2), ()),
+        (range(STEPS), range(STEPS), range(0, STEPS, 2)),
+    ],
+    ids=["few", "all", "nothing sent", "half sent", "half incomplete"],
+)
+def test_a_thousand_checkpoints_of_a_thousand_ranks_are_planned_told_and_ordered_within_a_second_each(
+    spooled, there, lacking, keep
+):
+    settings = config(RetentionPolicy(keep_last=keep), spool=RetentionPolicy(keep_last=3))
+    tracemalloc.start()
+    world = World(local(spooled), {"a": many(there, lacking)})
+    plan(world, settings, {}, 0.0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 500e6
+    for work in (
+        lambda: plan(world, settings, {}, 0.0),
+        lambda: report(world, settings),
+        lambda: restore_candidates(world, "r"),
+    ):
+        begun = time.process_time()
+        work()
+        assert time.process_time() - begun < 1.0
