@@ -159,9 +159,9 @@ def sizes() -> list[dict[str, int]]:
 ABOUT = """# A tier of many ranks
 
 `python benchmarks/scale.py`, {created}: {machine}. The tier is in memory, so a
-look's seconds are the daemon's own work and the dictionary's, without a network. The spool holds 8 ranks. Memory is what
-Python allocated: `held` by the spool's and the tier's places and what is remembered of manifests, `peak` at most during a
-first look and a plan.
+look's seconds are the daemon's own work and the dictionary's, without a network. The spool holds 8 ranks. Memory is
+what Python allocated: `held` by the spool's and the tier's places and what is remembered of manifests, `peak` at most
+during a first look and a plan.
 
 | ranks x checkpoints | first look | a later one | held | peak |
 | --- | --- | --- | --- | --- |
