@@ -178,7 +178,7 @@ class Trial:
             await daemon.look(name)
         world = daemon.world()
         for place, held in {**world.tiers, SPOOL: world.spool}.items():
-            for part in sorted(held.parts) if held else ():
+            for part in sorted(held.parts()) if held else ():
                 await daemon.scrubber.scrub(Copy(place, part))
         return daemon, told
 

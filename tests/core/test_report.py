@@ -24,7 +24,7 @@ def states(found: Report) -> dict[tuple[int, str], str]:
 
 
 def test_a_checkpoint_with_its_copies():
-    spool = Place({part(A100): facts(1, metrics={"loss": 0.5, "bad": float("nan")})}, pins=frozenset({A100}))
+    spool = Place.of({part(A100): facts(1, metrics={"loss": 0.5, "bad": float("nan")})}, pins=frozenset({A100}))
     found = report(World(spool, {"a": spool, "b": None}), LAST1)
     assert found.unreached == ("b",)
     (one,) = found.checkpoints
@@ -45,12 +45,12 @@ def test_a_checkpoint_with_its_copies():
 
 def test_each_state_a_copy_can_be_in():
     half = {part(A200, 0, 2): facts()}
-    tier = Place(
+    tier = Place.of(
         {**half, part(B210): None},
         {part(B210): ManifestError("manifest of r step 210: its bytes differ")},
         quarantined={part(A100): facts()},
     )
-    found = report(World(Place(half), {"a": tier}), None)
+    found = report(World(Place.of(half), {"a": tier}), None)
     assert states(found) == {
         (210, "a"): "corrupt",
         (200, "local"): "committed",

@@ -62,7 +62,7 @@ def test_a_step_that_two_attempts_have_is_the_timelines_or_else_the_newest_attem
 
 def test_completeness_is_over_all_places_together():
     """Rank 0 in the spool, rank 1 on a tier: P3 asks for the manifests, not for one place that has them all."""
-    spool, tier = Place({part(A100, 0, 2): facts()}), Place({part(A100, 1, 2): facts()})
+    spool, tier = Place.of({part(A100, 0, 2): facts()}), Place.of({part(A100, 1, 2): facts()})
     found = restore_candidates(World(spool, {"a": tier}), "r")
     assert found.candidates == (Candidate(A100, 2),)
     assert own_part(found.candidates[0], 1) == part(A100, 1, 2)
@@ -71,20 +71,20 @@ def test_completeness_is_over_all_places_together():
 
 def test_an_unreadable_manifest_still_counts_towards_completeness():
     """Names decide; whether the bytes are right is found out by whoever reads them."""
-    spool = Place({part(A100, 0, 2): facts(), part(A100, 1, 2): None})
+    spool = Place.of({part(A100, 0, 2): facts(), part(A100, 1, 2): None})
     assert tried(restore_candidates(World(spool, {}), "r")) == [A100]
 
 
 def test_incomplete_ones_newer_than_the_first_are_named():
-    spool = solo(Place({part(A300, 0, 2): facts(), part(A100, 0, 2): facts()}), A200)
+    spool = solo(Place.of({part(A300, 0, 2): facts(), part(A100, 0, 2): facts()}), A200)
     found = restore_candidates(World(spool, {}), "r")
     assert tried(found) == [A200]
     assert found.incomplete == (A300,)
-    assert restore_candidates(World(Place({part(A100, 0, 2): facts()}), {}), "r").incomplete == (A100,)
+    assert restore_candidates(World(Place.of({part(A100, 0, 2): facts()}), {}), "r").incomplete == (A100,)
 
 
 def test_mixed_world_sizes_are_never_mixed_into_one():
-    spool = Place({part(A100, 0, 1): facts(), part(A100, 0, 2): facts()})
+    spool = Place.of({part(A100, 0, 1): facts(), part(A100, 0, 2): facts()})
     assert restore_candidates(World(spool, {}), "r").candidates == (Candidate(A100, 1),)
 
 
@@ -120,7 +120,7 @@ def test_a_candidate_is_complete_and_each_complete_checkpoint_is_tried_or_named(
     world, _ = case
     found = restore_candidates(world, "r")
     places = {"local": world.spool, **{name: tier for name, tier in world.tiers.items() if tier}}
-    seen = {p for place in places.values() for p in place.parts if p.checkpoint.run == "r"}
+    seen = {p for place in places.values() for p in place.parts() if p.checkpoint.run == "r"}
     for candidate in found.candidates:
         ranks = {p.rank for p in seen if p.checkpoint == candidate.checkpoint and p.world == candidate.world}
         assert ranks == set(range(candidate.world))
@@ -154,7 +154,7 @@ def sights(*places: Place, tier: Place | None = None) -> list[Sight]:
 
 
 def test_parts_in_each_nodes_own_spool_are_a_candidate():
-    spools = [Place({part(A100, rank, 2): facts()}) for rank in (0, 1)]
+    spools = [Place.of({part(A100, rank, 2): facts()}) for rank in (0, 1)]
     found = agree(sights(*spools, tier=Place()), "r", world=2)
     assert found.candidates == (Candidate(A100, 2),)
     assert not found.incomplete
@@ -162,29 +162,30 @@ def test_parts_in_each_nodes_own_spool_are_a_candidate():
 
 def test_a_rank_that_cannot_get_at_its_part_is_named():
     """The ranks changed nodes: what each needs lies in the other's spool."""
-    spools = [Place({part(A100, rank, 2): facts()}) for rank in (1, 0)]
+    spools = [Place.of({part(A100, rank, 2): facts()}) for rank in (1, 0)]
     assert agree(sights(*spools, tier=Place()), "r", world=2).candidates == (Candidate(A100, 2, (0, 1)),)
-    both = Place({part(A100, rank, 2): facts() for rank in (0, 1)})
+    both = Place.of({part(A100, rank, 2): facts() for rank in (0, 1)})
     assert agree(sights(both, Place(), tier=Place()), "r", world=2).candidates == (Candidate(A100, 2, (1,)),)
     assert agree(sights(both, Place(), tier=both), "r", world=2).candidates == (Candidate(A100, 2),)
 
 
 def test_whoever_needs_every_part_lacks_what_another_node_alone_has():
-    spools = [Place({part(A100, rank, 2): facts()}) for rank in (0, 1)]
+    spools = [Place.of({part(A100, rank, 2): facts()}) for rank in (0, 1)]
     assert agree(sights(*spools, tier=Place()), "r", world=2, everything=True).candidates == (
         Candidate(A100, 2, (0, 1)),
     )
-    tier = Place({part(A100, 0, 2): facts()})
+    tier = Place.of({part(A100, 0, 2): facts()})
     found = agree(sights(*spools, tier=tier), "r", world=2, everything=True)
     assert found.candidates == (Candidate(A100, 2, (0,)),), "and a mixture of its own spool and the tier is enough"
     assert agree(sights(*spools, spools[0], tier=tier), "r", world=3).candidates == (Candidate(A100, 2),)
 
 
 def test_a_rank_that_cannot_talk_takes_no_mixture_of_its_spool_and_a_tier():
-    own, tier = Place({part(A100, 1, 2): facts()}), Place({part(A100, 0, 2): facts()})
+    own, tier = Place.of({part(A100, 1, 2): facts()}), Place.of({part(A100, 0, 2): facts()})
     alone = agree(sights(own, tier=tier), "r", world=2)
     assert (alone.candidates, alone.incomplete) == ((), (A100,))
-    assert tried(agree(sights(own, tier=replace(tier, parts={**tier.parts, **own.parts})), "r", world=2)) == [A100]
+    both = Place.of({part(A100, rank, 2): facts() for rank in (0, 1)})
+    assert tried(agree(sights(own, tier=both), "r", world=2)) == [A100]
 
 
 def test_one_that_saw_the_newest_attempt_is_enough_for_all():
@@ -223,7 +224,7 @@ def test_what_ranks_agree_on_each_can_have_and_nothing_newer_is_passed_over_unsa
     assert gathered == [see(node, "r") for node in nodes], "a sight comes through as it was"
     found = agree(gathered, "r", world=size)
     seen = [
-        {p for place in (node.spool, *node.tiers.values()) if place for p in place.parts if p.checkpoint.run == "r"}
+        {p for place in (node.spool, *node.tiers.values()) if place for p in place.parts() if p.checkpoint.run == "r"}
         for node in nodes
     ]
     every = set().union(*seen)

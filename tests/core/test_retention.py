@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierd.core.ids import CheckpointId
-from tierd.core.retention import Best, CheckpointInfo, RetentionPolicy, decide, seconds
+from tierd.core.retention import Best, CheckpointInfo, Ranking, RetentionPolicy, decide, seconds
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "retention.json").read_text())["cases"]
 SUITE = settings(max_examples=150, deadline=None)
@@ -145,3 +145,13 @@ def test_other_texts_are_no_durations(text):
         seconds(text)
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"keep_within": text}, RetentionPolicy)
+
+
+@SUITE
+@given(infos(), policies)
+def test_one_more_is_judged_as_if_it_had_been_among_the_others(history, policy):
+    """So that a thousand can each be judged alone without judging a thousand times a thousand."""
+    together = {verdict.id: verdict for verdict in decide(history, policy)}
+    for number, one in enumerate(history):
+        alone = Ranking(history[:number] + history[number + 1 :], policy)
+        assert alone.verdict(one) == together[one.id]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
-from core.worlds import EPOCH, checkpoint, facts, part, solo
+from core.worlds import EPOCH, checkpoint, facts, held, part, remade, solo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,20 +18,20 @@ MADE = EPOCH.timestamp()
 
 
 def spool(*steps: int, rank: int = 0, ranks: int = 1) -> Place:
-    return Place({part(checkpoint(1, step), rank, ranks): facts(step) for step in steps})
+    return Place.of({part(checkpoint(1, step), rank, ranks): facts(step) for step in steps})
 
 
 @given(st.floats(0, 400 * DAY), st.floats(60, 400 * DAY), st.integers(0, 10**6))
 def test_every_copy_comes_due_after_it_was_verified_and_well_within_the_period(age, period, step):
     where = spool(step)
-    copy = Copy(SPOOL, next(iter(where.parts)))
+    copy = Copy(SPOOL, next(where.parts()))
     (turn,) = agenda(World(where, {}), {copy: NOW - age}, period, NOW)
     assert turn.verified == NOW - age < turn.at <= NOW - age + 0.91 * period
 
 
 def test_what_was_made_at_once_comes_due_all_over_the_period():
     where = spool(*range(1000))
-    remembered = {Copy(SPOOL, one): NOW for one in where.parts}
+    remembered = {Copy(SPOOL, one): NOW for one in where.parts()}
     tenths = Counter(
         int((turn.at - NOW) / (0.9 * PERIOD) * 10) for turn in agenda(World(where, {}), remembered, PERIOD, NOW)
     )
@@ -43,7 +42,7 @@ def test_what_was_made_at_once_comes_due_all_over_the_period():
 def test_whoever_works_off_the_agenda_keeps_every_gap_within_the_period(pauses, steps):
     """A daemon that is up now and then, never away for more than a day, reads what is due each time."""
     where = spool(*range(steps))
-    now, remembered = NOW, {Copy(SPOOL, one): NOW for one in where.parts}
+    now, remembered = NOW, {Copy(SPOOL, one): NOW for one in where.parts()}
     for pause in pauses:
         now += min(pause, 1.0) * DAY
         for turn in agenda(World(where, {}), remembered, PERIOD, now):
@@ -55,7 +54,7 @@ def test_whoever_works_off_the_agenda_keeps_every_gap_within_the_period(pauses, 
 
 def test_a_year_reads_every_copy_thirteen_times_and_no_day_stands_out():
     where = spool(*range(300))
-    remembered = {Copy(SPOOL, one): NOW for one in where.parts}
+    remembered = {Copy(SPOOL, one): NOW for one in where.parts()}
     read, days = Counter(), Counter()
     for day in range(365):
         for turn in agenda(World(where, {}), remembered, PERIOD, NOW + day * DAY):
@@ -69,7 +68,7 @@ def test_a_year_reads_every_copy_thirteen_times_and_no_day_stands_out():
 
 def test_what_is_not_remembered_was_verified_when_it_was_made_and_a_time_to_come_says_nothing():
     where = spool(0)
-    copy = Copy(SPOOL, next(iter(where.parts)))
+    copy = Copy(SPOOL, next(where.parts()))
     world = World(where, {})
     assert agenda(world, {}, PERIOD, MADE + DAY)[0].verified == MADE
     assert agenda(world, {copy: MADE + 2 * DAY}, PERIOD, MADE + DAY)[0].verified == MADE
@@ -91,7 +90,7 @@ def test_the_most_overdue_comes_first_and_a_place_can_be_asked_for_alone():
 
 def test_a_tier_that_does_not_answer_or_a_manifest_that_cannot_be_read_is_on_no_agenda():
     bad = part(checkpoint(1, 3))
-    world = World(replace(spool(1), parts={**spool(1).parts, bad: None}), {"a": None})
+    world = World(remade(spool(1), {**held(spool(1)), bad: None}), {"a": None})
     assert [turn.copy for turn in agenda(world, {}, PERIOD, NOW)] == [Copy(SPOOL, part(checkpoint(1, 1)))]
 
 
@@ -104,12 +103,12 @@ def test_ranks_share_the_work_on_a_tier_and_leave_none_over():
     """Four ranks of an old attempt, two of the new: two nodes between them read each part of the tier once."""
     old = {part(checkpoint(1, step), rank, 4): facts(step) for step in (1, 2) for rank in range(4)}
     new = {part(checkpoint(2, 3), rank, 2): facts(3) for rank in range(2)}
-    tier = Place({**old, **new})
-    nodes = [Place({one: found for one, found in new.items() if one.rank == rank}) for rank in range(2)]
+    tier = Place.of({**old, **new})
+    nodes = [Place.of({one: found for one, found in new.items() if one.rank == rank}) for rank in range(2)]
     read = [
         Counter(turn.copy.part for turn in agenda(World(node, {"a": tier}), {}, PERIOD, NOW, "a")) for node in nodes
     ]
-    assert read[0] + read[1] == Counter(list(tier.parts))
+    assert read[0] + read[1] == Counter(list(tier.parts()))
     assert {one.rank for one in read[1]} == {1} and {one.rank for one in read[0]} == {0, 2, 3}
 
 
@@ -128,7 +127,7 @@ def test_what_outlives_every_copy_that_names_it_is_read_within_the_period_and_no
         now = NOW + number * interval * DAY
         fresh = part(checkpoint(1, first + number))
         steps = [*steps, fresh][-keep:]
-        place = Place({one: facts(0, borrowed=[frozen]) for one in steps})
+        place = Place.of({one: facts(0, borrowed=[frozen]) for one in steps})
         world = World(place, {"a": place})
         remembered[Copy("a", fresh)] = now  # as it was flushed
         while turns := [turn for turn in agenda(world, remembered, PERIOD, now, "a") if turn.at <= now]:

@@ -44,22 +44,34 @@ def config(*tiers: RetentionPolicy, spool: RetentionPolicy | None = None, low: f
     return Config(spool="/spool", tier=named, retention=spool or RetentionPolicy(), min_free_percent=low)
 
 
+def held(place: Place) -> dict[PartId, Facts | None]:
+    """Every part of a place; None where it cannot be used."""
+    return {p: place.facts(p) for p in place.parts()}
+
+
+def remade(place: Place, parts=None, defects=None, **more) -> Place:
+    """`place` with other parts or defects, each of them read, or with another of its fields."""
+    parts = held(place) if parts is None else parts
+    defects = {p: d for p, d in place.defects() if p in parts} if defects is None else defects
+    return replace(place, checkpoints=Place.of(parts, defects).checkpoints, **more)
+
+
 def solo(place: Place, *checkpoints: CheckpointId, **more) -> Place:
     """`place` with these checkpoints of one rank added, one minute apart by step."""
-    return replace(place, parts={**place.parts, **{part(c): facts(c.step, **more) for c in checkpoints}})
+    return remade(place, {**held(place), **{part(c): facts(c.step, **more) for c in checkpoints}})
 
 
 def whole(place: Place, owner: CheckpointId) -> bool:
     """Whether a place has every rank's readable part of a checkpoint: completeness, said independently of plan.py."""
-    found = [p for p in place.parts if p.checkpoint == owner]
+    found = [p for p in place.parts() if p.checkpoint == owner]
     return any({p.rank for p in found if p.world == w} == set(range(w)) for w in {p.world for p in found}) and all(
-        place.parts[p] for p in found
+        place.facts(p) for p in found
     )
 
 
 def newer_whole(place: Place, owner: CheckpointId) -> int:
     """How many newer, complete, verified checkpoints of the same run a tier holds."""
-    others = {p.checkpoint for p in place.parts if p.checkpoint.run == owner.run and p.checkpoint > owner}
+    others = {p.checkpoint for p in place.parts() if p.checkpoint.run == owner.run and p.checkpoint > owner}
     return sum(whole(place, other) for other in others)
 
 
@@ -107,7 +119,7 @@ def places(history: dict[PartId, Facts], *, flawed: bool = True) -> st.SearchStr
         if flawed and chosen and draw(st.sampled_from([True, False, False])):
             corrupt = draw(st.sets(st.sampled_from(sorted(chosen)), min_size=1, max_size=2))
         aside = draw(st.sets(st.sampled_from(sorted(history)), max_size=1)) - chosen if flawed else set()
-        return Place(
+        return Place.of(
             {p: None if p in corrupt else history[p] for p in chosen},
             {p: ManifestError("its bytes differ from its own digest") for p in corrupt},
             draw(few),
@@ -143,12 +155,11 @@ def cases(draw, *, flawed: bool = True, dark: bool = True, tiers: int = 2) -> tu
 
 def without(place: Place, owner: CheckpointId) -> Place:
     """A tier after a prune: nothing of the checkpoint is left but what survivors borrow."""
-    parts = {p: f for p, f in place.parts.items() if p.checkpoint != owner}
+    parts = {p: f for p, f in held(place).items() if p.checkpoint != owner}
     lent = {c for f in parts.values() if f for c in f.borrowed}
-    return replace(
+    return remade(
         place,
         parts=parts,
-        defects={p: d for p, d in place.defects.items() if p.checkpoint != owner},
         quarantined={p: f for p, f in place.quarantined.items() if p.checkpoint != owner},
         owners=place.owners - ({owner} - lent),
     )
@@ -179,33 +190,32 @@ class Cluster:
             case Flush(p, name):
                 self.flushed[action] += 1
                 tier = self.tiers[name]
-                self.tiers[name] = replace(
+                self.tiers[name] = remade(
                     tier,
-                    parts={**tier.parts, p: self.spools[node].parts[p]},
-                    defects={q: d for q, d in tier.defects.items() if q != p},
+                    parts={**held(tier), p: self.spools[node].facts(p)},
+                    defects={q: d for q, d in tier.defects() if q != p},
                     quarantined={q: f for q, f in tier.quarantined.items() if q != p},
                     owners=tier.owners | {p.checkpoint},
                 )
             case Prune(owner, name) if name == SPOOL:
                 spool = self.spools[node]
-                self.spools[node] = replace(
-                    spool, parts={p: f for p, f in spool.parts.items() if p.checkpoint != owner}
-                )
+                left = {p: f for p, f in held(spool).items() if p.checkpoint != owner}
+                self.spools[node] = remade(spool, left)
             case Prune(owner, name):
                 tier = self.tiers[name]
-                survivors = [p for p in tier.parts if p.checkpoint.run == owner.run and p.checkpoint != owner]
-                assert all(tier.parts[p] for p in survivors), "what an unreadable survivor borrows cannot be known"
+                survivors = [p for p in tier.parts() if p.checkpoint.run == owner.run and p.checkpoint != owner]
+                assert all(tier.facts(p) for p in survivors), "what an unreadable survivor borrows cannot be known"
                 self.tiers[name] = without(tier, owner)
             case Mend(p, name):
                 place = self.spools[node] if name == SPOOL else self.tiers[name]
-                good = next((t.parts[p] for t in self.tiers.values() if t and t.parts.get(p)), None)
-                defects = {q: d for q, d in place.defects.items() if q != p}
+                good = next((t.facts(p) for t in self.tiers.values() if t and t.facts(p)), None)
+                defects = {q: d for q, d in place.defects() if q != p}
                 if name == SPOOL and good:
-                    self.spools[node] = replace(place, parts={**place.parts, p: good}, defects=defects)
+                    self.spools[node] = remade(place, {**held(place), p: good}, defects)
                     return
-                fresh = replace(
+                fresh = remade(
                     place,
-                    parts={q: f for q, f in place.parts.items() if q != p},
+                    parts={q: f for q, f in held(place).items() if q != p},
                     defects=defects,
                     quarantined={**place.quarantined, p: None},
                 )

@@ -114,8 +114,8 @@ def test_a_look_that_began_earlier_never_hides_a_later_one(spool):
         eye = reconciler.tiers._eyes["tier"]
         real, gate = eye.look, asyncio.Event()
 
-        async def slow(runs):
-            place = await real(runs)
+        async def slow(*asked, **more):
+            place = await real(*asked, **more)
             await gate.wait()
             return place
 

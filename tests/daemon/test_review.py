@@ -65,11 +65,11 @@ def test_little_room_takes_no_pinned_copy(spool):
     for step in (1, 2):
         commit(spool, part(step))
     held = {part(step): Facts.of(spool.manifest(part(step))) for step in (1, 2)}
-    tier = Place(held)
+    tier = Place.of(held)
     tight = config(spool, "tier", keep=5, min_free_percent=50.0)
-    going = [a for a in plan(World(Place(held), {"tier": tier}, free=0.1), tight, {}, 0.0) if isinstance(a, Prune)]
+    going = [a for a in plan(World(Place.of(held), {"tier": tier}, free=0.1), tight, {}, 0.0) if isinstance(a, Prune)]
     assert [(a.checkpoint.step, a.tier) for a in going] == [(1, SPOOL)]
-    pinned = Place(held, pins=frozenset({part(1).checkpoint}))
+    pinned = Place.of(held, pins=frozenset({part(1).checkpoint}))
     assert not plan(World(pinned, {"tier": tier}, free=0.1), tight, {}, 0.0)
 
 
@@ -123,7 +123,7 @@ def test_looks_forget_what_is_gone(spool):
             commit(spool, part(step))
         async with running(reconciler(spool, {"tier": store}, keep=2)) as daemon:
             await settle(daemon)
-        assert len(daemon.tiers._eyes["tier"]._cache) == 2
+        assert len(daemon.tiers._eyes["tier"].manifests._read) == 2
 
     asyncio.run(work())
 
@@ -150,12 +150,12 @@ def test_where_a_newer_tierd_writes_nothing_is_judged_to_go(spool):
         commit(spool, part(step))
     parts = {part(step): Facts.of(spool.manifest(part(step))) for step in (1, 2, 3)}
     policy = RetentionPolicy(keep_last=1)
-    assert [verdict.keep for verdict in judge_tier(World(Place(), {}), Place(parts), policy, "run")] == [
+    assert [verdict.keep for verdict in judge_tier(World(Place(), {}), Place.of(parts), policy, "run")] == [
         True,
         False,
         False,
     ]
-    odd = Place({**parts, part(4): None}, defects={part(4): FormatTooNew("version 2")})
+    odd = Place.of({**parts, part(4): None}, defects={part(4): FormatTooNew("version 2")})
     assert all(verdict.keep for verdict in judge_tier(World(Place(), {}), odd, policy, "run"))
 
 
@@ -164,7 +164,7 @@ def test_what_lacks_a_part_while_a_tier_is_silent_is_not_passed_over(spool, monk
     for rank in (0, 1):
         commit(spool, part(2, rank=rank, world=2))
     commit(spool, part(3, world=2))
-    seen = Place({which: Facts.of(spool.manifest(which)) for which in spool.parts()})
+    seen = Place.of({which: Facts.of(spool.manifest(which)) for which in spool.parts()})
 
     def restored(world: World):
         restorer = Restorer(spool, "run", Ranks(0, 2), tiers=False)

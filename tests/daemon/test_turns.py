@@ -109,7 +109,7 @@ class Daemon:
                 tier = await self.eye.look({RUN})
                 seen = sorted({*tier.checkpoints, *tier.owners})
                 if seen and self.rng.random() < 0.3:  # whatever a plan may say, on whatever it saw
-                    await prune(self.node, self.rng.choice(seen), self.who, self.eye.known)
+                    await prune(self.node, self.rng.choice(seen), self.who, self.eye.manifests)
                 for action in self._actions(tier)[:1]:
                     await self._do(action, tier)
             except TierdError:
@@ -127,7 +127,7 @@ class Daemon:
             manifest = decode(bytes(await self.node.get(whose.manifest_key))) if whose else None
             await flush(self.spool, action.part, Way(self.node, who=self.who), lender=manifest)
         else:
-            await prune(self.node, action.checkpoint, self.who, self.eye.known)
+            await prune(self.node, action.checkpoint, self.who, self.eye.manifests)
 
 
 def frozen(step: int, rank: int, rng: random.Random) -> dict[str, bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
@@ -116,3 +117,42 @@ def damage(path: Path, harm: str) -> None:
         case "fifo":
             path.unlink()
             os.mkfifo(path)
+
+
+class Counting(MemoryStore):
+    """Counts requests as S3 would: a listing's pages, and deletions by the batch. `first` and `page`: keys a page."""
+
+    def __init__(self, first: int = 16, page: int = 1000) -> None:
+        super().__init__()
+        self.first, self.page = first, page
+        self.count: Counter[str] = Counter()
+
+    def pages(self, keys: int) -> int:
+        """The requests of a listing that shows so many keys."""
+        return 1 + max(0, -(-(keys - self.first) // self.page))
+
+    async def put(self, key: str, data: Buffer) -> str:
+        self.count["PUT"] += 1
+        return await super().put(key, data)
+
+    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
+        self.count["GET"] += 1
+        return await super().get(key, into)
+
+    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        shown = 0
+        self.count["LIST"] += 1
+        async for info in super().scan(prefix, after):
+            shown += 1
+            if self.pages(shown) > self.pages(shown - 1):
+                self.count["LIST"] += 1
+            yield info
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        self.count["DELETE"] += -(-len(keys) // 1000)
+        await super().delete(keys)
+
+    def taken(self) -> dict[str, int]:
+        """What was counted since the last time."""
+        found, self.count = dict(self.count), Counter()
+        return found

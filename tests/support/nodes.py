@@ -299,7 +299,7 @@ class Node:
     def _may_prune(self) -> None:
         world = self.daemon.world()
         mine = {which.checkpoint.attempt for which in self.spool.parts() if which.rank == 0}
-        seen = {which.checkpoint.attempt for which in (*self.spool.parts(), *world.tiers[TIER].parts)}
+        seen = {which.checkpoint.attempt for which in (*self.spool.parts(), *world.tiers[TIER].parts())}
         assert max(seen) in mine, f"{self.name} is no janitor of {max(seen)}"
 
 

@@ -41,6 +41,7 @@ from tierd.core.world import runs
 from tierd.daemon.download import Progress
 from tierd.daemon.export import Exported, export
 from tierd.daemon.journal import Event
+from tierd.daemon.manifests import Manifests
 from tierd.daemon.observe import look_around
 from tierd.daemon.prune import prune as prune_tier
 from tierd.daemon.service import open_tiers, serve
@@ -189,11 +190,12 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
         for name, place in world.tiers.items():
             if place is None:
                 raise StoreUnavailable(f"{name} did not answer; nothing more was pruned")
+            known = Manifests(stores[name])
             for one in (one for one in runs(world) if run in (None, one)):
                 for verdict in judge_tier(world, place, where.config.named(name).retention, one):
                     going = not verdict.keep and not dry_run
                     if going:
-                        going = await prune_tier(stores[name], verdict.id)
+                        going = await prune_tier(stores[name], verdict.id, known=known)
                     found = verdict.id
                     judged.append(
                         Judged(name, found.run, found.step, found.attempt, verdict.keep, verdict.reasons, going)

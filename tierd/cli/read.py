@@ -193,10 +193,9 @@ def choose(world: World, run: str, step: int, attempt: str | None) -> Checkpoint
     if resume.candidates:
         return resume.candidates[0].checkpoint
     named = {
-        part.checkpoint
-        for place in (world.spool, *world.tiers.values())
-        if place
-        for part in (*place.parts, *place.quarantined)
+        checkpoint
+        for place in world.places.values()
+        for checkpoint in (*place.checkpoints, *(part.checkpoint for part in place.quarantined))
     }
     matching = [c for c in named if (c.run, c.step) == (run, step) and attempt in (None, c.attempt)]
     if not matching and resume.unreached:
@@ -235,12 +234,14 @@ async def _manifests(where: Places, world: World, checkpoint: CheckpointId) -> l
     async with AsyncExitStack() as stack:
         for name, store in (await _stores(where, stack)).items():
             place = world.tiers[name]
-            for part in place.checkpoints.get(checkpoint, []) if place else []:
+            seen = place.checkpoints.get(checkpoint) if place else None
+            for part in seen.parts() if seen else ():
                 try:
                     found.setdefault(part, decode(bytes(await store.get(part.manifest_key)), part))
                 except TierdError:
                     continue
-    for part in world.spool.checkpoints.get(checkpoint, []):
+    seen = world.spool.checkpoints.get(checkpoint)
+    for part in seen.parts() if seen else ():
         assert where.spool is not None
         try:
             found.setdefault(part, where.spool.manifest(part))
@@ -254,12 +255,13 @@ async def _verify(where: Places, run: str | None, step: int | None) -> tuple[lis
     async with AsyncExitStack() as stack:
         stores = await _stores(where, stack)
         world = await look_around(where.spool, stores, run)
-        held = {SPOOL: world.spool, **{name: place for name, place in world.tiers.items() if place}}
         work = [
             (name, part, facts.stored_size or facts.size if facts else 0)
-            for name, place in held.items()
-            for part, facts in sorted(place.parts.items(), reverse=True)
-            if run in (None, part.checkpoint.run) and step in (None, part.checkpoint.step)
+            for name, place in world.places.items()
+            for checkpoint, seen in sorted(place.checkpoints.items(), reverse=True)
+            if run in (None, checkpoint.run) and step in (None, checkpoint.step)
+            for part in sorted(seen.parts(), reverse=True)
+            for facts in [seen.facts.get(part)]
         ]
         with progress("verifying") as bar:
             task = bar.add_task("", total=sum(todo for *_, todo in work))

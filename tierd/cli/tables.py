@@ -59,6 +59,7 @@ def checkpoints(report: Report) -> Table:
 def _row(checkpoint: Checkpoint, copy: Copy) -> list[str]:
     marks = ("→" if checkpoint.resumes else "") + ("*" if checkpoint.pinned else "")
     verdict = "; ".join(copy.reasons) if copy.keep else f"to be pruned: {'; '.join(copy.reasons)}"
+    more = "≥ " if copy.read < len(copy.ranks) - len(copy.defects) else ""  # not every rank's manifest was read
     return [
         checkpoint.run,
         f"{checkpoint.step}{marks}",
@@ -66,8 +67,8 @@ def _row(checkpoint: Checkpoint, copy: Copy) -> list[str]:
         copy.place,
         copy.state,
         f"{len(copy.ranks)}/{checkpoint.world_size}",
-        size(copy.size),
-        size(copy.stored_size) if copy.stored_size else "",
+        more + size(copy.size),
+        more + size(copy.stored_size) if copy.stored_size else "",
         (checkpoint.created or "")[:19].replace("T", " "),
         verdict,
     ]

@@ -100,7 +100,7 @@ class Source:
                 except TierdError:
                     parts[part] = None
         aside = {part: Facts.of(found) if found else None for part, found in self._spool.quarantined().items()}
-        return Place(parts, quarantined=aside)
+        return Place.of(parts, quarantined=aside)
 
     def flush(self, checkpoint: CheckpointId) -> None:
         """See that what the spool holds of `checkpoint` gets to a tier, where other nodes find it. Best effort: whoever

@@ -139,11 +139,17 @@ class PartId:
     @staticmethod
     def parse(run: str, checkpoint: str, name: str) -> PartId | None:
         """The part that ``<checkpoint>/<name>`` means inside `run`, or None when it means none."""
-        owner, match = CheckpointId.parse(run, checkpoint), _PART.fullmatch(name)
-        if owner is None or match is None:
+        owner, pair = CheckpointId.parse(run, checkpoint), PartId.parse_name(f"{name}.json")
+        return PartId(owner, *pair) if owner and pair else None
+
+    @staticmethod
+    def parse_name(name: str) -> tuple[int, int] | None:
+        """The rank and the world size of a manifest that is called `name` on a tier, or None."""
+        match = _PART.fullmatch(name.removesuffix(".json")) if name.endswith(".json") else None
+        if match is None:
             return None
         rank, world = int(match[1]), int(match[2])
-        return PartId(owner, rank, world) if rank < world else None
+        return (rank, world) if rank < world else None
 
     @staticmethod
     def parse_key(key: str) -> PartId | None:

@@ -1,19 +1,22 @@
 """The plan: from what was observed to what should be done next. The daemon's only source of decisions.
 
 Law: only `plan` may decide to delete, and only from complete, verified facts: a tier that did not answer is `None` in
-the `World` and proves nothing. Called again on an unchanged world, it gives the same answer.
+the `World` and proves nothing. A manifest that nobody has read counts by its name: it was put after every byte was
+verified. Whoever carries a deletion out reads first what it rests on (`daemon/prune.py`, `daemon/tiers.py`) and, where
+that cannot be used, deletes nothing and makes it known. Called again on an unchanged world, it gives the same answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from tierd.core.config import Config
 from tierd.core.errors import FormatTooNew, ManifestError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.retention import CheckpointInfo, RetentionPolicy, Verdict, decide
-from tierd.core.world import SPOOL, Facts, Place, World, by_checkpoint, is_complete, runs
+from tierd.core.retention import CheckpointInfo, Ranking, RetentionPolicy, Verdict, decide
+from tierd.core.world import SPOOL, Place, Seen, World, is_complete, runs, union
 
 Backoff = Mapping[str, float]  # tier -> monotonic time before which it is left alone, seconds
 
@@ -63,19 +66,13 @@ def plan(world: World, config: Config, backoff: Backoff, now: float) -> tuple[Ac
         backoff: tiers to leave alone for now.
         now: monotonic time, seconds; compared with `backoff` only.
     """
-    awake = {name: place for name, place in world.tiers.items() if place and backoff.get(name, now) <= now}
-    flushes = [
-        flush
-        for run in runs(world)
-        for name, place in awake.items()
-        for flush in _flushes(world, place, config.named(name).retention, run, name)
-    ]
-    flushes.sort(key=lambda flush: (flush.part.checkpoint.attempt, flush.part.checkpoint.step), reverse=True)
+    awake = _awake(world, backoff, now)
+    sent = flushes(world, config, backoff, now)
     mends = [Mend(part) for part in _corrupt(world.spool)]
-    anew = {(flush.part, flush.tier) for flush in flushes}
+    anew = {(flush.part, flush.tier) for flush in sent}
     for name, place in awake.items():  # what is flushed anew needs no mending
         mends += [Mend(part, name) for part in _corrupt(place) if (part, name) not in anew and part not in world.busy]
-    actions: list[Action] = [*flushes, *mends]
+    actions: list[Action] = [*sent, *mends]
     for run in runs(world):
         for name, place in awake.items():
             actions += _tier_prunes(world, place, config.named(name).retention, run, name)
@@ -85,38 +82,64 @@ def plan(world: World, config: Config, backoff: Backoff, now: float) -> tuple[Ac
     return tuple(actions)
 
 
+def flushes(world: World, config: Config, backoff: Backoff, now: float) -> tuple[Flush, ...]:
+    """The flushes of `plan` alone, newest first."""
+    found = [
+        flush
+        for run in runs(world)
+        for name, place in _awake(world, backoff, now).items()
+        for flush in _flushes(world, place, config.named(name).retention, run, name)
+    ]
+    found.sort(key=lambda flush: (flush.part.checkpoint.attempt, flush.part.checkpoint.step), reverse=True)
+    return tuple(found)
+
+
+def _awake(world: World, backoff: Backoff, now: float) -> dict[str, Place]:
+    return {name: place for name, place in world.tiers.items() if place and backoff.get(name, now) <= now}
+
+
 def _corrupt(place: Place) -> list[PartId]:
-    return [part for part, defect in place.defects.items() if isinstance(defect, ManifestError)]
+    return [part for part, defect in place.defects() if isinstance(defect, ManifestError)]
 
 
 def _flushes(world: World, tier: Place, policy: RetentionPolicy, run: str, name: str) -> Iterator[Flush]:
+    waiting = pending(world.spool, tier, run)
+    if not waiting:
+        return
     wanted = {verdict.id for verdict in judge_tier(world, tier, policy, run, pending=True) if verdict.keep}
     # Ranks that never come must not keep what is whole already from the tier.
-    sure = judge_tier(world, tier, policy, run, pending=True, hoping=False)
-    parts = by_checkpoint({*world.spool.parts, *tier.parts})
-    wanted |= {verdict.id for verdict in sure if verdict.keep and is_complete(parts.get(verdict.id, ()))}
-    for part in pending(world.spool, tier, run):
+    for verdict in judge_tier(world, tier, policy, run, pending=True, hoping=False):
+        both = [place.checkpoints[verdict.id] for place in (world.spool, tier) if verdict.id in place.checkpoints]
+        if verdict.keep and is_complete(union(*(seen.ranks for seen in both))):
+            wanted.add(verdict.id)
+    for part in waiting:
         if part.checkpoint in wanted:
             yield Flush(part, name)
 
 
 def pending(spool: Place, tier: Place, run: str) -> list[PartId]:
-    """The readable parts of `run` in the spool that the tier has no readable manifest of."""
+    """The readable parts of `run` in the spool that the tier has no usable manifest of."""
     return [
-        part for part, facts in spool.parts.items() if part.checkpoint.run == run and facts and not tier.parts.get(part)
+        part
+        for seen in spool.copies(run)
+        for there in [tier.checkpoints.get(seen.id)]
+        for part in seen.facts
+        if there is None or not there.has(part)
     ]
 
 
 def lender(tier: Place, part: PartId) -> PartId | None:
     """Whose chunks a flush of `part` may name where they are equal: the same rank's part of the newest checkpoint that
     is complete on the tier. Nobody's while a part of that rank is set aside there: what is proven bad may be shared."""
-    if any((one.checkpoint.run, one.rank) == (part.checkpoint.run, part.rank) for one in tier.quarantined):
+    own = part.checkpoint
+    if any((one.checkpoint.run, one.rank) == (own.run, part.rank) for one in tier.quarantined):
         return None
-    for checkpoint, found in sorted(tier.checkpoints.items(), reverse=True):
-        readable = [one for one in found if tier.parts[one]]
-        if checkpoint.run == part.checkpoint.run and checkpoint != part.checkpoint and is_complete(readable):
-            return next((one for one in readable if one.rank == part.rank), None)
-    return None
+    whole = [seen for seen in tier.copies(own.run) if seen.id != own and seen.usable]
+    newest = max(whole, key=lambda seen: seen.id, default=None)
+    if newest is None:
+        return None
+    found = (PartId(newest.id, part.rank, world) for world in sorted(newest.ranks))
+    return next((one for one in found if tier.has(one)), None)
 
 
 def judge_tier(
@@ -124,31 +147,11 @@ def judge_tier(
 ) -> tuple[Verdict, ...]:
     """Retention's verdicts over what a tier holds of `run`; with `pending`, as if the spool's parts were there too, and
     when `hoping`, also the other ranks' parts that other spools may hold."""
-    parts: dict[PartId, Facts | None] = {
-        part: facts for part, facts in tier.parts.items() if part.checkpoint.run == run
-    }
-    lent = {owner for facts in parts.values() if facts for owner in facts.borrowed}
-    aside = {part.checkpoint for part in tier.quarantined}
-    extra = aside | (tier.owners - lent)
-    if pending:
-        local = {part: facts for part, facts in world.spool.parts.items() if part.checkpoint.run == run and facts}
-        parts = {**local, **{part: facts or local.get(part) for part, facts in parts.items()}}
-    coming = {part.checkpoint for part in world.spool.parts} if pending and hoping else set()
-    pins = tier.pins | world.spool.pins | world.held
-    infos = [
-        _info(checkpoint, found, parts, pins, complete=checkpoint in coming or is_complete(found))
-        for checkpoint, found in by_checkpoint(parts).items()
-    ]
-    known = {info.id for info in infos}
-    infos += [
-        CheckpointInfo(checkpoint, complete=False, verified=True, pinned=checkpoint in pins, aside=checkpoint in aside)
-        for checkpoint in extra - known
-        if checkpoint.run == run
-    ]
+    infos = _infos(world, tier, run, world.spool if pending else Place(), hoping=hoping)
     if pending:
         return decide(infos, policy)
     verdicts = _patient(infos, policy)
-    if any(isinstance(defect, FormatTooNew) and part.checkpoint.run == run for part, defect in tier.defects.items()):
+    if any(isinstance(defect, FormatTooNew) and part.checkpoint.run == run for part, defect in tier.defects()):
         # Which chunks a newer tierd's manifest names cannot be known, nor what it would keep.
         return tuple(
             verdict if verdict.keep else Verdict(verdict.id, True, ("a newer tierd writes here",))
@@ -157,14 +160,57 @@ def judge_tier(
     return verdicts
 
 
+def _infos(world: World, tier: Place, run: str, spool: Place, *, hoping: bool = False) -> list[CheckpointInfo]:
+    """What retention is told of a tier, as if it held what is readable in `spool` as well."""
+    lent = {owner for seen in tier.copies(run) for facts in seen.facts.values() for owner in facts.borrowed}
+    aside = {part.checkpoint for part in tier.quarantined}
+    extra = aside | (tier.owners - lent - tier.lent)
+    pins = tier.pins | world.spool.pins | world.held
+    own = {seen.id: seen for seen in tier.copies(run)}
+    local = {seen.id: _readable(seen) for seen in spool.copies(run)}
+    infos = [
+        _info(both, pins, complete=is_complete(both.ranks) or (hoping and both.id in local))
+        for checkpoint in {**own, **{one: seen for one, seen in local.items() if seen.ranks}}
+        for both in [_added(own.get(checkpoint), local.get(checkpoint))]
+    ]
+    known = {info.id for info in infos}
+    infos += [
+        CheckpointInfo(checkpoint, complete=False, verified=True, pinned=checkpoint in pins, aside=checkpoint in aside)
+        for checkpoint in extra - known
+        if checkpoint.run == run
+    ]
+    return infos
+
+
+def _readable(seen: Seen) -> Seen:
+    """A spool's copy without the parts that cannot be sent."""
+    if not seen.defects:
+        return seen
+    bad = {(part.rank, part.world) for part in seen.defects}
+    ranks = {world: frozenset(rank for rank in some if (rank, world) not in bad) for world, some in seen.ranks.items()}
+    return Seen(seen.id, {world: some for world, some in ranks.items() if some}, seen.facts)
+
+
+def _added(own: Seen | None, local: Seen | None) -> Seen:
+    """A tier's copy as it would be with the spool's parts: they are sent where they lack, or cannot be used there."""
+    if own is None or local is None:
+        found = own or local
+        assert found is not None
+        return found
+    bad = {part: why for part, why in own.defects.items() if part not in local.facts}
+    return Seen(own.id, union(own.ranks, local.ranks), {**local.facts, **own.facts}, bad)
+
+
 def _patient(infos: list[CheckpointInfo], policy: RetentionPolicy) -> tuple[Verdict, ...]:
     """Retention's verdicts, but an incomplete checkpoint stays where it would stay if it were whole: another node may
     still hold the rest of it, and would send what is deleted here again and again."""
     halves = {info.id: replace(info, complete=True) for info in infos if not info.complete and info.created}
     reasons: dict[CheckpointId, tuple[str, ...]] = {}
-    for group in (*({half} for half in halves), set(halves)):
-        verdicts = decide([halves[info.id] if info.id in group else info for info in infos], policy)
-        reasons |= {verdict.id: verdict.reasons for verdict in verdicts if verdict.keep and verdict.id in group}
+    for whole in ([], list(halves.values())):  # each alone, and all of them
+        others = [info for info in infos if info.id not in halves]
+        ranking = Ranking([*others, *whole], policy)
+        verdicts = [ranking.verdict(half) for half in halves.values()]
+        reasons |= {verdict.id: verdict.reasons for verdict in verdicts if verdict.keep}
     return tuple(
         verdict
         if verdict.keep or verdict.id not in reasons
@@ -173,22 +219,14 @@ def _patient(infos: list[CheckpointInfo], policy: RetentionPolicy) -> tuple[Verd
     )
 
 
-def _info(
-    checkpoint: CheckpointId,
-    found: list[PartId],
-    parts: Mapping[PartId, Facts | None],
-    pins: frozenset[CheckpointId],
-    *,
-    complete: bool,
-    verified: bool = True,
-) -> CheckpointInfo:
+def _info(seen: Seen, pins: frozenset[CheckpointId], *, complete: bool, verified: bool = True) -> CheckpointInfo:
     # The lowest rank speaks for the checkpoint; a part whose manifest cannot be used makes it incomplete.
-    facts = parts[min(found)]
+    facts = seen.spoken
     return CheckpointInfo(
-        checkpoint,
-        complete=complete and all(parts[part] for part in found),
+        seen.id,
+        complete=complete and not seen.defects,
         verified=verified,
-        pinned=checkpoint in pins,
+        pinned=seen.id in pins,
         created=facts.created if facts else None,
         metrics=facts.metrics if facts else None,
         origin=facts.origin if facts else None,
@@ -198,20 +236,23 @@ def _info(
 def _tier_prunes(world: World, tier: Place, policy: RetentionPolicy, run: str, name: str) -> Iterator[Prune]:
     if not is_janitor(world, tier, run):
         return
+    going = [verdict for verdict in judge_tier(world, tier, policy, run) if not verdict.keep]
+    if not going:
+        return
     wanted = {verdict.id for verdict in judge_tier(world, tier, policy, run, pending=True) if verdict.keep}
     # What the spool would send again at once stays, even where the other ranks' parts never came.
-    coming = {part.checkpoint for part, facts in world.spool.parts.items() if facts} & wanted
+    coming = {seen.id for seen in world.spool.copies(run) if seen.facts} & wanted
     coming |= {part.checkpoint for part in world.busy}
-    for verdict in reversed(judge_tier(world, tier, policy, run)):
-        if not verdict.keep and verdict.id not in coming:
+    for verdict in reversed(going):
+        if verdict.id not in coming:
             yield Prune(verdict.id, name, verdict.reasons)
 
 
 def is_janitor(world: World, tier: Place, run: str) -> bool:
     """Whether this daemon may prune `run` on a shared tier: its spool holds rank 0 of the newest attempt."""
-    mine = {part.checkpoint.attempt for part in world.spool.parts if part.checkpoint.run == run and part.rank == 0}
-    seen = {part.checkpoint.attempt for part in (*world.spool.parts, *tier.parts) if part.checkpoint.run == run}
-    return bool(seen) and max(seen) in mine
+    mine = {seen.id.attempt for seen in world.spool.copies(run) if any(0 in some for some in seen.ranks.values())}
+    known = {seen.id.attempt for place in (world.spool, tier) for seen in place.copies(run)}
+    return bool(known) and max(known) in mine
 
 
 def judge_spool(world: World, config: Config, run: str) -> tuple[Verdict, ...]:
@@ -219,19 +260,16 @@ def judge_spool(world: World, config: Config, run: str) -> tuple[Verdict, ...]:
     every tier would drop it at once because newer verified ones have retired it there."""
     retired = [_retired(world, place, config.named(name).retention, run) for name, place in world.tiers.items()]
     gone = frozenset.intersection(*retired) if retired else frozenset()
-    parts = {part: facts for part, facts in world.spool.parts.items() if part.checkpoint.run == run}
     pins = _pins(world) | world.held
     return decide(
         [
             _info(
-                checkpoint,
-                found,
-                parts,
+                seen,
                 pins,
-                complete=is_complete(found) or any(_complete_on(checkpoint, place) for place in world.tiers.values()),
-                verified=_on_a_tier(found, world) or checkpoint in gone,
+                complete=is_complete(seen.ranks) or any(_complete_on(seen.id, place) for place in world.tiers.values()),
+                verified=_on_a_tier(seen, world) or seen.id in gone,
             )
-            for checkpoint, found in by_checkpoint(parts).items()
+            for seen in world.spool.copies(run)
         ],
         config.retention,
     )
@@ -244,25 +282,30 @@ def _pins(world: World) -> frozenset[CheckpointId]:
 def _retired(world: World, tier: Place | None, policy: RetentionPolicy, run: str) -> frozenset[CheckpointId]:
     if tier is None:
         return frozenset()
+    waiting = {part.checkpoint for part in pending(world.spool, tier, run)}
+    if not waiting:
+        return frozenset()
     # As if only this one were added: others that are merely pending retire nothing.
+    ranking = Ranking(_infos(world, tier, run, Place()), policy)
+    pins = tier.pins | world.spool.pins | world.held
     gone = set()
-    for part in pending(world.spool, tier, run):
-        alone = World(Place({part: world.spool.parts[part]}, pins=world.spool.pins), {}, held=world.held)
-        verdicts = judge_tier(alone, tier, policy, run, pending=True)
-        gone |= {verdict.id for verdict in verdicts if verdict.id == part.checkpoint and not verdict.keep}
+    for checkpoint in waiting:
+        added = _added(tier.checkpoints.get(checkpoint), _readable(world.spool.checkpoints[checkpoint]))
+        if not ranking.verdict(_info(added, pins, complete=True)).keep:
+            gone.add(checkpoint)
     return frozenset(gone)
 
 
 def _complete_on(checkpoint: CheckpointId, tier: Place | None) -> bool:
-    return tier is not None and is_complete(
-        part for part, facts in tier.parts.items() if part.checkpoint == checkpoint and facts
-    )
+    seen = tier.checkpoints.get(checkpoint) if tier else None
+    return seen is not None and seen.usable
 
 
-def _on_a_tier(parts: Iterable[PartId], world: World) -> bool:
-    """Whether one tier holds a verified copy of all of `parts`: its manifest was put after every byte was verified."""
-    wanted = list(parts)
-    return any(place and all(place.parts.get(part) for part in wanted) for place in world.tiers.values())
+def _on_a_tier(seen: Seen, world: World) -> bool:
+    """Whether one tier holds a verified copy of all of the spool's parts: a tier's manifest is put after every byte was
+    verified, and those of the spool's own ranks were read."""
+    there = [place.checkpoints.get(seen.id) for place in world.tiers.values() if place]
+    return any(one and one.covers(seen) for one in there)
 
 
 def _spool_prunes(world: World, config: Config, run: str) -> Iterator[Prune]:
@@ -270,21 +313,25 @@ def _spool_prunes(world: World, config: Config, run: str) -> Iterator[Prune]:
     busy = {part.checkpoint for part in world.busy} | world.held
     pins = _pins(world)
     low = world.free * 100 < config.min_free_percent
-    counted = [verdict for verdict in verdicts if _on_a_tier(world.spool.checkpoints[verdict.id], world)]
+    counted = {v.id for v in verdicts if low and _on_a_tier(world.spool.checkpoints[v.id], world)}
+    newest = max(counted, default=None)
     for verdict in reversed(verdicts):
         if verdict.id in busy:
             continue
         if not verdict.keep:
             yield Prune(verdict.id, SPOOL, verdict.reasons)
-        elif low and verdict in counted[1:] and verdict.id not in pins:
+        elif verdict.id in counted and verdict.id != newest and verdict.id not in pins:
             yield Prune(verdict.id, SPOOL, (f"under {config.min_free_percent:g} % of the spool's disk is free",))
 
 
 def _aged_quarantine(world: World, config: Config, run: str) -> Iterator[Discard]:
     # Kept for a person to look at until as many newer verified checkpoints exist as the policy keeps.
-    verified = {c for c, parts in world.spool.checkpoints.items() if c.run == run and _on_a_tier(parts, world)}
+    aside = [part for part in world.spool.quarantined if part.checkpoint.run == run]
+    if not aside:
+        return
+    verified = sorted(seen.id for seen in world.spool.copies(run) if _on_a_tier(seen, world))
     low = world.free * 100 < config.min_free_percent
-    for part in world.spool.quarantined:
-        newer = sum(checkpoint > part.checkpoint for checkpoint in verified)
-        if part.checkpoint.run == run and (newer >= config.retention.keep_last or low):
+    for part in aside:
+        newer = len(verified) - bisect_right(verified, part.checkpoint)
+        if newer >= config.retention.keep_last or low:
             yield Discard(f"quarantine/{part.path}")

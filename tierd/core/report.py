@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.plan import judge_spool, judge_tier
 from tierd.core.resume import restore_candidates
 from tierd.core.retention import Verdict
-from tierd.core.world import SPOOL, Facts, Place, World, is_complete, runs
+from tierd.core.world import SPOOL, Facts, Place, Seen, World, is_complete, runs, union
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +19,14 @@ class Copy:
     """One place's copy of a checkpoint.
 
     `state` is one of: `verified` (a tier: every byte was read back), `committed` (the spool: durable, digests taken
-    from memory), `incomplete` (parts are missing), `corrupt` (a manifest cannot be used), `quarantined`. Sizes: bytes.
+    from memory), `incomplete` (parts are missing), `corrupt` (a manifest cannot be used), `quarantined`. Sizes: bytes,
+    of the `read` ranks whose manifests were read.
     """
 
     place: str
     state: str
     ranks: tuple[int, ...]
+    read: int
     size: int
     stored_size: int
     keep: bool
@@ -65,19 +68,26 @@ def report(world: World, config: Config | None, run: str | None = None) -> Repor
 
 
 def _run(world: World, config: Config | None, run: str) -> list[Checkpoint]:
-    places = {SPOOL: world.spool, **{name: place for name, place in world.tiers.items() if place}}
+    places = world.places
     verdicts = {name: _verdicts(world, config, run, name, place) for name, place in places.items()}
     resume = restore_candidates(world, run)
     first = resume.candidates[0].checkpoint if resume.candidates else None
-    known = {
-        part.checkpoint
-        for place in places.values()
-        for part in (*place.parts, *place.quarantined)
-        if part.checkpoint.run == run
-    }
+    copies = world.copies(run)
+    aside: dict[CheckpointId, dict[str, list[PartId]]] = defaultdict(lambda: defaultdict(list))
+    for name, place in places.items():
+        for part in sorted(place.quarantined):
+            if part.checkpoint.run == run:
+                aside[part.checkpoint][name].append(part)
     return [
-        _checkpoint(checkpoint, places, verdicts, resumes=checkpoint == first)
-        for checkpoint in sorted(known, reverse=True)
+        _checkpoint(
+            checkpoint,
+            places,
+            copies.get(checkpoint, {}),
+            aside.get(checkpoint, {}),
+            {name: found[checkpoint] for name, found in verdicts.items() if checkpoint in found},
+            resumes=checkpoint == first,
+        )
+        for checkpoint in sorted({*copies, *aside}, reverse=True)
     ]
 
 
@@ -95,57 +105,59 @@ def _verdicts(world: World, config: Config | None, run: str, name: str, place: P
 def _checkpoint(
     checkpoint: CheckpointId,
     places: Mapping[str, Place],
-    verdicts: Mapping[str, Mapping[CheckpointId, Verdict]],
+    copies: Mapping[str, Seen],
+    aside: Mapping[str, list[PartId]],
+    verdicts: Mapping[str, Verdict],
     *,
     resumes: bool,
 ) -> Checkpoint:
-    parts = {part for place in places.values() for part in place.parts if part.checkpoint == checkpoint}
-    aside = {part for place in places.values() for part in place.quarantined if part.checkpoint == checkpoint}
-    facts = next(
-        (
-            found
-            for place in places.values()
-            for part in sorted({*place.parts, *place.quarantined})
-            if part.checkpoint == checkpoint and (found := place.parts.get(part) or place.quarantined.get(part))
-        ),
-        None,
-    )
-    copies = [_copy(checkpoint, name, place, verdicts[name].get(checkpoint)) for name, place in places.items()]
+    ranks = union(*(seen.ranks for seen in copies.values()))
+    facts = next((found for name in places if (found := _facts(places[name], copies.get(name), aside.get(name)))), None)
     return Checkpoint(
         run=checkpoint.run,
         step=checkpoint.step,
         attempt=checkpoint.attempt,
-        world_size=max(part.world for part in parts | aside),
+        world_size=max([*ranks, *(part.world for parts in aside.values() for part in parts)]),
         created=facts.created.isoformat() if facts else None,
         metrics={name: value if value == value else None for name, value in facts.metrics.items()} if facts else {},
         resumed_from=facts.origin.name if facts and facts.origin else None,
-        complete=is_complete(parts),
+        complete=is_complete(ranks),
         pinned=any(checkpoint in place.pins for place in places.values()),
         resumes=resumes,
-        copies=tuple(copy for copy in copies if copy),
+        copies=tuple(
+            _copy(name, copies.get(name), aside.get(name, []), verdicts.get(name))
+            for name in places
+            if name in copies or name in aside
+        ),
     )
 
 
-def _copy(checkpoint: CheckpointId, name: str, place: Place, verdict: Verdict | None) -> Copy | None:
-    own = {part: facts for part, facts in place.parts.items() if part.checkpoint == checkpoint}
-    aside = [part for part in place.quarantined if part.checkpoint == checkpoint]
-    if not own and not aside:
-        return None
+def _facts(place: Place, seen: Seen | None, aside: list[PartId] | None) -> Facts | None:
+    """What the lowest rank of which anything was read says."""
+    known = {**{part: place.quarantined[part] for part in aside or ()}, **(seen.facts if seen else {})}
+    found = [(part.rank, part.world, part) for part, facts in known.items() if facts]
+    return known[min(found)[-1]] if found else None
+
+
+def _copy(name: str, seen: Seen | None, aside: list[PartId], verdict: Verdict | None) -> Copy:
+    ranks = sorted(rank for some in seen.ranks.values() for rank in some) if seen else [part.rank for part in aside]
+    facts = seen.facts.values() if seen else ()
     return Copy(
         place=name,
-        state=_state(name, own) if own else "quarantined",
-        ranks=tuple(sorted(part.rank for part in (own or aside))),
-        size=sum(facts.size for facts in own.values() if facts),
-        stored_size=sum(facts.stored_size for facts in own.values() if facts),
+        state=_state(name, seen) if seen else "quarantined",
+        ranks=tuple(ranks),
+        read=len(facts),
+        size=sum(found.size for found in facts),
+        stored_size=sum(found.stored_size for found in facts),
         keep=verdict.keep if verdict else True,
         reasons=verdict.reasons if verdict else (),
-        defects=tuple(str(place.defects[part]) for part in own if part in place.defects),
+        defects=tuple(str(seen.defects[part]) for part in sorted(seen.defects)) if seen else (),
     )
 
 
-def _state(name: str, parts: Mapping[PartId, Facts | None]) -> str:
-    if not all(parts.values()):
+def _state(name: str, seen: Seen) -> str:
+    if seen.defects:
         return "corrupt"
     if name == SPOOL:
         return "committed"
-    return "verified" if is_complete(parts) else "incomplete"
+    return "verified" if is_complete(seen.ranks) else "incomplete"

@@ -8,16 +8,20 @@ ages are differences between checkpoints.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from tierd.core.ids import CheckpointId
-from tierd.core.timeline import timeline
+from tierd.core.timeline import way
+
+T = TypeVar("T", bound=tuple[Any, ...])
+Order: TypeAlias = tuple[str, str, int]  # run, attempt, step
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd])")
@@ -86,66 +90,72 @@ class Verdict:
 
 def decide(checkpoints: Sequence[CheckpointInfo], policy: RetentionPolicy) -> tuple[Verdict, ...]:
     """Judge one run's checkpoints in one place. Newest first; deterministic."""
-    ordered = sorted(checkpoints, key=lambda info: info.id, reverse=True)
-    counted = [info for info in ordered if info.complete and info.verified]
-    reasons: dict[CheckpointId, list[str]] = {info.id: [] for info in ordered}
-    for info in ordered:
-        if info.pinned:
-            reasons[info.id].append("pinned")
+    ranking = Ranking(checkpoints, policy)
+    return tuple(ranking.verdict(info) for info in sorted(checkpoints, key=_order, reverse=True))
+
+
+class Ranking:
+    """Where each checkpoint of one run in one place stands by the rules: those that it is made of, and any one more."""
+
+    def __init__(self, checkpoints: Sequence[CheckpointInfo], policy: RetentionPolicy) -> None:
+        counted = sorted((info for info in checkpoints if info.complete and info.verified), key=_order)
+        self._policy = policy
+        self._newest = counted[-1] if counted else None
+        self._way = way(self._newest.id.attempt, {i.id.attempt: i.origin for i in counted}) if self._newest else {}
+        self._all = [_order(info) for info in counted]  # oldest first, as are these
+        self._path = [_order(info) for info in counted if self._is_on_path(info)]
+        self._ranked = sorted(rank for info in counted if (rank := self._rank(info)))
+
+    def verdict(self, info: CheckpointInfo) -> Verdict:
+        """The verdict over `info`: one of these, or as if it alone came to them."""
+        newer = _above(self._all, _order(info))
+        reasons = ["pinned"] if info.pinned else []
         if not info.verified:
-            reasons[info.id].append("not verified yet")
-    _keep_last(counted, policy.keep_last, reasons)
-    _keep_steps(counted, policy.keep_every_steps, reasons)
-    _keep_within(counted, policy.keep_within, reasons)
-    _keep_best(counted, policy.keep_best, reasons)
-    return tuple(_verdict(info, reasons[info.id], counted, policy) for info in ordered)
+            reasons.append("not verified yet")
+        if info.complete and info.verified:
+            reasons += self._reasons(info, newer)
+        if reasons:
+            return Verdict(info.id, True, tuple(reasons))
+        if info.complete:
+            return Verdict(info.id, False, (f"older than the last {self._policy.keep_last}, and no rule keeps it",))
+        if newer < self._policy.keep_last:
+            why = "quarantined: kept to be looked at" if info.aside else "incomplete: its other parts may still come"
+            return Verdict(info.id, True, (why,))
+        what = "quarantined" if info.aside else "incomplete"
+        return Verdict(info.id, False, (f"{what}, and {newer} newer complete ones are verified",))
 
-
-def _verdict(
-    info: CheckpointInfo, reasons: list[str], counted: Sequence[CheckpointInfo], policy: RetentionPolicy
-) -> Verdict:
-    if reasons:
-        return Verdict(info.id, True, tuple(reasons))
-    if info.complete:
-        return Verdict(info.id, False, (f"older than the last {policy.keep_last}, and no rule keeps it",))
-    newer = sum(other.id > info.id for other in counted)
-    if newer < policy.keep_last:
-        why = "quarantined: kept to be looked at" if info.aside else "incomplete: its other parts may still come"
-        return Verdict(info.id, True, (why,))
-    what = "quarantined" if info.aside else "incomplete"
-    return Verdict(info.id, False, (f"{what}, and {newer} newer complete ones are verified",))
-
-
-def _keep_last(counted: Sequence[CheckpointInfo], count: int, reasons: dict[CheckpointId, list[str]]) -> None:
-    ids = [info.id for info in counted]
-    path = timeline(ids, ids, {info.id.attempt: info.origin for info in counted}).path
-    for place, checkpoint in enumerate(path[:count], start=1):
-        reasons[checkpoint].append("newest" if place == 1 else f"last {place} of {count}")
-    for place, checkpoint in enumerate(ids[:count], start=1):
-        if checkpoint not in path:
-            reasons[checkpoint].append(f"last {place} of {count}, off the timeline")
-
-
-def _keep_steps(counted: Sequence[CheckpointInfo], every: int | None, reasons: dict[CheckpointId, list[str]]) -> None:
-    for info in counted:
+    def _reasons(self, info: CheckpointInfo, newer: int) -> Iterator[str]:
+        count, every, within = self._policy.keep_last, self._policy.keep_every_steps, self._policy.keep_within
+        on_path = newer == 0 or self._is_on_path(info)
+        place = 1 + (_above(self._path, _order(info)) if on_path else newer)
+        if place <= count:
+            yield "newest" if newer == 0 else f"last {place} of {count}" + ("" if on_path else ", off the timeline")
         if every and info.id.step % every == 0:
-            reasons[info.id].append(f"every {every} steps")
+            yield f"every {every} steps"
+        newest = (info if newer == 0 or self._newest is None else self._newest).created
+        if within and newest and info.created and (newest - info.created).total_seconds() <= seconds(within):
+            yield f"within {within} of the newest"
+        best, rank = self._policy.keep_best, self._rank(info)
+        if best and rank and (place := 1 + _above(self._ranked, rank)) <= best.count:
+            yield f"best {best.metric}" + (f" ({place} of {best.count})" if best.count > 1 else "")
+
+    def _is_on_path(self, info: CheckpointInfo) -> bool:
+        limit = self._way.get(info.id.attempt, -1)
+        return limit is None or info.id.step <= limit
+
+    def _rank(self, info: CheckpointInfo) -> tuple[float, Order] | None:
+        """What the best are found by, larger is better; None where there is no such metric, or it is NaN."""
+        best = self._policy.keep_best
+        value = (info.metrics or {}).get(best.metric) if best else None
+        if best is None or value is None or value != value:
+            return None
+        # Equal values: the newer wins, so that a plateau does not pin its oldest checkpoint.
+        return value if best.mode == "max" else -value, _order(info)
 
 
-def _keep_within(counted: Sequence[CheckpointInfo], within: str | None, reasons: dict[CheckpointId, list[str]]) -> None:
-    if within is None or not counted:
-        return
-    newest = counted[0].created
-    for info in counted:
-        if newest and info.created and (newest - info.created).total_seconds() <= seconds(within):
-            reasons[info.id].append(f"within {within} of the newest")
+def _order(info: CheckpointInfo) -> Order:
+    return info.id.run, info.id.attempt, info.id.step  # as the ids sort, and many times as fast
 
 
-def _keep_best(counted: Sequence[CheckpointInfo], best: Best | None, reasons: dict[CheckpointId, list[str]]) -> None:
-    if best is None:
-        return
-    ranked = [(info.metrics[best.metric], info.id) for info in counted if info.metrics and best.metric in info.metrics]
-    # Equal values: the newer wins, so that a plateau does not pin its oldest checkpoint.
-    ranked = [(value if best.mode == "max" else -value, checkpoint) for value, checkpoint in ranked if value == value]
-    for place, (_, checkpoint) in enumerate(sorted(ranked, reverse=True)[: best.count], start=1):
-        reasons[checkpoint].append(f"best {best.metric}" + (f" ({place} of {best.count})" if best.count > 1 else ""))
+def _above(ascending: list[T], one: T) -> int:
+    return len(ascending) - bisect_right(ascending, one)

@@ -52,10 +52,10 @@ def agenda(world: World, remembered: Remembered, period: float, now: float, plac
 def lenders(world: World, copy: Copy) -> list[Copy]:
     """The copies that are gone, and of which this one names chunks."""
     place = world.tiers.get(copy.place)
-    facts = place.parts.get(copy.part) if place else None
+    facts = place.facts(copy.part) if place else None
     owners = facts.borrowed if facts else ()
     found = [Copy(copy.place, replace(copy.part, checkpoint=owner)) for owner in sorted(owners)]
-    return [one for one in found if place and one.part not in place.parts]
+    return [one for one in found if place and not place.lists(one.part)]
 
 
 def overdue(turns: list[Turn], period: float, now: float) -> int:
@@ -63,28 +63,32 @@ def overdue(turns: list[Turn], period: float, now: float) -> int:
     return sum(turn.verified + period < now for turn in turns)
 
 
-def _duties(world: World, only: str | None) -> Iterator[tuple[Copy, Facts]]:
+def _duties(world: World, only: str | None) -> Iterator[tuple[Copy, Facts | None]]:
     """All of the spool. On a tier, all parts of the ranks that the spool has any part of; and, for a run's janitor, of
-    the ranks that its newest attempt does not have: no spool will hold those again."""
+    the ranks that its newest attempt does not have: no spool will hold those again. Where a part's manifest was not
+    read, the one that speaks for its checkpoint tells when it was made."""
+    mine = world.spool.ranks
     for name, place in {SPOOL: world.spool, **world.tiers}.items():
         if place is None or only not in (None, name):
             continue
-        mine = {(part.checkpoint.run, part.rank) for part in world.spool.parts}
         beyond = {run: _world_size(world, place, run) for run in runs(world) if is_janitor(world, place, run)}
-        for part, facts in place.parts.items():
-            run = part.checkpoint.run
-            if facts and ((run, part.rank) in mine or part.rank >= beyond.get(run, math.inf)):
-                yield Copy(name, part), facts
+        for seen in place.checkpoints.values():
+            own, end = mine.get(seen.id.run, frozenset()), beyond.get(seen.id.run, math.inf)
+            for size, ranks in seen.ranks.items():
+                wanted = ranks & own if size <= end else ranks & own | {rank for rank in ranks if rank >= end}
+                for part in (PartId(seen.id, rank, size) for rank in wanted):
+                    if part not in seen.defects:
+                        yield Copy(name, part), seen.facts.get(part) or seen.spoken
 
 
 def _world_size(world: World, tier: Place, run: str) -> int:
     """How many ranks the newest attempt has."""
-    parts = [part for part in (*world.spool.parts, *tier.parts) if part.checkpoint.run == run]
-    newest = max(part.checkpoint.attempt for part in parts)
-    return max(part.world for part in parts if part.checkpoint.attempt == newest)
+    copies = [seen for place in (world.spool, tier) for seen in place.copies(run)]
+    newest = max(seen.id.attempt for seen in copies)
+    return max(size for seen in copies if seen.id.attempt == newest for size in seen.ranks)
 
 
-def _turn(world: World, copy: Copy, facts: Facts, remembered: Remembered, period: float, now: float) -> Turn:
+def _turn(world: World, copy: Copy, facts: Facts | None, remembered: Remembered, period: float, now: float) -> Turn:
     verified = _verified(copy, facts, remembered, period, now)
     turns = [Turn(_moment(copy, verified, period), copy, verified)]
     for lender in lenders(world, copy):
@@ -93,9 +97,10 @@ def _turn(world: World, copy: Copy, facts: Facts, remembered: Remembered, period
     return min(turns, key=lambda turn: turn.at)
 
 
-def _verified(copy: Copy, facts: Facts, remembered: Remembered, period: float, now: float) -> float:
+def _verified(copy: Copy, facts: Facts | None, remembered: Remembered, period: float, now: float) -> float:
     # A copy was verified when it was put. A time to come, by a clock that was wrong or a damaged memory, says nothing.
-    times = [time for time in (remembered.get(copy, -1.0), facts.created.timestamp()) if 0 <= time <= now]
+    made = facts.created.timestamp() if facts else -1.0
+    times = [time for time in (remembered.get(copy, -1.0), made) if 0 <= time <= now]
     return times[0] if times else now - period
 
 

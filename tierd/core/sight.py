@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tierd.core.ids import CheckpointId
-from tierd.core.world import Place, World
+from tierd.core.world import World, complete_worlds, union
 
 Steps = dict[str, list[int]]  # attempt -> steps
 
@@ -59,36 +59,39 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def see(world: World, run: str) -> Sight:
     """What a node sees that has observed `world`."""
-    tiers = [place for place in world.tiers.values() if place]
-    here, there = _parts([world.spool], run), _parts(tiers, run)
+    own = {seen.id: seen.ranks for seen in world.spool.copies(run)}
+    others: dict[CheckpointId, Mapping[int, frozenset[int]]] = {}
+    for place in world.tiers.values():
+        for seen in place.copies(run) if place else ():
+            others[seen.id] = union(others.get(seen.id, {}), seen.ranks)
     whole: dict[int, set[CheckpointId]] = defaultdict(set)
     mixed: set[CheckpointId] = set()
     parts: dict[str, dict[int, dict[int, list[int]]]] = {}
-    for checkpoint in sorted({*here, *there}):
-        own, others = here.get(checkpoint, {}), there.get(checkpoint, {})
-        seen = {size: own.get(size, set()) | others.get(size, set()) for size in {*own, *others}}
-        sizes = [size for size, ranks in seen.items() if len(ranks) == size]
+    for checkpoint in sorted({*own, *others}):
+        here, there = own.get(checkpoint, {}), others.get(checkpoint, {})
+        ranks = union(here, there)
+        sizes = complete_worlds(ranks)
         if sizes:
-            size = min(sizes)
-            whole[size].add(checkpoint)
-            if len(own.get(size, ())) < size and len(others.get(size, ())) < size:
+            whole[min(sizes)].add(checkpoint)
+            if min(sizes) not in (*complete_worlds(here), *complete_worlds(there)):
                 mixed.add(checkpoint)
         else:
-            pairs = {size: _pairs(ranks) for size, ranks in sorted(seen.items())}
+            pairs = {size: _pairs(found) for size, found in sorted(ranks.items())}
             parts.setdefault(checkpoint.attempt, {})[checkpoint.step] = pairs
-    places = [world.spool, *tiers]
+    places = world.places.values()
     aside = {
         part.checkpoint
         for place in places
         for part in place.quarantined
-        if part.checkpoint.run == run and not any(part in other.parts for other in places)
+        if part.checkpoint.run == run and not any(other.lists(part) for other in places)
     }
+    origins = world.origins(run).items()
     return Sight(
         whole={size: _steps(found) for size, found in sorted(whole.items())},
         mixed=_steps(mixed),
         parts=parts,
         aside=_steps(aside - {one for found in whole.values() for one in found}),
-        origins=_origins(places, run),
+        origins={attempt: (origin.attempt, origin.step) if origin else None for attempt, origin in origins},
         unreached=tuple(name for name, place in world.tiers.items() if place is None),
     )
 
@@ -106,25 +109,6 @@ def named(run: str, steps: Steps) -> set[CheckpointId]:
 def ranks_of(pairs: list[int]) -> set[int]:
     """The ranks that `Sight.parts` writes as pairs."""
     return {rank for first, last in zip(pairs[::2], pairs[1::2], strict=True) for rank in range(first, last + 1)}
-
-
-def _parts(places: Iterable[Place], run: str) -> dict[CheckpointId, dict[int, set[int]]]:
-    found: dict[CheckpointId, dict[int, set[int]]] = {}
-    for place in places:
-        for part in place.parts:
-            if part.checkpoint.run == run:
-                found.setdefault(part.checkpoint, {}).setdefault(part.world, set()).add(part.rank)
-    return found
-
-
-def _origins(places: Iterable[Place], run: str) -> dict[str, tuple[str, int] | None]:
-    found: dict[str, tuple[str, int] | None] = {}
-    for place in places:
-        for part, facts in (*place.parts.items(), *place.quarantined.items()):
-            if facts and part.checkpoint.run == run and part.checkpoint.attempt not in found:
-                origin = facts.origin
-                found[part.checkpoint.attempt] = (origin.attempt, origin.step) if origin else None
-    return found
 
 
 def _steps(checkpoints: Iterable[CheckpointId]) -> Steps:

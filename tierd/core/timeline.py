@@ -39,17 +39,21 @@ def timeline(
     for checkpoint in complete:
         steps[checkpoint.attempt].append(checkpoint)
     path: list[CheckpointId] = []
-    lost: str | None = None
     here = max(known, default=None)
-    limit = None
-    attempt = here.attempt if here else None
-    while attempt is not None:
+    attempts = way(here.attempt, origins) if here else {}
+    for attempt, limit in attempts.items():
         path += sorted((c for c in steps.get(attempt, ()) if limit is None or c.step <= limit), reverse=True)
-        if attempt not in origins:
-            lost = attempt
-            break
-        origin = origins[attempt]
-        # Every manifest's origin is an earlier attempt (core/manifest.py), so this ends.
-        attempt, limit = (origin.attempt, origin.step) if origin else (None, None)
+    last = next(reversed(attempts), None)
     branches = sorted(set(complete) - set(path), reverse=True)
-    return Timeline(tuple(path), tuple(branches), lost)
+    return Timeline(tuple(path), tuple(branches), last if last not in origins else None)
+
+
+def way(attempt: str, origins: Mapping[str, CheckpointId | None]) -> dict[str, int | None]:
+    """The attempts on the way down from `attempt`, in order, each with the last step of it that the way passes (None:
+    all do). The last one may be an attempt that `origins` does not tell of."""
+    found: dict[str, int | None] = {attempt: None}
+    # Every manifest's origin is an earlier attempt (core/manifest.py), so this ends.
+    while origin := origins.get(attempt):
+        attempt = origin.attempt
+        found[attempt] = origin.step
+    return found

@@ -1,14 +1,14 @@
 """What was observed: the spool and the tiers, as planning and restoring see them.
 
 Law: these are facts and nothing else. A tier that did not answer is None in the `World`: absence of an answer is never
-an empty place.
+an empty place. A checkpoint takes the same room whatever its number of ranks, so that a million parts are no burden.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from tierd.core.errors import TierdError
@@ -42,23 +42,142 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
+class Seen:
+    """What one place was seen to hold of one checkpoint. There is always a part of it.
+
+    `ranks` is by world size, and says whose manifests are listed. Some of those were read: `facts` is what they say,
+    `defects` why others cannot be used. The rest counts by its name, and whoever deletes on its strength reads it
+    first. Complete ones share their set of ranks, so that a thousand ranks' checkpoint costs as much as one rank's.
+    """
+
+    id: CheckpointId
+    ranks: Mapping[int, frozenset[int]]
+    facts: Mapping[PartId, Facts] = field(default_factory=dict)
+    defects: Mapping[PartId, TierdError] = field(default_factory=dict)
+
+    def lists(self, part: PartId) -> bool:
+        return part.rank in self.ranks.get(part.world, ())
+
+    def has(self, part: PartId) -> bool:
+        """Whether the part's manifest is there, and not known to be unusable."""
+        return self.lists(part) and part not in self.defects
+
+    def covers(self, other: Seen) -> bool:
+        """Whether it has all that `other` lists."""
+        listed = all(ranks <= self.ranks.get(world, frozenset()) for world, ranks in other.ranks.items())
+        return listed and not any(other.lists(part) for part in self.defects)
+
+    def parts(self) -> Iterator[PartId]:
+        """Its parts in order, of which there may be as many as ranks."""
+        pairs = sorted((rank, world) for world, ranks in self.ranks.items() for rank in ranks)
+        return (PartId(self.id, rank, world) for rank, world in pairs)
+
+    @property
+    def lowest(self) -> PartId:
+        """The part that speaks for the checkpoint: when it was made, its metrics, where its attempt came from."""
+        rank, world = min((min(ranks), world) for world, ranks in self.ranks.items() if ranks)
+        return PartId(self.id, rank, world)
+
+    @property
+    def spoken(self) -> Facts | None:
+        return self.facts.get(self.lowest)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is complete without the parts that are known to be unusable."""
+        bad = Counter(part.world for part in self.defects)
+        return any(len(ranks) - bad[world] == world for world, ranks in self.ranks.items())
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """What one place, the spool or a tier, was seen to hold.
 
-    A part maps to None where its manifest is there but cannot be used; `defects` then says why. `owners` are the
-    checkpoints under whose name chunks lie on a tier. Quarantined parts still tell the timeline where they can.
+    `owners` are the checkpoints under whose name chunks lie on a tier, `lent` those of which some manifest, read for a
+    prune and not among the facts, names chunks. Quarantined parts still tell the timeline where they can.
     """
 
-    parts: Mapping[PartId, Facts | None] = field(default_factory=dict)
-    defects: Mapping[PartId, TierdError] = field(default_factory=dict)
+    checkpoints: Mapping[CheckpointId, Seen] = field(default_factory=dict)
     pins: frozenset[CheckpointId] = frozenset()
     owners: frozenset[CheckpointId] = frozenset()
     quarantined: Mapping[PartId, Facts | None] = field(default_factory=dict)
+    lent: frozenset[CheckpointId] = frozenset()
+
+    @staticmethod
+    def of(
+        parts: Mapping[PartId, Facts | None],
+        defects: Mapping[PartId, TierdError] | None = None,
+        pins: frozenset[CheckpointId] = frozenset(),
+        owners: frozenset[CheckpointId] = frozenset(),
+        quarantined: Mapping[PartId, Facts | None] | None = None,
+    ) -> Place:
+        """A place of few parts, each of which was read: None is one that cannot be used, and `defects` may say why."""
+        ranks: dict[CheckpointId, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+        facts: dict[CheckpointId, dict[PartId, Facts]] = defaultdict(dict)
+        bad: dict[CheckpointId, dict[PartId, TierdError]] = defaultdict(dict)
+        for part, found in parts.items():
+            ranks[part.checkpoint][part.world].add(part.rank)
+            if found:
+                facts[part.checkpoint][part] = found
+            else:
+                unknown = TierdError(f"manifest of {part}: it could not be read")
+                bad[part.checkpoint][part] = (defects or {}).get(part, unknown)
+        return Place(
+            {
+                owner: Seen(owner, {world: frozenset(some) for world, some in own.items()}, facts[owner], bad[owner])
+                for owner, own in ranks.items()
+            },
+            pins,
+            owners,
+            quarantined or {},
+        )
+
+    def copies(self, run: str) -> Iterator[Seen]:
+        """The checkpoints of one run."""
+        return (seen for owner, seen in self.checkpoints.items() if owner.run == run)
+
+    def parts(self) -> Iterator[PartId]:
+        """Every part: for the spool. On a tier there may be a million."""
+        return (part for seen in self.checkpoints.values() for part in seen.parts())
 
     @property
-    def checkpoints(self) -> dict[CheckpointId, list[PartId]]:
-        """The parts of each checkpoint that has any."""
-        return by_checkpoint(self.parts)
+    def ranks(self) -> dict[str, frozenset[int]]:
+        """The ranks that any checkpoint of each run has a part of."""
+        found: dict[str, frozenset[int]] = {}
+        for seen in self.checkpoints.values():
+            found[seen.id.run] = found.get(seen.id.run, frozenset()).union(*seen.ranks.values())
+        return found
+
+    def lists(self, part: PartId) -> bool:
+        """Whether the part's manifest is there, usable or not."""
+        seen = self.checkpoints.get(part.checkpoint)
+        return seen is not None and seen.lists(part)
+
+    def has(self, part: PartId) -> bool:
+        """Whether the part's manifest is there, and not known to be unusable."""
+        seen = self.checkpoints.get(part.checkpoint)
+        return seen is not None and seen.has(part)
+
+    def facts(self, part: PartId) -> Facts | None:
+        """What the part's manifest says, where it was read and can be used."""
+        seen = self.checkpoints.get(part.checkpoint)
+        return seen.facts.get(part) if seen else None
+
+    def defects(self) -> Iterator[tuple[PartId, TierdError]]:
+        """The parts whose manifests are there and cannot be used, and why."""
+        return (defect for seen in self.checkpoints.values() for defect in seen.defects.items())
+
+    def adding(self, part: PartId, facts: Facts) -> Place:
+        """The same, after a part was put there."""
+        own = self.checkpoints.get(part.checkpoint) or Seen(part.checkpoint, {})
+        fresh = Seen(
+            own.id,
+            union(own.ranks, {part.world: frozenset({part.rank})}),
+            {**own.facts, part: facts},
+            {bad: why for bad, why in own.defects.items() if bad != part},
+        )
+        aside = {one: found for one, found in self.quarantined.items() if one != part}
+        return replace(self, checkpoints={**self.checkpoints, fresh.id: fresh}, quarantined=aside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +191,52 @@ class World:
     held: frozenset[CheckpointId] = frozenset()  # being restored
     busy: frozenset[PartId] = frozenset()  # being flushed
 
+    @property
+    def places(self) -> dict[str, Place]:
+        """Every place that answered, by name, the spool first."""
+        return {SPOOL: self.spool, **{name: place for name, place in self.tiers.items() if place}}
 
-def by_checkpoint(parts: Iterable[PartId]) -> dict[CheckpointId, list[PartId]]:
-    found: dict[CheckpointId, list[PartId]] = defaultdict(list)
-    for part in parts:
-        found[part.checkpoint].append(part)
-    return dict(found)
+    def copies(self, run: str) -> dict[CheckpointId, dict[str, Seen]]:
+        """Every checkpoint of a run that any place shows, by the names of the places that do."""
+        found: dict[CheckpointId, dict[str, Seen]] = defaultdict(dict)
+        for name, place in self.places.items():
+            for seen in place.copies(run):
+                found[seen.id][name] = seen
+        return dict(found)
+
+    def origins(self, run: str) -> dict[str, CheckpointId | None]:
+        """The checkpoint that each attempt of a run resumed from, where any manifest, quarantined or not, tells."""
+        found: dict[str, CheckpointId | None] = {}
+        for place in self.places.values():
+            for seen in place.copies(run):
+                for facts in seen.facts.values():
+                    found[seen.id.attempt] = facts.origin
+                    break  # the manifests of one attempt agree
+            for part, aside in place.quarantined.items():
+                if aside and part.checkpoint.run == run:
+                    found[part.checkpoint.attempt] = aside.origin
+        return found
 
 
-def is_complete(parts: Iterable[PartId]) -> bool:
-    """Whether ranks 0..W-1 of one world size are all among one checkpoint's parts."""
-    ranks: dict[int, set[int]] = defaultdict(set)
-    for part in parts:
-        ranks[part.world].add(part.rank)
+def union(*seen: Mapping[int, frozenset[int]]) -> dict[int, frozenset[int]]:
+    """Whose parts there are, by world size, in any of these places."""
+    found: dict[int, frozenset[int]] = {}
+    for ranks in seen:
+        for world, some in ranks.items():
+            have = found.get(world)
+            found[world] = some if have is None or have is some else have if have >= some else have | some
+    return found
+
+
+def complete_worlds(ranks: Mapping[int, frozenset[int]]) -> list[int]:
+    """The world sizes W of which ranks 0..W-1 are all there. Ranks lie below their world size: their number tells."""
+    return [world for world, found in ranks.items() if len(found) == world]
+
+
+def is_complete(ranks: Mapping[int, frozenset[int]]) -> bool:
     return any(len(found) == world for world, found in ranks.items())
 
 
 def runs(world: World) -> list[str]:
     """Every run that any place shows."""
-    places = [world.spool, *(place for place in world.tiers.values() if place)]
-    return sorted({part.checkpoint.run for place in places for part in place.parts})
+    return sorted({owner.run for place in world.places.values() for owner in place.checkpoints})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
 
 from tierd.core.errors import (
@@ -23,31 +23,34 @@ from tierd.core.ids import (
     CheckpointId,
     PartId,
     chunks_prefix,
-    manifests_prefix,
     pins_prefix,
     quarantine_prefix,
 )
 from tierd.core.manifest import Manifest, decode
-from tierd.core.world import Facts, Place, World
-from tierd.daemon.together import together
+from tierd.core.world import Facts, Place, Seen, World
+from tierd.daemon.manifests import Manifests
 from tierd.spool import Spool, condition
-from tierd.stores.base import ObjectInfo, Store, children
+from tierd.stores.base import Store, children
 
 log = logging.getLogger("tierd.daemon")
 
 _RELIST = 600.0  # seconds between listings of a run's chunks
-_READERS = 8  # manifests read at once
-_MANY = 1000  # chunks of a checkpoint: a page of a listing; the rest is skipped
+_MANY = 999  # chunks of a checkpoint after its first: a page of a listing; the rest is skipped
+_FEW = 1000  # manifests
 
 
 async def look_around(spool: Spool | None, stores: Mapping[str, Store], run: str | None) -> World:
-    """Look once at a spool and at tiers; one that did not answer is None in the world. Without `run`, at all runs."""
+    """Look once at a spool and at tiers; one that did not answer is None in the world. Without `run`, at all runs.
+
+    Where a run has few manifests on a tier, all are read: somebody asks who wants to see sizes, and no daemon does.
+    """
     place = SpoolEye(spool).look() if spool else Place()
+    mine = place.ranks
     tiers: dict[str, Place | None] = {}
     for name, store in stores.items():
         eye = TierEye(store)
         try:
-            tiers[name] = await eye.look({run} if run else await eye.runs())
+            tiers[name] = await eye.look({run} if run else await eye.runs(), mine, few=_FEW)
         except (StoreUnavailable, StoreRefused) as error:
             log.warning("%s: cannot be asked: %s", name, error)
             tiers[name] = None
@@ -90,7 +93,7 @@ class SpoolEye:
                 parts[part], defects[part] = None, found
         self._cache = cache
         aside = {part: Facts.of(manifest) if manifest else None for part, manifest in self._spool.quarantined().items()}
-        return Place(parts, defects, frozenset(self._spool.pins()), frozenset(), aside)
+        return Place.of(parts, defects, frozenset(self._spool.pins()), quarantined=aside)
 
     def _facts(self, part: PartId, cache: dict[tuple[PartId, int], Facts | TierdError]) -> Facts | TierdError | None:
         try:
@@ -107,11 +110,12 @@ class SpoolEye:
 
 
 class TierEye:
-    """Looks at a tier. A manifest is read again only when its listing shows that it was replaced."""
+    """Looks at a tier. `manifests` remembers what was read there."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._cache: dict[tuple[str, str], Facts | TierdError] = {}
+        self.manifests = Manifests(store)
+        self._aside: dict[tuple[str, str], Facts | None] = {}
         self._owners: dict[str, set[CheckpointId]] = {}
         self._listed: dict[str, float] = {}  # run -> when its chunks were listed, monotonic seconds
 
@@ -119,47 +123,73 @@ class TierEye:
         """Every run on the tier, at about one listing request each."""
         return {name async for name in children(self.store, "") if name != "README.md"}
 
-    async def look(self, runs: set[str]) -> Place:
+    async def look(
+        self,
+        runs: set[str],
+        mine: Mapping[str, Collection[int]] | None = None,
+        *,
+        few: int = 0,
+        told: Callable[[], None] = lambda: None,
+    ) -> Place:
         """What the tier holds of `runs`.
+
+        Args:
+            mine: by run, the ranks whose manifests are all read.
+            few: read all others of a run, too, where they are at most this many.
+            told: called whenever the tier has answered something more.
 
         Raises:
             StoreUnavailable, StoreRefused: some of it could not be asked.
         """
-        parts: dict[PartId, Facts | None] = {}
+        checkpoints: dict[CheckpointId, Seen] = {}
         aside: dict[PartId, Facts | None] = {}
-        defects: dict[PartId, TierdError] = {}
         pins: set[CheckpointId | None] = set()
         owners: set[CheckpointId] = set()
-        seen: set[tuple[str, str]] = set()
         for run in sorted(runs):
-            for prefix, found in ((manifests_prefix(run), parts), (quarantine_prefix(run), aside)):
-                infos = [info async for info in self.store.scan(prefix)]
-                seen |= {(info.key, info.token) for info in infos}
-                for part, facts in await self._read_all(infos):
-                    found[part] = facts if isinstance(facts, Facts) else None
-                    if isinstance(facts, TierdError) and found is parts:
-                        defects[part] = facts
-            owners |= await self._chunk_owners(run)
+            checkpoints |= await self.manifests.look(run, (mine or {}).get(run, ()), few=few, told=told)
+            aside |= await self._quarantined(run)
+            told()
+            owners |= await self._chunk_owners(run, told)
             pins |= {
                 CheckpointId.parse(run, info.key.rsplit("/", 1)[1]) async for info in self.store.scan(pins_prefix(run))
             }
-        self._cache = {key: found for key, found in self._cache.items() if key in seen}
-        return Place(parts, defects, frozenset(pin for pin in pins if pin), frozenset(owners), aside)
+        held = frozenset(pin for pin in pins if pin)
+        return Place(checkpoints, held, frozenset(owners), aside, self.manifests.lent(checkpoints.keys()))
 
-    async def _chunk_owners(self, run: str) -> set[CheckpointId]:
+    async def _quarantined(self, run: str) -> dict[PartId, Facts | None]:
+        """What was set aside; None where that cannot be read."""
+        found: dict[PartId, Facts | None] = {}
+        seen: dict[tuple[str, str], Facts | None] = {}
+        async for info in self.store.scan(quarantine_prefix(run)):
+            part, key = PartId.parse_key(info.key), (info.key, info.token)
+            if part is None:
+                continue
+            try:
+                if key not in self._aside:
+                    self._aside[key] = Facts.of(decode(bytes(await self.store.get(info.key)), part))
+            except ObjectNotFound:
+                continue  # pruned between the listing and now
+            except (ManifestError, FormatTooNew):
+                self._aside[key] = None
+            found[part] = seen[key] = self._aside[key]
+        self._aside = {key: one for key, one in self._aside.items() if not key[0].startswith(f"{run}/")} | seen
+        return found
+
+    async def _chunk_owners(self, run: str, told: Callable[[], None]) -> set[CheckpointId]:
         """Checkpoints under whose name chunks lie. It only finds what a dead flush or prune left, so it is asked at the
         first look and seldom again."""
         now = time.monotonic()
         if now - self._listed.get(run, -_RELIST) >= _RELIST:
-            names = await self._chunk_directories(chunks_prefix(run))
+            names = await self._chunk_directories(chunks_prefix(run), told)
             self._owners[run] = {found for name in names if (found := CheckpointId.parse(run, name))}
             self._listed[run] = now
         return self._owners[run]
 
-    async def _chunk_directories(self, prefix: str) -> set[str]:
+    async def _chunk_directories(self, prefix: str, told: Callable[[], None]) -> set[str]:
         """The names under `prefix`, going by the listing where they hold little and from name to name where much."""
         names, after = set[str](), ""
         while True:
+            told()
             many = 0
             async with aclosing(self.store.scan(prefix, after)) as listing:
                 async for info in listing:
@@ -172,27 +202,6 @@ class TierEye:
                 else:
                     return names
 
-    def known(self, info: ObjectInfo) -> Facts | None:
-        """What the last look read of a listed manifest."""
-        found = self._cache.get((info.key, info.token))
-        return found if isinstance(found, Facts) else None
-
     def forget(self, checkpoint: CheckpointId) -> None:
-        """A checkpoint's chunks were just deleted."""
+        """No chunks are left under a checkpoint's name but what others name."""
         self._owners.get(checkpoint.run, set()).discard(checkpoint)
-
-    async def _read_all(self, infos: list[ObjectInfo]) -> list[tuple[PartId, Facts | TierdError]]:
-        named = [(info, part) for info in infos if (part := PartId.parse_key(info.key))]
-        found = await together(_READERS, [self._facts(info, part) for info, part in named])
-        return [(part, facts) for (_, part), facts in zip(named, found, strict=True) if facts]
-
-    async def _facts(self, info: ObjectInfo, part: PartId) -> Facts | TierdError | None:
-        key = (info.key, info.token)
-        if key not in self._cache:
-            try:
-                self._cache[key] = Facts.of(decode(bytes(await self.store.get(info.key)), part))
-            except ObjectNotFound:
-                return None  # pruned between the listing and now
-            except (ManifestError, FormatTooNew) as error:
-                self._cache[key] = error
-        return self._cache[key]

@@ -7,40 +7,45 @@ plan comes back for those.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import aclosing
+from typing import Any
 
 from tierd.codec import check_stored
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId, chunk_owner, chunks_prefix, manifests_prefix, quarantine_prefix
 from tierd.core.manifest import Manifest, decode
-from tierd.core.world import Facts
+from tierd.daemon.manifests import Manifests
 from tierd.daemon.observe import missing_chunks
 from tierd.daemon.together import together
 from tierd.daemon.turns import deleting, intents, sweep
 from tierd.stores.base import ObjectInfo, Store
 
 _READERS = 8  # manifests read at once
-Known: TypeAlias = Callable[[ObjectInfo], Facts | None]
+_BATCH = 1000  # and lined up for that: a page of a listing
 
 
-async def prune(store: Store, checkpoint: CheckpointId, who: str = "", known: Known = lambda info: None) -> bool:
+async def prune(store: Store, checkpoint: CheckpointId, who: str = "", known: Manifests | None = None) -> bool:
     """Delete a checkpoint from a tier, and the chunks that nothing but it named.
+
+    Every surviving manifest was read before anything goes: what it names is known, and nothing goes on the strength of
+    a newer checkpoint that cannot be used.
 
     Args:
         who: 8 hex digits, this node's own; random where nobody comes back to sweep.
-        known: what is known of a manifest by its listing: one that borrows nothing from here need not be read.
+        known: what was read on this tier before: one that borrows nothing from here need not be read again.
 
     Returns:
-        Whether it went; False where another node is just putting a manifest of it.
+        Whether anything went; False where another node is just putting a manifest of it, or others name what is there.
 
     Raises:
-        ManifestError: a surviving manifest cannot be read, so what it names is not known; no chunk was deleted.
+        ManifestError, FormatTooNew: a surviving manifest cannot be used, so what it names is not known; no chunk was
+            deleted, and `known` knows it now.
     """
-    run = checkpoint.run
+    run, known = checkpoint.run, known or Manifests(store)
     await sweep(store, run, who)
     own = await _own(store, checkpoint)
-    named = set[str]().union(*[await _named(store, key, patient=True) for key in own])
+    named = await _named_by(store, own)
     doomed = named - await _survivors(store, checkpoint, named, known)
     owners = _owners(doomed) | {checkpoint}
     async with deleting(store, run, owners, who):
@@ -53,52 +58,58 @@ async def prune(store: Store, checkpoint: CheckpointId, who: str = "", known: Kn
         # After the marks and after the listing of chunks: whoever names one of these from now on sees the marks.
         gone = sorted(doomed - await _survivors(store, checkpoint, doomed, known))
         await store.delete(gone + aside)
-    return True
+    return bool(own or gone or aside)
 
 
 async def _own(store: Store, checkpoint: CheckpointId) -> list[str]:
     return [info.key async for info in store.scan(f"{manifests_prefix(checkpoint.run)}{checkpoint.name}/")]
 
 
-async def _survivors(store: Store, checkpoint: CheckpointId, doomed: set[str], known: Known) -> set[str]:
-    """Those of `doomed`, chunks, that are named by what is there beside `checkpoint`, or is about to be."""
-    owners = _owners(doomed) | {checkpoint}
-    # Intents are read before manifests are listed: one that is gone by then has its manifest among those.
-    coming = await _all_named(store, [key for key, _ in await intents(store, checkpoint.run)], doomed)
-    keys = []
-    async for info in store.scan(manifests_prefix(checkpoint.run)):
-        part = PartId.parse_key(info.key)
-        if part is None or part.checkpoint == checkpoint:
-            continue
-        facts = known(info)
-        if facts is None or part.checkpoint in owners or facts.borrowed & owners:
-            keys.append(info.key)
-    return coming | await _all_named(store, keys, doomed)
-
-
-async def _all_named(store: Store, keys: list[str], doomed: set[str]) -> set[str]:
+async def _named_by(store: Store, keys: list[str]) -> set[str]:
+    """The chunks that these manifests name; one that cannot be read names none."""
     found = set[str]()
 
-    async def look(key: str) -> None:  # many manifests name the same, and most of it is not asked about
-        named = await _named(store, key)
-        found.update(chunk for chunk in doomed if chunk in named)
+    async def look(key: str) -> None:
+        try:
+            found.update(_chunks(decode(bytes(await store.get(key)))))
+        except (ObjectNotFound, ManifestError):
+            pass
 
-    await together(_READERS, [look(key) for key in keys])
+    for at in range(0, len(keys), _BATCH):
+        await together(_READERS, [look(key) for key in keys[at : at + _BATCH]])
     return found
 
 
-async def _named(store: Store, key: str, *, patient: bool = False) -> set[str]:
-    """The chunks that the manifest under `key` names; `patient`: none if it cannot be read."""
-    run = key.split("/")[0]
-    try:
-        manifest = decode(bytes(await store.get(key)))
-    except ObjectNotFound:
-        return set()
-    except ManifestError:
-        if patient:
-            return set()
-        raise
-    return {f"{run}/{chunk.stored.key}" for chunk in manifest.chunks() if chunk.stored}
+async def _survivors(store: Store, checkpoint: CheckpointId, doomed: set[str], known: Manifests) -> set[str]:
+    """Those of `doomed`, chunks, that are named by what is there beside `checkpoint`, or is about to be."""
+    found = set[str]()
+
+    async def look(reading: Coroutine[Any, Any, Manifest]) -> None:
+        try:
+            manifest = await reading
+        except ObjectNotFound:
+            return
+        found.update(doomed.intersection(_chunks(manifest)))  # many name the same, and most of it is not asked about
+
+    async def intent(key: str) -> Manifest:
+        return decode(bytes(await store.get(key)))
+
+    # Intents are read before manifests are listed: one that is gone by then has its manifest among those.
+    await together(_READERS, [look(intent(key)) for key, _ in await intents(store, checkpoint.run)])
+    batch: list[ObjectInfo] = []
+    async with aclosing(known.naming(checkpoint, _owners(doomed) | {checkpoint})) as naming:
+        async for info in naming:
+            batch.append(info)
+            if len(batch) == _BATCH:
+                await together(_READERS, [look(known.read(one)) for one in batch])
+                batch.clear()
+    await together(_READERS, [look(known.read(one)) for one in batch])
+    return found
+
+
+def _chunks(manifest: Manifest) -> Iterator[str]:
+    """The keys of the chunks that a manifest names."""
+    return (f"{manifest.run}/{chunk.stored.key}" for chunk in manifest.chunks() if chunk.stored)
 
 
 def _owners(keys: set[str]) -> set[CheckpointId]:

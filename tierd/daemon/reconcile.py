@@ -7,6 +7,7 @@ it, and looks again; events only shorten the wait. Every failure ends in a backo
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import math
 import random
@@ -19,7 +20,7 @@ from tierd.core.config import Config
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
-from tierd.core.plan import Action, Discard, Flush, Mend, Prune, pending, plan
+from tierd.core.plan import Action, Discard, Flush, Mend, Prune, flushes, pending, plan
 from tierd.core.retention import seconds
 from tierd.core.world import SPOOL, Place, World
 from tierd.daemon.budget import Budget
@@ -93,6 +94,7 @@ class Reconciler:
         self._busy: Counter[PartId] = Counter()
         self._stuck: dict[PartId | CheckpointId, float] = {}
         self._unlocked: dict[str, float] = {}
+        self._planned: tuple[World | None, frozenset[Flush]] = None, frozenset()
         self._looking = asyncio.Lock()
         self._draining = False
         self._random = random.Random()  # noqa: S311  # jitter
@@ -150,20 +152,23 @@ class Reconciler:
     def pending(self) -> set[PartId]:
         """Parts in the spool that some tier still lacks and wants; all of them while a tier does not answer."""
         world = self.world()
-        found = {action.part for action in plan(world, self.config, {}, 0.0) if isinstance(action, Flush)}
+        found = {flush.part for flush in self._flushes(world)}
         if any(place is None for place in self.tiers.places.values()):
-            found |= set(self._place.parts)
+            found |= set(self._place.parts())
         return found | set(self._busy)
+
+    def _flushes(self, world: World) -> frozenset[Flush]:
+        """What the plan would send; worked out once for whatever many ask, until something else is seen."""
+        if world != self._planned[0]:
+            self._planned = world, frozenset(flushes(world, self.config, {}, 0.0))
+        return self._planned[1]
 
     async def _run_lane(self, lane: Lane) -> None:
         while True:
             lane.wake.clear()
             action = None
             try:
-                await self.look(lane.name)
-                if lane.name != SPOOL:
-                    await self.tiers.tidy(lane.name, self._runs())
-                action = self._next(lane)
+                action = await self._look_and_plan(lane)
                 if action is not None:
                     lane.doing = _describe(action)
                     await self._act(action)
@@ -176,7 +181,24 @@ class Reconciler:
             async with self.moved:
                 self.moved.notify_all()
             if action is None or lane.last_error:
-                await lane.rest(min(seconds(self.config.rescan), self.pause.left or math.inf))
+                await lane.rest(min(self._rescan(lane), self.pause.left or math.inf))
+
+    async def _look_and_plan(self, lane: Lane) -> Action | None:
+        """The lane's next action. Where looking takes long, an earlier look is good enough to send parts by, and
+        whatever else is to be done is decided by a fresh one."""
+        if lane.name != SPOOL and self.tiers.good_for(lane.name):
+            await self._look_at_spool()
+            action = self._next(lane)
+            if action is None or isinstance(action, Flush):
+                return action
+        await self.look(lane.name)
+        if lane.name != SPOOL:
+            await self.tiers.tidy(lane.name, self._runs())
+        return self._next(lane)
+
+    def _rescan(self, lane: Lane) -> float:
+        """Seconds until the lane looks again though nothing wakes it: the longer, the longer a look takes."""
+        return max(seconds(self.config.rescan), 0.0 if lane.name == SPOOL else self.tiers.good_for(lane.name))
 
     def _next(self, lane: Lane) -> Action | None:
         if self.pause.paused and lane.name != SPOOL:
@@ -211,19 +233,19 @@ class Reconciler:
         """Look at one place afresh; a tier that does not answer becomes unknown, and the error is raised."""
         await self._look_at_spool()
         if name != SPOOL:
-            await self.tiers.look(name, self._runs() | self.interest)
+            await self.tiers.look(name, self._runs() | self.interest, self._place.ranks)
 
     def _runs(self) -> set[str]:
-        return {part.checkpoint.run for part in self._place.parts}
+        return {checkpoint.run for checkpoint in self._place.checkpoints}
 
     async def _look_at_spool(self) -> None:
         async with self._looking:
-            before = set(self._place.parts)
+            before = set(self._place.parts())
             self._place = await asyncio.to_thread(self._spool_eye.look)
             free, total = self.spool.free()
             self._free = free / total if total else 1.0
             self._leftovers = self._aged(await asyncio.to_thread(self.spool.leftovers))
-            if set(self._place.parts) != before:
+            if set(self._place.parts()) != before:
                 self.wake()
 
     def _aged(self, names: list[str]) -> tuple[str, ...]:
@@ -235,7 +257,7 @@ class Reconciler:
     def _patience(self, name: str) -> float:
         # An interrupted fetch is worth taking up, as long as its bytes are not in the way.
         low = self._free * 100 < self.config.min_free_percent
-        done = any(name == f"fetch/{self.spool.fetching(part).name}" for part in self._place.parts)
+        done = any(name == f"fetch/{self.spool.fetching(part).name}" for part in self._place.parts())
         return _TAKEN_UP if name.startswith("fetch/") and not low and not done else _ABANDONED
 
     # -- acting -----------------------------------------------------------------------------------------------------
@@ -273,7 +295,9 @@ class Reconciler:
         self.journal.counters["flushed_raw_bytes"] += done.raw
         self.journal.counters["flushed_sent_bytes"] += done.sent
         self.journal.counters["flushed_shared_bytes"] += done.shared
-        await self.look(tier)
+        facts = self._place.facts(part)
+        if facts:  # else it is gone from the spool already; the next look tells
+            self.tiers.put(tier, part, dataclasses.replace(facts, stored_size=done.stored))
         told = f"verified, {done.raw} bytes as {done.stored}, {done.sent} of them sent"
         self.journal.tell("flushed", tier, part, told)
 
@@ -297,13 +321,20 @@ class Reconciler:
 
     async def _covered(self, checkpoint: CheckpointId) -> bool:
         """Look once more at the tiers before a local copy goes: one holds it, or none wants it any more."""
-        parts = self._place.checkpoints.get(checkpoint, [])
+        seen = self._place.checkpoints.get(checkpoint)
+        parts = list(seen.parts()) if seen else []
         lacking = await self.tiers.lacking({part: await asyncio.to_thread(self._readable, part) for part in parts})
         for name in lacking or ():
             for part in parts:
                 self.journal.tell("corrupt", name, part, "chunks are missing; it will be flushed again")
                 await quarantine(self.stores[name], part)
             self.tiers.doubt(name)
+        if (
+            lacking is None
+            and parts
+            and not any(all(self.tiers.has(part, name) for part in parts) for name in self.stores)
+        ):
+            return await self.tiers.are_past(checkpoint)
         return lacking is None
 
     def _readable(self, part: PartId) -> Manifest | None:
@@ -337,17 +368,17 @@ class Reconciler:
         """Whether the tier, as last seen, lacks a part and will not be sent it: nobody has it, or nobody wants it."""
         if self.tiers.places[tier] is None or self._busy[part]:
             return False
-        if part in self._place.parts and self._place.parts[part] is None:
+        if self._place.lists(part) and not self._place.has(part):
             return False  # it is mended, or set aside, first
-        return Flush(part, tier) not in plan(self.world(), self.config, {}, 0.0)
+        return Flush(part, tier) not in self._flushes(self.world())
 
     def backlog(self, tier: str) -> tuple[int, int]:
         """`(parts, bytes)` that the spool has and the tier, as last seen, lacks and wants."""
-        parts = {action.part for action in plan(self.world(), self.config, {}, 0.0) if isinstance(action, Flush)}
+        sent = {flush.part for flush in self._flushes(self.world())}
         place = self.tiers.places[tier] or Place()
         found = [part for run in self._runs() for part in pending(self._place, place, run)]
-        wanted = [part for part in found if self.tiers.places[tier] is None or part in parts or part in self._busy]
-        return len(wanted), sum(facts.size for part in wanted if (facts := self._place.parts[part]))
+        wanted = [part for part in found if self.tiers.places[tier] is None or part in sent or part in self._busy]
+        return len(wanted), sum(facts.size for part in wanted if (facts := self._place.facts(part)))
 
 
 def _describe(action: Action) -> str:

@@ -183,10 +183,14 @@ class Scrubber:
     def _doubt(self, copy: Copy, owners: set[CheckpointId]) -> None:
         """Have others of the rank that name what lies under `owners` read again at once."""
         place, own = self._world().tiers[copy.place], copy.part
-        for part, facts in place.parts.items() if place else ():
-            alike = (part.checkpoint.run, part.rank) == (own.checkpoint.run, own.rank) and part != own
-            if alike and facts and owners & {part.checkpoint, *facts.borrowed}:
-                self._remembered[Copy(copy.place, part)] = 0.0
+        for seen in place.copies(own.checkpoint.run) if place else ():
+            for size, ranks in seen.ranks.items():
+                part = PartId(seen.id, own.rank, size)
+                if own.rank not in ranks or part == own or part in seen.defects:
+                    continue
+                facts = seen.facts.get(part)  # of one that was not read, it is not known what it names
+                if facts is None or owners & {seen.id, *facts.borrowed}:
+                    self._remembered[Copy(copy.place, part)] = 0.0
 
     async def _turn(self) -> None:
         while self.resting:

@@ -87,7 +87,9 @@ class Scrubbed(dict[Copy, float]):
             lender: min(self.get(copy, now), now)
             for now in [time.time()]
             for name, place in world.tiers.items()
-            for part in (place.parts if place else ())
+            for seen in (place.checkpoints.values() if place else ())
+            for part, facts in seen.facts.items()
+            if facts.borrowed
             for copy in [Copy(name, part)]
             for lender in lenders(world, copy)
         }
@@ -96,5 +98,5 @@ class Scrubbed(dict[Copy, float]):
         places = {SPOOL: world.spool, **world.tiers}
         for copy in self:
             place = places.get(copy.place)  # None, or nothing seen yet: says nothing
-            if copy.place not in places or (place and place.parts and copy.part not in place.parts):
+            if copy.place not in places or (place and place.checkpoints and not place.lists(copy.part)):
                 yield copy

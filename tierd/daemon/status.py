@@ -54,7 +54,7 @@ def status(reconciler: Reconciler, trainers: int, lent_bytes: int) -> Status:
         pid=os.getpid(),
         spool=str(reconciler.spool.root),
         spool_free=world.free,
-        spool_parts=len(world.spool.parts),
+        spool_parts=sum(1 for _ in world.spool.parts()),
         trainers=trainers,
         paused=reconciler.pause.until,
         lent_bytes=lent_bytes,

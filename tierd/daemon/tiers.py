@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterable, Mapping
+import math
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 
 from tierd.core.config import Config
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest, decode
 from tierd.core.plan import lender
-from tierd.core.world import Place
+from tierd.core.world import Facts, Place
 from tierd.daemon.budget import FLUSHES, Budget
 from tierd.daemon.flush import Flushed, Twin, Way, flush
 from tierd.daemon.observe import TierEye
@@ -30,7 +33,9 @@ from tierd.stores.base import Store
 log = logging.getLogger("tierd.daemon")
 
 _ANSWER = 5.0  # seconds that one tier waits for another's manifest, which it could do without
-_LOOK = 120.0  # seconds; deadline of one look at a tier, above all retries of its calls
+_ANSWERS = 120.0  # seconds that a look waits for the next answer, above all retries of its calls
+_TOGETHER = 5.0  # seconds at most that a look waits for others to share it
+_QUICK, _PATIENT = 1.0, 10.0  # a look that took longer than the first, in seconds, is good for so many times as long
 
 
 class Tiers:
@@ -51,9 +56,15 @@ class Tiers:
             name: Way(store, name, self._who, config.named(name).verify == "read", self._share(), self.pace, pause.wait)
             for name, store in stores.items()
         }
+        self._keep = {name: config.named(name).retention.keep_last for name in stores}
         self._untidy = set(stores)  # where turns of this node, or of a daemon before, may have been cut off
         self._clock = itertools.count()
         self._seen = dict.fromkeys(stores, -1)  # tier -> the beginning of the look that `places` shows
+        self._next: dict[str, asyncio.Task[None]] = {}  # the look that has not begun yet, and what was asked of it
+        self._asked: dict[str, tuple[set[str], dict[str, frozenset[int]]]] = {}
+        self._looking: Counter[str] = Counter()
+        self._took = dict.fromkeys(stores, 0.0)  # seconds that the last look took
+        self._since = dict.fromkeys(stores, -math.inf)  # when it began, monotonic seconds
 
     def _share(self) -> Budget:
         # Each has its own: what waits for a slow tier must not keep another's chunks out of memory.
@@ -62,20 +73,63 @@ class Tiers:
     def has(self, part: PartId, tier: str) -> bool:
         """Whether the latest look saw a usable manifest of `part` on `tier`, that is, a verified copy."""
         place = self.places[tier]
-        return bool(place and place.parts.get(part))
+        return bool(place and place.has(part))
 
-    async def look(self, tier: str, runs: set[str]) -> None:
-        """Look at a tier afresh; one that does not answer becomes unknown, and the error is raised."""
-        begun = next(self._clock)
+    async def look(self, tier: str, runs: set[str], mine: Mapping[str, Collection[int]]) -> None:
+        """Look at a tier afresh; one that does not answer becomes unknown, and the error is raised.
+
+        While a look is under way, those that are asked for wait a little and share the next: it begins after each of
+        them was asked, and so shows whatever was there then.
+
+        Args:
+            mine: by run, the ranks that the spool has parts of.
+        """
+        waiting = self._next.get(tier)
+        if waiting is None:
+            waiting = self._next[tier] = asyncio.ensure_future(self._look(tier))
+            waiting.add_done_callback(_seen_to)
+            self._asked[tier] = set(), {}
+        asked, ranks = self._asked[tier]
+        asked |= runs
+        for run, own in mine.items():
+            ranks[run] = frozenset(own) | ranks.get(run, frozenset())
+        await asyncio.shield(waiting)
+
+    async def _look(self, tier: str) -> None:
+        if self._looking[tier]:
+            await asyncio.sleep(min(self._took[tier] / 10, _TOGETHER))
+        del self._next[tier]
+        runs, mine = self._asked.pop(tier)
+        begun, at = next(self._clock), time.monotonic()
+        self._looking[tier] += 1
+        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(_LOOK):
-                self._saw(tier, begun, await self._eyes[tier].look(runs))
+            async with asyncio.timeout(_ANSWERS) as limit:
+                place = await self._eyes[tier].look(runs, mine, told=lambda: limit.reschedule(loop.time() + _ANSWERS))
+            self._took[tier], self._since[tier] = time.monotonic() - at, at
+            self._saw(tier, begun, place)
         except TimeoutError as error:
             self._saw(tier, begun, None)
-            raise StoreUnavailable(f"{tier}: did not answer within {_LOOK:.0f} s") from error
+            raise StoreUnavailable(f"{tier}: did not answer within {_ANSWERS:.0f} s") from error
         except TierdError:
             self._saw(tier, begun, None)
             raise
+        finally:
+            self._looking[tier] -= 1
+
+    def good_for(self, tier: str) -> float:
+        """For how many seconds more the last look is good enough to send parts by, and nothing else: none, unless
+        looking at that tier takes long."""
+        took = self._took[tier]
+        if self.places[tier] is None or took < _QUICK:
+            return 0.0
+        return max(0.0, self._since[tier] + _PATIENT * took - time.monotonic())
+
+    def put(self, tier: str, part: PartId, facts: Facts) -> None:
+        """A part was just flushed: it is there, whatever looks show that began before."""
+        place = self.places[tier]
+        if place is not None:
+            self._saw(tier, next(self._clock), place.adding(part, facts))
 
     def _saw(self, tier: str, begun: int, place: Place | None) -> None:
         # A lane and an asker may look at once: what began later saw the newer truth, whichever ends first.
@@ -122,12 +176,25 @@ class Tiers:
         """`prune.prune` a checkpoint from a tier; False also while it is not known what others name there."""
         eye = self._eyes[tier]
         try:
-            if not await prune(self._stores[tier], checkpoint, self._who, eye.known):
-                return False
+            went = await prune(self._stores[tier], checkpoint, self._who, eye.manifests)
         except (ManifestError, FormatTooNew) as error:  # of another: no reason to keep flushes waiting
             log.warning("%s: %s is not pruned yet: %s", tier, checkpoint, error)
             return False
-        eye.forget(checkpoint)
+        eye.forget(checkpoint)  # also where others name what is there: that is known now
+        return went
+
+    async def are_past(self, checkpoint: CheckpointId) -> bool:
+        """Whether each tier really has as many newer checkpoints as its retention counts on: all their manifests can be
+        used. To be asked before a copy goes that no tier has; what nobody has read is read now."""
+        for name, place in self.places.items():
+            newer = [seen.id for seen in (place.copies(checkpoint.run) if place else ()) if seen.usable]
+            newer = sorted((one for one in newer if one > checkpoint), reverse=True)[: self._keep[name]]
+            usable = [await self._eyes[name].manifests.are_usable(one) for one in newer]
+            if len(newer) < self._keep[name]:
+                return False
+            if not all(usable):
+                self.doubt(name)
+                return False
         return True
 
     async def lacking(self, local: Mapping[PartId, Manifest | None]) -> list[str] | None:
@@ -150,3 +217,9 @@ class Tiers:
     def doubt(self, tier: str) -> None:
         """What was last seen on a tier is not so any more."""
         self.places[tier] = None
+
+
+def _seen_to(look: asyncio.Task[None]) -> None:
+    """Whoever asked for a look may have gone away before it failed."""
+    if not look.cancelled():
+        look.exception()

@@ -1,0 +1,217 @@
+"""What a shared tier of many ranks' checkpoints costs a daemon: looking, planning, reporting, and memory.
+
+    python benchmarks/scale.py [--worlds 8x1000,128x1000,1024x1000] [--out benchmarks]
+
+Each world is a tier in memory that holds the manifests of `ranks x checkpoints`; the daemon's spool holds eight ranks
+of a few checkpoints, of all, or of all where the tier lacks every second. Writes scale.json and scale.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from tierd.core.config import Config, TierConfig
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import CHUNK_SIZE, TENSORS, VERSION, Chunk, File, Manifest, Origin, Stored, encode
+from tierd.core.plan import plan
+from tierd.core.report import report
+from tierd.core.resume import restore_candidates
+from tierd.core.retention import Best, RetentionPolicy
+from tierd.core.world import Facts, Place, World
+from tierd.daemon.observe import TierEye
+from tierd.stores.memory import MemoryStore
+
+RUN, LOCAL, FEW, LAUNCH = "run", 8, 3, 100  # ranks of a node; checkpoints in its spool; checkpoints of an attempt
+START = datetime(2026, 1, 1, tzinfo=UTC)
+ROUNDS = 3
+
+
+def checkpoint(step: int) -> CheckpointId:
+    launch = 1 + step // LAUNCH
+    return CheckpointId(RUN, f"{launch:012x}-{launch:08x}", step)
+
+
+def manifest(part: PartId, size: int) -> Manifest:
+    """Of one file of `size` bytes, as it is on a tier, no two digests alike."""
+    step = part.checkpoint.step
+    origin = checkpoint(step // LAUNCH * LAUNCH - 1) if step >= LAUNCH else None
+    noise = os.urandom(16 * (2 * -(-size // CHUNK_SIZE))).hex()
+    chunks = []
+    for number, left in enumerate(range(size, 0, -CHUNK_SIZE)):
+        raw, stored = noise[64 * number :][:32], noise[64 * number + 32 :][:32]
+        key = f"chunks/{part.checkpoint.name}/{part.rank:05}/{raw}.zst"
+        held = min(left, CHUNK_SIZE)
+        lies = Stored(codec="zst", size=int(held * 0.84), xxh3_128=stored, key=key, checked="crc64nvme")
+        chunks.append(Chunk(size=held, xxh3_128=raw, stored=lies))
+    return Manifest(
+        version=VERSION,
+        run=RUN,
+        step=step,
+        attempt=part.checkpoint.attempt,
+        resumed_from=Origin(step=origin.step, attempt=origin.attempt) if origin else None,
+        rank=part.rank,
+        world_size=part.world,
+        created=(START + timedelta(minutes=step)).isoformat(),
+        writer="tierd",
+        metrics={"loss": 1 / (step + 1)},
+        files=(File(path=TENSORS, size=size, chunks=tuple(chunks)),),
+    )
+
+
+def filled(ranks: int, checkpoints: int) -> MemoryStore:
+    """A tier with every part's manifest; readable are those that a daemon of ranks 0 to 7 looks at."""
+    store = MemoryStore()
+    for step in range(checkpoints):
+        for rank in range(ranks):
+            part = PartId(checkpoint(step), rank, ranks)
+            store._objects[part.manifest_key] = (encode(manifest(part, CHUNK_SIZE)) if rank < LOCAL else b"", 1)
+    store._keys = sorted(store._objects)
+    return store
+
+
+def best(call: Callable[..., object], *args: object) -> float:
+    """Seconds of the fastest of some rounds."""
+    return min(seconds(call, *args)[0] for _ in range(ROUNDS))
+
+
+def seconds(call: Callable[..., Any], *args: object) -> tuple[float, Any]:
+    begun = time.perf_counter()
+    result = call(*args)
+    return time.perf_counter() - begun, result
+
+
+def spool(ranks: int, steps: range) -> Place:
+    parts = [PartId(checkpoint(step), rank, ranks) for step in steps for rank in range(min(LOCAL, ranks))]
+    return Place.of({part: Facts.of(manifest(part, CHUNK_SIZE)) for part in parts})
+
+
+def measured(ranks: int, checkpoints: int) -> dict[str, object]:
+    """One world's figures: seconds, and bytes of memory at the peak of a look and of what it leaves."""
+    store, mine = filled(ranks, checkpoints), {RUN: frozenset(range(LOCAL))}
+    eye = TierEye(store)
+    first, tier = seconds(lambda: asyncio.run(eye.look({RUN}, mine)))
+    again, _ = seconds(lambda: asyncio.run(eye.look({RUN}, mine)))
+    few = range(checkpoints - FEW, checkpoints)
+    tracemalloc.start()
+    seen = asyncio.run(TierEye(store).look({RUN}, mine))
+    plan(World(spool(ranks, few), {"tier": seen}), config(RetentionPolicy(keep_last=checkpoints)), {}, 0.0)
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    unsent = replace(tier, checkpoints={own: seen for own, seen in tier.checkpoints.items() if own.step % 2})
+    spools = {
+        "few": World(spool(ranks, few), {"tier": tier}),
+        "all": World(spool(ranks, range(checkpoints)), {"tier": tier}),
+        "half unsent": World(spool(ranks, range(checkpoints)), {"tier": unsent}),
+    }
+    policies = {
+        "keep all": RetentionPolicy(keep_last=checkpoints),
+        "keep some": RetentionPolicy(keep_last=3, keep_every_steps=10, keep_best=Best(metric="loss", count=3)),
+    }
+    return {
+        "ranks": ranks,
+        "checkpoints": checkpoints,
+        "look_first_s": first,
+        "look_again_s": again,
+        "held_bytes": held,
+        "peak_bytes": peak,
+        "spools": [
+            {
+                "spool": name,
+                "policy": kept,
+                "plan_s": best(plan, world, config(policy), {}, 0.0),
+                "report_s": best(report, world, config(policy)),
+                "candidates_s": best(restore_candidates, world, RUN),
+            }
+            for name, world in spools.items()
+            for kept, policy in policies.items()
+        ],
+    }
+
+
+def config(policy: RetentionPolicy) -> Config:
+    return Config(spool="/spool", tier=(TierConfig(name="tier", url="/tier", retention=policy),), retention=policy)
+
+
+def sizes() -> list[dict[str, int]]:
+    """Bytes of a manifest of 1, 10 and 100 GB in full chunks, and of the same through zstd."""
+    found = []
+    for gigabytes in (1, 10, 100):
+        data = encode(manifest(PartId(checkpoint(0), 0, 1), gigabytes * 10**9))
+        packed = len(zstandard.ZstdCompressor(level=3).compress(data))
+        chunks = -(-gigabytes * 10**9 // CHUNK_SIZE)
+        found.append({"part_gb": gigabytes, "chunks": chunks, "bytes": len(data), "zstd": packed})
+    return found
+
+
+ABOUT = """# A tier of many ranks
+
+`python benchmarks/scale.py`, {created}: {machine}. The tier is in memory, so a
+look's seconds are the daemon's own work and the dictionary's, without a network. The spool holds 8 ranks. Memory is
+what Python allocated: `held` by the spool's and the tier's places and what is remembered of manifests, `peak` at most
+during a first look and a plan.
+
+| ranks x checkpoints | first look | a later one | held | peak |
+| --- | --- | --- | --- | --- |
+"""
+PLANS = """
+| ranks x checkpoints | in the spool | policy | plan | report | candidates |
+| --- | --- | --- | --- | --- | --- |
+"""
+NOTES = f"""
+*few*: {FEW} checkpoints; *all*: every one; *half unsent*: every one, of which the tier lacks each second. *keep all*:
+`keep_last` of them all; *keep some*: the last 3, every tenth, the best 3.
+
+A manifest on a tier, of one file in chunks of 32 MiB, and what zstd would make of it (it is stored as it is):
+
+| part | chunks | manifest | zstd |
+| --- | --- | --- | --- |
+"""
+
+
+def page(result: dict[str, Any]) -> str:
+    looks, plans, manifests = [], [], []
+    for one in result["worlds"]:
+        name = f"{one['ranks']:,} x {one['checkpoints']:,}"
+        took = f"{one['look_first_s']:.2f} s | {one['look_again_s']:.2f} s"
+        looks.append(f"| {name} | {took} | {one['held_bytes'] / 1e6:.0f} MB | {one['peak_bytes'] / 1e6:.0f} MB |")
+        for case in one["spools"]:
+            times = " | ".join(f"{case[key]:.3f} s" for key in ("plan_s", "report_s", "candidates_s"))
+            plans.append(f"| {name} | {case['spool']} | {case['policy']} | {times} |")
+    for one in result["manifests"]:
+        sizes = f"{one['bytes'] / 1e3:,.1f} kB | {one['zstd'] / 1e3:,.1f} kB"
+        manifests.append(f"| {one['part_gb']} GB | {one['chunks']:,} | {sizes} |")
+    pieces = (ABOUT.format(**result), *looks, PLANS.rstrip("\n"), *plans, NOTES.rstrip("\n"), *manifests)
+    return "\n".join(piece.rstrip("\n") for piece in pieces) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", default="8x1000,128x1000,1024x1000")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    asked = parser.parse_args()
+    result = {
+        "created": datetime.now(UTC).date().isoformat(),
+        "machine": f"{os.cpu_count()} cores shared with other work, Python {platform.python_version()}",
+        "worlds": [measured(*map(int, world.split("x"))) for world in asked.worlds.split(",")],
+        "manifests": sizes(),
+    }
+    (asked.out / "scale.json").write_text(json.dumps(result, indent=1) + "\n")
+    (asked.out / "scale.md").write_text(page(result))
+    print(page(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""How many requests a look, a flush, a restore and a prune cost: the formulas of SCALE.md, by a counter."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from support.doubles import Counting, contents, is_chunk
+from support.world import RUN, commit, config, content, converge, part, reconciler, running, settle, until
+
+from tierd.core.errors import ManifestError
+from tierd.daemon.budget import Budget
+from tierd.daemon.download import Progress
+from tierd.daemon.fetch import fetch
+from tierd.daemon.flush import Way, flush
+from tierd.daemon.manifests import Manifests
+from tierd.daemon.observe import TierEye
+from tierd.daemon.pause import Pause
+from tierd.daemon.prune import prune
+from tierd.daemon.tiers import Tiers
+from tierd.spool import Spool
+
+C = 4  # chunks of a part, none of them like another
+
+
+async def filled(spool: Spool, store: Counting, checkpoints: int, ranks: int) -> None:
+    """A tier that holds so many checkpoints of so many ranks, none of which shares a chunk; counts begin at none."""
+    for step in range(checkpoints):
+        for rank in range(ranks):
+            commit(spool, part(step, rank=rank, world=ranks), content(step, rank=rank))
+            await flush(spool, part(step, rank=rank, world=ranks), Way(store))
+    store.taken()
+
+
+@pytest.mark.parametrize(("checkpoints", "ranks", "mine"), [(4, 3, {0}), (3, 5, {2, 3}), (2, 2, set())])
+def test_a_look(spool, checkpoints, ranks, mine):
+    """LIST: pages(N·W) + quarantine + pins, at first also the chunks; GET: what speaks, and what is of a local rank."""
+
+    async def work():
+        store = Counting(first=2, page=5)
+        await filled(spool, store, checkpoints, ranks)
+        eye = TierEye(store)
+        listing = store.pages(checkpoints * ranks) + 2
+        place = await eye.look({RUN}, {RUN: mine})
+        chunks = store.pages(checkpoints * ranks * C)  # fewer than a page a checkpoint: one listing of all
+        assert store.taken() == {"LIST": listing + chunks, "GET": checkpoints * len(mine | {0})}
+        assert all(seen.usable for seen in place.checkpoints.values()) and len(place.checkpoints) == checkpoints
+        assert await eye.look({RUN}, {RUN: mine}) == place
+        assert store.taken() == {"LIST": listing}
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("page", [1, 1000])
+def test_a_flush(spool, page):
+    """C + 2 PUT; GET: 1 for the lender, and C where the server does not verify; LIST: 5 and the chunks twice."""
+
+    async def work():
+        store = Counting(page, page)
+        await filled(spool, store, 2, 2)
+        tiers = Tiers(config(spool, "tier"), spool, {"tier": store}, Pause(spool))
+        await tiers.look("tier", {RUN}, {RUN: {0}})
+        store.taken()
+        commit(spool, part(2, rank=0, world=2))
+        await tiers.flush(part(2, rank=0, world=2), "tier")
+        assert store.taken() == {"PUT": C + 2, "GET": C + 1, "LIST": 5 + 2 * store.pages(C), "DELETE": 2}
+        await flush(spool, part(2, rank=0, world=2), Way(store))  # again: what lies there is compared
+        assert store.taken() == {"PUT": 2, "GET": C, "LIST": 3 + 2 * store.pages(C), "DELETE": 2}
+        await store.delete([key for key in await contents(store) if part(2).checkpoint.name in key])
+        store.taken()
+        await flush(spool, part(2, rank=0, world=2), Way(store))
+        assert store.taken() == {"PUT": C + 2, "GET": C, "LIST": 4 + store.pages(C), "DELETE": 2}
+
+    asyncio.run(work())
+
+
+def test_a_restore_of_one_rank(spool, tmp_path):
+    """GET: the manifest and every chunk; LIST: none."""
+
+    async def work():
+        store = Counting()
+        await filled(spool, store, 3, 2)
+        fresh = Spool(tmp_path / "fresh")
+        await fetch(fresh, part(2, rank=1, world=2), {"tier": store}, Budget(), Progress())
+        assert store.taken() == {"GET": 1 + C}
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(("checkpoints", "ranks"), [(4, 3), (3, 6)])
+def test_a_prune_reads_each_survivor_once_and_the_next_one_none_of_them(spool, checkpoints, ranks):
+    async def work():
+        store = Counting(first=2, page=5)
+        await filled(spool, store, checkpoints, ranks)
+        known = Manifests(store)
+        for left in range(checkpoints - 1, 0, -1):
+            step = checkpoints - 1 - left
+            assert await prune(store, part(step).checkpoint, known=known)
+            pages = store.pages
+            listed = pages((left + 1) * ranks) + pages(left * ranks)
+            assert store.taken() == {
+                "GET": ranks + (left * ranks if step == 0 else 0),
+                "LIST": 2 + 3 + 2 * pages(ranks) + listed + pages(ranks * C) + 1,
+                "PUT": 1,
+                "DELETE": 3,
+            }
+
+    asyncio.run(work())
+
+
+def test_a_prune_deletes_nothing_past_a_manifest_that_cannot_be_read_and_makes_it_known(spool):
+    """Of another rank, so that no look of this daemon reads it: by its name the newer checkpoint counts as complete."""
+
+    async def work():
+        store = Counting()
+        await filled(spool, store, 2, 3)
+        bad = part(1, rank=2, world=3)
+        await store.put(bad.manifest_key, b"garbage")
+        before, eye = await contents(store), TierEye(store)
+        place = await eye.look({RUN}, {RUN: {0}})
+        assert place.has(bad) and place.checkpoints[bad.checkpoint].usable
+        with pytest.raises(ManifestError):
+            await prune(store, part(0).checkpoint, known=eye.manifests)
+        assert await contents(store) == before
+        place = await eye.look({RUN}, {RUN: {0}})
+        assert place.lists(bad) and not place.has(bad) and not place.checkpoints[bad.checkpoint].usable
+        assert not await eye.manifests.are_usable(bad.checkpoint)
+        assert await eye.manifests.are_usable(part(0).checkpoint)
+
+    asyncio.run(work())
+
+
+def test_chunks_that_another_ranks_manifest_names_are_not_pruned_again_and_again(spool, tmp_path):
+    """The lender is gone; that rank 1's manifest names its chunks, no look of rank 0's daemon has read."""
+    same, other = {"w": b"s" * 900}, Spool(tmp_path / "other")
+
+    async def work():
+        store = Counting()
+        for step in range(2):
+            commit(spool, part(step, rank=0, world=2))
+            commit(other, part(step, rank=1, world=2), same)
+        options = {"keep": 100, "rescan": "60s"}
+        for where, rank in ((spool, 0), (other, 1)):
+            await flush(where, part(0, rank=rank, world=2), Way(store))
+        await converge(other, {"tier": store}, **options)
+        await converge(spool, {"tier": store}, **options)
+        async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
+            await settle(daemon)
+            names = {key.split("/")[2] for key in await contents(store) if is_chunk(key)}
+            assert names == {part(step).checkpoint.name for step in range(2)}  # one is kept, and what it borrows
+            pruned = daemon.journal.counters["pruned"]
+            daemon.tiers._eyes["tier"]._listed.clear()  # as after ten minutes
+            await settle(daemon)
+            place = daemon.tiers.places["tier"]
+            assert part(0).checkpoint in place.owners & place.lent
+            assert daemon.journal.counters["pruned"] == pruned
+
+    asyncio.run(work())
+
+
+def test_a_checkpoint_whose_lowest_manifest_is_corrupt_still_tells_where_its_attempt_came_from(spool):
+    async def work():
+        store = Counting()
+        for rank in (0, 1):
+            commit(spool, part(9, 2, rank, 2), origin=part(3).checkpoint)
+            await flush(spool, part(9, 2, rank, 2), Way(store))
+        await store.put(part(9, 2, 0, 2).manifest_key, b"garbage")
+        seen = (await TierEye(store).look({RUN})).checkpoints[part(9, 2).checkpoint]
+        assert list(seen.defects) == [part(9, 2, 0, 2)]
+        assert [facts.origin for facts in seen.facts.values()] == [part(3).checkpoint]
+
+    asyncio.run(work())
+
+
+def test_those_who_ask_while_a_look_is_under_way_share_the_next(spool):
+    """Eight ranks of a node ask for candidates at once: two looks, the second begun after all of them had asked."""
+
+    async def work():
+        store = Counting()
+        await filled(spool, store, 1, 1)
+        tiers = Tiers(config(spool, "tier"), spool, {"tier": store}, Pause(spool))
+        asked = [asyncio.ensure_future(tiers.look("tier", {RUN}, {})) for _ in range(8)]
+        await asyncio.gather(*asked)
+        first = store.taken()["LIST"]
+        await asyncio.gather(*(tiers.look("tier", {RUN}, {}) for _ in range(8)))
+        assert first == 4 and store.taken() == {"LIST": 3}
+
+        begun = asyncio.ensure_future(tiers.look("tier", {RUN}, {}))
+        for _ in range(100):
+            await asyncio.sleep(0)
+            if tiers._looking["tier"]:
+                break
+        late = [asyncio.ensure_future(tiers.look("tier", {RUN}, {})) for _ in range(8)]
+        await asyncio.gather(begun, *late)
+        assert store.taken() == {"LIST": 6}
+
+    asyncio.run(work())
+
+
+def test_a_daemon_looks_once_between_two_flushes(spool):
+    async def work():
+        store, parts = Counting(), 5
+        for step in range(parts):
+            commit(spool, part(step))
+        daemon = reconciler(spool, {"tier": store})
+        looks, real = [], daemon.tiers._look
+
+        async def look(tier):
+            looks.append(daemon.journal.counters["flushed"])
+            await real(tier)
+
+        daemon.tiers._look = look
+        async with running(daemon):
+            await until(lambda: daemon.journal.counters["flushed"] == parts)
+        assert [looks.count(number) for number in range(1, parts)] == [1] * (parts - 1)
+
+    asyncio.run(work())
+
+
+def test_a_look_that_takes_long_is_good_enough_to_send_by_but_not_to_delete_by(spool, monkeypatch):
+    async def work():
+        store = Counting()
+        for step in range(4):
+            commit(spool, part(step))
+        daemon = reconciler(spool, {"tier": store}, keep=2)
+        took = []
+
+        def look_took_long(*_):
+            took.append(1)
+            daemon.tiers._took["tier"] = 3600.0
+
+        real = daemon.tiers._look
+
+        async def look(tier):
+            await real(tier)
+            look_took_long()
+
+        daemon.tiers._look = look
+        async with running(daemon):
+            await until(lambda: daemon.tiers.has(part(3), "tier") and daemon.tiers.has(part(2), "tier"))
+            assert len(took) == 1
+            commit(spool, part(4))
+            daemon.wake()  # an event is heeded at once
+            await until(lambda: daemon.tiers.has(part(4), "tier"))
+            await until(lambda: not daemon.tiers.has(part(2), "tier"))  # pruned, or never sent
+            assert len(took) > 1
+
+    asyncio.run(work())
