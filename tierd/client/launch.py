@@ -35,6 +35,7 @@ class Launch:
     ) -> None:
         self.run, self.rank, self.world = run, rank, world
         self.steps: set[int] = set()
+        self.shared = False  # whether another process may save for this launch: what it saved shows in the spool alone
         self._spool, self._given, self._seen = spool, attempt, seen
         self._origin: CheckpointId | None = None
         self._attempt: str | None = None
@@ -56,7 +57,7 @@ class Launch:
         number = check_step(step)
         part = PartId(CheckpointId(self.run, self.attempt, number), self.rank, self.world)
         # What a launch named itself nobody else writes; a given name may have been used before.
-        if number in self.steps or (self._given is not None and self._spool.has(part)):
+        if number in self.steps or ((self.shared or self._given is not None) and self._spool.has(part)):
             raise StepRefused(f"{part} is already committed by this attempt; a checkpoint is never overwritten")
         return part
 
@@ -88,13 +89,23 @@ class Launch:
                 "than what it resumes from; make a new Checkpointer with a new attempt="
             )
 
-    def go_on_from(self, origin: CheckpointId, attempts: Iterable[str]) -> None:
-        """An attempt has one origin: restoring after a save begins another one."""
+    def go_on_from(self, origin: CheckpointId, attempts: Iterable[str], name: str | None = None) -> None:
+        """An attempt has one origin: restoring after a save begins another one.
+
+        Args:
+            name: what the ranks agreed on to call it (`next_name`); agreed on now when not given.
+        """
+        name = name or self.next_name(origin, attempts)
         self._origin = origin
         self.steps.clear()
-        if self._given is None:
-            own = [self._attempt] if self._attempt else []
-            self._attempt = agree({*attempts, origin.attempt, *own}, self.world)
+        self._attempt = name
+
+    def next_name(self, origin: CheckpointId, attempts: Iterable[str]) -> str:
+        """The attempt that would go on from `origin`: a collective, unless this launch was given its name."""
+        if self._given is not None:
+            return self._given
+        own = [self._attempt] if self._attempt else []
+        return agree({*attempts, origin.attempt, *own}, self.world)
 
 
 def new_attempt(seen: Iterable[str] = ()) -> str:

@@ -1,0 +1,368 @@
+"""`dcp.load` from the spool and the tiers: each rank reads the bytes that its plan needs, resharded as DCP does.
+
+Law: every byte is verified in this process, in the read that it is used from, and nothing is unpickled but by torch's
+weights-only reader unless the caller says so. What must come from a tier has come, and entries that are no tensors were
+looked at, before any rank changes a tensor: that is done while DCP plans, whose own gather tells all ranks.
+
+Of torch this rests on `StorageReader`'s documented calls and on the fields of `_StorageInfo`, which is how DCP's
+metadata says where an entry lies. Keywords that only newer ones pass are taken where they come.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+from collections import defaultdict
+from collections.abc import Collection, MutableMapping
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.storage import StorageReader as Reader
+from torch.futures import Future
+
+from tierd.client import dcp_metadata
+from tierd.client.dcp_agree import Agreement, corruption, told_of
+from tierd.client.dcp_source import Source, Span
+from tierd.client.launch import exchange
+from tierd.client.restore import Restored, Skipped
+from tierd.core.errors import CheckpointNotFound, ManifestError, StateMismatch, StateRefused
+from tierd.core.ids import CheckpointId, PartId, check_attempt, check_step
+from tierd.core.resume import Candidate, Resume
+from tierd.core.world import SPOOL
+from tierd.persist import flat
+
+if TYPE_CHECKING:
+    from tierd.client.checkpointer import Checkpointer
+
+log = logging.getLogger("tierd")
+
+
+class StorageReader(Reader):
+    """What `dcp.load` reads through: the newest checkpoint of the run's timeline that every rank can have.
+
+    Making one is a collective of the launch's ranks. Those that load need not be as many as those that saved. When a
+    load has ended, the checkpointer goes on from what was loaded, as after `restore`.
+
+    Args:
+        step, attempt: as for `Checkpointer.restore`.
+        weights_only: refuse entries that torch's weights-only unpickler does not take.
+        passed: checkpoints to leave out.
+
+    Attributes:
+        step: the checkpoint's; None on a fresh start.
+        checkpoint: its name; None on a fresh start.
+        metrics: as given to its writer.
+        skipped: newer checkpoints that were passed over, since what describes them was proven corrupt.
+        unreached: tiers that did not answer; a newer checkpoint could lie there.
+
+    Raises:
+        CheckpointNotFound, StoreUnavailable, DaemonUnavailable: as `Checkpointer.restore`.
+        StateMismatch: the checkpoint was not written through DCP.
+        StateRefused: its metadata names a class that is none of DCP's.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        step: int | None = None,
+        *,
+        attempt: str | None = None,
+        weights_only: bool = True,
+        passed: Collection[CheckpointId] = (),
+    ) -> None:
+        checkpointer._check_open()
+        asked = check_step(step) if step is not None else None
+        named = check_attempt(attempt) if attempt is not None else None
+        checkpointer._pipeline.drain()
+        checkpointer._daemon.renew()
+        self._spool, self._launch, self._weights_only = checkpointer._spool, checkpointer._launch, weights_only
+        self.step: int | None = None
+        self.checkpoint: CheckpointId | None = None
+        self.metrics: dict[str, float] = {}
+        self.skipped: tuple[Skipped, ...] = ()
+        self.unreached: tuple[str, ...] = ()
+        self._source: Source | None = None
+        self._metadata: Metadata | None = None
+        self._storage: dict[Any, Any] = {}
+        self._ready: set[Span] = set()
+        self._attempts: tuple[str, ...] = ()
+        self._name = ""  # of the attempt that goes on from here
+        self._agreement = Agreement(checkpointer)
+        try:
+            self._settle(asked, named, set(passed))
+        except BaseException:
+            self.close()
+            raise
+
+    def _settle(self, step: int | None, attempt: str | None, passed: set[CheckpointId]) -> None:
+        """Open the newest checkpoint whose description is right on every rank."""
+        while (found := self._agreement.newest(step, attempt, passed)) is not None:
+            candidate, resume = found
+            failure: Exception | None = None
+            try:
+                self._open(candidate, resume)
+            except Exception as raised:
+                failure = raised
+            told = exchange(told_of(failure), self._launch.world) or [told_of(failure)]
+            reason = corruption(dict(enumerate(told)), self._launch.world)
+            if not reason:
+                self._name = self._launch.next_name(candidate.checkpoint, resume.attempts)
+                return
+            self.skipped = (*self.skipped, skip(candidate.checkpoint, reason))
+            passed.add(candidate.checkpoint)
+        self._source = self._metadata = self.step = self.checkpoint = None
+        if self.skipped:
+            told_all = "".join(f"\n  skipped {one}" for one in self.skipped)
+            raise CheckpointNotFound(f"run {self._launch.run!r}: no checkpoint could be verified{told_all}")
+
+    def _open(self, candidate: Candidate, resume: Resume) -> None:
+        checkpoint = self.checkpoint = candidate.checkpoint
+        self._launch.check_given(checkpoint, resume.attempts)
+        self._source = Source(self._spool, checkpoint, candidate.world, self._agreement.link, self._agreement.alone)
+        coordinator = self._source.part(0)
+        manifest = self._source.manifest(coordinator)
+        names = {file.path for file in manifest.files}
+        self._metadata = None
+        if dcp_metadata.NAME in names:
+            self._metadata = self._read_own(coordinator, dcp_metadata.NAME)
+        elif f"__0{dcp_metadata.NAME}" not in names:
+            raise StateMismatch(f"{checkpoint} was not written through DCP: Checkpointer.restore reads it")
+        self.step, self.metrics = checkpoint.step, manifest.numbers
+        self.unreached, self._attempts = resume.unreached, resume.attempts
+
+    def _read_own(self, part: PartId, name: str) -> Metadata:
+        assert self._source is not None
+        span = self._source.span(part, name)
+        self._source.bring([span])
+        [(_, data)] = self._source.read([span])
+        return dcp_metadata.read_metadata(data, f"{part}: {name}")
+
+    @property
+    def tier(self) -> str:
+        """Where bytes came from: `"local"`, or the tier that supplied the first that the spool had not."""
+        return self._source.tiers[0] if self._source and self._source.tiers else SPOOL
+
+    # -- what torch calls, in this order ----------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: which checkpoint is read was settled when the reader was made."""
+
+    @property
+    def checkpoint_id(self) -> str:
+        return str(self.checkpoint)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        rank = kwargs.get("rank")
+        if self._source is None:
+            raise CheckpointNotFound("a fresh start: there is no checkpoint to load (the reader's step is None)")
+        if rank is not None and self._metadata is None:
+            if rank >= self._source.world:
+                raise StateMismatch(
+                    f"{self.checkpoint} was saved by {self._source.world} ranks with use_collectives=False, which "
+                    f"cannot be resharded, and rank {rank} asks for it: launch {self._source.world} ranks"
+                )
+            return self._described(self._read_own(self._source.part(rank), f"__{rank}{dcp_metadata.NAME}"))
+        if self._metadata is None:
+            raise StateMismatch(f"{self.checkpoint} was saved with use_collectives=False: each rank reads its own part")
+        return self._described(self._metadata)
+
+    def _described(self, metadata: Metadata) -> Metadata:
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._storage = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Have everything at hand that the plan needs from a tier, and look at what is no tensor.
+
+        Raises:
+            CorruptChunk, ManifestError: something of it is proven wrong in every place.
+            StateRefused: an entry needs more than torch's weights-only unpickler.
+        """
+        self._prepare(self._entries(plan))
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        entries = self._entries(plan)
+        self._prepare({span: items for span, items in entries.items() if span not in self._ready})
+        assert self._source is not None and self.checkpoint is not None
+        for span, data in self._source.read(entries):
+            for item in entries[span]:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, io.BytesIO(data))
+                else:
+                    _load_tensor(item, data, planner)
+        if self._name:
+            self._launch.go_on_from(self.checkpoint, self._attempts, self._name)
+            self._name = ""
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    # ---------------------------------------------------------------------------------------------------------------
+
+    def _entries(self, plan: LoadPlan) -> dict[Span, list[ReadItem]]:
+        entries: dict[Span, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            entries[self._span(item)].append(item)
+        return entries
+
+    def _span(self, item: ReadItem) -> Span:
+        """Where an entry lies: in the part that its path begins with, or else in the coordinator's."""
+        assert self._source is not None and self.checkpoint is not None
+        info: Any = self._storage.get(item.storage_index)
+        path = getattr(info, "relative_path", None)
+        if not isinstance(path, str):
+            raise ManifestError(f"{self.checkpoint}: its metadata does not say where {item.storage_index.fqn!r} lies")
+        if getattr(info, "transform_descriptors", None):
+            raise StateMismatch(f"{self.checkpoint}: {item.storage_index.fqn!r} was written through an extension")
+        head, _, rest = path.partition("/")
+        part = PartId.parse(self.checkpoint.run, self.checkpoint.name, head)
+        if part is None or not rest or part.world != self._source.world:
+            part, rest = self._source.part(0), path
+        return self._source.span(part, rest, info.offset, info.length)
+
+    def _prepare(self, entries: dict[Span, list[ReadItem]]) -> None:
+        if not entries:
+            return
+        assert self._source is not None
+        self._source.bring(entries)
+        plain = [span for span, items in entries.items() if any(one.type == LoadItemType.BYTE_IO for one in items)]
+        for span, data in self._source.read(plain if self._weights_only else []):
+            _check_plain(entries[span][0], data)
+        self._ready |= entries.keys()
+
+    def close(self) -> None:
+        """Let the daemon sweep away what it brought for this reader alone."""
+        if self._agreement.link is not None:
+            self._agreement.link.close()
+
+
+def load(
+    state: MutableMapping[str, Any],
+    checkpointer: Checkpointer,
+    step: int | None = None,
+    *,
+    attempt: str | None = None,
+    planner: LoadPlanner | None = None,
+    weights_only: bool = True,
+) -> Restored | None:
+    """`dcp.load` the newest checkpoint that can be verified; where one is proven corrupt, all ranks step back.
+
+    Args:
+        state: as for `dcp.load`: it is loaded in place.
+        step, attempt, weights_only: as for `StorageReader`.
+        planner: as for `dcp.load`.
+
+    Returns:
+        As `Checkpointer.restore`, with the checkpoint's directory in the spool, where this node's own parts lie if they
+        are there; None on a fresh start.
+
+    Raises:
+        As `StorageReader`; a failure of another rank is told with its number. What is no corruption never steps back.
+        Where a checkpoint that lay in the spool turns out corrupt and no older one can be had, some tensors may have
+        been loaded.
+    """
+    skipped: tuple[Skipped, ...] = ()
+    passed: set[CheckpointId] = set()
+    while True:
+        try:
+            reader = StorageReader(checkpointer, step, attempt=attempt, weights_only=weights_only, passed=passed)
+        except CheckpointNotFound as error:
+            told = "".join(f"\n  skipped {one}" for one in skipped)
+            raise CheckpointNotFound(f"{error}{told}") from error
+        with reader._agreement.link or io.BytesIO():
+            skipped += reader.skipped
+            if reader.checkpoint is None:
+                return None
+            try:
+                dcp_load(state, storage_reader=reader, planner=planner)
+            except CheckpointException as error:
+                failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
+                skipped += (skip(reader.checkpoint, corruption(failures, checkpointer._launch.world)),)
+                passed = {CheckpointId(reader.checkpoint.run, one.attempt, one.step) for one in skipped}
+                continue
+        checkpoint = reader.checkpoint
+        return Restored(
+            step=checkpoint.step,
+            attempt=checkpoint.attempt,
+            tier=reader.tier,
+            metrics=reader.metrics,
+            skipped=skipped,
+            unreached=reader.unreached,
+            directory=checkpointer._spool.root / checkpoint.run / checkpoint.name,
+        )
+
+
+def skip(checkpoint: CheckpointId, reason: str) -> Skipped:
+    log.error("restore skips %s: %s", checkpoint, reason)
+    return Skipped(checkpoint.step, checkpoint.attempt, reason)
+
+
+def _load_tensor(item: ReadItem, data: memoryview, planner: LoadPlanner) -> None:
+    tensor = torch.load(cast(IO[bytes], _View(data)), map_location="cpu", weights_only=True)
+    for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        if tensor.size(dimension) != length:
+            tensor = tensor.narrow(dimension, offset, length)
+    target = planner.resolve_tensor(item).detach()
+    if target.size() != tensor.size():
+        name = item.storage_index.fqn
+        raise StateMismatch(f"{name!r}: {tuple(tensor.size())} in the checkpoint, {tuple(target.size())} in the state")
+    target.copy_(tensor)
+    planner.commit_tensor(item, target)
+
+
+def _check_plain(item: ReadItem, data: memoryview) -> None:
+    """That loading this entry calls nothing which torch does not vouch for: DCP's planner would call it."""
+    try:
+        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"holds {named[1]}" if named else f"cannot be read: {str(error).splitlines()[0]}"
+        raise StateRefused(
+            f"{item.storage_index.fqn!r} {what}, which torch's weights-only unpickler refuses. If you trust it: "
+            "torch.serialization.add_safe_globals([…]), or weights_only=False"
+        ) from error
+
+
+class _View(io.RawIOBase):
+    """Memory as a stream that copies nothing but what is read."""
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__()
+        self._data, self._at = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        into = flat(buffer)
+        found = self._data[self._at : self._at + len(into)]
+        into[: len(found)] = found
+        self._at += len(found)
+        return len(found)

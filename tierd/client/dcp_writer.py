@@ -1,0 +1,314 @@
+"""`dcp.save` into the spool: torch's own file format, written as a part, digested on its way.
+
+Law: bytes are digested as torch hands them over, and what is read back from the file must be those bytes, or the save
+fails. A rank's part becomes visible by one rename, its last step; the coordinator's is the last of all and holds
+`.metadata`: so a save that failed on any rank leaves no complete checkpoint.
+
+Of torch this rests on `FileSystemWriter` with its `fs` and `path`, and on `StorageWriter`'s documented calls. Keywords
+that only newer ones pass to `set_up_storage_writer` (`rank`, `use_collectives`) are taken where they come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import re
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import xxhash
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from tierd.client.save import checked_metrics
+from tierd.core.errors import ConfigError, SaveFailed, StepRefused
+from tierd.core.ids import CheckpointId, PartId, check_step
+from tierd.core.manifest import Manifest
+from tierd.device import write_all
+from tierd.persist import flat
+from tierd.spool import translated
+from tierd.stage import Stage, describe_directory
+
+if TYPE_CHECKING:
+    from tierd.client.checkpointer import Checkpointer
+
+_BUFFER = 1 << 20  # bytes; what torch writes around a tensor comes in pieces of a few
+
+
+class StorageWriter(FileSystemWriter):
+    """What `dcp.save` and `dcp.async_save` write through, into a checkpointer's spool.
+
+    Every rank saves, each with a `Checkpointer` of its own: its part of the checkpoint holds the files that plain
+    `FileSystemWriter` would have written for it. A writer may be kept: `dcp.save(state, checkpoint_id="…/step-100",
+    storage_writer=writer)` saves step 100, the number that ends the id. It can be pickled, for a save in another
+    process, and then carries names, not the checkpointer.
+
+    Args:
+        step: the checkpoint's; not needed where each save has a `checkpoint_id`.
+        metrics: of the checkpoint. The attribute may be replaced between saves.
+        single_file_per_rank, thread_count, per_thread_copy_ahead, cache_staged_state_dict: as `FileSystemWriter` has
+            them.
+
+    Raises:
+        StepRefused: no int, negative, or already committed by this attempt.
+        ConfigError: a metric is not a number, or the checkpointer is closed.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        single_file_per_rank: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+    ) -> None:
+        self._spool = checkpointer._spool
+        super().__init__(
+            self._spool.control / "stage",
+            single_file_per_rank=single_file_per_rank,
+            sync_files=False,  # the stream does, once
+            thread_count=thread_count,
+            per_thread_copy_ahead=per_thread_copy_ahead,
+            cache_staged_state_dict=cache_staged_state_dict,
+        )
+        self.fs = _Streams()
+        self.metrics = dict(metrics or {})
+        self._checkpointer: Checkpointer | None = checkpointer
+        self._given = self._step = None if step is None else check_step(step)
+        self._own = checkpointer._launch.rank, checkpointer._launch.world
+        self._coordinates = False
+        self._stage: Stage | None = None
+        self._sweep: weakref.finalize[Any, Any] | None = None
+        self._draft = self._drafted(self._step or 0)
+        if self._step is not None:
+            self._check_step(self._step)
+
+    # -- what torch calls, in this order ----------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A save begins, by the name of `checkpoint_id`.
+
+        Raises:
+            ConfigError: no number ends it, and the writer was made without a step.
+        """
+        super().reset()
+        self._abandon()
+        if checkpoint_id is None:
+            return
+        found = re.search("[0-9]+$", Path(checkpoint_id).name)
+        if found is None and self._given is None:
+            raise ConfigError(
+                f"checkpoint_id {os.fspath(checkpoint_id)!r}: no number ends it, which would be the step; "
+                "or give StorageWriter a step"
+            )
+        self._step = check_step(int(found[0])) if found else self._given
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    @property
+    def checkpoint_id(self) -> str:
+        return str(self._draft.part.checkpoint)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._coordinates = is_coordinator
+        self.rank, self.use_collectives = kwargs.get("rank"), kwargs.get("use_collectives", True)
+        if self.rank is not None and self.rank != self._own[0]:
+            raise self._strangers(f"rank {self.rank}")
+        if self._step is None:
+            raise ConfigError("which step? give StorageWriter a step, or the save a checkpoint_id that its number ends")
+        self._check_step(self._step)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if self.use_collectives and len(plans) != self._own[1]:
+            raise self._strangers(f"one of {len(plans)} ranks")
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files; commits its part, unless `finish` has something to add.
+
+        Raises:
+            StepRefused: the part is there already.
+            CorruptChunk: a file does not hold what was written to it.
+            SpoolFull, SpoolUnusable: it could not be made durable.
+        """
+        assert self._step is not None
+        self._abandon()
+        self._draft = self._drafted(self._step)
+        with self._careful():
+            self._stage = self._spool.stage(self._draft.part)
+            self._sweep = weakref.finalize(self, _abandon, self._stage, os.getpid())
+            self.fs, self.path = _Streams(), self._stage.path
+            results = super().write_data(plan, planner).wait()
+            self._check_written(plan, results)
+            if self.use_collectives and not self._coordinates:
+                self._commit()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([self._placed(result) for result in results])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write `.metadata`, and commit the part that it lies in. Raises as `write_data`."""
+        with self._careful():
+            super().finish(metadata, results)
+            self._commit()
+
+    # -- the part ---------------------------------------------------------------------------------------------------
+
+    def _drafted(self, step: int) -> Manifest:
+        """The part's manifest, still without files."""
+        if self._checkpointer is None:  # in another process
+            return msgspec.structs.replace(self._draft, step=step)
+        self._checkpointer._check_open()
+        launch = self._checkpointer._launch
+        part = PartId(CheckpointId(launch.run, launch.attempt, step), *self._own)
+        return launch.manifest(part, checked_metrics(self.metrics))
+
+    def _check_step(self, step: int) -> None:
+        part = self._checkpointer._launch.part(step) if self._checkpointer else self._drafted(step).part
+        if self._spool.has(part):
+            raise StepRefused(f"{part} is already committed; a checkpoint is never overwritten")
+
+    def _strangers(self, who: str) -> ConfigError:
+        rank, world = self._own
+        return ConfigError(
+            f"this save's process group has this process as {who}, its Checkpointer as rank {rank} of {world}: "
+            "make a Checkpointer with the rank= and world_size= of the group that saves"
+        )
+
+    def _check_written(self, plan: SavePlan, results: list[WriteResult]) -> None:
+        """That torch's threads came to their end: an exception in any but the first of them is lost."""
+        streams = cast(_Streams, self.fs)
+        if streams.failed is not None:
+            raise streams.failed
+        if len(results) != len(plan.items):
+            raise SaveFailed(f"{self._draft.part}: {len(results)} of {len(plan.items)} entries were written")
+
+    def _placed(self, result: WriteResult) -> WriteResult:
+        """With the path from the checkpoint's directory on, where every part has one of its own."""
+        info = result.storage_data
+        path = f"{self._draft.part.name}/{info.relative_path}"
+        return dataclasses.replace(result, storage_data=dataclasses.replace(info, relative_path=path))
+
+    def _commit(self) -> None:
+        if self._stage is None:
+            raise SaveFailed(f"{self._draft.part}: nothing was written")
+        files = describe_directory(self._stage.path, cast(_Streams, self.fs).written)
+        self._stage.commit(msgspec.structs.replace(self._draft, files=files))
+        self._abandon()
+        if self._checkpointer is not None:
+            self._checkpointer._launch.steps.add(self._draft.step)
+            self._checkpointer.stats.saves += 1
+            self._checkpointer._daemon.keep()
+
+    @contextmanager
+    def _careful(self) -> Iterator[None]:
+        """Leave nothing behind where it fails."""
+        try:
+            with translated(f"spool {self._spool.root}"):
+                yield
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """Remove what was staged and not committed, as when another rank failed: nobody tells this one."""
+        if self._sweep is not None:
+            self._sweep()
+        self._stage = self._sweep = None
+        self.path = self._spool.control / "stage"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which saves: names, and what the manifest needs."""
+        if self._checkpointer is not None:
+            self._draft = self._drafted(self._step or 0)
+            self._checkpointer._launch.shared = True
+            self._checkpointer._daemon.keep()  # the other process does not know it
+        gone = {"_checkpointer": None, "_stage": None, "_sweep": None, "state_dict_cache": None, "fs": _Streams()}
+        return self.__dict__ | gone
+
+
+def _abandon(stage: Stage, pid: int) -> None:
+    if os.getpid() == pid:  # not in a forked child, where the writer ends as well
+        stage.abandon()
+
+
+class _Streams(FileSystem):
+    """torch's files, each digested as it is written and synced once.
+
+    Attributes:
+        written: file name -> size and digest of what was written to it.
+        failed: what the first stream that failed raised.
+    """
+
+    def __init__(self) -> None:
+        self.written: dict[str, tuple[int, str]] = {}
+        self.failed: BaseException | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        if mode != "wb":
+            raise io.UnsupportedOperation(f"{path}: opened with {mode!r}; a file of a checkpoint is written once")
+        raw = _Raw(Path(path))
+        try:
+            stream = io.BufferedWriter(raw, _BUFFER)
+            yield stream
+            stream.close()
+            self.written[Path(path).name] = raw.synced()
+        except BaseException as error:
+            self.failed = self.failed or error
+            raise
+        finally:
+            raw.end()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Nothing: the stage is made when it is written to."""
+
+
+class _Raw(io.RawIOBase):
+    """A new file. What comes is digested in the order in which it comes: who seeks gets `UnsupportedOperation`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._size, self._hash = 0, xxhash.xxh3_128()
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._size
+
+    def write(self, data: Any) -> int:
+        if self._fd < 0:
+            raise ValueError("the stream has ended")
+        view = flat(data)
+        self._hash.update(view)
+        write_all(self._fd, view, self._size)
+        self._size += len(view)
+        return len(view)
+
+    def synced(self) -> tuple[int, str]:
+        """Make what was written durable; its size and digest."""
+        os.fsync(self._fd)
+        return self._size, self._hash.hexdigest()
+
+    def end(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
