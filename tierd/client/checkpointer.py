@@ -281,6 +281,8 @@ class Checkpointer:
         return restored
 
     def _tree(self, found: Found) -> dict[str, Any]:
+        if any(name.endswith((".distcp", ".metadata")) for name in found.files):
+            raise StateMismatch(f"{found.part} was written through DCP: tierd.dcp.load(state, checkpointer) reads it")
         if TREE not in found.files or TENSORS not in found.files:
             raise StateMismatch(
                 f"{found.part} was written through stage(): call restore() without a state and read its `directory`"

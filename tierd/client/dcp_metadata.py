@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from tierd.core.errors import ManifestError
+from tierd.core.errors import ManifestError, StateRefused
 
 NAME = ".metadata"  # in the coordinator's part; `__<rank>.metadata` in each, of a save without collectives
 MAX_SIZE = 1 << 30  # bytes that are read
@@ -52,21 +52,23 @@ class _Reader(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise ManifestError(f"it names {module}.{name}, which no metadata of DCP holds")
+        raise StateRefused(f"it names {module}.{name}, which DCP's own metadata does not hold")
 
 
 def read_metadata(data: bytes | bytearray | memoryview, where: str) -> Metadata:
     """The metadata in these bytes.
 
     Raises:
-        ManifestError: something else than plain metadata; `where` says of what.
+        StateRefused: it names what is none of DCP's plain classes. That proves no corruption: a planner of one's own
+            may have written it.
+        ManifestError: no metadata; `where` says of what.
     """
     if len(data) > MAX_SIZE:
         raise ManifestError(f"{where}: {len(data)} bytes; at most {MAX_SIZE} are read")
     try:
         found = _Reader(io.BytesIO(data)).load()
-    except ManifestError as error:
-        raise ManifestError(f"{where}: {error}") from None
+    except StateRefused as error:
+        raise StateRefused(f"{where}: {error}") from None
     except Exception as error:  # a damaged pickle raises whatever it likes
         raise ManifestError(f"{where}: no metadata of DCP: {type(error).__name__}: {error}") from None
     if not isinstance(found, Metadata):

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tierd")
 
+_ASIDE = "set aside before: some of it was proven corrupt, and no place had it right"
+
 
 class StorageReader(Reader):
     """What `dcp.load` reads through: the newest checkpoint of the run's timeline that every rank can have.
@@ -58,7 +60,7 @@ class StorageReader(Reader):
         step: the checkpoint's; None on a fresh start.
         checkpoint: its name; None on a fresh start.
         metrics: as given to its writer.
-        skipped: newer checkpoints that were passed over, since what describes them was proven corrupt.
+        skipped: newer checkpoints that were passed over, since something of them was proven corrupt.
         unreached: tiers that did not answer; a newer checkpoint could lie there.
 
     Raises:
@@ -106,7 +108,7 @@ class StorageReader(Reader):
             candidate, resume = found
             failure: Exception | None = None
             try:
-                self._open(candidate, resume)
+                self._open(candidate, resume, passed)
             except Exception as raised:
                 failure = raised
             told = exchange(told_of(failure), self._launch.world) or [told_of(failure)]
@@ -121,7 +123,7 @@ class StorageReader(Reader):
             told_all = "".join(f"\n  skipped {one}" for one in self.skipped)
             raise CheckpointNotFound(f"run {self._launch.run!r}: no checkpoint could be verified{told_all}")
 
-    def _open(self, candidate: Candidate, resume: Resume) -> None:
+    def _open(self, candidate: Candidate, resume: Resume, passed: Collection[CheckpointId]) -> None:
         checkpoint = self.checkpoint = candidate.checkpoint
         self._launch.check_given(checkpoint, resume.attempts)
         self._source = Source(self._spool, checkpoint, candidate.world, self._agreement.link, self._agreement.alone)
@@ -133,6 +135,8 @@ class StorageReader(Reader):
             self._metadata = self._read_own(coordinator, dcp_metadata.NAME)
         elif f"__0{dcp_metadata.NAME}" not in names:
             raise StateMismatch(f"{checkpoint} was not written through DCP: Checkpointer.restore reads it")
+        aside = [one for one in resume.quarantined if one > checkpoint and one not in passed]
+        self.skipped += tuple(Skipped(one.step, one.attempt, _ASIDE) for one in aside)
         self.step, self.metrics = checkpoint.step, manifest.numbers
         self.unreached, self._attempts = resume.unreached, resume.attempts
 
