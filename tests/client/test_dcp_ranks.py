@@ -4,13 +4,19 @@ is bit for bit what another number saved."""
 from __future__ import annotations
 
 import contextlib
+import shutil
 
 import pytest
+import torch
 from support import dcp_ranks
-from support.world import Daemon
+from support.world import Daemon, corrupt
+from torch.distributed import checkpoint as dcp
 
+from tierd.cli import run
 from tierd.spool import Spool
 from tierd.stores.file import FileStore
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture
@@ -57,11 +63,34 @@ def test_what_four_ranks_saved_two_and_eight_load(cluster):
     expected = cluster.run(4, dcp_ranks.save_spread, cluster.nodes(4), [3, 5])
     assert all(state == expected[0] for state in expected)
     cluster.settle()
+    _torch_alone_reads(cluster, expected[0])
     for world in (2, 8):
         for found, state, later, origin in cluster.run(world, dcp_ranks.load_spread, cluster.nodes(world)):
             assert state == expected[0]
             assert (found.step, found.tier, found.metrics, found.skipped) == (5, "tier", {"loss": 2.5}, ())
             assert later and "step 5" in origin
+
+
+def _torch_alone_reads(cluster, expected) -> None:
+    """What `tierd restore --to` gives is a DCP checkpoint once the coordinator's `.metadata` lies on top of it."""
+    target = cluster.base / "restored"
+    assert run(["restore", f"file://{cluster.tier}", "--run", "run", "--to", str(target)]) == 0
+    assert (target / "00003-of-00004" / "__3_0.distcp").is_file()
+    shutil.copy(target / "00000-of-00004" / ".metadata", target)
+    state = {"rows": torch.zeros(256, 1024), "square": torch.zeros(64, 48), "note": {"epoch": 0}}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(target))
+    assert dcp_ranks.gathered(state) == {
+        "rows": expected["rows"],
+        "square": expected["square"],
+        "note": {"epoch": 5},
+    }
+
+
+def test_ranks_that_save_without_collectives_read_their_own(cluster):
+    nodes = cluster.nodes(1) * 2
+    for rank, (step, own) in enumerate(cluster.run(2, dcp_ranks.save_each_alone, nodes, 4)):
+        assert step == 4 and own == [rank] * 50
+    assert [(one.rank, one.world) for one in cluster.parts()] == [(0, 2), (1, 2)]
 
 
 def test_a_model_of_fsdp_and_its_adam_come_back_on_fewer_ranks(cluster):
@@ -75,9 +104,8 @@ def test_where_one_ranks_part_is_corrupt_all_step_back_and_say_whose(cluster):
     cluster.run(2, dcp_ranks.save_spread, cluster.nodes(2), [1, 2])
     cluster.settle()
     [bad] = [one for one in cluster.parts() if (one.checkpoint.step, one.rank) == (2, 1)]
-    chunk = max(
-        (cluster.tier / f"run/chunks/{bad.checkpoint.name}/00001").iterdir(), key=lambda one: one.stat().st_size
-    )
+    chunks = (cluster.tier / f"run/chunks/{bad.checkpoint.name}/00001").iterdir()
+    chunk = max(chunks, key=lambda one: one.stat().st_size)
     corrupt(chunk)
     reasons = set()
     for found, _, later, origin in cluster.run(2, dcp_ranks.load_spread, cluster.nodes(2)):

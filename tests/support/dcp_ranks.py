@@ -165,6 +165,22 @@ def load_spread(rank: int, spools: list[str], **more: Any) -> Any:
         return found, gathered(state), ckpt.attempt > max(before, found.attempt), str(ckpt._launch._origin)
 
 
+def save_each_alone(rank: int, spools: list[str], step: int) -> Any:
+    """Without collectives, each rank with metadata of its own; then load it so."""
+    import torch
+    from torch.distributed import checkpoint as dcp
+
+    import tierd.dcp
+
+    with checkpointer(spools[rank]) as ckpt:
+        writer = tierd.dcp.StorageWriter(ckpt, step)
+        dcp.save({"own": torch.full((50,), rank)}, storage_writer=writer, use_collectives=False)
+        torch.distributed.barrier()
+        state = {"own": torch.zeros(50, dtype=torch.int64)}
+        found = tierd.dcp.load(state, ckpt)
+        return found.step, state["own"].tolist()
+
+
 def save_trained(rank: int, spools: list[str], step: int) -> Any:
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from tierd.client.checkpointer import Checkpointer
 
 
+_MANY = 64  # checkpoints that a rank tells the others, newest first
+
+
 class Agreement:
     """The line to the node's daemon, and what the ranks agree on over it.
 
@@ -46,7 +49,8 @@ class Agreement:
         nothing = ""
         try:
             resume = self._restorer._ask(self.link, step, attempt)
-            own = [(one.checkpoint, one.world) for one in resume.candidates if one.checkpoint not in passed]
+            left = [one for one in resume.candidates if one.checkpoint not in passed]
+            own = [(one.checkpoint, one.world) for one in left[:_MANY]]
             nothing = self._why_nothing(resume, step, bool(own))
         except Exception as raised:
             failure = raised

@@ -289,18 +289,20 @@ def load(
         except CheckpointNotFound as error:
             told = "".join(f"\n  skipped {one}" for one in skipped)
             raise CheckpointNotFound(f"{error}{told}") from error
-        with reader._agreement.link or io.BytesIO():
-            skipped += reader.skipped
-            if reader.checkpoint is None:
-                return None
-            try:
-                dcp_load(state, storage_reader=reader, planner=planner)
-            except CheckpointException as error:
-                failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
-                skipped += (skip(reader.checkpoint, corruption(failures, checkpointer._launch.world)),)
-                passed = {CheckpointId(reader.checkpoint.run, one.attempt, one.step) for one in skipped}
-                continue
+        skipped += reader.skipped
         checkpoint = reader.checkpoint
+        try:
+            if checkpoint is None:
+                return None
+            dcp_load(state, storage_reader=reader, planner=planner)
+        except CheckpointException as error:
+            assert checkpoint is not None
+            failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
+            skipped += (skip(checkpoint, corruption(failures, checkpointer._launch.world)),)
+            passed = {CheckpointId(checkpoint.run, one.attempt, one.step) for one in skipped}
+            continue
+        finally:
+            reader.close()
         return Restored(
             step=checkpoint.step,
             attempt=checkpoint.attempt,

@@ -106,7 +106,7 @@ class StorageWriter(FileSystemWriter):
         self._abandon()
         if checkpoint_id is None:
             return
-        found = re.search("[0-9]+$", Path(checkpoint_id).name)
+        found = re.search(r"[0-9]+\Z", Path(checkpoint_id).name)
         if found is None and self._given is None:
             raise ConfigError(
                 f"checkpoint_id {os.fspath(checkpoint_id)!r}: no number ends it, which would be the step; "
