@@ -8,7 +8,8 @@ Law: names only; importing this loads torch, importing `tierd` does not.
 
 from __future__ import annotations
 
-from tierd.client.dcp_reader import StorageReader, load
+from tierd.client.dcp_load import load
+from tierd.client.dcp_reader import StorageReader
 from tierd.client.dcp_writer import StorageWriter
 
 __all__ = ["StorageReader", "StorageWriter", "load"]

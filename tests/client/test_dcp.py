@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import shutil
+import threading
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 import tierd
 import tierd.dcp
 from tierd.cli import run
-from tierd.client import dcp_metadata, dcp_writer
+from tierd.client import dcp_metadata, dcp_streams
 from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
@@ -174,14 +175,14 @@ def test_a_pickled_writer_carries_names_and_saves_where_it_comes_out(local, spoo
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_file_that_is_not_what_was_written_fails_the_save(local, spool, monkeypatch, threads):
     """A bit that flips between torch's memory and the file is found by the read that digests the chunks."""
-    write = dcp_writer.write_all
+    write = dcp_streams.write_all
 
     def flipping(fd, data, offset):
         changed = bytearray(data)
         changed[len(changed) // 2] ^= len(changed) > 100_000
         return write(fd, changed, offset)
 
-    monkeypatch.setattr(dcp_writer, "write_all", flipping)
+    monkeypatch.setattr(dcp_streams, "write_all", flipping)
     with pytest.raises(CheckpointException, match=r"CorruptChunk.*__0_.*that were written"):
         save(local, 3, thread_count=threads)
     assert spool.parts() == [] and spool.leftovers() == [] and not list((spool.control / "stage").iterdir())
@@ -197,10 +198,14 @@ def test_a_stream_that_fails_in_any_thread_fails_the_save(local, spool, monkeypa
     def full(fd, data, offset):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(dcp_writer, "write_all", full)
+    monkeypatch.setattr(dcp_streams, "write_all", full)
     with pytest.raises(CheckpointException, match="SpoolFull"):
         save(local, 3, thread_count=threads)
-    assert spool.parts() == [] and not list((spool.control / "stage").iterdir())
+    for thread in threading.enumerate():  # whom torch does not wait for
+        if "_write_files" in thread.name:
+            thread.join(20)
+    assert spool.parts() == []
+    assert spool.leftovers() == [f"stage/{path.name}" for path in (spool.control / "stage").iterdir()]
 
 
 def test_each_file_is_synced_once(local, monkeypatch):
@@ -213,7 +218,7 @@ def test_each_file_is_synced_once(local, monkeypatch):
 
 
 def test_a_stream_that_seeks_is_refused(tmp_path):
-    with dcp_writer._Streams().create_stream(tmp_path / "file", "wb") as stream:
+    with dcp_streams.Streams().create_stream(tmp_path / "file", "wb") as stream:
         stream.write(b"abc")
         assert stream.tell() == 3
         with pytest.raises(io.UnsupportedOperation):

@@ -215,13 +215,13 @@ def save_failing(rank: int, spools: list[str], victim: int) -> Any:
     from torch.distributed.checkpoint.api import CheckpointException
 
     import tierd.dcp
-    from tierd.client import dcp_writer
+    from tierd.client import dcp_streams
 
     with checkpointer(spools[rank]) as ckpt:
         writer = tierd.dcp.StorageWriter(ckpt)
         dcp.save(spread(1), checkpoint_id="step-1", storage_writer=writer)
         if rank == victim:
-            dcp_writer.write_all = _full
+            dcp_streams.write_all = _full
         try:
             dcp.save(spread(2), checkpoint_id="step-2", storage_writer=writer)
         except CheckpointException as error:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from tierd.client.launch import exchange
-from tierd.client.restore import Restorer
+from tierd.client.restore import Restorer, Skipped
 from tierd.core.errors import CheckpointNotFound, CorruptChunk, ManifestError, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId
 from tierd.core.resume import Candidate, Resume, not_found
@@ -36,9 +36,9 @@ class Agreement:
         self.alone = self._restorer._why_alone
 
     def newest(
-        self, step: int | None, attempt: str | None, passed: Collection[CheckpointId]
+        self, step: int | None, attempt: str | None, skipped: Collection[Skipped]
     ) -> tuple[Candidate, Resume] | None:
-        """The newest checkpoint that every rank sees whole, but for those in `passed`; None on a fresh start.
+        """The newest checkpoint that every rank sees whole, but for what was skipped; None on a fresh start.
 
         Raises:
             CheckpointNotFound: there are some, and none that all ranks see.
@@ -49,9 +49,10 @@ class Agreement:
         nothing = ""
         try:
             resume = self._restorer._ask(self.link, step, attempt)
-            left = [one for one in resume.candidates if one.checkpoint not in passed]
+            passed = {(one.attempt, one.step) for one in skipped}
+            left = [one for one in resume.candidates if (one.checkpoint.attempt, one.checkpoint.step) not in passed]
             own = [(one.checkpoint, one.world) for one in left[:_MANY]]
-            nothing = self._why_nothing(resume, step, bool(own))
+            nothing = self._why_nothing(resume, step, bool(own), skipped)
         except Exception as raised:
             failure = raised
         told = exchange((own, nothing, told_of(failure)), self._launch.world) or [(own, nothing, told_of(failure))]
@@ -68,8 +69,8 @@ class Agreement:
                 raise CheckpointNotFound(f"run {self._launch.run!r}: no checkpoint for all ranks; rank {rank}: {why}")
         return None
 
-    def _why_nothing(self, resume: Resume, step: int | None, some: bool) -> str:
-        """Why this rank must not start anew, though it has no candidate."""
+    def _why_nothing(self, resume: Resume, step: int | None, some: bool, skipped: Collection[Skipped]) -> str:
+        """Why this rank must not start anew, though it has no candidate; raises where that cannot be known."""
         if step is None and resume.unreached and (resume.incomplete or not some):
             raise StoreUnavailable(
                 f"run {self._launch.run!r}: {', '.join(resume.unreached)} did not answer, and may hold what is missing "
@@ -77,8 +78,8 @@ class Agreement:
             )
         if not some and self.alone:
             raise StoreUnavailable(f"run {self._launch.run!r}: no checkpoint in the spool, and {self.alone}")
-        if not some and (step is not None or resume.quarantined or resume.branches or resume.candidates):
-            return str(not_found(resume, self._launch.run, step, []))
+        if not some and (step is not None or skipped or resume.quarantined or resume.branches):
+            return str(not_found(resume, self._launch.run, step, [str(one) for one in skipped]))
         return ""
 
 

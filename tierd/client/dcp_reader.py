@@ -13,29 +13,25 @@ from __future__ import annotations
 import io
 import logging
 import os
-import re
 from collections import defaultdict
-from collections.abc import Collection, MutableMapping
-from typing import IO, TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader as Reader
 from torch.futures import Future
 
 from tierd.client import dcp_metadata
 from tierd.client.dcp_agree import Agreement, corruption, told_of
+from tierd.client.dcp_entries import check_plain, load_tensor
 from tierd.client.dcp_source import Source, Span
 from tierd.client.launch import exchange
-from tierd.client.restore import Restored, Skipped
-from tierd.core.errors import CheckpointNotFound, ManifestError, StateMismatch, StateRefused
+from tierd.client.restore import Skipped
+from tierd.core.errors import CheckpointNotFound, ManifestError, StateMismatch
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_step
 from tierd.core.resume import Candidate, Resume
 from tierd.core.world import SPOOL
-from tierd.persist import flat
 
 if TYPE_CHECKING:
     from tierd.client.checkpointer import Checkpointer
@@ -43,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tierd")
 
 _ASIDE = "set aside before: some of it was proven corrupt, and no place had it right"
+_INCOMPLETE = "incomplete: not every rank's part is there"
 
 
 class StorageReader(Reader):
@@ -54,13 +51,13 @@ class StorageReader(Reader):
     Args:
         step, attempt: as for `Checkpointer.restore`.
         weights_only: refuse entries that torch's weights-only unpickler does not take.
-        passed: checkpoints to leave out.
+        skipped: checkpoints to leave out, as an earlier reader's `skipped`.
 
     Attributes:
         step: the checkpoint's; None on a fresh start.
         checkpoint: its name; None on a fresh start.
         metrics: as given to its writer.
-        skipped: newer checkpoints that were passed over, since something of them was proven corrupt.
+        skipped: newer checkpoints that were passed over, newest first, each with its reason.
         unreached: tiers that did not answer; a newer checkpoint could lie there.
 
     Raises:
@@ -76,7 +73,7 @@ class StorageReader(Reader):
         *,
         attempt: str | None = None,
         weights_only: bool = True,
-        passed: Collection[CheckpointId] = (),
+        skipped: Sequence[Skipped] = (),
     ) -> None:
         checkpointer._check_open()
         asked = check_step(step) if step is not None else None
@@ -87,7 +84,7 @@ class StorageReader(Reader):
         self.step: int | None = None
         self.checkpoint: CheckpointId | None = None
         self.metrics: dict[str, float] = {}
-        self.skipped: tuple[Skipped, ...] = ()
+        self.skipped = tuple(skipped)
         self.unreached: tuple[str, ...] = ()
         self._source: Source | None = None
         self._metadata: Metadata | None = None
@@ -97,33 +94,29 @@ class StorageReader(Reader):
         self._name = ""  # of the attempt that goes on from here
         self._agreement = Agreement(checkpointer)
         try:
-            self._settle(asked, named, set(passed))
+            self._settle(asked, named)
         except BaseException:
             self.close()
             raise
 
-    def _settle(self, step: int | None, attempt: str | None, passed: set[CheckpointId]) -> None:
+    def _settle(self, step: int | None, attempt: str | None) -> None:
         """Open the newest checkpoint whose description is right on every rank."""
-        while (found := self._agreement.newest(step, attempt, passed)) is not None:
+        while (found := self._agreement.newest(step, attempt, self.skipped)) is not None:
             candidate, resume = found
             failure: Exception | None = None
             try:
-                self._open(candidate, resume, passed)
+                self._open(candidate, resume)
             except Exception as raised:
                 failure = raised
             told = exchange(told_of(failure), self._launch.world) or [told_of(failure)]
             reason = corruption(dict(enumerate(told)), self._launch.world)
             if not reason:
                 self._name = self._launch.next_name(candidate.checkpoint, resume.attempts)
+                self.skipped = _with_others(self.skipped, resume, candidate.checkpoint)
                 return
-            self.skipped = (*self.skipped, skip(candidate.checkpoint, reason))
-            passed.add(candidate.checkpoint)
-        self._source = self._metadata = self.step = self.checkpoint = None
-        if self.skipped:
-            told_all = "".join(f"\n  skipped {one}" for one in self.skipped)
-            raise CheckpointNotFound(f"run {self._launch.run!r}: no checkpoint could be verified{told_all}")
+            self.skipped += (skip(candidate.checkpoint, reason),)
 
-    def _open(self, candidate: Candidate, resume: Resume, passed: Collection[CheckpointId]) -> None:
+    def _open(self, candidate: Candidate, resume: Resume) -> None:
         checkpoint = self.checkpoint = candidate.checkpoint
         self._launch.check_given(checkpoint, resume.attempts)
         self._source = Source(self._spool, checkpoint, candidate.world, self._agreement.link, self._agreement.alone)
@@ -135,8 +128,6 @@ class StorageReader(Reader):
             self._metadata = self._read_own(coordinator, dcp_metadata.NAME)
         elif f"__0{dcp_metadata.NAME}" not in names:
             raise StateMismatch(f"{checkpoint} was not written through DCP: Checkpointer.restore reads it")
-        aside = [one for one in resume.quarantined if one > checkpoint and one not in passed]
-        self.skipped += tuple(Skipped(one.step, one.attempt, _ASIDE) for one in aside)
         self.step, self.metrics = checkpoint.step, manifest.numbers
         self.unreached, self._attempts = resume.unreached, resume.attempts
 
@@ -209,7 +200,7 @@ class StorageReader(Reader):
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, io.BytesIO(data))
                 else:
-                    _load_tensor(item, data, planner)
+                    load_tensor(item, data, planner)
         if self._name:
             self._launch.go_on_from(self.checkpoint, self._attempts, self._name)
             self._name = ""
@@ -247,7 +238,7 @@ class StorageReader(Reader):
         self._source.bring(entries)
         plain = [span for span, items in entries.items() if any(one.type == LoadItemType.BYTE_IO for one in items)]
         for span, data in self._source.read(plain if self._weights_only else []):
-            _check_plain(entries[span][0], data)
+            check_plain(entries[span][0], data)
         self._ready |= entries.keys()
 
     def close(self) -> None:
@@ -256,119 +247,15 @@ class StorageReader(Reader):
             self._agreement.link.close()
 
 
-def load(
-    state: MutableMapping[str, Any],
-    checkpointer: Checkpointer,
-    step: int | None = None,
-    *,
-    attempt: str | None = None,
-    planner: LoadPlanner | None = None,
-    weights_only: bool = True,
-) -> Restored | None:
-    """`dcp.load` the newest checkpoint that can be verified; where one is proven corrupt, all ranks step back.
-
-    Args:
-        state: as for `dcp.load`: it is loaded in place.
-        step, attempt, weights_only: as for `StorageReader`.
-        planner: as for `dcp.load`.
-
-    Returns:
-        As `Checkpointer.restore`, with the checkpoint's directory in the spool, where this node's own parts lie if they
-        are there; None on a fresh start.
-
-    Raises:
-        As `StorageReader`; a failure of another rank is told with its number. What is no corruption never steps back.
-        Where a checkpoint that lay in the spool turns out corrupt and no older one can be had, some tensors may have
-        been loaded.
-    """
-    skipped: tuple[Skipped, ...] = ()
-    passed: set[CheckpointId] = set()
-    while True:
-        try:
-            reader = StorageReader(checkpointer, step, attempt=attempt, weights_only=weights_only, passed=passed)
-        except CheckpointNotFound as error:
-            told = "".join(f"\n  skipped {one}" for one in skipped)
-            raise CheckpointNotFound(f"{error}{told}") from error
-        skipped += reader.skipped
-        checkpoint = reader.checkpoint
-        try:
-            if checkpoint is None:
-                return None
-            dcp_load(state, storage_reader=reader, planner=planner)
-        except CheckpointException as error:
-            assert checkpoint is not None
-            failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
-            skipped += (skip(checkpoint, corruption(failures, checkpointer._launch.world)),)
-            passed = {CheckpointId(checkpoint.run, one.attempt, one.step) for one in skipped}
-            continue
-        finally:
-            reader.close()
-        return Restored(
-            step=checkpoint.step,
-            attempt=checkpoint.attempt,
-            tier=reader.tier,
-            metrics=reader.metrics,
-            skipped=skipped,
-            unreached=reader.unreached,
-            directory=checkpointer._spool.root / checkpoint.run / checkpoint.name,
-        )
-
-
 def skip(checkpoint: CheckpointId, reason: str) -> Skipped:
     log.error("restore skips %s: %s", checkpoint, reason)
     return Skipped(checkpoint.step, checkpoint.attempt, reason)
 
 
-def _load_tensor(item: ReadItem, data: memoryview, planner: LoadPlanner) -> None:
-    tensor = torch.load(cast(IO[bytes], _View(data)), map_location="cpu", weights_only=True)
-    for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        if tensor.size(dimension) != length:
-            tensor = tensor.narrow(dimension, offset, length)
-    target = planner.resolve_tensor(item).detach()
-    if target.size() != tensor.size():
-        name = item.storage_index.fqn
-        raise StateMismatch(f"{name!r}: {tuple(tensor.size())} in the checkpoint, {tuple(target.size())} in the state")
-    target.copy_(tensor)
-    planner.commit_tensor(item, target)
-
-
-def _check_plain(item: ReadItem, data: memoryview) -> None:
-    """That loading this entry calls nothing which torch does not vouch for: DCP's planner would call it."""
-    try:
-        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"holds {named[1]}" if named else f"cannot be read: {str(error).splitlines()[0]}"
-        raise StateRefused(
-            f"{item.storage_index.fqn!r} {what}, which torch's weights-only unpickler refuses. If you trust it: "
-            "torch.serialization.add_safe_globals([…]), or weights_only=False"
-        ) from error
-
-
-class _View(io.RawIOBase):
-    """Memory as a stream that copies nothing but what is read."""
-
-    def __init__(self, data: memoryview) -> None:
-        super().__init__()
-        self._data, self._at = data, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        into = flat(buffer)
-        found = self._data[self._at : self._at + len(into)]
-        into[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+def _with_others(skipped: tuple[Skipped, ...], resume: Resume, found: CheckpointId) -> tuple[Skipped, ...]:
+    """Newest first, those among them that no reader was given to open."""
+    told = {(one.attempt, one.step) for one in skipped}
+    others = [(one, _INCOMPLETE) for one in resume.incomplete]
+    others += [(one, _ASIDE) for one in resume.quarantined if one > found]
+    more = [Skipped(one.step, one.attempt, why) for one, why in others if (one.attempt, one.step) not in told]
+    return tuple(sorted((*skipped, *more), key=lambda one: (one.attempt, one.step), reverse=True))

@@ -11,7 +11,6 @@ that only newer ones pass to `set_up_storage_writer` (`rank`, `use_collectives`)
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
 import re
 import weakref
@@ -21,26 +20,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-import xxhash
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from tierd.client.dcp_streams import Streams
 from tierd.client.save import checked_metrics
 from tierd.core.errors import ConfigError, SaveFailed, StepRefused
 from tierd.core.ids import CheckpointId, PartId, check_step
 from tierd.core.manifest import Manifest
-from tierd.device import write_all
-from tierd.persist import flat
 from tierd.spool import translated
 from tierd.stage import Stage, describe_directory
 
 if TYPE_CHECKING:
     from tierd.client.checkpointer import Checkpointer
-
-_BUFFER = 1 << 20  # bytes; what torch writes around a tensor comes in pieces of a few
 
 
 class StorageWriter(FileSystemWriter):
@@ -82,7 +77,7 @@ class StorageWriter(FileSystemWriter):
             per_thread_copy_ahead=per_thread_copy_ahead,
             cache_staged_state_dict=cache_staged_state_dict,
         )
-        self.fs = _Streams()
+        self.fs = Streams()
         self.metrics = dict(metrics or {})
         self._checkpointer: Checkpointer | None = checkpointer
         self._given = self._step = None if step is None else check_step(step)
@@ -149,7 +144,7 @@ class StorageWriter(FileSystemWriter):
         with self._careful():
             self._stage = self._spool.stage(self._draft.part)
             self._sweep = weakref.finalize(self, _abandon, self._stage, os.getpid())
-            self.fs, self.path = _Streams(), self._stage.path
+            self.fs, self.path = Streams(), self._stage.path
             results = super().write_data(plan, planner).wait()
             self._check_written(plan, results)
             if self.use_collectives and not self._coordinates:
@@ -189,7 +184,7 @@ class StorageWriter(FileSystemWriter):
 
     def _check_written(self, plan: SavePlan, results: list[WriteResult]) -> None:
         """That torch's threads came to their end: an exception in any but the first of them is lost."""
-        streams = cast(_Streams, self.fs)
+        streams = cast(Streams, self.fs)
         if streams.failed is not None:
             raise streams.failed
         if len(results) != len(plan.items):
@@ -204,7 +199,7 @@ class StorageWriter(FileSystemWriter):
     def _commit(self) -> None:
         if self._stage is None:
             raise SaveFailed(f"{self._draft.part}: nothing was written")
-        files = describe_directory(self._stage.path, cast(_Streams, self.fs).written)
+        files = describe_directory(self._stage.path, cast(Streams, self.fs).written)
         self._stage.commit(msgspec.structs.replace(self._draft, files=files))
         self._abandon()
         if self._checkpointer is not None:
@@ -235,80 +230,10 @@ class StorageWriter(FileSystemWriter):
             self._draft = self._drafted(self._step or 0)
             self._checkpointer._launch.shared = True
             self._checkpointer._daemon.keep()  # the other process does not know it
-        gone = {"_checkpointer": None, "_stage": None, "_sweep": None, "state_dict_cache": None, "fs": _Streams()}
+        gone = {"_checkpointer": None, "_stage": None, "_sweep": None, "state_dict_cache": None, "fs": Streams()}
         return self.__dict__ | gone
 
 
 def _abandon(stage: Stage, pid: int) -> None:
     if os.getpid() == pid:  # not in a forked child, where the writer ends as well
         stage.abandon()
-
-
-class _Streams(FileSystem):
-    """torch's files, each digested as it is written and synced once.
-
-    Attributes:
-        written: file name -> size and digest of what was written to it.
-        failed: what the first stream that failed raised.
-    """
-
-    def __init__(self) -> None:
-        self.written: dict[str, tuple[int, str]] = {}
-        self.failed: BaseException | None = None
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        if mode != "wb":
-            raise io.UnsupportedOperation(f"{path}: opened with {mode!r}; a file of a checkpoint is written once")
-        raw = _Raw(Path(path))
-        try:
-            stream = io.BufferedWriter(raw, _BUFFER)
-            yield stream
-            stream.close()
-            self.written[Path(path).name] = raw.synced()
-        except BaseException as error:
-            self.failed = self.failed or error
-            raise
-        finally:
-            raw.end()
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
-
-    def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Nothing: the stage is made when it is written to."""
-
-
-class _Raw(io.RawIOBase):
-    """A new file. What comes is digested in the order in which it comes: who seeks gets `UnsupportedOperation`."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._size, self._hash = 0, xxhash.xxh3_128()
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._size
-
-    def write(self, data: Any) -> int:
-        if self._fd < 0:
-            raise ValueError("the stream has ended")
-        view = flat(data)
-        self._hash.update(view)
-        write_all(self._fd, view, self._size)
-        self._size += len(view)
-        return len(view)
-
-    def synced(self) -> tuple[int, str]:
-        """Make what was written durable; its size and digest."""
-        os.fsync(self._fd)
-        return self._size, self._hash.hexdigest()
-
-    def end(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
