@@ -135,8 +135,6 @@ def trained(seed: int) -> tuple[Any, Any]:
 def save_spread(rank: int, spools: list[str], steps: list[int], how: str = "sync", **more: Any) -> Any:
     """Save these steps; the last state, gathered."""
     from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
     import tierd.dcp
 
     with checkpointer(spools[rank], **more) as ckpt:
@@ -146,9 +144,10 @@ def save_spread(rank: int, spools: list[str], steps: list[int], how: str = "sync
             if how == "sync":
                 dcp.save(state, storage_writer=writer)
                 continue
-            kind = AsyncCheckpointerType.PROCESS if how == "process" else AsyncCheckpointerType.THREAD
-            future = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind)
-            future.result(60)
+            kind = {}
+            if how == "process":
+                kind = {"async_checkpointer_type": dcp.state_dict_saver.AsyncCheckpointerType.PROCESS}
+            dcp.async_save(state, storage_writer=writer, **kind).result(60)
         return gathered(state)
 
 

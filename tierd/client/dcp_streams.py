@@ -45,7 +45,7 @@ class Streams(FileSystem):
             stream.close()
             self.written[Path(path).name] = raw.synced()
         except BaseException as error:
-            self.failed = self.failed or error
+            self.failed = self.failed or raw.failed or error
             raise
         finally:
             raw.end()
@@ -64,6 +64,7 @@ class _Raw(io.RawIOBase):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._size, self._hash = 0, xxhash.xxh3_128()
+        self.failed: OSError | None = None
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
     def writable(self) -> bool:
@@ -77,7 +78,11 @@ class _Raw(io.RawIOBase):
             raise ValueError("the stream has ended")
         view = flat(data)
         self._hash.update(view)
-        write_all(self._fd, view, self._size)
+        try:
+            write_all(self._fd, view, self._size)
+        except OSError as error:
+            self.failed = error
+            raise
         self._size += len(view)
         return len(view)
 

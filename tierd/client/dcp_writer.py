@@ -145,7 +145,10 @@ class StorageWriter(FileSystemWriter):
             self._stage = self._spool.stage(self._draft.part)
             self._sweep = weakref.finalize(self, _abandon, self._stage, os.getpid())
             self.fs, self.path = Streams(), self._stage.path
-            results = super().write_data(plan, planner).wait()
+            try:
+                results = super().write_data(plan, planner).wait()
+            except Exception as error:  # torch may say no more than that its archive came to a bad end
+                raise self.fs.failed or error from None
             self._check_written(plan, results)
             if self.use_collectives and not self._coordinates:
                 self._commit()
