@@ -135,6 +135,7 @@ def trained(seed: int) -> tuple[Any, Any]:
 def save_spread(rank: int, spools: list[str], steps: list[int], how: str = "sync", **more: Any) -> Any:
     """Save these steps; the last state, gathered."""
     from torch.distributed import checkpoint as dcp
+
     import tierd.dcp
 
     with checkpointer(spools[rank], **more) as ckpt:
