@@ -50,6 +50,7 @@ MAY = {
     },
     "bench": {"bench", "client", "link", "spool", "persist", "core", ""},
     "cli": {"cli", "bench", "daemon", "stores", "codec", "priority", "link", "spool", "persist", "core", ""},
+    "dcp": {"client"},
     "": {"client"},  # `import tierd` itself: names, loaded at their first use
     "__main__": {"cli"},
 }
@@ -63,6 +64,7 @@ SYNC = {
     "arena",
     "link",
     "client",
+    "dcp",
     "codec",
     "planes",
     "layout",

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tierd import dcp as dcp
     from tierd.client.checkpointer import Checkpointer
     from tierd.client.launch import new_attempt
     from tierd.client.restore import Restored, Skipped
@@ -31,6 +32,8 @@ __all__ = ["Checkpointer", "RngState", "Restored", "Save", "Skipped", "new_attem
 
 
 def __getattr__(name: str) -> Any:
+    if name == "dcp":
+        return import_module("tierd.dcp")
     if name not in _HOMES:
         raise AttributeError(f"module 'tierd' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

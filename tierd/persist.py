@@ -165,20 +165,36 @@ def _open_spare(path: Path) -> int | None:
     return None
 
 
-def describe_file(path: Path, name: str, chunk_size: int = CHUNK_SIZE) -> File:
-    """Digest and sync a file that somebody else wrote. Its bytes are vouched for from here on, not before."""
+def describe_file(
+    path: Path, name: str, chunk_size: int = CHUNK_SIZE, *, written: tuple[int, str] | None = None
+) -> File:
+    """Digest and sync a file that somebody else wrote. Its bytes are vouched for from here on, not before.
+
+    Args:
+        written: the size and the digest of all that was written, taken from the writer's memory, of a file that was
+            synced: its bytes are vouched for from there on.
+
+    Raises:
+        CorruptChunk: it is not what was written, or it changed meanwhile.
+    """
     fd = open_plain(path)
     try:
-        os.fsync(fd)
+        if written is None:
+            os.fsync(fd)
         size = os.fstat(fd).st_size
         chunks, offset = [], 0
         sizes = cut(lambda offset, length: os.pread(fd, length, offset), size, chunk_size)
         memory = memory_for(max(sizes, default=0) + PAGE)
+        whole = xxhash.xxh3_128()
         for length in sizes:
-            chunks.append(Chunk(size=length, xxh3_128=digest(_read(fd, memory, length, offset, path))))
+            data = _read(fd, memory, length, offset, path)
+            chunks.append(Chunk(size=length, xxh3_128=digest(data)))
+            whole.update(data if written else b"")
             offset += length
         if os.fstat(fd).st_size != size:
             raise CorruptChunk(f"{path}: it changed while it was being digested")
+        if written and written != (size, whole.hexdigest()):
+            raise CorruptChunk(f"{path}: its {size} bytes are not the {written[0]} that were written to it")
     finally:
         os.close(fd)
     return File(path=name, size=size, chunks=tuple(chunks))
@@ -226,15 +242,28 @@ def check_bytes(data: memoryview, file: File) -> None:
 
 def read_chunk(path: Path, file: File, index: int) -> memoryview:
     """One chunk of a file, verified; raises as `read_file` does."""
-    chunk = file.chunks[index]
-    offset = sum(map(operator.attrgetter("size"), file.chunks[:index]))
+    memory = _memory_for_chunks(file, file.chunks[index].size)
+    data = read_chunks(path, file, index, index + 1, memory)
+    settle(memory, len(memory))
+    return data
+
+
+def read_chunks(path: Path, file: File, first: int, end: int, memory: memoryview) -> memoryview:
+    """Chunks `first` to before `end` of a file, verified, in one piece; raises as `read_file` does.
+
+    Args:
+        memory: what they are read into: two pages more than they take, and of whole pages of its own
+            (`memory_for` at least `LARGE`) where the file is to be read past the page cache.
+    """
+    offset = sum(map(operator.attrgetter("size"), file.chunks[:first]))
+    size = sum(map(operator.attrgetter("size"), file.chunks[first:end]))
     fd = _open_direct(path, file.size)
     try:
         _check_size(fd, path, file)
-        memory = _memory_for_chunks(file, chunk.size)
-        data = _read(fd, memory, chunk.size, offset, path)
-        _check(data, chunk, path, offset)
-        settle(memory, len(memory))
+        data, done = _read(fd, memory, size, offset, path), 0
+        for chunk in file.chunks[first:end]:
+            _check(data[done : done + chunk.size], chunk, path, offset + done)
+            done += chunk.size
         return data
     finally:
         os.close(fd)

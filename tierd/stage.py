@@ -11,10 +11,11 @@ import fcntl
 import os
 import secrets
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from tierd.core.errors import ManifestError, StepRefused
+from tierd.core.errors import CorruptChunk, ManifestError, StepRefused
 from tierd.core.ids import PartId
 from tierd.core.manifest import MANIFEST_NAME, File, Manifest, check_path, encode
 from tierd.persist import describe_file, sync_directory, write_file
@@ -76,13 +77,17 @@ class Stage:
         self.abandon()
 
 
-def describe_directory(home: Path) -> tuple[File, ...]:
+def describe_directory(home: Path, written: Mapping[str, tuple[int, str]] | None = None) -> tuple[File, ...]:
     """Digest and sync every file that another library wrote under `home`.
 
+    Args:
+        written: what went into files that are synced already, as for `describe_file`; all of them must be there.
+
     Raises:
+        CorruptChunk: a file does not hold what was written to it.
         ManifestError: something there is neither a file nor a directory, or its name is not safe.
     """
-    files = []
+    files, missing = [], dict(written or {})
     for directory, names, leaves in os.walk(home, onerror=_raise):
         for name in names:
             if Path(directory, name).is_symlink():
@@ -93,7 +98,9 @@ def describe_directory(home: Path) -> tuple[File, ...]:
                 raise ManifestError(f"{path}: not a plain file; a checkpoint holds plain files only")
             relative = path.relative_to(home).as_posix()
             check_path(relative, f"stage {home}")
-            files.append(describe_file(path, relative))
+            files.append(describe_file(path, relative, written=missing.pop(relative, None)))
+    if missing:
+        raise CorruptChunk(f"{home}: {', '.join(sorted(missing)[:3])} was written there, and is gone")
     return tuple(sorted(files, key=lambda file: file.path))
 
 

@@ -556,7 +556,8 @@ REFUSED = {
     ),
     "sharded": (
         {"m": {"w": torch.ones(1).as_subclass(Sharded)}},
-        f'state["m"]["w"]: {here}.Sharded, a sharded tensor; pass .full_tensor(), or use torch.distributed.checkpoint',
+        f'state["m"]["w"]: {here}.Sharded, a sharded tensor; pass .full_tensor(), or save it through '
+        "tierd.dcp.StorageWriter",
     ),
     "sparse": ({"a": torch.eye(2).to_sparse()}, 'state["a"]: a sparse_coo tensor; pass .to_dense()'),
     "csr": (lambda: {"a": torch.eye(2).to_sparse_csr()}, 'state["a"]: a sparse_csr tensor; pass .to_dense()'),

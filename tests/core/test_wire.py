@@ -28,6 +28,8 @@ ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if iss
         wire.Report(run="r"),
         wire.Candidates(run="r"),
         wire.Fetch(part=PART),
+        wire.Fetch(part=PART, wanted={}),
+        wire.Fetch(part=PART, wanted={"a/b": ((0, 1), (5, 9)), ".metadata": ()}),
         wire.Wait(part=PART, tier="s3"),
         wire.Wait(part=PART, tier="s3", timeout_s=1.5),
         wire.Pin(checkpoint=OWNER, pinned=False),
@@ -51,6 +53,13 @@ def fetch(**changes) -> bytes:
     for name, value in changes.items():
         (found["part"]["checkpoint"] if name in found["part"]["checkpoint"] else found["part"])[name] = value
     return json.dumps(found).encode()
+
+
+@pytest.mark.parametrize("runs", [((1, 1),), ((5, 2),), ((-1, 2),), ((0, 1 << 40),), ((0,),), (("0", 1),)])
+def test_a_run_of_chunks_that_is_none_is_no_request(runs):
+    found = json.loads(wire.encode_line(wire.Fetch(part=PART))) | {"wanted": {"a": runs}}
+    with pytest.raises(msgspec.ValidationError):
+        wire.decode_request(json.dumps(found).encode())
 
 
 def test_the_hostile_requests_below_differ_from_a_good_one_only_in_what_they_say():

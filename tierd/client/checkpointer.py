@@ -31,7 +31,7 @@ from tierd.client.snapshot import Snapshot
 from tierd.client.source import MEMORY
 from tierd.client.state import unflatten
 from tierd.core.errors import ConfigError, SaveSkipped, StateMismatch
-from tierd.core.ids import check_attempt, check_run, check_step
+from tierd.core.ids import CheckpointId, check_attempt, check_run, check_step
 from tierd.core.manifest import TENSORS, TREE
 from tierd.link import Link
 from tierd.spool import Spool, translated
@@ -238,10 +238,8 @@ class Checkpointer:
                 another rank could not restore, and why.
             ConfigError: a given attempt cannot go on from it; ranks were asked for different checkpoints.
         """
-        self._check_open()
         asked = check_step(step) if step is not None else None
-        self._pipeline.drain()
-        self._daemon.renew()
+        restorer = self._restorer(keep=state is not None)
 
         def fits(found: Found) -> dict[str, Any]:
             self._launch.check_given(found.part.checkpoint, found.attempts)
@@ -251,15 +249,6 @@ class Checkpointer:
             return tree
 
         self._let_go()
-        restorer = Restorer(
-            self._spool,
-            self._launch.run,
-            self._ranks,
-            tiers=self._daemon.tiers,
-            line=self._line,
-            keep=state is not None,
-            clock=self._launch.clock,
-        )
         found = restorer.restore(asked, check_attempt(attempt) if attempt is not None else None, fits)
         if found is None:
             self._launch.go_on_from(None, restorer.resume.attempts, restorer.agreement.clocks)
@@ -285,7 +274,25 @@ class Checkpointer:
             directory=found.directory,
         )
 
+    def _restorer(self, *, keep: bool, passed: Mapping[CheckpointId, str] | None = None) -> Restorer:
+        """What finds the way back, once all that was saved before is durable, or has failed."""
+        self._check_open()
+        self._pipeline.drain()
+        self._daemon.renew()
+        return Restorer(
+            self._spool,
+            self._launch.run,
+            self._ranks,
+            tiers=self._daemon.tiers,
+            line=self._line if keep else None,
+            keep=keep,
+            clock=self._launch.clock,
+            passed=passed,
+        )
+
     def _tree(self, found: Found) -> dict[str, Any]:
+        if any(name.endswith((".distcp", ".metadata")) for name in found.files):
+            raise StateMismatch(f"{found.part} was written through DCP: tierd.dcp.load(state, checkpointer) reads it")
         if TREE not in found.files or TENSORS not in found.files:
             raise StateMismatch(
                 f"{found.part} was written through stage(): call restore() without a state and read its `directory`"

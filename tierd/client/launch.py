@@ -58,6 +58,7 @@ class Launch:
     def __init__(self, spool: Spool, run: str, ranks: Ranks, attempt: str | None, seen: Callable[[], set[str]]) -> None:
         self.run, self.rank, self.world = run, ranks.rank, ranks.world
         self.steps: set[int] = set()
+        self.shared = False  # whether another process may save for this launch: what it saved shows in the spool alone
         self._spool, self._given, self._seen = spool, attempt, seen
         self._origin: CheckpointId | None = None
         self._attempt: str | None = None
@@ -107,7 +108,7 @@ class Launch:
         number = check_step(step)
         part = PartId(CheckpointId(self.run, self.attempt, number), self.rank, self.world)
         # What a launch named itself nobody else writes; a given name may have been used before.
-        if number in self.steps or (self._given is not None and self._spool.has(part)):
+        if number in self.steps or ((self.shared or self._given is not None) and self._spool.has(part)):
             raise StepRefused(f"{part} is already committed by this attempt; a checkpoint is never overwritten")
         return part
 

@@ -49,32 +49,36 @@ class Source:
         tiers: whether there may be copies beyond the spool; without, the spool's word is final.
         line: to ask for what a predecessor left in memory; None where nothing can be there.
         keep: hand files on in memory; without, they are only verified, and their directory is held in the spool.
+
+    Attributes:
+        link: the line to the daemon, which holds for it what it gives; None without one.
+        alone: why there is none though tiers may have copies; empty where there are no tiers.
     """
 
     def __init__(self, spool: Spool, run: str, *, tiers: bool, line: HandOff | None, keep: bool) -> None:
         self._spool, self._run, self._tiers, self._line, self._keep = spool, run, tiers, line, keep
-        self._link: Link | None = None
+        self.link: Link | None = None
         self._connected = False
-        self._why_alone = ""
+        self.alone = ""
         self.arena: Arena | None = None  # the memory that what was handed on lies in, when a predecessor left it there
 
     def sight(self) -> Sight:
         """Look: through the daemon, or at the spool where none is expected or none answers."""
         if not self._connected:
-            self._link, self._connected = self._connect(), True
-        if self._link:
-            return told(self._link.ask(Candidates(run=self._run)))
+            self.link, self._connected = self._connect(), True
+        if self.link:
+            return told(self.link.ask(Candidates(run=self._run)))
         seen = see(World(self._look(), {}), self._run)
-        return msgspec.structs.replace(seen, alone=self._why_alone)
+        return msgspec.structs.replace(seen, alone=self.alone)
 
     def hand_over(self) -> Link | None:
         """The line, to be closed by the caller: while it is open, the daemon leaves what was obtained alone."""
-        link, self._link = self._link, None
+        link, self.link = self.link, None
         return link
 
     def close(self) -> None:
-        if self._link:
-            self._link.close()
+        if self.link:
+            self.link.close()
 
     def _connect(self) -> Link | None:
         if not self._tiers:
@@ -85,7 +89,7 @@ class Source:
                 return Link(self._spool)
             except DaemonUnavailable as error:
                 if time.monotonic() >= end:
-                    self._why_alone = str(error)
+                    self.alone = str(error)
                     return None
             time.sleep(0.1)
 
@@ -105,11 +109,11 @@ class Source:
     def flush(self, checkpoint: CheckpointId) -> None:
         """See that what the spool holds of `checkpoint` gets to a tier, where other nodes find it. Best effort: whoever
         looks again finds out."""
-        if self._link is None:
+        if self.link is None:
             return
         try:
             parts = [part for part in self._spool.parts() if part.checkpoint == checkpoint]
-            tiers = [tier["name"] for tier in self._link.ask(Status())["status"]["tiers"]]
+            tiers = [tier["name"] for tier in self.link.ask(Status())["status"]["tiers"]]
         except (TierdError, TimeoutError, OSError) as error:
             log.warning("%s: %s", checkpoint, error)
             return
@@ -117,7 +121,7 @@ class Source:
             log.info("%s: other nodes need it, and find it only on a tier; it is flushed first", part)
             for tier in tiers:
                 try:
-                    self._link.ask(Wait(part=part, tier=tier, timeout_s=_FLUSH))
+                    self.link.ask(Wait(part=part, tier=tier, timeout_s=_FLUSH))
                     break
                 except (TierdError, TimeoutError) as error:
                     log.warning("%s", error)
@@ -131,7 +135,7 @@ class Source:
             StoreUnavailable, DaemonUnavailable: a place that may have it right did not answer.
             FormatTooNew: it was written by a newer tierd.
         """
-        link = self._link
+        link = self.link
         local: Exception | None = None
         remembered = self._remembered(part) if self._keep else None
         if remembered:
@@ -178,7 +182,7 @@ class Source:
         if self._tiers:
             raise DaemonUnavailable(
                 f"{part} is not whole in the spool ({local}), and whether a tier has it right cannot be asked: "
-                f"{self._why_alone}. Restoring an older step is your decision: restore(state, step=…)"
+                f"{self.alone}. Restoring an older step is your decision: restore(state, step=…)"
             ) from local
         if isinstance(local, ObjectNotFound):
             raise local

@@ -92,7 +92,8 @@ def why_refused(tensor: torch.Tensor) -> str | None:
     """Why the tensor cannot be stored, and the way out; None if it can."""
     if type(tensor) not in _PLAIN:
         if hasattr(tensor, "full_tensor"):
-            return f"{type_name(tensor)}, a sharded tensor; pass .full_tensor(), or use torch.distributed.checkpoint"
+            kind = type_name(tensor)
+            return f"{kind}, a sharded tensor; pass .full_tensor(), or save it through tierd.dcp.StorageWriter"
         return f"{type_name(tensor)}, a tensor subclass; pass a plain torch.Tensor"
     if tensor.is_nested:
         return "a nested tensor; pass the list that .unbind() gives"

@@ -20,7 +20,8 @@ class StepRefused(TierdError):
 
 
 class StateRefused(TierdError):
-    """A value in the state has no safe encoding; the message names its path. Nothing was written."""
+    """A value in the state has no safe encoding, or one in a checkpoint no safe decoding; the message names its path.
+    Nothing was written or loaded."""
 
 
 class StateMismatch(TierdError):

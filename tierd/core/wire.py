@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from tierd.core import errors
-from tierd.core.errors import DaemonUnavailable, TierdError
+from tierd.core.errors import ConfigError, DaemonUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_rank, check_run, check_step
 from tierd.core.manifest import MAX_MANIFEST_SIZE
 
@@ -23,6 +23,9 @@ MAX_REQUEST = 64 << 10  # bytes
 MAX_PACKET = 16 << 10  # bytes
 MAX_REPLY = 64 << 20  # bytes
 MAX_PAUSE = 366 * 86400.0  # seconds
+
+Index = Annotated[int, Meta(ge=0, le=1 << 32)]  # of a chunk in its file
+Ranges = tuple[tuple[Index, Index], ...]  # (first, end) of runs of chunks, `end` not among them
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", forbid_unknown_fields=True):
@@ -55,9 +58,14 @@ class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):
     Answer: `tiers`, the names of those that chunks came from. Errors: `CorruptChunk` when every copy is proven bad,
     `StoreUnavailable` when a copy that might be good cannot be reached. Until then each `working` line has `done` and
     `total`, in raw bytes, and `tiers`, once that is known.
+
+    With `wanted`, by file, only these chunks are made right. A part that the spool lacks is not committed by that: they
+    lie where it is put together (`Spool.fetching`), beside its manifest as `DRAFT_NAME`, until the connection ends. No
+    file at all brings the manifest alone. Error: `ConfigError` for a chunk that the part does not have.
     """
 
     part: PartId
+    wanted: dict[Annotated[str, Meta(max_length=1024)], Ranges] | None = None
 
 
 class Wait(Request, frozen=True, kw_only=True, tag="wait"):
@@ -142,6 +150,8 @@ def decode_request(line: bytes) -> AnyRequest:
                 check_run(run)
             case Candidates(run=run):
                 check_run(run)
+            case Fetch(wanted=wanted) if any(first >= end for runs in (wanted or {}).values() for first, end in runs):
+                raise ConfigError("a run of chunks ends before it begins")
             case Fetch(part=part) | Wait(part=part):
                 _check_checkpoint(part.checkpoint)
                 check_rank(part.rank, part.world)

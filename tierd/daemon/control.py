@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -67,7 +66,7 @@ class Control:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
-        held: list[CheckpointId] = []
+        held: set[PartId] = set()
         attached = False
         try:
             while line := await reader.readline():
@@ -84,13 +83,14 @@ class Control:
         finally:
             self._connections.discard(task)
             self.trainers -= attached
-            self._reconciler.held -= Counter(held)
+            for part in held:
+                self._reconciler.release(part)
             if attached or held:
                 self._reconciler.wake()
             writer.close()
 
     async def _answer(
-        self, request: wire.AnyRequest, writer: asyncio.StreamWriter, held: list[CheckpointId]
+        self, request: wire.AnyRequest, writer: asyncio.StreamWriter, held: set[PartId]
     ) -> dict[str, Any]:
         work = asyncio.ensure_future(self._do(request, held))
         try:
@@ -109,7 +109,7 @@ class Control:
         finally:
             work.cancel()
 
-    async def _do(self, request: wire.AnyRequest, held: list[CheckpointId]) -> dict[str, Any]:
+    async def _do(self, request: wire.AnyRequest, held: set[PartId]) -> dict[str, Any]:
         hasten()  # this task's: somebody waits
         match request:
             case wire.Attach():
@@ -124,10 +124,11 @@ class Control:
                 await self._handoff.settled()  # what a trainer handed over before it died is seen, too
                 await self._look(run)
                 return {"sight": await asyncio.to_thread(see, self._reconciler.world(), run)}
-            case wire.Fetch(part=part):
-                self._reconciler.held[part.checkpoint] += 1
-                held.append(part.checkpoint)
-                return {"tiers": await self._reconciler.fetch(part)}
+            case wire.Fetch(part=part, wanted=wanted):
+                if part not in held:
+                    self._reconciler.hold(part)
+                    held.add(part)
+                return {"tiers": await self._reconciler.fetch(part, wanted=wanted)}
             case wire.Wait(part=part, tier=tier, timeout_s=timeout):
                 return await self._wait(part, tier, timeout)
             case wire.Pin(checkpoint=checkpoint, pinned=pinned):

@@ -13,11 +13,12 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
-from tierd.core.errors import CorruptChunk, StoreUnavailable
+from tierd.core.errors import ConfigError, CorruptChunk, StoreUnavailable
 from tierd.core.manifest import DRAFT_NAME, File, Manifest, encode
 from tierd.daemon.budget import Budget
 from tierd.daemon.copies import Copies
@@ -27,6 +28,8 @@ from tierd.persist import Buffer, flat, read_chunk, sync_directory
 
 _HANDS = 8  # chunks on their way at once, as far as the budget goes
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+Wanted: TypeAlias = Mapping[str, Sequence[tuple[int, int]]]  # a file's path -> (first, end) of runs of its chunks
 
 
 @dataclass(slots=True)
@@ -49,13 +52,13 @@ class Progress:
 
 @dataclass(slots=True)
 class _Target:
-    """A file of the part. `found`: it was there. It is synced when none of `left` chunks is missing."""
+    """A file of the part. `found`: it was there. It is synced when all chunks that are `todo` are right."""
 
     number: int
     file: File
     path: Path
     found: bool
-    left: int
+    todo: set[int]
     fd: int = -1  # open from the first write to the sync, so that no failed write-back goes unnoticed
 
     def open(self, flags: int = os.O_WRONLY) -> None:
@@ -74,20 +77,30 @@ class _Target:
 
 
 async def download(
-    home: Path, manifest: Manifest, copies: Copies, budget: Budget, progress: Progress, *, committed: bool = False
+    home: Path,
+    manifest: Manifest,
+    copies: Copies,
+    budget: Budget,
+    progress: Progress,
+    *,
+    committed: bool = False,
+    wanted: Wanted | None = None,
 ) -> None:
     """Make every file of `manifest` under `home` right and durable.
 
     Args:
         committed: `home` is a part of the spool, whole or damaged. If not, it is a place for this download alone, and
             whatever else lies there goes.
+        wanted: only these chunks. Where not `committed`, nothing is synced then, files have holes, and the manifest
+            stays beside them.
 
     Raises:
+        ConfigError: `wanted` names what the part does not have.
         CorruptChunk: no copy of a chunk is right; where `committed`, says what is wrong with the one here, too.
         StoreUnavailable: not known, since a tier could not be asked.
         OSError: as the system reports it.
     """
-    work = _Download(home, copies, budget, progress, committed)
+    work = _Download(home, copies, budget, progress, committed, wanted)
     targets = await to_the_end(work.lay_out, manifest)
     todo = _chunks(targets)
 
@@ -100,9 +113,22 @@ async def download(
     finally:
         for target in targets:
             target.close()
+    if not committed and wanted is not None:
+        return
     if not committed:
         (home / DRAFT_NAME).unlink()
     await to_the_end(_sync_directories, home)
+
+
+def wanted_size(manifest: Manifest, wanted: Wanted | None) -> int:
+    """The raw bytes of the chunks that are wanted; raises `ConfigError` where the part has no such chunk."""
+    if wanted is None:
+        return manifest.size
+    files = {file.path: file for file in manifest.files}
+    for path, runs in wanted.items():
+        if path not in files or any(end > len(files[path].chunks) for _, end in runs):
+            raise ConfigError(f"{manifest.part}: it has no such chunk: {path!r} {list(runs)[:3]}")
+    return sum(files[path].chunks[index].size for path, runs in wanted.items() for index in _numbers(runs))
 
 
 def missing(home: Path, manifest: Manifest) -> int:
@@ -119,18 +145,37 @@ def missing(home: Path, manifest: Manifest) -> int:
 class _Download:
     """One part on its way into `home`."""
 
-    def __init__(self, home: Path, copies: Copies, budget: Budget, progress: Progress, committed: bool) -> None:
+    def __init__(
+        self,
+        home: Path,
+        copies: Copies,
+        budget: Budget,
+        progress: Progress,
+        committed: bool,
+        wanted: Wanted | None,
+    ) -> None:
         self._home, self._copies, self._budget, self._progress = home, copies, budget, progress
-        self._committed = committed
+        self._committed, self._wanted = committed, wanted
 
     def lay_out(self, manifest: Manifest) -> list[_Target]:
         """Give every file its place, size and blocks, so that a full disk says so first."""
         if not self._committed:
-            _remove_strangers(self._home, {file.path for file in manifest.files})
-        targets = [self._target(number, file) for number, file in enumerate(manifest.files)]
-        if not self._committed:  # for whoever reads along
-            (self._home / DRAFT_NAME).write_bytes(encode(manifest))
+            _remove_strangers(self._home, {DRAFT_NAME, *(file.path for file in manifest.files)})
+        targets = [
+            self._target(number, file)
+            for number, file in enumerate(manifest.files)
+            if self._wanted is None or file.path in self._wanted
+        ]
+        if not self._committed:
+            self._draft(encode(manifest))
         return targets
+
+    def _draft(self, data: bytes) -> None:
+        """Put the manifest there, for whoever reads along: never a part of it, since somebody may be reading now."""
+        make_way(self._home, DRAFT_NAME)
+        fresh = self._home / f"{DRAFT_NAME}.new"
+        fresh.write_bytes(data)
+        fresh.replace(self._home / DRAFT_NAME)
 
     def _target(self, number: int, file: File) -> _Target:
         path = self._home / file.path
@@ -143,14 +188,15 @@ class _Download:
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             try:
-                if file.size >= LARGE:
+                if file.size >= LARGE and self._wanted is None:
                     reserve(fd, file.size)
                 os.ftruncate(fd, file.size)  # it is too long, or its file system reserves nothing
                 if not file.chunks:
                     os.fsync(fd)
             finally:
                 os.close(fd)
-        return _Target(number, file, path, size >= 0, len(file.chunks))
+        todo = range(len(file.chunks)) if self._wanted is None else _numbers(self._wanted[file.path])
+        return _Target(number, file, path, size >= 0, set(todo))
 
     async def bring(self, target: _Target, index: int, offset: int) -> None:
         """Have one chunk right in its place, and the file synced if it was the last."""
@@ -165,8 +211,9 @@ class _Download:
                 target.open()
                 await to_the_end(self._write, target, raw, offset)
                 self._progress.written += 1
-        target.left -= 1
-        if not target.left:  # even if nothing was written: what an interrupted one left may lie in the page cache alone
+        target.todo.discard(index)
+        if not target.todo and (self._committed or self._wanted is None):
+            # Even if nothing was written: what an interrupted one left may lie in the page cache alone.
             await to_the_end(self._sync, target)
         self._progress.tiers = tuple(name for name in self._copies.stores if name in self._copies.used)
         self._progress.done += size
@@ -212,11 +259,16 @@ class _Download:
             raise
 
 
+def _numbers(runs: Sequence[tuple[int, int]]) -> set[int]:
+    return {index for first, end in runs for index in range(first, end)}
+
+
 def _chunks(targets: list[_Target]) -> Iterator[tuple[_Target, int, int]]:
     for target in targets:
         offset = 0
         for index, chunk in enumerate(target.file.chunks):
-            yield target, index, offset
+            if index in target.todo:
+                yield target, index, offset
             offset += chunk.size
 
 

@@ -1,4 +1,5 @@
-"""Tier -> spool: make a part whole again, chunk by chunk, from whichever tier has each chunk right.
+"""Tier -> spool: make a part whole again, chunk by chunk, from whichever tier has each chunk right; or bring some
+chunks of it for whoever needs no more.
 
 Law: a part appears in the spool whole or not at all. What an interrupted fetch left lies under a name that the next one
 for the part finds, and is taken up where it is right. Bytes are verified as stored, as raw, and again by whoever reads
@@ -18,7 +19,7 @@ from tierd.core.manifest import encode as encode_manifest
 from tierd.core.world import SPOOL
 from tierd.daemon.budget import Budget
 from tierd.daemon.copies import Copies
-from tierd.daemon.download import Progress, download, make_way, missing
+from tierd.daemon.download import Progress, Wanted, download, make_way, missing, wanted_size
 from tierd.daemon.together import to_the_end
 from tierd.persist import sync_directory, write_file
 from tierd.spool import Spool, translated
@@ -43,13 +44,18 @@ async def fetch(
     stores: Mapping[str, Store],
     budget: Budget | None = None,
     progress: Progress | None = None,
+    wanted: Wanted | None = None,
+    partial: Partial | None = None,
 ) -> Fetched:
     """Make the spool's copy of `part` whole, whatever of it is there.
 
     Args:
         progress: is kept up to date for whoever looks.
+        wanted: only these chunks; a part that is not in the spool stays in `partial`, and is not committed.
+        partial: where it is put together. Given, its lock is left to the caller, unless the part was committed.
 
     Raises:
+        ConfigError: `wanted` names a chunk that the part does not have.
         CorruptChunk: no copy, and no mixture of copies, is right; says why for each.
         ObjectNotFound: no place has a copy.
         StoreUnavailable: not known, since a tier could not be asked.
@@ -68,15 +74,21 @@ async def fetch(
         copies.give_up(str(defect or "the spool has no copy"), copies.unavailable)
         raise AssertionError
     copies.agree(reference)
-    progress.begin(reference.size)
+    progress.begin(wanted_size(reference, wanted))
     home = spool.path(part)
     with translated(f"spool {home}"):
         if home.is_dir():
-            await download(home, reference, copies, budget or Budget(), progress, committed=True)
+            needed = wanted if local else None  # a new manifest speaks for all of the part
+            await download(home, reference, copies, budget or Budget(), progress, committed=True, wanted=needed)
             if local is None:
                 await to_the_end(_replace_manifest, spool, part, reference)
         else:
-            await _download(spool, part, reference, copies, budget or Budget(), progress)
+            place = partial or Partial(spool, part)
+            try:
+                await _download(spool, place, reference, copies, budget or Budget(), progress, wanted)
+            finally:
+                if partial is None:
+                    place.leave()
     return Fetched(progress.tiers, copies.defects, progress.written)
 
 
@@ -100,8 +112,8 @@ def _replace_manifest(spool: Spool, part: PartId, manifest: Manifest) -> None:
     sync_directory(home)
 
 
-class _Partial(Stage):
-    """A stage that the next fetch of its part finds again."""
+class Partial(Stage):
+    """A stage that the next fetch of its part finds again. While it is held, nobody sweeps it away."""
 
     def __init__(self, spool: Spool, part: PartId) -> None:
         self.part, self._target = part, spool.path(part)
@@ -109,7 +121,8 @@ class _Partial(Stage):
 
     def take(self) -> None:
         """Make it, or find it again, and hold it. Apart from the making: whoever is cancelled here has to let go."""
-        self._fd = make_locked(self.path)
+        if self._fd < 0:
+            self._fd = make_locked(self.path)
 
     def leave(self) -> None:
         """Let go of it, and leave what is there; harmless after `commit` and `abandon`."""
@@ -119,24 +132,28 @@ class _Partial(Stage):
 
 
 async def _download(
-    spool: Spool, part: PartId, manifest: Manifest, copies: Copies, budget: Budget, progress: Progress
+    spool: Spool,
+    partial: Partial,
+    manifest: Manifest,
+    copies: Copies,
+    budget: Budget,
+    progress: Progress,
+    wanted: Wanted | None,
 ) -> None:
-    partial = _Partial(spool, part)
     try:
         await to_the_end(partial.take)
-        await to_the_end(_make_room, spool, partial, manifest)
-        await download(partial.path, manifest, copies, budget, progress)
-        await to_the_end(partial.commit, manifest)
+        await to_the_end(_make_room, spool, partial, manifest, wanted)
+        await download(partial.path, manifest, copies, budget, progress, wanted=wanted)
+        if wanted is None:
+            await to_the_end(partial.commit, manifest)
     except CorruptChunk:
         await to_the_end(partial.abandon)  # nobody has it right: it will not be asked for again
         raise
-    finally:
-        partial.leave()
 
 
-def _make_room(spool: Spool, partial: _Partial, manifest: Manifest) -> None:
+def _make_room(spool: Spool, partial: Partial, manifest: Manifest, wanted: Wanted | None) -> None:
     """See that the disk takes what is missing; other downloads that nobody goes on with give way."""
-    needed = missing(partial.path, manifest) + _SPARE
+    needed = min(missing(partial.path, manifest), wanted_size(manifest, wanted)) + _SPARE
     if needed > spool.free()[0]:
         for name in spool.leftovers():
             if name.startswith("fetch/"):

@@ -24,6 +24,7 @@ from tierd.core.plan import Action, Discard, Flush, Mend, Prune, flushes, pendin
 from tierd.core.retention import seconds
 from tierd.core.world import SPOOL, Place, World
 from tierd.daemon.budget import Budget
+from tierd.daemon.download import Wanted
 from tierd.daemon.journal import Event, Journal
 from tierd.daemon.lane import Lane
 from tierd.daemon.observe import SpoolEye
@@ -41,7 +42,7 @@ log = logging.getLogger("tierd.daemon")
 _STUCK = 60.0  # seconds that rests what could not be sent, mended or deleted, while others go on
 _AGAIN = 1.0  # seconds that a local copy rests which no tier was found to hold: they look again meanwhile
 _ABANDONED = 5.0  # seconds that a stage is seen unlocked before it counts as left over
-_TAKEN_UP = 3600.0  # seconds that an interrupted fetch may be gone on with
+_TAKEN_UP = 3600.0  # seconds that an interrupted fetch of a whole part may be gone on with
 
 
 class Reconciler:
@@ -258,7 +259,8 @@ class Reconciler:
         # An interrupted fetch is worth taking up, as long as its bytes are not in the way.
         low = self._free * 100 < self.config.min_free_percent
         done = any(name == f"fetch/{self.spool.fetching(part).name}" for part in self._place.parts())
-        return _TAKEN_UP if name.startswith("fetch/") and not low and not done else _ABANDONED
+        loose = name.removeprefix("fetch/") in self._repairer.loose
+        return _TAKEN_UP if name.startswith("fetch/") and not low and not done and not loose else _ABANDONED
 
     # -- acting -----------------------------------------------------------------------------------------------------
 
@@ -357,12 +359,21 @@ class Reconciler:
                 raise
             log.warning("%s: %s cannot be mended yet: %s", tier, part, error)  # another tier's lane backs off
 
-    async def fetch(self, part: PartId, *, counted: bool = False) -> tuple[str, ...]:
-        """Make the spool's copy of `part` whole, as `Repairer.heal` does, and look again."""
+    async def fetch(self, part: PartId, *, counted: bool = False, wanted: Wanted | None = None) -> tuple[str, ...]:
+        """Make the spool's copy of `part` whole, or bring some of it, as `Repairer.heal` does, and look again."""
         try:
-            return await self._repairer.heal(part, counted=counted)
+            return await self._repairer.heal(part, counted=counted, wanted=wanted)
         finally:
             self.wake()
+
+    def hold(self, part: PartId) -> None:
+        """Somebody restores from this part: nothing of it goes until `release`."""
+        self.held[part.checkpoint] += 1
+        self._repairer.hold(part)
+
+    def release(self, part: PartId) -> None:
+        self.held -= Counter([part.checkpoint])
+        self._repairer.release(part)
 
     def is_retired(self, part: PartId, tier: str) -> bool:
         """Whether the tier, as last seen, lacks a part and will not be sent it: nobody has it, or nobody wants it."""

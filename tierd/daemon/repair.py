@@ -7,7 +7,7 @@ nothing is. What was set aside on one tier and is right in the spool is flushed 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreUnavailable
@@ -15,8 +15,8 @@ from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest
 from tierd.core.world import SPOOL
 from tierd.daemon.budget import Budget
-from tierd.daemon.download import Progress
-from tierd.daemon.fetch import Fetched, fetch
+from tierd.daemon.download import Progress, Wanted
+from tierd.daemon.fetch import Fetched, Partial, fetch
 from tierd.daemon.journal import Journal
 from tierd.daemon.mend import Mender, Where
 from tierd.daemon.pause import Turn, at_once
@@ -32,19 +32,36 @@ class Repairer:
         self._spool, self._stores, self._journal, self._budget = spool, stores, journal, budget
         self._turns: defaultdict[PartId, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.fetching: dict[PartId, Progress] = {}  # what is being made whole now
+        self.loose: set[str] = set()  # names of partials that were begun for some chunks: nobody makes them whole
+        self._partials: dict[PartId, Partial] = {}
+        self._readers: Counter[PartId] = Counter()
 
-    async def heal(self, part: PartId, *, counted: bool = False) -> tuple[str, ...]:
-        """Make the spool's copy of `part` whole; the tiers that chunks came from.
+    def hold(self, part: PartId) -> None:
+        """Somebody reads what is brought of `part`: it stays until `release`."""
+        self._readers[part] += 1
+
+    def release(self, part: PartId) -> None:
+        self._readers -= Counter([part])
+        if not self._turns[part].locked():  # else whoever has the turn does it
+            self._let_go(part)
+
+    def _let_go(self, part: PartId) -> None:
+        if not self._readers[part] and part in self._partials:
+            self._partials.pop(part).leave()
+
+    async def heal(self, part: PartId, *, counted: bool = False, wanted: Wanted | None = None) -> tuple[str, ...]:
+        """Make the spool's copy of `part` whole, or bring what is `wanted` of it; the tiers that chunks came from.
 
         Args:
             counted: that it is corrupt was counted by whoever found out.
+            wanted: as for `fetch`.
 
         Raises:
             CorruptChunk: every copy is proven bad; all are set aside.
             StoreUnavailable: a copy that might be good could not be reached; nothing was set aside.
         """
         try:
-            fetched = await self._fetch(part)
+            fetched = await self._fetch(part, wanted)
         except CorruptChunk as error:
             self._journal.counters["corruptions"] += not counted
             await asyncio.to_thread(self._spool.quarantine, part)
@@ -61,13 +78,19 @@ class Repairer:
             self._journal.tell("healed", SPOOL, part, f"{fetched.chunks} chunks from {', '.join(fetched.tiers)}")
         return fetched.tiers
 
-    async def _fetch(self, part: PartId) -> Fetched:
+    async def _fetch(self, part: PartId, wanted: Wanted | None) -> Fetched:
         async with self._turns[part]:
             progress = self.fetching[part] = Progress()
+            partial = self._partials.setdefault(part, Partial(self._spool, part))
+            if wanted is None:
+                self.loose.discard(partial.path.name)
+            elif not partial.path.exists():
+                self.loose.add(partial.path.name)
             try:
-                return await fetch(self._spool, part, self._stores, self._budget, progress)
+                return await fetch(self._spool, part, self._stores, self._budget, progress, wanted, partial)
             finally:
                 del self.fetching[part]
+                self._let_go(part)
 
     async def repair(
         self, tier: str, part: PartId, manifest: Manifest, bad: Iterable[Where], turn: Turn = at_once

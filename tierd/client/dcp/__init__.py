@@ -1,0 +1,1 @@
+"""Under `torch.distributed.checkpoint`: what `tierd.dcp` gives."""

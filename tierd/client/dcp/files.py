@@ -1,0 +1,226 @@
+"""One checkpoint's files, wherever they lie, for somebody who needs some bytes of them.
+
+Law: what is handed on was verified on this read, in this process. Bytes come from the spool; what it lacks or has wrong
+the daemon brings, chunk by chunk, and no more of it than is wanted.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import msgspec
+
+from tierd.client.fetching import Fetching
+from tierd.core.errors import (
+    CorruptChunk,
+    DaemonUnavailable,
+    ManifestError,
+    ObjectNotFound,
+    StoreUnavailable,
+)
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import DRAFT_NAME, MAX_MANIFEST_SIZE, File, Manifest, decode
+from tierd.core.wire import MAX_REQUEST, Fetch
+from tierd.device import LARGE, PAGE, memory_for
+from tierd.link import Link
+from tierd.persist import open_plain, read_chunks
+from tierd.spool import Spool
+
+_BATCH = 64 << 20  # bytes that are read at once, unless one entry is more
+_RUNS = 1000  # runs of chunks in one request's file
+_TRIES = 3  # times that something is looked for: it may be committed, or pruned, between two looks
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A range of a file's bytes, and the chunks that it lies in: `first` to before `end`, from byte `start` on."""
+
+    part: PartId
+    file: File
+    offset: int
+    length: int
+    first: int
+    end: int
+    start: int
+    stop: int
+
+
+class Files:
+    """Reads one checkpoint.
+
+    Args:
+        link: to the daemon, which holds for it what it reads; None without one.
+        alone: why there is none though tiers may have copies; empty where there are no tiers.
+
+    Attributes:
+        tiers: those that gave something.
+    """
+
+    def __init__(self, spool: Spool, checkpoint: CheckpointId, world: int, link: Link | None, alone: str) -> None:
+        self._spool, self._link, self._alone = spool, link, alone
+        self.checkpoint, self.world = checkpoint, world
+        self.tiers: list[str] = []
+        self._manifests: dict[PartId, Manifest] = {}
+        self._files: dict[PartId, dict[str, tuple[File, list[int]]]] = {}
+        self._memory = memoryview(b"")
+
+    def part(self, rank: int) -> PartId:
+        return PartId(self.checkpoint, rank, self.world)
+
+    def manifest(self, part: PartId) -> Manifest:
+        """The manifest of a part. Raises as `read`."""
+        if part not in self._manifests:
+            self._manifests[part] = self._find_manifest(part)
+        return self._manifests[part]
+
+    def span(self, part: PartId, path: str, offset: int = 0, length: int | None = None) -> Span:
+        """A range of a file, by default all of it.
+
+        Raises:
+            ManifestError: the part has no such bytes.
+        """
+        if part not in self._files:
+            self._files[part] = {
+                file.path: (file, [0, *accumulate(chunk.size for chunk in file.chunks)])
+                for file in self.manifest(part).files
+            }
+        file, edges = self._files[part].get(path, (None, []))
+        length = file.size if file and length is None else length
+        if file is None or not isinstance(offset, int) or not isinstance(length, int):
+            raise ManifestError(f"{part}: it has no file {path!r}")
+        if offset < 0 or length < 1 or offset + length > file.size:
+            raise ManifestError(f"{part}: {path!r} has {file.size} bytes, and none at {offset}..{offset + length}")
+        first, end = bisect_right(edges, offset) - 1, bisect_right(edges, offset + length - 1)
+        return Span(part, file, offset, length, first, end, edges[first], edges[end])
+
+    def bring(self, spans: Iterable[Span]) -> None:
+        """Have the daemon bring what the spool lacks of these. Raises as `read`."""
+        wanted: dict[PartId, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+        for span in spans:
+            wanted[span.part][span.file.path].update(range(span.first, span.end))
+        for part, files in sorted(wanted.items()):
+            if not self._spool.has(part):
+                self._ask(part, {path: _runs(numbers) for path, numbers in sorted(files.items())})
+
+    def read(self, spans: Iterable[Span]) -> Iterator[tuple[Span, memoryview]]:
+        """The bytes of each, verified, in the order in which they lie; they are overwritten when the next is asked for.
+
+        Raises:
+            CorruptChunk, ManifestError: proven wrong in every place.
+            StoreUnavailable, DaemonUnavailable: a place that may have them right did not answer.
+        """
+        for batch in _batches(sorted(spans, key=lambda one: (one.part, one.file.path, one.offset))):
+            head, last = batch[0], batch[-1]
+            data = self._read(head.part, head.file, head.first, last.end, last.stop - head.start)
+            for span in batch:
+                begin = span.offset - head.start
+                yield span, data[begin : begin + span.length]
+
+    def close(self) -> None:
+        """Let the daemon sweep away what it brought."""
+        if self._link is not None:
+            self._link.close()
+
+    def _read(self, part: PartId, file: File, first: int, end: int, size: int) -> memoryview:
+        if len(self._memory) < size + 2 * PAGE:
+            self._memory = memoryview(b"")  # before the other is made
+            self._memory = memory_for(max(size, _BATCH if size > LARGE else LARGE) + 2 * PAGE)
+        local: Exception | None = None
+        for _ in range(_TRIES):
+            home = self._home(part)
+            try:
+                return read_chunks(home / file.path, file, first, end, self._memory)
+            except (CorruptChunk, OSError) as error:
+                local = error.with_traceback(None)
+            if home == self._home(part):
+                self._put_right(part, {file.path: [(first, end)]}, local)
+        raise StoreUnavailable(f"{part} was just healed, and reads back wrong from the spool: {local}") from local
+
+    def _home(self, part: PartId) -> Path:
+        return self._spool.path(part) if self._spool.has(part) else self._spool.fetching(part)
+
+    def _find_manifest(self, part: PartId) -> Manifest:
+        local: Exception | None = None
+        for _ in range(_TRIES):
+            try:
+                if self._spool.has(part):
+                    return self._spool.manifest(part)
+                return self._draft(part)
+            except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
+                local = error.with_traceback(None)
+            self._put_right(part, None if self._spool.has(part) else {}, local)
+        raise StoreUnavailable(f"{part}: its manifest was just brought, and cannot be read: {local}") from local
+
+    def _draft(self, part: PartId) -> Manifest:
+        with os.fdopen(open_plain(self._spool.fetching(part) / DRAFT_NAME), "rb") as file:
+            return decode(file.read(MAX_MANIFEST_SIZE + 1), part)
+
+    def _put_right(self, part: PartId, wanted: Mapping[str, Sequence[tuple[int, int]]] | None, why: Exception) -> None:
+        """Have the daemon do it; without one, what is proven wrong is set aside, and that is the end."""
+        if self._link is not None:
+            self._ask(part, wanted)
+            return
+        if self._alone:
+            raise DaemonUnavailable(
+                f"{part} is not whole in the spool ({why}), and whether a tier has it right cannot be asked: "
+                f"{self._alone}"
+            ) from why
+        if isinstance(why, OSError) or not self._spool.has(part):
+            raise StoreUnavailable(f"{part}: the spool cannot be read: {why}") from why
+        self._spool.quarantine(part)
+        raise CorruptChunk(f"local: {why}") from why
+
+    def _ask(self, part: PartId, wanted: Mapping[str, Sequence[tuple[int, int]]] | None) -> None:
+        if self._link is None:
+            self._put_right(part, wanted, ObjectNotFound(f"{part} is not in the spool"))
+            return
+        for portion in (None,) if wanted is None else _portions(wanted):
+            told = self._link.ask(Fetch(part=part, wanted=portion), told=Fetching(part))["tiers"]
+            self.tiers += [name for name in told if name not in self.tiers]
+
+
+def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return runs
+
+
+def _portions(wanted: Mapping[str, Sequence[tuple[int, int]]]) -> Iterator[dict[str, tuple[tuple[int, int], ...]]]:
+    """As much as goes into one request at a time; at least one."""
+    portion: dict[str, tuple[tuple[int, int], ...]] = {}
+    size = 0
+    for path, runs in wanted.items():
+        for begin in range(0, len(runs), _RUNS):
+            some = tuple(runs[begin : begin + _RUNS])
+            weight = len(msgspec.json.encode({path: some})) + len(path.encode())
+            if path in portion or (portion and size + weight > MAX_REQUEST // 2):
+                yield portion
+                portion, size = {}, 0
+            portion[path] = some
+            size += weight
+    yield portion
+
+
+def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
+    """What is read at once: neighbours, without a chunk between them that nobody wants."""
+    batch: list[Span] = []
+    for span in spans:
+        if batch:
+            head, last = batch[0], batch[-1]
+            near = (span.part, span.file.path) == (head.part, head.file.path) and span.first <= last.end
+            if not near or span.stop - head.start > _BATCH or span.end < last.end:
+                yield batch
+                batch = []
+        batch.append(span)
+    if batch:
+        yield batch

@@ -1,0 +1,93 @@
+"""DCP's `.metadata`: a pickle, read as data.
+
+Law: metadata is never executable. Only DCP's plain classes, and what their fields hold, may be named in it; whatever
+else it names, or that it is no such pickle, refuses the checkpoint before anything of it is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+from collections import OrderedDict
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from tierd.core.errors import ManifestError, StateRefused
+
+NAME = ".metadata"  # in the coordinator's part; `__<rank>.metadata` in each, of a save without collectives
+MAX_SIZE = 1 << 30  # bytes that are read
+
+_DCP = "torch.distributed.checkpoint"
+_OWN = {
+    (f"{_DCP}.metadata", name)
+    for name in (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    # Where DCP had it first.
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+}
+_PLAIN: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    # The directory that torch's own writer wrote to.
+    ("pathlib", "PosixPath"): PurePosixPath,
+    ("pathlib", "PurePosixPath"): PurePosixPath,
+    ("pathlib._local", "PosixPath"): PurePosixPath,
+    ("pathlib._local", "PurePosixPath"): PurePosixPath,
+}
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PLAIN:
+            return _PLAIN[module, name]
+        if (module, name) in _OWN:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise StateRefused(f"it names {module}.{name}, which DCP's own metadata does not hold")
+
+
+def check_readable(metadata: Metadata, where: str) -> None:
+    """That what a planner of one's own put into the metadata will be read again. Raises as `read_metadata`."""
+    rest = dataclasses.replace(metadata, state_dict_metadata={}, storage_data={})
+    read_metadata(pickle.dumps(rest), where)
+
+
+def read_metadata(data: bytes | bytearray | memoryview, where: str) -> Metadata:
+    """The metadata in these bytes.
+
+    Raises:
+        StateRefused: it names what is none of DCP's plain classes. That proves no corruption: a planner of one's own
+            may have written it.
+        ManifestError: no metadata; `where` says of what.
+    """
+    if len(data) > MAX_SIZE:
+        raise ManifestError(f"{where}: {len(data)} bytes; at most {MAX_SIZE} are read")
+    try:
+        found = _Reader(io.BytesIO(data)).load()
+    except StateRefused as error:
+        raise StateRefused(f"{where}: {error}") from None
+    except Exception as error:  # a damaged pickle raises whatever it likes
+        raise ManifestError(f"{where}: no metadata of DCP: {type(error).__name__}: {error}") from None
+    if not isinstance(found, Metadata):
+        raise ManifestError(f"{where}: no metadata of DCP, but {type(found).__name__}")
+    for name in ("state_dict_metadata", "storage_data"):
+        if not isinstance(getattr(found, name, None), dict):
+            raise ManifestError(f"{where}: its {name} is no dict")
+    return found

@@ -1,0 +1,239 @@
+"""`dcp.load` from the spool and the tiers: each rank reads the bytes that its plan needs, resharded as DCP does.
+
+Law: every byte is verified in this process, in the read that it is used from, and nothing is unpickled but by torch's
+weights-only reader unless the caller says so. What must come from a tier has come, and entries that are no tensors were
+looked at, before any rank changes a tensor: that is done while DCP plans, whose own gather tells all ranks.
+
+Of torch this rests on `StorageReader`'s documented calls and on the fields of `_StorageInfo`, which is how DCP's
+metadata says where an entry lies. Keywords that only newer ones pass are taken where they come.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader as Reader
+from torch.futures import Future
+
+from tierd.client.dcp import metadata as dcp_metadata
+from tierd.client.dcp.entries import check_plain, load_tensor
+from tierd.client.dcp.files import Files, Span
+from tierd.client.restore import Skipped
+from tierd.core.errors import CheckpointNotFound, ConfigError, ManifestError, StateMismatch, StateRefused
+from tierd.core.ids import CheckpointId, PartId, check_attempt, check_step
+from tierd.core.resume import Candidate
+from tierd.core.world import SPOOL
+
+if TYPE_CHECKING:
+    from tierd.client.checkpointer import Checkpointer
+
+log = logging.getLogger("tierd")
+
+_UNFIT = (StateMismatch, StateRefused, ConfigError)  # right, but not for this load
+
+
+class StorageReader(Reader):
+    """What `dcp.load` reads through: the newest checkpoint of the run's timeline that every rank can have.
+
+    Making one is a collective of the launch's ranks. Those that load need not be as many as those that saved. When a
+    load has ended, the checkpointer goes on from what was loaded, as after `restore`.
+
+    Args:
+        step, attempt: as for `Checkpointer.restore`.
+        weights_only: refuse entries that torch's weights-only unpickler does not take.
+        skipped: checkpoints to leave out, as an earlier reader's `skipped`.
+
+    Attributes:
+        step: the checkpoint's; None on a fresh start.
+        checkpoint: its name; None on a fresh start.
+        metrics: as given to its writer.
+        skipped: newer checkpoints that were passed over, newest first, each with its reason.
+        unreached: tiers that did not answer; a newer checkpoint could lie there.
+
+    Raises:
+        CheckpointNotFound, StoreUnavailable, DaemonUnavailable: as `Checkpointer.restore`.
+        StateMismatch: the checkpoint was not written through DCP.
+        StateRefused: its metadata names a class that is none of DCP's.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        step: int | None = None,
+        *,
+        attempt: str | None = None,
+        weights_only: bool = True,
+        skipped: Sequence[Skipped] = (),
+    ) -> None:
+        asked = check_step(step) if step is not None else None
+        named = check_attempt(attempt) if attempt is not None else None
+        passed = {CheckpointId(checkpointer._launch.run, one.attempt, one.step): one.reason for one in skipped}
+        self._restorer = checkpointer._restorer(keep=False, passed=passed)
+        self._spool, self._launch, self._weights_only = checkpointer._spool, checkpointer._launch, weights_only
+        self.step: int | None = None
+        self.checkpoint: CheckpointId | None = None
+        self.metrics: dict[str, float] = {}
+        self.skipped: tuple[Skipped, ...] = ()
+        self.unreached: tuple[str, ...] = ()
+        self._files: Files | None = None
+        self._metadata: Metadata | None = None
+        self._storage: dict[Any, Any] = {}
+        self._ready: set[Span] = set()
+        self._ended = False  # a load has, and the launch goes on from this checkpoint
+        try:
+            self._settle(asked, named)
+        except BaseException:
+            self.close()
+            raise
+
+    def _settle(self, step: int | None, attempt: str | None) -> None:
+        """Open the newest checkpoint whose description is right on every rank."""
+        for candidate in self._restorer.whole(step, attempt):
+            failure: Exception | None = None
+            try:
+                self._open(candidate)
+            except Exception as raised:
+                failure = raised
+            if self._restorer.settle(candidate, failure, unfit=isinstance(failure, _UNFIT)).load:
+                self.skipped = self._restorer.skipped(candidate.checkpoint)
+                return
+        self.step = self.checkpoint = self._files = None
+        self.skipped = self._restorer.skipped()
+        self._launch.go_on_from(None, self._restorer.resume.attempts, self._restorer.agreement.clocks)
+
+    def _open(self, candidate: Candidate) -> None:
+        checkpoint = self.checkpoint = candidate.checkpoint
+        resume, source = self._restorer.resume, self._restorer.source
+        self._launch.check_given(checkpoint, resume.attempts)
+        self._files = Files(self._spool, checkpoint, candidate.world, source.link, source.alone)
+        coordinator = self._files.part(0)
+        manifest = self._files.manifest(coordinator)
+        names = {file.path for file in manifest.files}
+        self._metadata = None
+        if dcp_metadata.NAME in names:
+            self._metadata = self._read_own(coordinator, dcp_metadata.NAME)
+        elif f"__0{dcp_metadata.NAME}" not in names:
+            raise StateMismatch(f"{checkpoint} was not written through DCP: Checkpointer.restore reads it")
+        self.step, self.metrics = checkpoint.step, manifest.numbers
+        self.unreached = resume.unreached
+
+    def _read_own(self, part: PartId, name: str) -> Metadata:
+        assert self._files is not None
+        span = self._files.span(part, name)
+        self._files.bring([span])
+        [(_, data)] = self._files.read([span])
+        return dcp_metadata.read_metadata(data, f"{part}: {name}")
+
+    @property
+    def tier(self) -> str:
+        """Where bytes came from: `"local"`, or the tier that supplied the first that the spool had not."""
+        return self._files.tiers[0] if self._files and self._files.tiers else SPOOL
+
+    # -- what torch calls, in this order ----------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: which checkpoint is read was settled when the reader was made."""
+
+    @property
+    def checkpoint_id(self) -> str:
+        return str(self.checkpoint)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        rank = kwargs.get("rank")
+        if self._files is None:
+            raise CheckpointNotFound("a fresh start: there is no checkpoint to load (the reader's step is None)")
+        if rank is not None and self._metadata is None:
+            if rank >= self._files.world:
+                raise StateMismatch(
+                    f"{self.checkpoint} was saved by {self._files.world} ranks with use_collectives=False, which "
+                    f"cannot be resharded, and rank {rank} asks for it: launch {self._files.world} ranks"
+                )
+            return self._described(self._read_own(self._files.part(rank), f"__{rank}{dcp_metadata.NAME}"))
+        if self._metadata is None:
+            raise StateMismatch(f"{self.checkpoint} was saved with use_collectives=False: each rank reads its own part")
+        return self._described(self._metadata)
+
+    def _described(self, metadata: Metadata) -> Metadata:
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._storage = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Have everything at hand that the plan needs from a tier, and look at what is no tensor.
+
+        Raises:
+            CorruptChunk, ManifestError: something of it is proven wrong in every place.
+            StateRefused: an entry needs more than torch's weights-only unpickler.
+        """
+        self._prepare(self._entries(plan))
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        entries = self._entries(plan)
+        self._prepare({span: items for span, items in entries.items() if span not in self._ready})
+        assert self._files is not None and self.checkpoint is not None
+        for span, data in self._files.read(entries):
+            for item in entries[span]:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, io.BytesIO(data))
+                else:
+                    load_tensor(item, data, planner)
+        if not self._ended:
+            self._launch.go_on_from(self.checkpoint, self._restorer.resume.attempts, self._restorer.agreement.clocks)
+            self._ended = True
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    # ---------------------------------------------------------------------------------------------------------------
+
+    def _entries(self, plan: LoadPlan) -> dict[Span, list[ReadItem]]:
+        entries: dict[Span, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            entries[self._span(item)].append(item)
+        return entries
+
+    def _span(self, item: ReadItem) -> Span:
+        """Where an entry lies: in the part that its path begins with, or else in the coordinator's."""
+        assert self._files is not None and self.checkpoint is not None
+        info: Any = self._storage.get(item.storage_index)
+        path = getattr(info, "relative_path", None)
+        if not isinstance(path, str):
+            raise ManifestError(f"{self.checkpoint}: its metadata does not say where {item.storage_index.fqn!r} lies")
+        if getattr(info, "transform_descriptors", None):
+            raise StateMismatch(f"{self.checkpoint}: {item.storage_index.fqn!r} was written through an extension")
+        head, _, rest = path.partition("/")
+        part = PartId.parse(self.checkpoint.run, self.checkpoint.name, head)
+        if part is None or not rest or part.world != self._files.world:
+            part, rest = self._files.part(0), path
+        return self._files.span(part, rest, info.offset, info.length)
+
+    def _prepare(self, entries: dict[Span, list[ReadItem]]) -> None:
+        if not entries:
+            return
+        assert self._files is not None
+        self._files.bring(entries)
+        plain = [span for span, items in entries.items() if any(one.type == LoadItemType.BYTE_IO for one in items)]
+        for span, data in self._files.read(plain if self._weights_only else []):
+            check_plain(entries[span][0], data)
+        self._ready |= entries.keys()
+
+    def close(self) -> None:
+        """Let the daemon sweep away what it brought for this reader alone."""
+        self._restorer.close()

@@ -1,0 +1,249 @@
+"""`dcp.save` into the spool: torch's own file format, written as a part, digested on its way.
+
+Law: bytes are digested as torch hands them over, and what is read back from the file must be those bytes, or the save
+fails. A rank's part becomes visible by one rename, its last step; the coordinator's is the last of all and holds
+`.metadata`: so a save that failed on any rank leaves no complete checkpoint.
+
+Of torch this rests on `FileSystemWriter` with its `fs` and `path`, and on `StorageWriter`'s documented calls. Keywords
+that only newer ones pass to `set_up_storage_writer` (`rank`, `use_collectives`) are taken where they come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from tierd.client.dcp.metadata import NAME, check_readable
+from tierd.client.dcp.streams import Streams
+from tierd.client.save import checked_metrics
+from tierd.core.errors import ConfigError, SaveFailed, StepRefused
+from tierd.core.ids import CheckpointId, PartId, check_step
+from tierd.core.manifest import Manifest
+from tierd.spool import translated
+from tierd.stage import Stage, describe_directory
+
+if TYPE_CHECKING:
+    from tierd.client.checkpointer import Checkpointer
+
+
+class StorageWriter(FileSystemWriter):
+    """What `dcp.save` and `dcp.async_save` write through, into a checkpointer's spool.
+
+    Every rank saves, each with a `Checkpointer` of its own: its part of the checkpoint holds the files that plain
+    `FileSystemWriter` would have written for it. A writer may be kept: `dcp.save(state, checkpoint_id="…/step-100",
+    storage_writer=writer)` saves step 100, the number that ends the id. It can be pickled, for a save in another
+    process, and then carries names, not the checkpointer.
+
+    Args:
+        step: the checkpoint's; not needed where each save has a `checkpoint_id`.
+        metrics: of the checkpoint. The attribute may be replaced between saves.
+        single_file_per_rank, thread_count, per_thread_copy_ahead, cache_staged_state_dict: as `FileSystemWriter` has
+            them.
+
+    Raises:
+        StepRefused: no int, negative, or already committed by this attempt.
+        ConfigError: a metric is not a number, or the checkpointer is closed.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        single_file_per_rank: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+    ) -> None:
+        self._spool = checkpointer._spool
+        super().__init__(
+            self._spool.control / "stage",
+            single_file_per_rank=single_file_per_rank,
+            sync_files=False,  # the stream does, once
+            thread_count=thread_count,
+            per_thread_copy_ahead=per_thread_copy_ahead,
+            cache_staged_state_dict=cache_staged_state_dict,
+        )
+        self.fs = Streams()
+        self.metrics = dict(metrics or {})
+        self._checkpointer: Checkpointer | None = checkpointer
+        self._given = self._step = None if step is None else check_step(step)
+        self._own = checkpointer._launch.rank, checkpointer._launch.world
+        self._coordinates = False
+        self._stage: Stage | None = None
+        self._sweep: weakref.finalize[Any, Any] | None = None
+        self._draft = self._drafted(self._step or 0)
+        if self._step is not None:
+            self._check_step(self._step)
+
+    # -- what torch calls, in this order ----------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A save begins, by the name of `checkpoint_id`.
+
+        Raises:
+            ConfigError: no number ends it, and the writer was made without a step.
+        """
+        super().reset()
+        self._abandon()
+        if checkpoint_id is None:
+            return
+        found = re.search(r"[0-9]+\Z", Path(checkpoint_id).name)
+        if found is None and self._given is None:
+            raise ConfigError(
+                f"checkpoint_id {os.fspath(checkpoint_id)!r}: no number ends it, which would be the step; "
+                "or give StorageWriter a step"
+            )
+        self._step = check_step(int(found[0])) if found else self._given
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    @property
+    def checkpoint_id(self) -> str:
+        return str(self._draft.part.checkpoint)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._coordinates = is_coordinator
+        self.rank, self.use_collectives = kwargs.get("rank"), kwargs.get("use_collectives", True)
+        if self.rank is not None and self.rank != self._own[0]:
+            raise self._strangers(f"rank {self.rank}")
+        if self._step is None:
+            raise ConfigError("which step? give StorageWriter a step, or the save a checkpoint_id that its number ends")
+        self._check_step(self._step)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if self.use_collectives and len(plans) != self._own[1]:
+            raise self._strangers(f"one of {len(plans)} ranks")
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files; commits its part, unless `finish` has something to add.
+
+        Raises:
+            StepRefused: the part is there already.
+            CorruptChunk: a file does not hold what was written to it.
+            SpoolFull, SpoolUnusable: it could not be made durable.
+        """
+        assert self._step is not None
+        self._abandon()
+        self._draft = self._drafted(self._step)
+        with self._careful():
+            self._stage = self._spool.stage(self._draft.part)
+            self._sweep = weakref.finalize(self, _abandon, self._stage, os.getpid())
+            self.fs, self.path = Streams(), self._stage.path
+            try:
+                results = super().write_data(plan, planner).wait()
+            except Exception as error:  # torch may say no more than that its archive came to a bad end
+                raise self.fs.failed or error from None
+            self._check_written(plan, results)
+            if self.use_collectives and not self._coordinates:
+                self._commit()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([self._placed(result) for result in results])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write `.metadata`, and commit the part that it lies in.
+
+        Raises:
+            StateRefused: a planner's own data names a class, and could never be loaded.
+            CorruptChunk, SpoolFull, SpoolUnusable: as `write_data`.
+        """
+        with self._careful():
+            check_readable(metadata, f"{self._draft.part}: {NAME}")
+            super().finish(metadata, results)
+            self._commit()
+
+    # -- the part ---------------------------------------------------------------------------------------------------
+
+    def _drafted(self, step: int) -> Manifest:
+        """The part's manifest, still without files."""
+        if self._checkpointer is None:  # in another process
+            return msgspec.structs.replace(self._draft, step=step)
+        self._checkpointer._check_open()
+        launch = self._checkpointer._launch
+        part = PartId(CheckpointId(launch.run, launch.attempt, step), *self._own)
+        return launch.manifest(part, checked_metrics(self.metrics))
+
+    def _check_step(self, step: int) -> None:
+        part = self._checkpointer._launch.part(step) if self._checkpointer else self._drafted(step).part
+        if self._spool.has(part):
+            raise StepRefused(f"{part} is already committed; a checkpoint is never overwritten")
+
+    def _strangers(self, who: str) -> ConfigError:
+        rank, world = self._own
+        return ConfigError(
+            f"this save's process group has this process as {who}, its Checkpointer as rank {rank} of {world}: "
+            "make a Checkpointer with the rank= and world_size= of the group that saves"
+        )
+
+    def _check_written(self, plan: SavePlan, results: list[WriteResult]) -> None:
+        """That torch's threads came to their end: an exception in any but the first of them is lost."""
+        streams = cast(Streams, self.fs)
+        if streams.failed is not None:
+            raise streams.failed
+        if len(results) != len(plan.items):
+            raise SaveFailed(f"{self._draft.part}: {len(results)} of {len(plan.items)} entries were written")
+
+    def _placed(self, result: WriteResult) -> WriteResult:
+        """With the path from the checkpoint's directory on, where every part has one of its own."""
+        info = result.storage_data
+        path = f"{self._draft.part.name}/{info.relative_path}"
+        return dataclasses.replace(result, storage_data=dataclasses.replace(info, relative_path=path))
+
+    def _commit(self) -> None:
+        if self._stage is None:
+            raise SaveFailed(f"{self._draft.part}: nothing was written")
+        files = describe_directory(self._stage.path, cast(Streams, self.fs).written)
+        self._stage.commit(msgspec.structs.replace(self._draft, files=files))
+        self._abandon()
+        if self._checkpointer is not None:
+            self._checkpointer._launch.steps.add(self._draft.step)
+            self._checkpointer.stats.saves += 1
+            self._checkpointer._daemon.keep()
+
+    @contextmanager
+    def _careful(self) -> Iterator[None]:
+        """Leave nothing behind where it fails."""
+        try:
+            with translated(f"spool {self._spool.root}"):
+                yield
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """Remove what was staged and not committed, as when another rank failed: nobody tells this one."""
+        if self._sweep is not None:
+            self._sweep()
+        self._stage = self._sweep = None
+        self.path = self._spool.control / "stage"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which saves: names, and what the manifest needs."""
+        if self._checkpointer is not None:
+            self._draft = self._drafted(self._step or 0)
+            self._checkpointer._launch.shared = True
+            self._checkpointer._daemon.keep()  # the other process does not know it
+        gone = {"_checkpointer": None, "_stage": None, "_sweep": None, "state_dict_cache": None, "fs": Streams()}
+        return self.__dict__ | gone
+
+
+def _abandon(stage: Stage, pid: int) -> None:
+    if os.getpid() == pid:  # not in a forked child, where the writer ends as well
+        stage.abandon()
