@@ -222,9 +222,12 @@ class Cluster:
 
     def __post_init__(self) -> None:
         (self.home / "logs").mkdir()
-        # Ranks are forked from a process that has loaded torch already, or each start would take seconds.
+        # Ranks are forked from a process that has loaded already what they need, or each start would take seconds: an
+        # optimizer's first step loads torch._dynamo. Only what is importable without pytest's paths can be named.
         self._nursery = multiprocessing.get_context("forkserver")
-        self._nursery.set_forkserver_preload(["torch", "torchdata.stateful_dataloader", "tierd"])
+        self._nursery.set_forkserver_preload(
+            ["torch._dynamo", "torchdata.stateful_dataloader", "tierd.client.checkpointer"]
+        )
 
     def node(self, name: str) -> Node:
         """The node of that name, started when it is new."""
