@@ -15,9 +15,9 @@ _NO_DAEMON = ("DaemonUnavailable", "StoreUnavailable")
 _DISAGREED = ("CheckpointNotFound", "some ranks see checkpoints")
 
 
-def finish(made: Cluster, names: str = "AABB") -> None:
-    """Train some more without a kill, and hold everything against an uninterrupted run."""
-    steps = made.progress() + 10 * made.every
+def finish(made: Cluster, names: str = "AABB", after: Launch | None = None) -> None:
+    """Train some more without a kill than all launches did, or `after`, and hold all against an uninterrupted run."""
+    steps = made.progress(after) + 10 * made.every
     last = made.launch(names, steps)
     last.join()
     made.check_resumed(last)
@@ -75,11 +75,11 @@ def a_launch_lives_on(made: Cluster) -> None:
     live = sorted(point.step for point in complete(on_tier(made.tier)) if point.attempt == attempt)
     assert len(live) >= KEEP and live[-1] >= max(kept), f"{live} are left of launch 2, and {kept} were verified"
     assert {step for step in kept if step >= live[-KEEP]} <= set(live), f"{live}, of {kept}"
-    third = made.launch("AABB", made.progress() + made.every)
+    third = made.launch("AABB", made.progress(second) + made.every)
     assert third.expected == Point(attempt, live[-1])
     third.join()
     made.check_resumed(third)
-    finish(made)
+    finish(made, after=third)
 
 
 def _kept_by_all(made: Cluster, launch: Launch) -> set[int]:
