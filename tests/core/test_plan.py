@@ -106,10 +106,19 @@ def the_plan_is_a_function_of_what_was_seen_not_of_its_order(world, settings):
     assert len(first) == len(set(first))
 
 
+def begun(tier, owner):
+    """The readable parts of a checkpoint that is newer than all that a tier can resume from."""
+    if any(seen.usable and seen.id >= owner for seen in tier.copies(owner.run)):
+        return 0
+    return sum(tier.facts(p) is not None for p in tier.parts() if p.checkpoint == owner)
+
+
 def flushes_come_first_newest_first_and_only_what_is_readable_and_missing(world, settings):
+    """Newest first, but before it what another node has begun, so that some checkpoint becomes whole."""
     actions = planned(world, settings)
     flushes = [a for a in actions if isinstance(a, Flush)]
-    order = [(f.part.checkpoint.attempt, f.part.checkpoint.step) for f in flushes]
+    owners = [(f.part.checkpoint, world.tiers[f.tier]) for f in flushes]
+    order = [(owner.attempt, begun(tier, owner), owner.step) for owner, tier in owners]
     assert order == sorted(order, reverse=True)
     assert list(actions[: len(flushes)]) == flushes
     for flush in flushes:

@@ -9,13 +9,13 @@ that cannot be used, deletes nothing and makes it known. Called again on an unch
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from tierd.core.config import Config
 from tierd.core.errors import FormatTooNew, ManifestError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.retention import CheckpointInfo, Ranking, RetentionPolicy, Verdict, decide
+from tierd.core.retention import HOPED_FOR, CheckpointInfo, Ranking, RetentionPolicy, Verdict, decide
 from tierd.core.world import SPOOL, Place, Seen, World, is_complete, runs, union
 
 Backoff = Mapping[str, float]  # tier -> monotonic time before which it is left alone, seconds
@@ -83,15 +83,28 @@ def plan(world: World, config: Config, backoff: Backoff, now: float) -> tuple[Ac
 
 
 def flushes(world: World, config: Config, backoff: Backoff, now: float) -> tuple[Flush, ...]:
-    """The flushes of `plan` alone, newest first."""
-    found = [
-        flush
-        for run in runs(world)
-        for name, place in _awake(world, backoff, now).items()
-        for flush in _flushes(world, place, config.named(name).retention, run, name)
-    ]
-    found.sort(key=lambda flush: (flush.part.checkpoint.attempt, flush.part.checkpoint.step), reverse=True)
-    return tuple(found)
+    """The flushes of `plan` alone: of the newest launch first, and there first of what others have begun."""
+    found: list[tuple[tuple[str, int, int], Flush]] = []
+    for run in runs(world):
+        for name, place in _awake(world, backoff, now).items():
+            begun = _begun(place, run)
+            for flush in _flushes(world, place, config.named(name).retention, run, name, begun):
+                one = flush.part.checkpoint
+                found.append(((one.attempt, begun.get(one, 0), one.step), flush))
+    found.sort(key=lambda ranked: ranked[0], reverse=True)
+    return tuple(flush for _, flush in found)
+
+
+def _begun(tier: Place, run: str) -> dict[CheckpointId, int]:
+    """How many parts there are of each checkpoint that is newer than all complete ones. Where saves outrun flushes,
+    nodes that each sent their newest would never send parts of the same one; so they finish what any of them began."""
+    newest = max((seen.id for seen in tier.copies(run) if seen.usable), default=None)
+    sizes = {
+        seen.id: sum(map(len, seen.ranks.values())) - len(seen.defects)
+        for seen in tier.copies(run)
+        if not seen.usable and (newest is None or seen.id > newest)
+    }
+    return {one: size for one, size in sizes.items() if size}
 
 
 def _awake(world: World, backoff: Backoff, now: float) -> dict[str, Place]:
@@ -102,11 +115,14 @@ def _corrupt(place: Place) -> list[PartId]:
     return [part for part, defect in place.defects() if isinstance(defect, ManifestError)]
 
 
-def _flushes(world: World, tier: Place, policy: RetentionPolicy, run: str, name: str) -> Iterator[Flush]:
+def _flushes(
+    world: World, tier: Place, policy: RetentionPolicy, run: str, name: str, begun: Collection[CheckpointId]
+) -> Iterator[Flush]:
     waiting = pending(world.spool, tier, run)
     if not waiting:
         return
     wanted = {verdict.id for verdict in judge_tier(world, tier, policy, run, pending=True) if verdict.keep}
+    wanted |= set(begun)
     # Ranks that never come must not keep what is whole already from the tier.
     for verdict in judge_tier(world, tier, policy, run, pending=True, hoping=False):
         both = [place.checkpoints[verdict.id] for place in (world.spool, tier) if verdict.id in place.checkpoints]
@@ -147,10 +163,15 @@ def judge_tier(
 ) -> tuple[Verdict, ...]:
     """Retention's verdicts over what a tier holds of `run`; with `pending`, as if the spool's parts were there too, and
     when `hoping`, also the other ranks' parts that other spools may hold."""
-    infos = _infos(world, tier, run, world.spool if pending else Place(), hoping=hoping)
+    over = _over(tier, policy, run)
     if pending:
-        return decide(infos, policy)
-    verdicts = _patient(infos, policy)
+        # A pin or a restore that the janitor does not know of keeps nothing on the tier: it would be sent and pruned.
+        pins = tier.pins | world.spool.pins if is_janitor(world, tier, run) else tier.pins
+        local = {seen.id for seen in world.spool.copies(run)}
+        hoped = {one for one in local if one.attempt >= over} if hoping else set()
+        return decide(_infos(tier, run, world.spool, pins, hoped), policy)
+    infos = _infos(tier, run, Place(), _pins(world) | world.held)
+    verdicts = _patient(infos, policy, over)
     if any(isinstance(defect, FormatTooNew) and part.checkpoint.run == run for part, defect in tier.defects()):
         # Which chunks a newer tierd's manifest names cannot be known, nor what it would keep.
         return tuple(
@@ -160,16 +181,25 @@ def judge_tier(
     return verdicts
 
 
-def _infos(world: World, tier: Place, run: str, spool: Place, *, hoping: bool = False) -> list[CheckpointInfo]:
-    """What retention is told of a tier, as if it held what is readable in `spool` as well."""
+def _over(tier: Place, policy: RetentionPolicy, run: str) -> str:
+    """The oldest attempt whose checkpoints may still become complete. `keep_last` complete ones of later launches are
+    enough: nobody writes the rest of an earlier one's any more."""
+    whole = sorted((seen.id.attempt for seen in tier.copies(run) if seen.usable), reverse=True)
+    return whole[policy.keep_last - 1] if len(whole) >= policy.keep_last else ""
+
+
+def _infos(
+    tier: Place, run: str, spool: Place, pins: frozenset[CheckpointId], hoped: Collection[CheckpointId] = ()
+) -> list[CheckpointInfo]:
+    """What retention is told of a tier, as if it held what is readable in `spool` as well, and all of what is `hoped`
+    for."""
     lent = {owner for seen in tier.copies(run) for facts in seen.facts.values() for owner in facts.borrowed}
     aside = {part.checkpoint for part in tier.quarantined}
     extra = aside | (tier.owners - lent - tier.lent)
-    pins = tier.pins | world.spool.pins | world.held
     own = {seen.id: seen for seen in tier.copies(run)}
     local = {seen.id: _readable(seen) for seen in spool.copies(run)}
     infos = [
-        _info(both, pins, complete=is_complete(both.ranks) or (hoping and both.id in local))
+        _info(both, pins, complete=is_complete(both.ranks) or both.id in hoped)
         for checkpoint in {**own, **{one: seen for one, seen in local.items() if seen.ranks}}
         for both in [_added(own.get(checkpoint), local.get(checkpoint))]
     ]
@@ -201,10 +231,14 @@ def _added(own: Seen | None, local: Seen | None) -> Seen:
     return Seen(own.id, union(own.ranks, local.ranks), {**local.facts, **own.facts}, bad)
 
 
-def _patient(infos: list[CheckpointInfo], policy: RetentionPolicy) -> tuple[Verdict, ...]:
+def _patient(infos: list[CheckpointInfo], policy: RetentionPolicy, over: str) -> tuple[Verdict, ...]:
     """Retention's verdicts, but an incomplete checkpoint stays where it would stay if it were whole: another node may
-    still hold the rest of it, and would send what is deleted here again and again."""
-    halves = {info.id: replace(info, complete=True) for info in infos if not info.complete and info.created}
+    still hold the rest of it, and would send what is deleted here again and again. Not of attempts before `over`."""
+    halves = {
+        info.id: replace(info, complete=True)
+        for info in infos
+        if not info.complete and info.created and info.id.attempt >= over
+    }
     reasons: dict[CheckpointId, tuple[str, ...]] = {}
     for whole in ([], list(halves.values())):  # each alone, and all of them
         others = [info for info in infos if info.id not in halves]
@@ -261,7 +295,7 @@ def judge_spool(world: World, config: Config, run: str) -> tuple[Verdict, ...]:
     retired = [_retired(world, place, config.named(name).retention, run) for name, place in world.tiers.items()]
     gone = frozenset.intersection(*retired) if retired else frozenset()
     pins = _pins(world) | world.held
-    return decide(
+    verdicts = decide(
         [
             _info(
                 seen,
@@ -273,6 +307,16 @@ def judge_spool(world: World, config: Config, run: str) -> tuple[Verdict, ...]:
         ],
         config.retention,
     )
+    return _bounded(verdicts, config.retention.keep_last)
+
+
+def _bounded(verdicts: tuple[Verdict, ...], count: int) -> tuple[Verdict, ...]:
+    """Of verified copies that only wait for other ranks' parts, `count` stay: where a rank never saves again, they must
+    not fill the other nodes' spools. A tier has what goes, or none would keep it."""
+    waiting = [verdict.id for verdict in verdicts if verdict.keep and verdict.reasons == (HOPED_FOR,)]
+    reason = (f"incomplete, and {count} newer ones wait here, too",)
+    gone = set(waiting[count:])
+    return tuple(Verdict(verdict.id, False, reason) if verdict.id in gone else verdict for verdict in verdicts)
 
 
 def _pins(world: World) -> frozenset[CheckpointId]:
@@ -286,12 +330,13 @@ def _retired(world: World, tier: Place | None, policy: RetentionPolicy, run: str
     if not waiting:
         return frozenset()
     # As if only this one were added: others that are merely pending retire nothing.
-    ranking = Ranking(_infos(world, tier, run, Place()), policy)
-    pins = tier.pins | world.spool.pins | world.held
+    pins, over = _pins(world) | world.held, _over(tier, policy, run)
+    ranking = Ranking(_infos(tier, run, Place(), pins), policy)
     gone = set()
     for checkpoint in waiting:
         added = _added(tier.checkpoints.get(checkpoint), _readable(world.spool.checkpoints[checkpoint]))
-        if not ranking.verdict(_info(added, pins, complete=True)).keep:
+        complete = is_complete(added.ranks) or checkpoint.attempt >= over
+        if not ranking.verdict(_info(added, pins, complete=complete)).keep:
             gone.add(checkpoint)
     return frozenset(gone)
 

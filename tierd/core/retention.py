@@ -23,6 +23,7 @@ from tierd.core.timeline import way
 T = TypeVar("T", bound=tuple[Any, ...])
 Order: TypeAlias = tuple[str, str, int]  # run, attempt, step
 
+HOPED_FOR = "incomplete: its other parts may still come"
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd])")
 Duration = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?[smhd]\Z")]  # "90s", "10m", "12h", "7d"
@@ -99,9 +100,11 @@ class Ranking:
 
     def __init__(self, checkpoints: Sequence[CheckpointInfo], policy: RetentionPolicy) -> None:
         counted = sorted((info for info in checkpoints if info.complete and info.verified), key=_order)
+        # As a resume walks it: also of a launch of which nothing is whole yet, since it needs what it resumed from.
+        known = {info.id.attempt: info.origin for info in checkpoints if info.created}
         self._policy = policy
         self._newest = counted[-1] if counted else None
-        self._way = way(self._newest.id.attempt, {i.id.attempt: i.origin for i in counted}) if self._newest else {}
+        self._way = way(max(known), known) if known else {}
         self._all = [_order(info) for info in counted]  # oldest first, as are these
         self._path = [_order(info) for info in counted if self._is_on_path(info)]
         self._ranked = sorted(rank for info in counted if (rank := self._rank(info)))
@@ -119,7 +122,7 @@ class Ranking:
         if info.complete:
             return Verdict(info.id, False, (f"older than the last {self._policy.keep_last}, and no rule keeps it",))
         if newer < self._policy.keep_last:
-            why = "quarantined: kept to be looked at" if info.aside else "incomplete: its other parts may still come"
+            why = "quarantined: kept to be looked at" if info.aside else HOPED_FOR
             return Verdict(info.id, True, (why,))
         what = "quarantined" if info.aside else "incomplete"
         return Verdict(info.id, False, (f"{what}, and {newer} newer complete ones are verified",))

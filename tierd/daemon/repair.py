@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
-from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreUnavailable
+from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest
 from tierd.core.world import SPOOL
@@ -58,11 +58,14 @@ class Repairer:
 
         Raises:
             CorruptChunk: every copy is proven bad; all are set aside.
+            ObjectNotFound: no place has a copy, or none any more.
             StoreUnavailable: a copy that might be good could not be reached; nothing was set aside.
         """
         try:
             fetched = await self._fetch(part, wanted)
         except CorruptChunk as error:
+            if await self._is_gone(part):
+                raise ObjectNotFound(f"{part} was pruned while it was fetched") from error
             self._journal.counters["corruptions"] += not counted
             await asyncio.to_thread(self._spool.quarantine, part)
             self._told_aside(SPOOL, part, str(error))
@@ -77,6 +80,20 @@ class Repairer:
             self._journal.counters["healed_chunks"] += fetched.chunks
             self._journal.tell("healed", SPOOL, part, f"{fetched.chunks} chunks from {', '.join(fetched.tiers)}")
         return fetched.tiers
+
+    async def _is_gone(self, part: PartId) -> bool:
+        """Whether no place has a manifest of it, right or wrong: what then lacks was deleted, and is not corrupt."""
+        if await asyncio.to_thread(self._spool.has, part):
+            return False
+        for store in self._stores.values():
+            try:
+                await store.get(part.manifest_key)
+            except ObjectNotFound:
+                continue
+            except TierdError:
+                pass
+            return False
+        return True
 
     async def _fetch(self, part: PartId, wanted: Wanted | None) -> Fetched:
         async with self._turns[part]:
