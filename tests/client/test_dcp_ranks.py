@@ -92,9 +92,26 @@ def _torch_alone_reads(cluster, expected) -> None:
 )
 def test_ranks_that_save_without_collectives_read_their_own(cluster):
     nodes = cluster.nodes(1) * 2
-    for rank, (step, own) in enumerate(cluster.run(2, dcp_ranks.save_each_alone, nodes, 4)):
-        assert step == 4 and own == [rank] * 50
+    for rank, told in enumerate(cluster.run(2, dcp_ranks.save_each_alone, nodes, [4])):
+        assert told == (4, [rank] * 50, [])
     assert [(one.rank, one.world) for one in cluster.parts()] == [(0, 2), (1, 2)]
+
+
+@pytest.mark.skipif(
+    "use_collectives" not in inspect.signature(dcp.save).parameters, reason="this torch always uses collectives"
+)
+@pytest.mark.parametrize("name", ["__1_0.distcp", "__1.metadata"])
+def test_ranks_that_read_their_own_step_back_together(cluster, name):
+    """Where torch gathers no failures while it reads, one rank would raise and the other wait for it."""
+    nodes = cluster.nodes(1) * 2
+    cluster.run(2, dcp_ranks.save_each_alone, nodes, [4, 5])
+    cluster.settle()
+    [bad] = [one for one in cluster.parts() if (one.checkpoint.step, one.rank) == (5, 1)]
+    for chunk in (cluster.tier / f"run/chunks/{bad.checkpoint.name}/00001").iterdir():
+        corrupt(chunk)
+    corrupt(cluster.daemons[0].spool.path(bad) / name)
+    for rank, (step, own, [reason]) in enumerate(cluster.run(2, dcp_ranks.load_each_alone, nodes)):
+        assert (step, own) == (4, [rank] * 50) and reason.startswith("rank 1: ")
 
 
 def test_a_model_of_fsdp_and_its_adam_come_back_on_fewer_ranks(cluster):

@@ -165,7 +165,7 @@ def load_spread(rank: int, spools: list[str], **more: Any) -> Any:
         return found, gathered(state), ckpt.attempt > max(before, found.attempt), str(ckpt._launch._origin)
 
 
-def save_each_alone(rank: int, spools: list[str], step: int) -> Any:
+def save_each_alone(rank: int, spools: list[str], steps: list[int]) -> Any:
     """Without collectives, each rank with metadata of its own; then load it so."""
     import torch
     from torch.distributed import checkpoint as dcp
@@ -173,12 +173,22 @@ def save_each_alone(rank: int, spools: list[str], step: int) -> Any:
     import tierd.dcp
 
     with checkpointer(spools[rank]) as ckpt:
-        writer = tierd.dcp.StorageWriter(ckpt, step)
-        dcp.save({"own": torch.full((50,), rank)}, storage_writer=writer, use_collectives=False)
+        for step in steps:
+            writer = tierd.dcp.StorageWriter(ckpt, step)
+            dcp.save({"own": torch.full((50,), rank)}, storage_writer=writer, use_collectives=False)
         torch.distributed.barrier()
+    return load_each_alone(rank, spools)
+
+
+def load_each_alone(rank: int, spools: list[str]) -> Any:
+    import torch
+
+    import tierd.dcp
+
+    with checkpointer(spools[rank]) as ckpt:
         state = {"own": torch.zeros(50, dtype=torch.int64)}
         found = tierd.dcp.load(state, ckpt)
-        return found.step, state["own"].tolist()
+        return found.step, state["own"].tolist(), [one.reason for one in found.skipped]
 
 
 def save_trained(rank: int, spools: list[str], step: int) -> Any:

@@ -1,8 +1,8 @@
 """Nodes, launches of four ranks on them, kills, and what must survive: judged from outside.
 
 What is there is listed here anew, from the names of files and objects, with no code of tierd's; what was promised
-stands in the ranks' logs. `resumes` says which checkpoint a launch has to resume from; with `STRICT` a part counts that
-lies in the spool of the node where its rank will run, and without it only what is complete on the tier counts.
+stands in the ranks' logs. `resumes` says which checkpoint a launch has to resume from; a part also counts that lies in
+the spool of the node where its rank will run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from tierd.core.wire import Status
 from tierd.link import Link
 from tierd.spool import Spool
 
-STRICT = False  # the ranks agree on what lies in the nodes' own spools as well, not on the tier alone
 KEEP = 3  # checkpoints that retention leaves on the tier
 KEEP_LOCAL = 2  # and in a spool
 PATIENCE = 90.0  # seconds
@@ -332,7 +331,7 @@ class Cluster:
         for rank, node in enumerate(nodes):
             for point, ranks in spools[node.name].items():
                 near.setdefault(point, set()).update({rank} & ranks)
-        listed = resumes(known, complete(near if STRICT else tier), self.origins())
+        listed = resumes(known, complete(near), self.origins())
         promised = self._promised(nodes)
         return max((point for point in (listed, promised) if point), default=None)
 
@@ -346,7 +345,7 @@ class Cluster:
                     attempts[number] = words[1]
                 launch = self.launches[number]
                 there = launch.nodes[rank] is node and launch.lives[rank] == node.lives
-                if words[0] == "kept" or (STRICT and words[0] == "acked" and there):
+                if words[0] == "kept" or (words[0] == "acked" and there):
                     safe.setdefault(Point(attempts[number], int(words[1])), set()).add(rank)
         return max(complete(safe), default=None)
 

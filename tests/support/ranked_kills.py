@@ -7,12 +7,10 @@ import re
 import signal
 import time
 
-from support.ranked import KEEP, STRICT, WORLD, Cluster, Launch, Point, complete, on_tier
+from support.ranked import KEEP, WORLD, Cluster, Launch, Point, complete, on_tier
 
 # Why a launch may end by itself: a restore's daemon was killed, or is not up yet. Its launcher tries again.
 _NO_DAEMON = ("DaemonUnavailable", "StoreUnavailable")
-# Ranks that each see only their own node's spool may find no checkpoint in common, until more is on the tier.
-_DISAGREED = ("CheckpointNotFound", "some ranks see checkpoints")
 
 
 def finish(made: Cluster, names: str = "AABB", after: Launch | None = None) -> None:
@@ -170,6 +168,5 @@ class Killer:
         why = [" ".join(words) for words in made.said(launch, "died")]
         self.restarts.append(f"launch {launch.number}: {why}")
         assert any(known in text for text in why for known in _NO_DAEMON), f"{self.restarts[-1]}\n{self}"
-        assert not STRICT or not any(known in text for text in why for known in _DISAGREED), self.restarts[-1]
         assert len(self.restarts) < 10 + len(self.kills), f"it cannot come back: {self.restarts}"
         return made.launch("AABB")

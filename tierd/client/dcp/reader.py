@@ -84,6 +84,7 @@ class StorageReader(Reader):
         self.unreached: tuple[str, ...] = ()
         self._files: Files | None = None
         self._metadata: Metadata | None = None
+        self._by_rank = False  # saved with use_collectives=False: each rank's metadata lies in its own part
         self._storage: dict[Any, Any] = {}
         self._ready: set[Span] = set()
         self._ended = False  # a load has, and the launch goes on from this checkpoint
@@ -116,10 +117,18 @@ class StorageReader(Reader):
         coordinator = self._files.part(0)
         manifest = self._files.manifest(coordinator)
         names = {file.path for file in manifest.files}
-        self._metadata = None
-        if dcp_metadata.NAME in names:
+        self._by_rank = f"__0{dcp_metadata.NAME}" in names
+        if self._by_rank and candidate.world != self._launch.world:
+            raise StateMismatch(
+                f"{checkpoint} was saved by {candidate.world} ranks with use_collectives=False, which cannot be "
+                f"resharded, and this launch has {self._launch.world}: launch {candidate.world} ranks"
+            )
+        if self._by_rank:
+            rank = self._launch.rank
+            self._metadata = self._read_own(self._files.part(rank), f"__{rank}{dcp_metadata.NAME}")
+        elif dcp_metadata.NAME in names:
             self._metadata = self._read_own(coordinator, dcp_metadata.NAME)
-        elif f"__0{dcp_metadata.NAME}" not in names:
+        else:
             raise StateMismatch(f"{checkpoint} was not written through DCP: Checkpointer.restore reads it")
         self.step, self.metrics = checkpoint.step, manifest.numbers
         self.unreached = resume.unreached
@@ -150,17 +159,10 @@ class StorageReader(Reader):
         return False
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        rank = kwargs.get("rank")
-        if self._files is None:
-            raise CheckpointNotFound("a fresh start: there is no checkpoint to load (the reader's step is None)")
-        if rank is not None and self._metadata is None:
-            if rank >= self._files.world:
-                raise StateMismatch(
-                    f"{self.checkpoint} was saved by {self._files.world} ranks with use_collectives=False, which "
-                    f"cannot be resharded, and rank {rank} asks for it: launch {self._files.world} ranks"
-                )
-            return self._described(self._read_own(self._files.part(rank), f"__{rank}{dcp_metadata.NAME}"))
         if self._metadata is None:
+            raise CheckpointNotFound("a fresh start: there is no checkpoint to load (the reader's step is None)")
+        rank = kwargs.get("rank")
+        if self._by_rank and rank != self._launch.rank:  # torch then asks for a rank's own
             raise StateMismatch(f"{self.checkpoint} was saved with use_collectives=False: each rank reads its own part")
         return self._described(self._metadata)
 
@@ -229,9 +231,11 @@ class StorageReader(Reader):
             return
         assert self._files is not None
         self._files.bring(entries)
-        plain = [span for span, items in entries.items() if any(one.type == LoadItemType.BYTE_IO for one in items)]
-        for span, data in self._files.read(plain if self._weights_only else []):
-            check_plain(entries[span][0], data)
+        plain = {span for span, items in entries.items() if any(one.type == LoadItemType.BYTE_IO for one in items)}
+        # Without collectives torch gathers what fails while it plans, and not what fails while it reads.
+        for span, data in self._files.read(entries if self._by_rank else plain if self._weights_only else ()):
+            if self._weights_only and span in plain:
+                check_plain(entries[span][0], data)
         self._ready |= entries.keys()
 
     def close(self) -> None:
