@@ -471,8 +471,7 @@ def test_what_is_half_in_between_blocks_nothing_and_goes_within_its_own_launch(h
 
 
 def test_a_rank_that_never_saves_again_fills_its_own_node_only_until_something_is_whole_again(home):
-    """Halves stay, since their rest may come: all of them on the tier, the last few in the spool, one where room is
-    short."""
+    """Halves stay, since their rest may come: all on the tier, the last few in the spool, one where room is short."""
 
     async def work(**options):
         nodes = Nodes(home / str(options), "A", "B", keep=2, **options)

@@ -23,6 +23,7 @@ from tierd.core.errors import (
     StoreUnavailable,
     TierdError,
 )
+from tierd.core.ids import check_attempt, check_step
 from tierd.core.resume import Resume, agree
 from tierd.core.sight import Sight
 
@@ -84,10 +85,12 @@ class Agreement:
             StoreUnavailable: another rank cannot look; or what this one raised.
             ConfigError: the ranks were asked for different things.
         """
-        own = Look(step=step, attempt=attempt, everything=everything, clock=self._clock())
+        own = Look(step=None, attempt=None, everything=everything, clock=self._clock())
         failure: Exception | None = None
-        try:
-            own = msgspec.structs.replace(own, sight=self._look())
+        try:  # also what only this rank was asked wrongly: the others would wait for it
+            step = step if step is None else check_step(step)
+            attempt = attempt if attempt is None else check_attempt(attempt)
+            own = msgspec.structs.replace(own, step=step, attempt=attempt, sight=self._look())
         except Exception as error:
             failure, own = error, msgspec.structs.replace(own, error=_text(error))
         looks = self._ranks.gather(own)

@@ -31,7 +31,7 @@ from tierd.client.snapshot import Snapshot
 from tierd.client.source import MEMORY
 from tierd.client.state import unflatten
 from tierd.core.errors import ConfigError, SaveSkipped, StateMismatch
-from tierd.core.ids import CheckpointId, check_attempt, check_run, check_step
+from tierd.core.ids import CheckpointId, check_attempt, check_run
 from tierd.core.manifest import TENSORS, TREE
 from tierd.link import Link
 from tierd.spool import Spool, translated
@@ -103,7 +103,11 @@ class Checkpointer:
         except Exception as error:
             tell_failure(self._ranks, run, error)
             raise
-        self._launch = Launch(self._spool, run, self._ranks, given, lambda: self._daemon.attempts(run))
+        try:
+            self._launch = Launch(self._spool, run, self._ranks, given, lambda: self._daemon.attempts(run))
+        except BaseException:
+            self._daemon.close()
+            raise
         self._capturer = Capturer()
         self._gate = Gate(self.stats)
         self._line = HandOff(self._spool) if self._daemon.tiers else None
@@ -238,7 +242,6 @@ class Checkpointer:
                 another rank could not restore, and why.
             ConfigError: a given attempt cannot go on from it; ranks were asked for different checkpoints.
         """
-        asked = check_step(step) if step is not None else None
         restorer = self._restorer(keep=state is not None)
 
         def fits(found: Found) -> dict[str, Any]:
@@ -249,19 +252,19 @@ class Checkpointer:
             return tree
 
         self._let_go()
-        found = restorer.restore(asked, check_attempt(attempt) if attempt is not None else None, fits)
+        found = restorer.restore(step, attempt, fits)
         if found is None:
             self._launch.go_on_from(None, restorer.resume.attempts, restorer.agreement.clocks)
             if state is not None:
                 self._pipeline.reserve(estimate(state))
             return None
         self._hold, manifest = found.hold, found.manifest
+        self._launch.go_on_from(found.part.checkpoint, found.attempts, found.clocks)  # on all ranks, whoever fails now
         if state is not None:
             size = len(found.files[TENSORS])
             load(state, found.tree, lent=found.tier == MEMORY, file=found.files[TENSORS])
             self._pipeline.adopt(found.arena)
             self._pipeline.reserve(size)
-        self._launch.go_on_from(found.part.checkpoint, found.attempts, found.clocks)
         if found.unreached:
             log.warning("restored step %d; not asked for newer ones: %s", manifest.step, ", ".join(found.unreached))
         return Restored(

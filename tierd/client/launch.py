@@ -60,6 +60,7 @@ class Launch:
         self.steps: set[int] = set()
         self.shared = False  # whether another process may save for this launch: what it saved shows in the spool alone
         self._spool, self._given, self._seen = spool, attempt, seen
+        self._derived = False  # from SLURM's environment
         self._origin: CheckpointId | None = None
         self._attempt: str | None = None
         if self.world == 1:
@@ -68,6 +69,7 @@ class Launch:
             self._begin(ranks)
         elif attempt is None:
             self._given = slurm_attempt(self.rank, self.world)
+            self._derived = self._given is not None
             if self._given is None:
                 raise ConfigError(
                     f"{self.world} ranks must share one attempt: initialise torch.distributed first, or pass attempt= "
@@ -75,7 +77,11 @@ class Launch:
                 )
 
     def _begin(self, ranks: Ranks) -> None:
-        seen = self._seen() if self._given is None else ()
+        try:
+            seen = self._seen() if self._given is None else ()
+        except Exception as error:  # the others are told before it is raised: they would wait
+            tell_failure(ranks, self.run, error)
+            raise
         told = ranks.gather(Beginning(run=self.run, world=self.world, given=self._given, clock=clock(seen)))
         for rank, other in enumerate(told):
             if other.error:
@@ -156,6 +162,8 @@ class Launch:
             ConfigError: as `check_given`.
         """
         self.check_given(origin, attempts)
+        if self._derived:
+            self._given, self._attempt = slurm_attempt(self.rank, self.world, str(origin or "")), None
         if origin is None and (self._given or self._attempt is None or max(attempts, default="") <= self._attempt):
             return  # a name that is still to be made is made of another look
         self._origin = origin

@@ -6,8 +6,11 @@ and never inside `save`. What they say is JSON with a schema. Where they cannot 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
+import secrets
+import time
 import weakref
 import zlib
 from collections.abc import Callable
@@ -27,7 +30,7 @@ _FIRST = timedelta(minutes=10)  # how much later than the first rank another one
 _TAG = "tierd"
 
 _groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # default group -> tierd's own beside it
-_turns = count()  # exchanges through the agent's store: every rank makes the same ones, in the same order
+_meetings = count()  # at the agent's store: every rank makes the same ones, in the same order
 
 
 class Ranks:
@@ -69,11 +72,11 @@ class Ranks:
             return [value]
         try:
             answers = self._talk(msgspec.json.encode(value))
-        except (RuntimeError, ValueError) as error:  # how torch.distributed says it
+            return [msgspec.json.decode(answer, type=type(value)) for answer in answers]
+        except (RuntimeError, ValueError, msgspec.MsgspecError, zlib.error) as error:  # as torch says it; another tierd
             raise StoreUnavailable(
                 f"rank {self.rank} of {self.world}: the other ranks cannot be heard: {error}"
             ) from error
-        return [msgspec.json.decode(answer, type=type(value)) for answer in answers]
 
 
 def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -85,11 +88,12 @@ def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return _group_ranks() or _torchrun_ranks() or _slurm_ranks() or (0, 1)
 
 
-def slurm_attempt(rank: int, world: int) -> str | None:
+def slurm_attempt(rank: int, world: int, origin: str = "") -> str | None:
     """The attempt that every rank of a SLURM step derives without talking; None outside one.
 
     Its time is the job's start (`SLURM_JOB_START_TIME`, seconds since 1970, which a requeue renews) plus the step's
-    number in milliseconds; its token is a digest of job, restart count and step.
+    number in milliseconds; its token is a digest of job, restart count, step and `origin`, what was resumed from: ranks
+    that resumed from different checkpoints never write parts of the same one.
 
     Raises:
         ConfigError: this Slurm does not tell when the job started.
@@ -105,6 +109,7 @@ def slurm_attempt(rank: int, world: int) -> str | None:
     step = _number("SLURM_STEP_ID", 2**32 - 1)
     started = _number("SLURM_JOB_START_TIME", 2**37)
     names = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")]
+    names.append(origin)
     return next_attempt(started * 1000 + step, (), hashlib.blake2b("/".join(names).encode(), digest_size=4).hexdigest())
 
 
@@ -194,26 +199,56 @@ def _through_group(group: Any) -> Callable[[bytes], list[bytes]]:
 # -- through the store of torchrun's agent ----------------------------------------------------------------------------
 
 
-def _through_store(rank: int, world: int) -> Callable[[bytes], list[bytes]]:
-    """Rank 0 collects and publishes: 3 W + 1 requests for each exchange, and as many to clean up."""
+@functools.lru_cache
+def _agent(address: str, port: int) -> Any:
     from torch import distributed as torch_distributed
 
     distributed: Any = torch_distributed
-    port = _number("MASTER_PORT", 2**16 - 1)
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return distributed.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_FIRST)
+
+
+def _meet(store: Any, rank: int, world: int) -> str:
+    """A name that only these processes know, and know all of them: what earlier ones of the same ranks have left is
+    not taken for theirs. Raises `RuntimeError` when not all come in time."""
+    own, names = secrets.token_hex(8), list[str]()
+    store.set(f"hello/{rank}", own)
+    end = time.monotonic() + _FIRST.total_seconds()
+    while time.monotonic() < end:
+        if rank == 0:
+            names = [store.get(f"hello/{number}").decode() for number in range(world)]
+            store.set("welcome", ",".join(names))
+        else:
+            names = store.get("welcome").decode().split(",")
+        if names[rank] == own and rank:
+            store.add(f"here/{names[0]}", 1)
+            return names[0]
+        if rank == 0 and store.add(f"here/{own}", 0) == world - 1:
+            return own
+        time.sleep(0.02)
+    raise RuntimeError(f"not all of {world} ranks came within {_FIRST}")
+
+
+def _through_store(rank: int, world: int) -> Callable[[bytes], list[bytes]]:
+    """Rank 0 collects and publishes: 3 W + 1 requests for each exchange, and as many to clean up.
+
+    The store outlives processes: what is said lies under a name that these very ranks agreed on (`_meet`).
+    """
+    from torch import distributed as torch_distributed
+
+    distributed: Any = torch_distributed
     try:
-        agent = distributed.TCPStore(
-            os.environ.get("MASTER_ADDR", ""), port, is_master=False, wait_for_workers=False, timeout=_FIRST
-        )
+        agent = _agent(os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", 2**16 - 1))
+        meeting = _meet(distributed.PrefixStore(f"{_TAG}/{next(_meetings)}", agent), rank, world)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"MASTER_ADDR, MASTER_PORT: the store of torchrun's agent cannot be reached: {error}; initialise "
             "torch.distributed first, or pass attempt= (tierd.new_attempt() makes one; give every rank the same)"
         ) from error
-    store: Any = distributed.PrefixStore(f"{_TAG}/{restarts}", agent)
+    store: Any = distributed.PrefixStore(f"{_TAG}/{meeting}", agent)
+    turns = count()
 
     def talk(said: bytes) -> list[bytes]:
-        turn = next(_turns)
+        turn = next(turns)
         result = f"{turn}/all"
         store.set_timeout(_SLOWEST if turn else _FIRST)
         store.set(f"{turn}/{rank}", said)

@@ -17,7 +17,7 @@ from tierd.client.handoff import HandOff
 from tierd.client.launch import Clock, clock
 from tierd.client.ranks import Ranks
 from tierd.client.source import Source
-from tierd.core.errors import DaemonUnavailable, StateMismatch, StoreUnavailable
+from tierd.core.errors import DaemonUnavailable, ManifestError, StateMismatch, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.resume import Candidate, Resume, not_found, own_part
@@ -177,7 +177,7 @@ class Restorer:
     def _candidates(self, step: int | None, attempt: str | None, *, everything: bool) -> Iterator[Candidate]:
         for _ in range(_LOOKS):
             self.resume = resume = self.agreement.look(step, attempt, everything=everything)
-            self._check_incomplete(step)
+            self._check_incomplete(step is None and attempt is None)
             again = False
             for candidate in resume.candidates:
                 if candidate.checkpoint in self._passed:
@@ -189,7 +189,7 @@ class Restorer:
                 if again := self._gone:
                     break
             if not again:
-                self._nothing(step)
+                self._nothing(step, attempt)
                 return
         raise StoreUnavailable(
             f"run {self._run!r}: what was to be restored vanished while it was read, {_LOOKS} times; try again"
@@ -204,7 +204,7 @@ class Restorer:
             silent = ", ".join((*self.resume.unreached, *self.resume.alone))
             raise StoreUnavailable(
                 f"{checkpoint} is complete, but rank {candidate.lacking[0]} sees no copy of what it needs: it lies in "
-                f"another node's spool{f', or where nobody answers ({silent})' if silent else ''}; restore again once "
+                f"a node's spool alone{f', or where nobody answers ({silent})' if silent else ''}; restore again once "
                 "it is flushed. Restoring an older step is your decision: restore(state, step=…)"
             )
         self._asked_for.add(checkpoint)
@@ -212,13 +212,16 @@ class Restorer:
         self.agreement.settle(None)  # nobody looks before the others have flushed
         return True
 
-    def _check_incomplete(self, step: int | None) -> None:
-        newer = [one for one in self.resume.incomplete if one not in self._passed]
-        silent = (*self.resume.unreached, *self.resume.alone)
-        if newer and silent and step is None:
-            # Known to be there, and perhaps whole: the missing part may lie where nobody answers.
+    def _check_incomplete(self, newest: bool) -> None:
+        resume = self.resume
+        first = resume.candidates[0].checkpoint if resume.candidates else None
+        doubtful = (*resume.incomplete, *(one for one in resume.quarantined if first is None or one > first))
+        newer = [one for one in doubtful if one not in self._passed]
+        silent = (*resume.unreached, *resume.alone)
+        if newer and silent and newest:
+            # Known to be there, and perhaps whole: what lacks, or was set aside here, may lie where nobody answers.
             raise StoreUnavailable(
-                f"{newer[0]} lacks parts in the places that answered, and {', '.join(silent)} did not; restoring an "
+                f"{max(newer)} lacks parts in the places that answered, and {', '.join(silent)} did not; restoring an "
                 "older step is your decision: restore(state, step=…)"
             )
 
@@ -236,6 +239,7 @@ class Restorer:
         part = own_part(candidate, self._ranks.rank)
         try:
             manifest, files, tier = self.source.obtain(part)
+            self._check_origin(manifest)
             found = Found(
                 part,
                 manifest,
@@ -244,7 +248,7 @@ class Restorer:
                 self.skipped(candidate.checkpoint),
                 self._spool.path(part),
                 self.resume.attempts,
-                self.resume.unreached,
+                (*self.resume.unreached, *self.resume.alone),
                 self.source.arena,
                 self.agreement.clocks,
             )
@@ -255,7 +259,17 @@ class Restorer:
         except Exception as error:
             return None, error, True
 
-    def _nothing(self, step: int | None) -> None:
+    def _check_origin(self, manifest: Manifest) -> None:
+        """That it belongs to the other ranks' parts, as far as one can see: ranks that cannot talk may have resumed
+        from different checkpoints, and gone on under one attempt that they were given."""
+        others = self.resume.origins.get(manifest.attempt, manifest.origin)
+        if others != manifest.origin:
+            raise ManifestError(
+                f"{manifest.part} goes on from {manifest.origin}, and other parts of its attempt from {others}: they "
+                "do not belong together"
+            )
+
+    def _nothing(self, step: int | None, attempt: str | None) -> None:
         """Return when starting anew is right; raise when it would be a silent loss."""
         resume = self.resume
         if resume.alone:
@@ -268,7 +282,8 @@ class Restorer:
                 f"run {self._run!r}: no checkpoint was found, but {', '.join(resume.unreached)} did not answer"
             )
         skipped = self.skipped()
-        if step is not None or resume.branches or resume.lost or any(one.reason != _INCOMPLETE for one in skipped):
-            raise not_found(resume, self._run, step, [str(one) for one in skipped])
+        asked = step is not None or attempt is not None
+        if asked or resume.branches or resume.lost or any(one.reason != _INCOMPLETE for one in skipped):
+            raise not_found(resume, self._run, step, [str(one) for one in skipped], attempt)
         for one in skipped:
             log.warning("run %s: starting anew, past %s", self._run, one)

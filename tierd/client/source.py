@@ -17,10 +17,12 @@ from tierd.client.arriving import Arriving
 from tierd.client.fetching import Fetching
 from tierd.client.handoff import HandOff
 from tierd.core.errors import (
+    CheckpointNotFound,
     CorruptChunk,
     DaemonUnavailable,
     ManifestError,
     ObjectNotFound,
+    StoreRefused,
     StoreUnavailable,
     TierdError,
 )
@@ -38,6 +40,7 @@ log = logging.getLogger("tierd")
 MEMORY = "memory"  # where a tier's name can stand
 _PATIENCE = 5.0  # seconds to wait for a daemon that may be starting, as at a node's boot
 _FLUSH = 600.0  # seconds for what other nodes need of this spool to get to a tier
+_TURN = 2.0  # of them, for which one part and one tier are waited for at a time
 
 Part = tuple[Manifest, Mapping[str, memoryview], str]
 
@@ -111,20 +114,25 @@ class Source:
         looks again finds out."""
         if self.link is None:
             return
+        end = time.monotonic() + _FLUSH
         try:
-            parts = [part for part in self._spool.parts() if part.checkpoint == checkpoint]
-            tiers = [tier["name"] for tier in self.link.ask(Status())["status"]["tiers"]]
-        except (TierdError, TimeoutError, OSError) as error:
+            left = [part for part in self._spool.parts() if part.checkpoint == checkpoint]
+            status = self.link.ask(Status())["status"]
+            tiers = [] if status["paused"] else [tier["name"] for tier in status["tiers"]]
+            while left and tiers and time.monotonic() < end:
+                log.info("%s: other nodes find it only on a tier; %d parts are flushed first", checkpoint, len(left))
+                left = [part for part in left if not any(self._is_on(part, tier) for tier in tiers)]
+        except (TierdError, OSError) as error:
             log.warning("%s: %s", checkpoint, error)
-            return
-        for part in parts:
-            log.info("%s: other nodes need it, and find it only on a tier; it is flushed first", part)
-            for tier in tiers:
-                try:
-                    self.link.ask(Wait(part=part, tier=tier, timeout_s=_FLUSH))
-                    break
-                except (TierdError, TimeoutError) as error:
-                    log.warning("%s", error)
+
+    def _is_on(self, part: PartId, tier: str) -> bool:
+        assert self.link is not None
+        try:
+            self.link.ask(Wait(part=part, tier=tier, timeout_s=_TURN))
+        except (CheckpointNotFound, StoreRefused, TimeoutError) as error:  # another tier may have it, or this one later
+            log.debug("%s: %s", part, error)
+            return False
+        return True
 
     def obtain(self, part: PartId) -> Part:
         """A part's manifest, its files, and where bytes came from; every byte verified just now.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from tierd.core.config import Config
 from tierd.core.errors import FormatTooNew, ManifestError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.retention import HOPED_FOR, CheckpointInfo, Ranking, RetentionPolicy, Verdict, decide
+from tierd.core.retention import HOPED_FOR, CheckpointInfo, Origins, Ranking, RetentionPolicy, Verdict, decide
 from tierd.core.world import SPOOL, Place, Seen, World, is_complete, runs, union
 
 Backoff = Mapping[str, float]  # tier -> monotonic time before which it is left alone, seconds
@@ -169,9 +169,9 @@ def judge_tier(
         pins = tier.pins | world.spool.pins if is_janitor(world, tier, run) else tier.pins
         local = {seen.id for seen in world.spool.copies(run)}
         hoped = {one for one in local if one.attempt >= over} if hoping else set()
-        return decide(_infos(tier, run, world.spool, pins, hoped), policy)
+        return decide(_infos(tier, run, world.spool, pins, hoped), policy, world.origins(run))
     infos = _infos(tier, run, Place(), _pins(world) | world.held)
-    verdicts = _patient(infos, policy, over)
+    verdicts = _patient(infos, policy, world.origins(run), over)
     if any(isinstance(defect, FormatTooNew) and part.checkpoint.run == run for part, defect in tier.defects()):
         # Which chunks a newer tierd's manifest names cannot be known, nor what it would keep.
         return tuple(
@@ -231,7 +231,7 @@ def _added(own: Seen | None, local: Seen | None) -> Seen:
     return Seen(own.id, union(own.ranks, local.ranks), {**local.facts, **own.facts}, bad)
 
 
-def _patient(infos: list[CheckpointInfo], policy: RetentionPolicy, over: str) -> tuple[Verdict, ...]:
+def _patient(infos: list[CheckpointInfo], policy: RetentionPolicy, origins: Origins, over: str) -> tuple[Verdict, ...]:
     """Retention's verdicts, but an incomplete checkpoint stays where it would stay if it were whole: another node may
     still hold the rest of it, and would send what is deleted here again and again. Not of attempts before `over`."""
     halves = {
@@ -240,16 +240,15 @@ def _patient(infos: list[CheckpointInfo], policy: RetentionPolicy, over: str) ->
         if not info.complete and info.created and info.id.attempt >= over
     }
     reasons: dict[CheckpointId, tuple[str, ...]] = {}
-    for whole in ([], list(halves.values())):  # each alone, and all of them
-        others = [info for info in infos if info.id not in halves]
-        ranking = Ranking([*others, *whole], policy)
+    for some in (infos, [halves.get(info.id, info) for info in infos]):  # each alone, and all of them
+        ranking = Ranking(some, policy, origins)
         verdicts = [ranking.verdict(half) for half in halves.values()]
         reasons |= {verdict.id: verdict.reasons for verdict in verdicts if verdict.keep}
     return tuple(
         verdict
         if verdict.keep or verdict.id not in reasons
         else Verdict(verdict.id, True, ("incomplete; if the rest comes:", *reasons[verdict.id]))
-        for verdict in decide(infos, policy)
+        for verdict in decide(infos, policy, origins)
     )
 
 
@@ -306,6 +305,7 @@ def judge_spool(world: World, config: Config, run: str) -> tuple[Verdict, ...]:
             for seen in world.spool.copies(run)
         ],
         config.retention,
+        world.origins(run),
     )
     return _bounded(verdicts, config.retention.keep_last)
 
@@ -331,7 +331,7 @@ def _retired(world: World, tier: Place | None, policy: RetentionPolicy, run: str
         return frozenset()
     # As if only this one were added: others that are merely pending retire nothing.
     pins, over = _pins(world) | world.held, _over(tier, policy, run)
-    ranking = Ranking(_infos(tier, run, Place(), pins), policy)
+    ranking = Ranking(_infos(tier, run, Place(), pins), policy, world.origins(run))
     gone = set()
     for checkpoint in waiting:
         added = _added(tier.checkpoints.get(checkpoint), _readable(world.spool.checkpoints[checkpoint]))

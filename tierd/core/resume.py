@@ -6,8 +6,8 @@ candidate's bytes are right is found out by whoever reads them. From the same si
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -34,7 +34,8 @@ class Resume:
     `candidates` are to be tried in order. `quarantined` belong between them, and were set aside, whole or in part, as
     proven corrupt everywhere. `branches` are complete checkpoints that the timeline does not reach.
     `incomplete` are newer than the first candidate and lack a rank's part. `lost` is an attempt whose origin nobody can
-    tell. `unreached` are tiers that did not answer some rank; `alone` says which rank could ask no tier, and why.
+    tell; `origins` is what can be told. `unreached` are tiers that did not answer some rank; `alone` says which rank
+    could ask no tier, and why.
     """
 
     candidates: tuple[Candidate, ...]
@@ -45,6 +46,7 @@ class Resume:
     attempts: tuple[str, ...]
     quarantined: tuple[CheckpointId, ...] = ()
     alone: tuple[str, ...] = ()
+    origins: Mapping[str, CheckpointId | None] = field(default_factory=dict)
 
 
 def restore_candidates(world: World, run: str, step: int | None = None, attempt: str | None = None) -> Resume:
@@ -113,6 +115,7 @@ def agree(
             for rank, sight in enumerate(sights)
             if sight.alone
         ),
+        origins=origins,
     )
 
 
@@ -125,7 +128,8 @@ def _together(
         for checkpoint, size in seen.items():
             complete[checkpoint] = min(size, complete.get(checkpoint, size))
     parts: dict[CheckpointId, dict[int, set[int]]] = {}
-    for sight in sights:
+    # Ranks of one node see the same, which is taken apart once.
+    for sight in {msgspec.msgpack.encode(one.parts): one for one in sights}.values():
         for checkpoint, sizes in sight.partial(run).items():
             for size, ranks in sizes.items():
                 parts.setdefault(checkpoint, {}).setdefault(size, set()).update(ranks)
@@ -174,9 +178,12 @@ def _whole(sights: Sequence[Sight], run: str) -> list[dict[CheckpointId, int]]:
     return found
 
 
-def not_found(resume: Resume, run: str, step: int | None, skipped: list[str]) -> CheckpointNotFound:
+def not_found(
+    resume: Resume, run: str, step: int | None, skipped: list[str], attempt: str | None = None
+) -> CheckpointNotFound:
     """The error that names what was asked, what was skipped and why, and what else could be asked for."""
     asked = f"run {run!r}" if step is None else f"run {run!r} step {step}"
+    asked += f" of attempt {attempt}" if attempt else ""
     lines = [f"{asked}: no checkpoint could be verified"] if skipped else [f"{asked}: there is no such checkpoint"]
     lines += [f"  skipped {text}" for text in skipped]
     if resume.quarantined and not resume.candidates and step is None:

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -22,6 +23,7 @@ from tierd.core.timeline import way
 
 T = TypeVar("T", bound=tuple[Any, ...])
 Order: TypeAlias = tuple[str, str, int]  # run, attempt, step
+Origins: TypeAlias = Mapping[str, CheckpointId | None]  # attempt -> what it resumed from
 
 HOPED_FOR = "incomplete: its other parts may still come"
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -89,19 +91,27 @@ class Verdict:
     reasons: tuple[str, ...]
 
 
-def decide(checkpoints: Sequence[CheckpointInfo], policy: RetentionPolicy) -> tuple[Verdict, ...]:
-    """Judge one run's checkpoints in one place. Newest first; deterministic."""
-    ranking = Ranking(checkpoints, policy)
+def decide(
+    checkpoints: Sequence[CheckpointInfo], policy: RetentionPolicy, origins: Origins = MappingProxyType({})
+) -> tuple[Verdict, ...]:
+    """Judge one run's checkpoints in one place. Newest first; deterministic. `origins`: as for `Ranking`."""
+    ranking = Ranking(checkpoints, policy, origins)
     return tuple(ranking.verdict(info) for info in sorted(checkpoints, key=_order, reverse=True))
 
 
 class Ranking:
-    """Where each checkpoint of one run in one place stands by the rules: those that it is made of, and any one more."""
+    """Where each checkpoint of one run in one place stands by the rules: those that it is made of, and any one more.
 
-    def __init__(self, checkpoints: Sequence[CheckpointInfo], policy: RetentionPolicy) -> None:
+    Args:
+        origins: what any place tells of where attempts came from, so that the timeline is the one that a resume walks.
+    """
+
+    def __init__(
+        self, checkpoints: Sequence[CheckpointInfo], policy: RetentionPolicy, origins: Origins = MappingProxyType({})
+    ) -> None:
         counted = sorted((info for info in checkpoints if info.complete and info.verified), key=_order)
         # As a resume walks it: also of a launch of which nothing is whole yet, since it needs what it resumed from.
-        known = {info.id.attempt: info.origin for info in checkpoints if info.created}
+        known = {info.id.attempt: info.origin for info in checkpoints if info.created} | dict(origins)
         self._policy = policy
         self._newest = counted[-1] if counted else None
         self._way = way(max(known), known) if known else {}

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from tierd.core.errors import DaemonUnavailable
 from tierd.core.ids import CheckpointId
 from tierd.core.world import World, complete_worlds, union
 
@@ -97,8 +98,15 @@ def see(world: World, run: str) -> Sight:
 
 
 def told(answer: Mapping[str, Any]) -> Sight:
-    """The sight in a daemon's answer to `Candidates`."""
-    return msgspec.convert(answer["sight"], Sight, str_keys=True)
+    """The sight in a daemon's answer to `Candidates`.
+
+    Raises:
+        DaemonUnavailable: it answers otherwise.
+    """
+    try:
+        return msgspec.convert(answer["sight"], Sight, str_keys=True)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise DaemonUnavailable(f"the daemon is of another version of tierd ({error}): restart it") from error
 
 
 def named(run: str, steps: Steps) -> set[CheckpointId]:

@@ -80,7 +80,8 @@ class Seen:
 
     @property
     def spoken(self) -> Facts | None:
-        return self.facts.get(self.lowest)
+        """What speaks for the checkpoint: the lowest rank's manifest of those that were read."""
+        return self.facts[min(self.facts, key=lambda part: (part.rank, part.world))] if self.facts else None
 
     @property
     def usable(self) -> bool:
