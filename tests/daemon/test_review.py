@@ -99,7 +99,7 @@ def test_a_part_that_goes_while_it_is_flushed_is_not_called_corrupt(spool, monke
     read = flush_module.read_chunk
 
     def racing(path, file, index):
-        spool.remove(part(1).checkpoint)
+        spool.remove([part(1)])
         return read(path, file, index)
 
     monkeypatch.setattr(flush_module, "read_chunk", racing)
@@ -112,6 +112,34 @@ def test_a_part_that_goes_while_it_is_flushed_is_not_called_corrupt(spool, monke
         await daemon._flush(part(1), "tier")
         assert not daemon.journal.counters["corruptions"]
         assert not [event for event in daemon.journal.events if event.what == "corrupt"]
+
+    asyncio.run(work())
+
+
+def test_a_part_that_is_committed_while_the_tiers_are_asked_stays(spool):
+    """Nobody was asked about it: it may be nowhere else."""
+    late = part(1, rank=1, world=2)
+
+    async def work():
+        store = Double()
+        for step in (1, 2):
+            commit(spool, part(step, world=2))
+        daemon = reconciler(spool, {"tier": store}, keep=5, keep_local=1)
+        for step in (2, 1):
+            await daemon.look("tier")
+            await daemon._flush(part(step, world=2), "tier")
+        await daemon.look("tier")
+        (prune,) = plan(daemon.world(), daemon.config, {}, 0.0)
+        assert isinstance(prune, Prune) and (prune.tier, prune.checkpoint) == (SPOOL, late.checkpoint)
+
+        def commit_late(operation, key):
+            if operation == "get" and not spool.has(late):
+                commit(spool, late)
+
+        store.before = commit_late
+        await daemon._act(prune)
+        assert spool.parts() == [late, part(2, world=2)] and spool.manifest(late).part == late
+        assert daemon.journal.counters["pruned"] == 1
 
     asyncio.run(work())
 

@@ -98,7 +98,7 @@ def test_a_tiers_chunk_is_put_right_where_it_lay(spool, tiers, how, source):
         await converge(spool, tiers if source == "second" else {"first": tiers["first"]})
         commit(spool, part(2))  # so that the rank is still this spool's
         if source == "second":
-            spool.remove(part(1).checkpoint)
+            spool.remove([part(1)])
         pristine = await contents(tiers["first"])
         victim = chunk_keys(pristine, part(1))[0]
         await harm(tiers["first"], victim, how)
@@ -149,7 +149,7 @@ def test_a_tiers_wrong_manifest_is_put_right(spool, tiers, how, source):
             commit(spool, part(step))
         await converge(spool, tiers if source == "second" else {"first": tiers["first"]})
         if source == "second":
-            spool.remove(part(1).checkpoint)
+            spool.remove([part(1)])
         pristine = await contents(tiers["first"])
         stores = tiers if source == "second" else {"first": tiers["first"]}
         async with running(scrubber(spool, stores)) as daemon:
@@ -180,7 +180,7 @@ def test_a_manifest_that_is_found_damaged_by_looking_is_put_right_from_the_other
             commit(spool, part(step))
         await converge(spool, tiers)
         pristine = await contents(tiers["first"])
-        spool.remove(part(1).checkpoint)
+        spool.remove([part(1)])
         await flip(tiers["first"], part(1).manifest_key)
         await harm(tiers["first"], chunk_keys(pristine, part(1))[0], "flip")
         daemon = await converge(spool, tiers)
@@ -247,7 +247,7 @@ def test_nothing_is_set_aside_while_a_place_cannot_be_asked_and_it_is_told_once(
         for step in (1, 2):
             commit(spool, part(step))
         await converge(spool, {"bad": bad, "down": down})
-        spool.remove(part(1).checkpoint)
+        spool.remove([part(1)])
         pristine = await contents(bad)
         await flip(bad, chunk_keys(pristine, part(1))[0])
         daemon = scrubber(spool, {"bad": bad, "down": down})
@@ -373,7 +373,7 @@ def test_a_part_that_is_pruned_meanwhile_is_no_finding(spool):
 
         store.before = prune
         await daemon.scrubber.scrub(Copy("tier", part(1)))
-        spool.remove(part(1).checkpoint)
+        spool.remove([part(1)])
         await daemon.scrubber.scrub(Copy(SPOOL, part(1)))
         assert not daemon.journal.events and counted(daemon, "scrubbed", "scrub_findings") == [0, 0]
         assert not [key for key in await contents(inner) if part(1).checkpoint.name in key]
@@ -399,7 +399,7 @@ def test_where_the_encoder_has_changed_a_chunk_is_stored_anew_and_the_manifest_s
         assert {chunk.stored.codec for chunk in manifest.chunks()} == {"raw"}
         assert manifest.same_content(spool.manifest(part(1)))
         assert not [key for key in objects if "/flushing/" in key or "/pruning/" in key]
-        spool.remove(part(1).checkpoint)
+        spool.remove([part(1)])
         await daemon.fetch(part(1))
         assert read(spool, part(1)) == {"weights.bin": bytes([1]) * 5000}
         await scrub(daemon)
