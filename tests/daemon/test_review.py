@@ -20,11 +20,10 @@ from tierd.core.sight import see
 from tierd.core.world import SPOOL, Facts, Place, World
 from tierd.daemon import flush as flush_module
 from tierd.daemon.flush import Way, flush
+from tierd.spool import Spool
 
 
 def test_a_codec_that_is_not_known_is_no_corruption(spool, tmp_path):
-    from tierd.spool import Spool
-
     async def work():
         store = Double()
         commit(spool, part(1))
@@ -140,6 +139,74 @@ def test_a_part_that_is_committed_while_the_tiers_are_asked_stays(spool):
         await daemon._act(prune)
         assert spool.parts() == [late, part(2, world=2)] and spool.manifest(late).part == late
         assert daemon.journal.counters["pruned"] == 1
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_flush_that_ends_during_a_look_takes_nothing_from_it(spool, tmp_path, fails):
+    """The look saw what others flushed, or that the tier does not answer; and what was just flushed is not lost."""
+    other, own = part(1, rank=1, world=2), part(2, world=2)
+
+    async def work():
+        store, gate = Double(), asyncio.Event()
+        daemon = reconciler(spool, {"tier": store})
+        commit(spool, part(1, world=2))
+        await daemon.look("tier")
+        await daemon._flush(part(1, world=2), "tier")
+        theirs = Spool(tmp_path / "other")
+        commit(theirs, other)
+        await flush(theirs, other, Way(store.inner))
+        commit(spool, own)
+        await daemon._look_at_spool()
+        real = daemon.tiers._eyes["tier"].look
+
+        async def slow(*args, **options):
+            place = await real(*args, **options)
+            await gate.wait()
+            if fails:
+                raise StoreUnavailable("no route")
+            return place
+
+        daemon.tiers._eyes["tier"].look = slow
+        asked = asyncio.ensure_future(daemon.look("tier"))
+        await until(lambda: sum(call == ("scan", "run/pins/") for call in store.calls) == 2)
+        await daemon._flush(own, "tier")
+        assert daemon.tiers.has(own, "tier")
+        gate.set()
+        if fails:
+            with pytest.raises(StoreUnavailable):
+                await asked
+            assert daemon.tiers.places["tier"] is None
+        else:
+            await asked
+            assert daemon.tiers.has(other, "tier") and daemon.tiers.has(own, "tier")
+
+    asyncio.run(work())
+
+
+def test_a_look_that_is_passed_over_says_nothing_of_how_long_looks_take(spool):
+    async def work():
+        daemon = reconciler(spool, {"tier": Double()})
+        await daemon.look("tier")
+        real, gates = daemon.tiers._eyes["tier"].look, [asyncio.Event(), asyncio.Event()]
+        waiting = iter(gates)
+
+        async def slow(*args, **options):
+            await next(waiting).wait()
+            return await real(*args, **options)
+
+        daemon.tiers._eyes["tier"].look = slow
+        older = asyncio.ensure_future(daemon.look("tier"))
+        await until(lambda: daemon.tiers._looking["tier"] == 1)
+        newer = asyncio.ensure_future(daemon.look("tier"))
+        await until(lambda: daemon.tiers._looking["tier"] == 2)
+        gates[1].set()
+        await newer
+        known = daemon.tiers._took["tier"], daemon.tiers._since["tier"]
+        gates[0].set()
+        await older
+        assert (daemon.tiers._took["tier"], daemon.tiers._since["tier"]) == known
 
     asyncio.run(work())
 
