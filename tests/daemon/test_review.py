@@ -7,7 +7,7 @@ import errno
 
 import msgspec
 import pytest
-from support.doubles import Double, is_manifest
+from support.doubles import Double, contents, is_manifest
 from support.world import commit, config, listing, part, reconciler, running, settle, until
 
 from tierd.client.ranks import Ranks
@@ -20,6 +20,7 @@ from tierd.core.sight import see
 from tierd.core.world import SPOOL, Facts, Place, World
 from tierd.daemon import flush as flush_module
 from tierd.daemon.flush import Way, flush
+from tierd.daemon.manifests import Manifests
 from tierd.spool import Spool
 
 
@@ -207,6 +208,62 @@ def test_a_look_that_is_passed_over_says_nothing_of_how_long_looks_take(spool):
         gates[0].set()
         await older
         assert (daemon.tiers._took["tier"], daemon.tiers._since["tier"]) == known
+
+    asyncio.run(work())
+
+
+def test_a_newer_tierds_manifest_in_what_is_pruned_is_learnt_and_nothing_goes(spool):
+    """Else the same prune is planned, reads it, and fails, for ever."""
+    odd = part(1, rank=1, world=2)
+
+    async def work():
+        store = Double()
+        daemon = reconciler(spool, {"tier": store}, keep=1)
+        for step in (1, 2):
+            for rank in (0, 1):
+                which = part(step, rank=rank, world=2)
+                commit(spool, which)
+                await flush(spool, which, Way(store))
+                if rank:
+                    spool.remove([which])
+        manifest = decode(bytes(await store.get(odd.manifest_key)))
+        await store.put(odd.manifest_key, seal(msgspec.structs.replace(manifest, version=99)))
+        before = await contents(store)
+        await daemon.look("tier")
+        prune = next(action for action in plan(daemon.world(), daemon.config, {}, 0.0) if action.tier == "tier")
+        assert isinstance(prune, Prune) and prune.checkpoint == odd.checkpoint
+        await daemon._act(prune)
+        await daemon.look("tier")
+        assert [type(why) for _, why in daemon.tiers.places["tier"].defects()] == [FormatTooNew]
+        assert not [one for one in plan(daemon.world(), daemon.config, {}, 0.0) if one.tier == "tier"]
+        assert await contents(store) == before
+
+    asyncio.run(work())
+
+
+def test_a_look_that_ends_late_forgets_nothing_that_a_newer_one_read(spool):
+    async def work():
+        store, gate = Double(), asyncio.Event()
+        known = Manifests(store)
+        scan = store.scan
+
+        async def slow(prefix, after=""):
+            async for info in scan(prefix, after):
+                yield info
+            await gate.wait()
+
+        store.scan = slow
+        older = asyncio.ensure_future(known.look("run", {0}))
+        await until(lambda: ("scan", "run/manifests/") in store.calls)
+        store.scan = scan
+        commit(spool, part(1))
+        await flush(spool, part(1), Way(store))
+        assert await known.look("run", {0})
+        gate.set()
+        assert not await older
+        store.calls.clear()
+        assert await known.look("run", {0})
+        assert not [call for call in store.calls if call[0] == "get"], "what was read once is not read again"
 
     asyncio.run(work())
 
