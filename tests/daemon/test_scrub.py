@@ -7,6 +7,7 @@ import asyncio
 import errno
 import os
 import random
+import threading
 import time
 
 import msgspec
@@ -18,7 +19,7 @@ from benchmarks.scrub import run
 from tierd import codec
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME, decode, encode
-from tierd.core.scrub import Copy
+from tierd.core.scrub import Copy, agenda
 from tierd.core.world import SPOOL
 from tierd.daemon.prune import verify
 from tierd.daemon.status import status
@@ -425,11 +426,11 @@ def test_a_shared_chunk_is_told_once_and_its_sharers_are_read_again_at_once(spoo
             await daemon.look(name)
         for step in (1, 2, 3):
             daemon.scrubber.verified("tier", part(step))
-        assert daemon.scrubber.next("tier") is None
+        assert await daemon.scrubber.next("tier") is None
         await daemon.scrubber.scrub(Copy("tier", part(1)))
         await daemon.look("tier")
         for _ in (2, 3):
-            copy = daemon.scrubber.next("tier")
+            copy = await daemon.scrubber.next("tier")
             assert copy in {Copy("tier", part(2)), Copy("tier", part(3))}
             await daemon.scrubber.scrub(copy)
             await daemon.look("tier")
@@ -484,13 +485,45 @@ def test_a_daemon_scrubs_by_itself_what_is_due_and_the_next_one_remembers(spool,
     asyncio.run(work())
 
 
+def test_turns_are_worked_out_beside_the_loop_and_once_for_what_was_seen(spool, monkeypatch):
+    """There may be half a million: that takes seconds, before every copy that is read."""
+    built = []
+
+    def noted(*args):
+        built.append(threading.current_thread())
+        return agenda(*args)
+
+    monkeypatch.setattr("tierd.daemon.scrub.agenda", noted)
+
+    async def work():
+        store = MemoryStore()
+        for step in range(5):
+            commit(spool, part(step))
+        await converge(spool, {"tier": store})
+        daemon = scrubber(spool, {"tier": store})
+        found = []
+        while len(found) < 5:
+            await daemon.look("tier")  # which sees the same each time
+            found.append(await daemon.scrubber.next("tier"))
+            await daemon.scrubber.scrub(found[-1])
+            daemon.scrubber.status()
+        assert await daemon.scrubber.next("tier") is None
+        assert sorted(found) == [Copy("tier", part(step)) for step in range(5)]
+        assert len(built) == 1 and built[0] is not threading.main_thread()
+        commit(spool, part(5))
+        await daemon.look("tier")
+        assert await daemon.scrubber.next("tier") is None and len(built) == 2
+
+    asyncio.run(work())
+
+
 def test_what_was_just_flushed_is_not_read_again_at_once(spool):
     async def work():
         store = MemoryStore()
         commit(spool, part(1))
         async with running(scrubber(spool, {"tier": store}, scrub_rate="1kB/s")) as daemon:
             await settle(daemon)
-            assert daemon.scrubber.next("tier") is None
+            assert await daemon.scrubber.next("tier") is None
 
     asyncio.run(work())
 
@@ -504,16 +537,16 @@ def test_nothing_is_read_while_the_daemon_is_paused_or_drains_or_the_part_is_bus
         for name in daemon.lanes:
             await daemon.look(name)
         due = Copy(SPOOL, part(1))
-        assert daemon.scrubber.next(SPOOL) == due
+        assert await daemon.scrubber.next(SPOOL) == due
         await daemon.pause.begin(None)
-        assert daemon.scrubber.next(SPOOL) is None
+        assert await daemon.scrubber.next(SPOOL) is None
         await daemon.pause.end()
         daemon._busy[part(1)] += 1
-        assert daemon.scrubber.next(SPOOL) is None
+        assert await daemon.scrubber.next(SPOOL) is None
         daemon._busy.clear()
-        assert daemon.scrubber.next(SPOOL) == due
+        assert await daemon.scrubber.next(SPOOL) == due
         await daemon.drain(0.1)
-        assert daemon.scrubber.next(SPOOL) is None
+        assert await daemon.scrubber.next(SPOOL) is None
 
     asyncio.run(work())
 
@@ -537,15 +570,15 @@ def test_what_fails_rests_so_that_others_get_their_turn(spool):
         daemon = scrubber(spool, {"tier": store})
         for name in daemon.lanes:
             await daemon.look(name)
-        first = daemon.scrubber.next("tier")
+        first = await daemon.scrubber.next("tier")
         store.error = StoreUnavailable("503")
         with pytest.raises(StoreUnavailable):
             await daemon.scrubber.scrub(first)
         store.error = None
-        second = daemon.scrubber.next("tier")
+        second = await daemon.scrubber.next("tier")
         assert second not in (None, first)
         await daemon.scrubber.scrub(second)
-        assert daemon.scrubber.next("tier") is None
+        assert await daemon.scrubber.next("tier") is None
 
     asyncio.run(work())
 
@@ -624,7 +657,7 @@ def test_a_shared_chunk_that_had_to_move_makes_its_sharers_be_read_again_and_the
             daemon.scrubber.verified("tier", part(step))
         await daemon.scrubber.scrub(Copy("tier", part(0)))
         await daemon.look("tier")
-        while copy := daemon.scrubber.next("tier"):
+        while copy := await daemon.scrubber.next("tier"):
             await daemon.scrubber.scrub(copy)
             await daemon.look("tier")
         assert counted(daemon, "scrub_findings", "repaired_chunks", "quarantined") == [1, count, 0]
@@ -770,7 +803,7 @@ def test_what_is_shared_on_and_on_is_read_again_though_each_that_names_it_is_you
             async with running(daemon):
                 await settle(daemon)
                 copies = []
-                while copy := daemon.scrubber.next("tier"):
+                while copy := await daemon.scrubber.next("tier"):
                     await daemon.scrubber.scrub(copy)
                     copies.append(copy)
                 assert len(copies) <= 1
