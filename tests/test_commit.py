@@ -82,7 +82,7 @@ def spool(tmp_path):
 def recycle(spool, step=100, size=3 * MIB):
     """Have a removed checkpoint's file wait; its inode."""
     write_part(spool, manifest(part(step)), {"tensors": bytes(size)})
-    spool.remove(part(step).checkpoint, {part().lane})
+    spool.remove([part(step)], {part().lane})
     return spool.recycled(part()).stat().st_ino
 
 

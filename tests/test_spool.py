@@ -338,7 +338,7 @@ def test_a_stage_that_was_swept_before_its_lock_was_taken_is_made_anew(spool, mo
 def test_what_a_removal_left_half_way_is_a_leftover(spool, monkeypatch):
     commit(spool, part())
     monkeypatch.setattr(spool_module.shutil, "rmtree", lambda *args, **kwargs: None)
-    spool.remove(part().checkpoint)
+    spool.remove([part()])
     monkeypatch.undo()
     assert spool.parts() == []
     (name,) = spool.leftovers()
@@ -351,13 +351,30 @@ def test_what_a_removal_left_half_way_is_a_leftover(spool, monkeypatch):
 # -- remove and quarantine --------------------------------------------------------------------------------------------
 
 
-def test_remove_takes_every_rank_of_one_checkpoint_and_nothing_else(spool):
-    for owner in (part(100, 0, 2), part(100, 1, 2), part(200)):
+def test_remove_takes_the_parts_that_it_is_told_and_nothing_else(spool):
+    first, second = part(100, 0, 2), part(100, 1, 2)
+    for owner in (first, second, part(200)):
         commit(spool, owner)
-    spool.remove(part(100).checkpoint)
-    assert spool.parts() == [part(200)]
-    spool.remove(part(100).checkpoint)  # gone before: no error
+    spool.remove([first])
+    assert spool.parts() == [second, part(200)] and is_whole(spool, second)
+    spool.remove([first, second])  # the one gone before: no error
+    assert spool.parts() == [part(200)] and not spool.path(second).parent.exists()
     assert is_whole(spool, part(200))
+
+
+def test_a_part_is_committed_while_the_last_other_one_of_its_checkpoint_goes(spool, monkeypatch):
+    first, second = part(100, 0, 2), part(100, 1, 2)
+    commit(spool, first)
+    real = Path.rename
+
+    def racing(self, target):
+        if target == spool.path(second) and spool.has(first):
+            spool.remove([first])
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", racing)
+    commit(spool, second)
+    assert spool.parts() == [second] and is_whole(spool, second)
 
 
 def test_reading_while_the_checkpoint_is_removed_is_not_found_rather_than_corrupt(spool, monkeypatch):
@@ -366,7 +383,7 @@ def test_reading_while_the_checkpoint_is_removed_is_not_found_rather_than_corrup
 
     def remove_meanwhile(path, file):
         found = real(path, file)
-        spool.remove(part().checkpoint)
+        spool.remove([part()])
         return found
 
     monkeypatch.setattr(spool_module, "read_file", remove_meanwhile)
@@ -433,7 +450,7 @@ def commit_large(spool: Spool, owner: PartId, sizes=(LARGE, LARGE + 5)) -> None:
 def test_the_largest_file_of_a_lane_is_kept_for_its_next_writer(spool):
     commit_large(spool, part(1), (LARGE, LARGE + 5, 10))
     assert spool.recycled(part(2)) is None
-    spool.remove(part(1).checkpoint, reuse=frozenset({part(1).lane}))
+    spool.remove([part(1)], reuse=frozenset({part(1).lane}))
     kept = spool.recycled(part(2))
     assert kept == spool.control / "recycle" / "r.00000-of-00001"
     assert kept.read_bytes() == b"B" * (LARGE + 5)
@@ -444,15 +461,16 @@ def test_the_largest_file_of_a_lane_is_kept_for_its_next_writer(spool):
 def test_nothing_is_kept_unless_it_is_asked_for(spool):
     for reuse in ((), {"r"}, {"r.00001-of-00002"}, {"other.00000-of-00001"}):
         commit_large(spool, part(1))
-        spool.remove(part(1).checkpoint, reuse)
+        spool.remove([part(1)], reuse)
         assert list((spool.control / "recycle").iterdir()) == []
         assert list((spool.control / "trash").iterdir()) == []
 
 
 def test_of_several_ranks_those_asked_for_are_kept(spool):
-    for rank in range(3):
-        commit_large(spool, part(1, rank, 3))
-    spool.remove(part(1).checkpoint, reuse={part(1, 0, 3).lane, part(1, 2, 3).lane})
+    ranks = [part(1, rank, 3) for rank in range(3)]
+    for one in ranks:
+        commit_large(spool, one)
+    spool.remove(ranks, reuse={part(1, 0, 3).lane, part(1, 2, 3).lane})
     found = [spool.recycled(part(2, rank, 3)) is not None for rank in range(3)]
     assert found == [True, False, True]
 
@@ -460,23 +478,23 @@ def test_of_several_ranks_those_asked_for_are_kept(spool):
 def test_small_files_and_linked_files_are_not_kept(spool, tmp_path):
     lane = {part().lane}
     commit_large(spool, part(1), (LARGE - 1,))
-    spool.remove(part(1).checkpoint, lane)
+    spool.remove([part(1)], lane)
     assert spool.recycled(part()) is None
     commit_large(spool, part(2))
     (tmp_path / "users").hardlink_to(spool.path(part(2)) / "small")
-    spool.remove(part(2).checkpoint, lane)
+    spool.remove([part(2)], lane)
     assert spool.recycled(part()) is None
     assert (tmp_path / "users").read_bytes() == b"B" * (LARGE + 5)
     commit_large(spool, part(3))
     (spool.path(part(3)) / "link").symlink_to(tmp_path / "users")
-    spool.remove(part(3).checkpoint, lane)
+    spool.remove([part(3)], lane)
     assert not spool.recycled(part()).is_symlink()
 
 
 def test_one_file_is_kept_for_a_lane(spool):
     for step in (1, 2):
         commit_large(spool, part(step), (LARGE + step,))
-        spool.remove(part(step).checkpoint, {part().lane})
+        spool.remove([part(step)], {part().lane})
     assert spool.recycled(part()).stat().st_size == LARGE + 1
     assert list((spool.control / "trash").iterdir()) == []
 
@@ -484,7 +502,7 @@ def test_one_file_is_kept_for_a_lane(spool):
 def test_what_is_kept_is_dropped_by_lane(spool):
     for run in ("a", "b"):
         commit_large(spool, part(1, run=run))
-        spool.remove(part(1, run=run).checkpoint, {part(run=run).lane})
+        spool.remove([part(1, run=run)], {part(run=run).lane})
     spool.drop_recycled({"b.00000-of-00001"})
     assert spool.recycled(part(run="a")) is None
     assert spool.recycled(part(run="b")) is not None
@@ -520,8 +538,8 @@ def test_a_checkpoint_is_out_of_sight_for_good_before_a_file_of_it_is_moved(spoo
 
     monkeypatch.setattr(Path, "rename", rename)
     monkeypatch.setattr(spool_module, "sync_directory", sync)
-    spool.remove(part().checkpoint, {part().lane})
-    assert calls == [f"rename {part().checkpoint.name} trash", "sync r", "rename small recycle"]
+    spool.remove([part()], {part().lane})
+    assert calls == [f"rename {part().name} trash", f"sync {part().checkpoint.name}", "rename small recycle"]
 
 
 @pytest.mark.parametrize("call", ["rename", "lstat", "exists"])
@@ -536,7 +554,7 @@ def test_a_file_that_cannot_be_kept_is_deleted_like_the_rest(spool, monkeypatch,
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, call, fail)
-        spool.remove(part().checkpoint, {part().lane})
+        spool.remove([part()], {part().lane})
     assert spool.recycled(part()) is None
     assert spool.parts() == spool.leftovers() == []
 

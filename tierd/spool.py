@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -158,21 +158,22 @@ class Spool:
             raise StepRefused(f"{part} is already committed; a checkpoint is never overwritten")
         return Stage(self.control / "stage", part, self.path(part))
 
-    def remove(self, checkpoint: CheckpointId, reuse: Collection[str] = ()) -> None:
-        """Delete a checkpoint's local copy. Decided by `core/plan.py` alone.
+    def remove(self, parts: Iterable[PartId], reuse: Collection[str] = ()) -> None:
+        """Delete the local copies of these parts, and nothing that another rank commits meanwhile. Decided by
+        `core/plan.py` alone.
 
         Args:
             reuse: lanes whose next save may overwrite the blocks of their largest file here, which is faster than
                 getting new ones.
         """
-        grave = self._bury(self.root / checkpoint.run / checkpoint.name)
-        if grave is None:
-            return
-        for name in _directories(grave):
-            lane = f"{checkpoint.run}.{name}"
-            if lane in reuse:
-                self._recycle(grave / name, lane)
-        shutil.rmtree(grave, ignore_errors=True)
+        for part in parts:
+            grave = self._bury(self.path(part))
+            if grave is None:
+                continue
+            self._drop_if_empty(self.path(part).parent)
+            if part.lane in reuse:
+                self._recycle(grave, part.lane)
+            shutil.rmtree(grave, ignore_errors=True)
 
     def recycled(self, part: PartId) -> Path | None:
         """A file that the writer of `part` may overwrite. It is taken by a rename, so by one writer only."""
@@ -215,8 +216,11 @@ class Spool:
             return
         sync_directory(aside.parent)
         sync_directory(home.parent)
+        self._drop_if_empty(home.parent)
+
+    def _drop_if_empty(self, checkpoint: Path) -> None:
         try:
-            home.parent.rmdir()  # the last part of its checkpoint
+            checkpoint.rmdir()  # its last part went
         except OSError:
             pass
 

@@ -47,15 +47,18 @@ class Stage:
         write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))
         for directory, _, _ in os.walk(self.path, topdown=False, onerror=_raise):
             sync_directory(Path(directory))
-        for parent in (target.parent.parent, target.parent):
-            parent.mkdir(exist_ok=True)
-            sync_directory(parent.parent)  # even if it was there: another rank may have made it and not synced it yet
-        try:
-            self.path.rename(target)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                raise StepRefused(f"{self.part} is already committed; a checkpoint is never overwritten") from error
-            raise
+        while True:
+            for parent in (target.parent.parent, target.parent):
+                parent.mkdir(exist_ok=True)
+                sync_directory(parent.parent)  # even if it was there: another rank may have made and not synced it
+            try:
+                self.path.rename(target)
+                break
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise StepRefused(f"{self.part} is already committed; a checkpoint is never overwritten") from error
+                if not isinstance(error, FileNotFoundError) or not self.path.exists():
+                    raise  # else the checkpoint's last other part went just now, and its directory with it
         sync_directory(target.parent)
         sync_directory(self.path.parent)
         os.close(self._fd)

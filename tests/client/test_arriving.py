@@ -107,7 +107,7 @@ def test_one_that_begins_or_ends_at_any_moment(spool, store):
 
         bring(spool, store, at)
         assert whole(spool, arriving), begin
-        spool.remove(PART.checkpoint)
+        spool.remove([PART])
 
 
 def test_what_changed_on_disk_after_it_was_read_is_not_handed_on_unseen(spool, store):

@@ -51,7 +51,7 @@ def test_the_daemon_tells_how_far_it_is(spool):
     commit(spool, PART)
     with Daemon(spool.root, {"tier": store}) as daemon, Link(spool) as link:
         daemon.settle()
-        spool.remove(PART.checkpoint)
+        spool.remove([PART])
         store.delay = 0.1
         told: list[dict] = []
         assert link.ask(Fetch(part=PART), told=told.append)["tiers"] == ["tier"]
@@ -91,7 +91,7 @@ def test_a_restore_from_a_tier_that_hangs_ends_and_the_next_goes_on(spool, monke
     with Daemon(spool.root, {"tier": store}, keep=100) as daemon:
         daemon.settle()
         for one in (first, first_done.part):
-            spool.remove(one.checkpoint)
+            spool.remove([one])
         chunks: list[str] = []
 
         def hang(operation: str, key: str) -> None:

@@ -219,7 +219,7 @@ def test_what_was_removed_since_the_look_is_looked_for_again(spool, group, monke
     def racing(self, part):
         if part.rank == 0 and not obtained:
             obtained.append(part)
-            spool.remove(part.checkpoint)
+            spool.remove([one for one in spool.parts() if one.checkpoint == part.checkpoint])
         return obtain(self, part)
 
     monkeypatch.setattr(source.Source, "obtain", racing)
@@ -393,7 +393,7 @@ def test_parts_that_lie_only_in_the_nodes_own_spools_are_restored(nodes):
 def test_a_fresh_node_restores_its_rank_from_the_tier(nodes):
     nodes.save(1)
     nodes.settle()
-    nodes.spools[1].remove(nodes.spools[1].parts()[0].checkpoint)
+    nodes.spools[1].remove([nodes.spools[1].parts()[0]])
     assert [(one.step, one.tier) for one in nodes.restore()] == [(1, "local"), (1, "tier")]
 
 
@@ -428,7 +428,7 @@ def test_a_part_of_a_lost_node_that_was_not_flushed_is_passed_over(nodes):
     nodes.settle()
     nodes.take(puts=False)
     nodes.save(2, after=1)
-    nodes.spools[1].remove(nodes.spools[1].parts()[-1].checkpoint)
+    nodes.spools[1].remove([nodes.spools[1].parts()[-1]])
     found = nodes.restore()
     assert [one.step for one in found] == [1, 1]
     assert all([(s.step, s.reason.split(":")[0]) for s in one.skipped] == [(2, "incomplete")] for one in found)
@@ -448,7 +448,7 @@ def test_while_one_ranks_tier_is_away_nobody_steps_past_what_may_be_whole(nodes)
 def test_while_one_ranks_tier_is_away_its_missing_part_stops_all(nodes):
     nodes.save(1, 2)
     nodes.settle()
-    nodes.spools[1].remove(nodes.spools[1].parts()[-1].checkpoint)
+    nodes.spools[1].remove([nodes.spools[1].parts()[-1]])
     nodes.stores[1].error = StoreUnavailable("down")
     for error in nodes.restore():
         assert isinstance(error, StoreUnavailable) and "step 2" in str(error)
@@ -459,7 +459,7 @@ def test_while_one_ranks_tier_is_away_its_missing_part_stops_all(nodes):
 def test_one_rank_without_a_daemon_and_without_its_part_stops_all(nodes):
     nodes.save(1, 2)
     nodes.settle()
-    nodes.spools[1].remove(nodes.spools[1].parts()[-1].checkpoint)
+    nodes.spools[1].remove([nodes.spools[1].parts()[-1]])
     nodes.daemons[1].stop()
     for error in nodes.restore():
         assert isinstance(error, StoreUnavailable | DaemonUnavailable) and "step 2" in str(error)

@@ -358,7 +358,7 @@ def test_a_tier_that_hangs_keeps_no_other_from_giving_all(spool, store, monkeypa
 
     asyncio.run(work())
     assert read(spool, PART) == FILES
-    spool.remove(PART.checkpoint)
+    spool.remove([PART])
     with pytest.raises(StoreUnavailable, match="first: did not answer"):
         asyncio.run(fetch(spool, PART, {"first": hung, "empty": MemoryStore()}))
 

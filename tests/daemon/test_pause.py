@@ -230,7 +230,7 @@ def test_paused_a_restore_is_answered_and_healed(spool):
         assert found["whole"] == {"1": {part(1).checkpoint.attempt: [1]}}
         assert ask(spool, Fetch(part=part(1)))["tiers"] == ["tier"]
         assert read(spool, part(1)) == content(1)
-        spool.remove(part(1).checkpoint)
+        spool.remove([part(1)])
         assert ask(spool, Fetch(part=part(1)))["tiers"] == ["tier"]
         assert read(spool, part(1)) == content(1)
 

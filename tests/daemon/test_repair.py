@@ -146,7 +146,7 @@ def test_a_tier_found_bad_during_a_fetch_is_flushed_again(spool):
         named = [key for key in healed if is_manifest(key)]
         assert named == [part(1).manifest_key] and read(spool, part(1)) == content(1)
         await second.delete(list(await contents(second)))
-        spool.remove(part(1).checkpoint)
+        spool.remove([part(1)])
         async with running(reconciler(spool, {"first": first})) as daemon:
             await daemon.fetch(part(1))
         assert read(spool, part(1)) == content(1)

@@ -45,7 +45,7 @@ def test_a_fetch_whose_asker_goes_away_lets_go(spool):
     commit(spool, part(0))
     with Daemon(spool.root, {"tier": store}) as daemon:
         daemon.settle()
-        spool.remove(part(0).checkpoint)
+        spool.remove([part(0)])
         store.delay = 0.3
         link = Link(spool)
         with pytest.raises(TimeoutError):

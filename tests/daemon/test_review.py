@@ -7,7 +7,7 @@ import errno
 
 import msgspec
 import pytest
-from support.doubles import Double, is_manifest
+from support.doubles import Double, contents, is_manifest
 from support.world import commit, config, listing, part, reconciler, running, settle, until
 
 from tierd.client.ranks import Ranks
@@ -20,11 +20,11 @@ from tierd.core.sight import see
 from tierd.core.world import SPOOL, Facts, Place, World
 from tierd.daemon import flush as flush_module
 from tierd.daemon.flush import Way, flush
+from tierd.daemon.manifests import Manifests
+from tierd.spool import Spool
 
 
 def test_a_codec_that_is_not_known_is_no_corruption(spool, tmp_path):
-    from tierd.spool import Spool
-
     async def work():
         store = Double()
         commit(spool, part(1))
@@ -99,7 +99,7 @@ def test_a_part_that_goes_while_it_is_flushed_is_not_called_corrupt(spool, monke
     read = flush_module.read_chunk
 
     def racing(path, file, index):
-        spool.remove(part(1).checkpoint)
+        spool.remove([part(1)])
         return read(path, file, index)
 
     monkeypatch.setattr(flush_module, "read_chunk", racing)
@@ -112,6 +112,158 @@ def test_a_part_that_goes_while_it_is_flushed_is_not_called_corrupt(spool, monke
         await daemon._flush(part(1), "tier")
         assert not daemon.journal.counters["corruptions"]
         assert not [event for event in daemon.journal.events if event.what == "corrupt"]
+
+    asyncio.run(work())
+
+
+def test_a_part_that_is_committed_while_the_tiers_are_asked_stays(spool):
+    """Nobody was asked about it: it may be nowhere else."""
+    late = part(1, rank=1, world=2)
+
+    async def work():
+        store = Double()
+        for step in (1, 2):
+            commit(spool, part(step, world=2))
+        daemon = reconciler(spool, {"tier": store}, keep=5, keep_local=1)
+        for step in (2, 1):
+            await daemon.look("tier")
+            await daemon._flush(part(step, world=2), "tier")
+        await daemon.look("tier")
+        (prune,) = plan(daemon.world(), daemon.config, {}, 0.0)
+        assert isinstance(prune, Prune) and (prune.tier, prune.checkpoint) == (SPOOL, late.checkpoint)
+
+        def commit_late(operation, key):
+            if operation == "get" and not spool.has(late):
+                commit(spool, late)
+
+        store.before = commit_late
+        await daemon._act(prune)
+        assert spool.parts() == [late, part(2, world=2)] and spool.manifest(late).part == late
+        assert daemon.journal.counters["pruned"] == 1
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_flush_that_ends_during_a_look_takes_nothing_from_it(spool, tmp_path, fails):
+    """The look saw what others flushed, or that the tier does not answer; and what was just flushed is not lost."""
+    other, own = part(1, rank=1, world=2), part(2, world=2)
+
+    async def work():
+        store, gate = Double(), asyncio.Event()
+        daemon = reconciler(spool, {"tier": store})
+        commit(spool, part(1, world=2))
+        await daemon.look("tier")
+        await daemon._flush(part(1, world=2), "tier")
+        theirs = Spool(tmp_path / "other")
+        commit(theirs, other)
+        await flush(theirs, other, Way(store.inner))
+        commit(spool, own)
+        await daemon._look_at_spool()
+        real = daemon.tiers._eyes["tier"].look
+
+        async def slow(*args, **options):
+            place = await real(*args, **options)
+            await gate.wait()
+            if fails:
+                raise StoreUnavailable("no route")
+            return place
+
+        daemon.tiers._eyes["tier"].look = slow
+        asked = asyncio.ensure_future(daemon.look("tier"))
+        await until(lambda: sum(call == ("scan", "run/pins/") for call in store.calls) == 2)
+        await daemon._flush(own, "tier")
+        assert daemon.tiers.has(own, "tier")
+        gate.set()
+        if fails:
+            with pytest.raises(StoreUnavailable):
+                await asked
+            assert daemon.tiers.places["tier"] is None
+        else:
+            await asked
+            assert daemon.tiers.has(other, "tier") and daemon.tiers.has(own, "tier")
+
+    asyncio.run(work())
+
+
+def test_a_look_that_is_passed_over_says_nothing_of_how_long_looks_take(spool):
+    async def work():
+        daemon = reconciler(spool, {"tier": Double()})
+        await daemon.look("tier")
+        real, gates = daemon.tiers._eyes["tier"].look, [asyncio.Event(), asyncio.Event()]
+        waiting = iter(gates)
+
+        async def slow(*args, **options):
+            await next(waiting).wait()
+            return await real(*args, **options)
+
+        daemon.tiers._eyes["tier"].look = slow
+        older = asyncio.ensure_future(daemon.look("tier"))
+        await until(lambda: daemon.tiers._looking["tier"] == 1)
+        newer = asyncio.ensure_future(daemon.look("tier"))
+        await until(lambda: daemon.tiers._looking["tier"] == 2)
+        gates[1].set()
+        await newer
+        known = daemon.tiers._took["tier"], daemon.tiers._since["tier"]
+        gates[0].set()
+        await older
+        assert (daemon.tiers._took["tier"], daemon.tiers._since["tier"]) == known
+
+    asyncio.run(work())
+
+
+def test_a_newer_tierds_manifest_in_what_is_pruned_is_learnt_and_nothing_goes(spool):
+    """Else the same prune is planned, reads it, and fails, for ever."""
+    odd = part(1, rank=1, world=2)
+
+    async def work():
+        store = Double()
+        daemon = reconciler(spool, {"tier": store}, keep=1)
+        for step in (1, 2):
+            for rank in (0, 1):
+                which = part(step, rank=rank, world=2)
+                commit(spool, which)
+                await flush(spool, which, Way(store))
+                if rank:
+                    spool.remove([which])
+        manifest = decode(bytes(await store.get(odd.manifest_key)))
+        await store.put(odd.manifest_key, seal(msgspec.structs.replace(manifest, version=99)))
+        before = await contents(store)
+        await daemon.look("tier")
+        prune = next(action for action in plan(daemon.world(), daemon.config, {}, 0.0) if action.tier == "tier")
+        assert isinstance(prune, Prune) and prune.checkpoint == odd.checkpoint
+        await daemon._act(prune)
+        await daemon.look("tier")
+        assert [type(why) for _, why in daemon.tiers.places["tier"].defects()] == [FormatTooNew]
+        assert not [one for one in plan(daemon.world(), daemon.config, {}, 0.0) if one.tier == "tier"]
+        assert await contents(store) == before
+
+    asyncio.run(work())
+
+
+def test_a_look_that_ends_late_forgets_nothing_that_a_newer_one_read(spool):
+    async def work():
+        store, gate = Double(), asyncio.Event()
+        known = Manifests(store)
+        scan = store.scan
+
+        async def slow(prefix, after=""):
+            async for info in scan(prefix, after):
+                yield info
+            await gate.wait()
+
+        store.scan = slow
+        older = asyncio.ensure_future(known.look("run", {0}))
+        await until(lambda: ("scan", "run/manifests/") in store.calls)
+        store.scan = scan
+        commit(spool, part(1))
+        await flush(spool, part(1), Way(store))
+        assert await known.look("run", {0})
+        gate.set()
+        assert not await older
+        store.calls.clear()
+        assert await known.look("run", {0})
+        assert not [call for call in store.calls if call[0] == "get"], "what was read once is not read again"
 
     asyncio.run(work())
 

@@ -7,6 +7,7 @@ import asyncio
 import errno
 import os
 import random
+import threading
 import time
 
 import msgspec
@@ -18,7 +19,7 @@ from benchmarks.scrub import run
 from tierd import codec
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME, decode, encode
-from tierd.core.scrub import Copy
+from tierd.core.scrub import Copy, agenda
 from tierd.core.world import SPOOL
 from tierd.daemon.prune import verify
 from tierd.daemon.status import status
@@ -98,7 +99,7 @@ def test_a_tiers_chunk_is_put_right_where_it_lay(spool, tiers, how, source):
         await converge(spool, tiers if source == "second" else {"first": tiers["first"]})
         commit(spool, part(2))  # so that the rank is still this spool's
         if source == "second":
-            spool.remove(part(1).checkpoint)
+            spool.remove([part(1)])
         pristine = await contents(tiers["first"])
         victim = chunk_keys(pristine, part(1))[0]
         await harm(tiers["first"], victim, how)
@@ -149,7 +150,7 @@ def test_a_tiers_wrong_manifest_is_put_right(spool, tiers, how, source):
             commit(spool, part(step))
         await converge(spool, tiers if source == "second" else {"first": tiers["first"]})
         if source == "second":
-            spool.remove(part(1).checkpoint)
+            spool.remove([part(1)])
         pristine = await contents(tiers["first"])
         stores = tiers if source == "second" else {"first": tiers["first"]}
         async with running(scrubber(spool, stores)) as daemon:
@@ -180,7 +181,7 @@ def test_a_manifest_that_is_found_damaged_by_looking_is_put_right_from_the_other
             commit(spool, part(step))
         await converge(spool, tiers)
         pristine = await contents(tiers["first"])
-        spool.remove(part(1).checkpoint)
+        spool.remove([part(1)])
         await flip(tiers["first"], part(1).manifest_key)
         await harm(tiers["first"], chunk_keys(pristine, part(1))[0], "flip")
         daemon = await converge(spool, tiers)
@@ -247,7 +248,7 @@ def test_nothing_is_set_aside_while_a_place_cannot_be_asked_and_it_is_told_once(
         for step in (1, 2):
             commit(spool, part(step))
         await converge(spool, {"bad": bad, "down": down})
-        spool.remove(part(1).checkpoint)
+        spool.remove([part(1)])
         pristine = await contents(bad)
         await flip(bad, chunk_keys(pristine, part(1))[0])
         daemon = scrubber(spool, {"bad": bad, "down": down})
@@ -373,7 +374,7 @@ def test_a_part_that_is_pruned_meanwhile_is_no_finding(spool):
 
         store.before = prune
         await daemon.scrubber.scrub(Copy("tier", part(1)))
-        spool.remove(part(1).checkpoint)
+        spool.remove([part(1)])
         await daemon.scrubber.scrub(Copy(SPOOL, part(1)))
         assert not daemon.journal.events and counted(daemon, "scrubbed", "scrub_findings") == [0, 0]
         assert not [key for key in await contents(inner) if part(1).checkpoint.name in key]
@@ -399,7 +400,7 @@ def test_where_the_encoder_has_changed_a_chunk_is_stored_anew_and_the_manifest_s
         assert {chunk.stored.codec for chunk in manifest.chunks()} == {"raw"}
         assert manifest.same_content(spool.manifest(part(1)))
         assert not [key for key in objects if "/flushing/" in key or "/pruning/" in key]
-        spool.remove(part(1).checkpoint)
+        spool.remove([part(1)])
         await daemon.fetch(part(1))
         assert read(spool, part(1)) == {"weights.bin": bytes([1]) * 5000}
         await scrub(daemon)
@@ -425,11 +426,11 @@ def test_a_shared_chunk_is_told_once_and_its_sharers_are_read_again_at_once(spoo
             await daemon.look(name)
         for step in (1, 2, 3):
             daemon.scrubber.verified("tier", part(step))
-        assert daemon.scrubber.next("tier") is None
+        assert await daemon.scrubber.next("tier") is None
         await daemon.scrubber.scrub(Copy("tier", part(1)))
         await daemon.look("tier")
         for _ in (2, 3):
-            copy = daemon.scrubber.next("tier")
+            copy = await daemon.scrubber.next("tier")
             assert copy in {Copy("tier", part(2)), Copy("tier", part(3))}
             await daemon.scrubber.scrub(copy)
             await daemon.look("tier")
@@ -484,13 +485,45 @@ def test_a_daemon_scrubs_by_itself_what_is_due_and_the_next_one_remembers(spool,
     asyncio.run(work())
 
 
+def test_turns_are_worked_out_beside_the_loop_and_once_for_what_was_seen(spool, monkeypatch):
+    """There may be half a million: that takes seconds, before every copy that is read."""
+    built = []
+
+    def noted(*args):
+        built.append(threading.current_thread())
+        return agenda(*args)
+
+    monkeypatch.setattr("tierd.daemon.scrub.agenda", noted)
+
+    async def work():
+        store = MemoryStore()
+        for step in range(5):
+            commit(spool, part(step))
+        await converge(spool, {"tier": store})
+        daemon = scrubber(spool, {"tier": store})
+        found = []
+        while len(found) < 5:
+            await daemon.look("tier")  # which sees the same each time
+            found.append(await daemon.scrubber.next("tier"))
+            await daemon.scrubber.scrub(found[-1])
+            daemon.scrubber.status()
+        assert await daemon.scrubber.next("tier") is None
+        assert sorted(found) == [Copy("tier", part(step)) for step in range(5)]
+        assert len(built) == 1 and built[0] is not threading.main_thread()
+        commit(spool, part(5))
+        await daemon.look("tier")
+        assert await daemon.scrubber.next("tier") is None and len(built) == 2
+
+    asyncio.run(work())
+
+
 def test_what_was_just_flushed_is_not_read_again_at_once(spool):
     async def work():
         store = MemoryStore()
         commit(spool, part(1))
         async with running(scrubber(spool, {"tier": store}, scrub_rate="1kB/s")) as daemon:
             await settle(daemon)
-            assert daemon.scrubber.next("tier") is None
+            assert await daemon.scrubber.next("tier") is None
 
     asyncio.run(work())
 
@@ -504,16 +537,16 @@ def test_nothing_is_read_while_the_daemon_is_paused_or_drains_or_the_part_is_bus
         for name in daemon.lanes:
             await daemon.look(name)
         due = Copy(SPOOL, part(1))
-        assert daemon.scrubber.next(SPOOL) == due
+        assert await daemon.scrubber.next(SPOOL) == due
         await daemon.pause.begin(None)
-        assert daemon.scrubber.next(SPOOL) is None
+        assert await daemon.scrubber.next(SPOOL) is None
         await daemon.pause.end()
         daemon._busy[part(1)] += 1
-        assert daemon.scrubber.next(SPOOL) is None
+        assert await daemon.scrubber.next(SPOOL) is None
         daemon._busy.clear()
-        assert daemon.scrubber.next(SPOOL) == due
+        assert await daemon.scrubber.next(SPOOL) == due
         await daemon.drain(0.1)
-        assert daemon.scrubber.next(SPOOL) is None
+        assert await daemon.scrubber.next(SPOOL) is None
 
     asyncio.run(work())
 
@@ -537,15 +570,15 @@ def test_what_fails_rests_so_that_others_get_their_turn(spool):
         daemon = scrubber(spool, {"tier": store})
         for name in daemon.lanes:
             await daemon.look(name)
-        first = daemon.scrubber.next("tier")
+        first = await daemon.scrubber.next("tier")
         store.error = StoreUnavailable("503")
         with pytest.raises(StoreUnavailable):
             await daemon.scrubber.scrub(first)
         store.error = None
-        second = daemon.scrubber.next("tier")
+        second = await daemon.scrubber.next("tier")
         assert second not in (None, first)
         await daemon.scrubber.scrub(second)
-        assert daemon.scrubber.next("tier") is None
+        assert await daemon.scrubber.next("tier") is None
 
     asyncio.run(work())
 
@@ -624,7 +657,7 @@ def test_a_shared_chunk_that_had_to_move_makes_its_sharers_be_read_again_and_the
             daemon.scrubber.verified("tier", part(step))
         await daemon.scrubber.scrub(Copy("tier", part(0)))
         await daemon.look("tier")
-        while copy := daemon.scrubber.next("tier"):
+        while copy := await daemon.scrubber.next("tier"):
             await daemon.scrubber.scrub(copy)
             await daemon.look("tier")
         assert counted(daemon, "scrub_findings", "repaired_chunks", "quarantined") == [1, count, 0]
@@ -770,7 +803,7 @@ def test_what_is_shared_on_and_on_is_read_again_though_each_that_names_it_is_you
             async with running(daemon):
                 await settle(daemon)
                 copies = []
-                while copy := daemon.scrubber.next("tier"):
+                while copy := await daemon.scrubber.next("tier"):
                     await daemon.scrubber.scrub(copy)
                     copies.append(copy)
                 assert len(copies) <= 1

@@ -236,12 +236,12 @@ class WatchedSpool(Spool):
     tier: Tier
     keep: int
 
-    def remove(self, checkpoint: CheckpointId, reuse: Collection[str] = ()) -> None:
-        own = [which for which in self.parts() if which.checkpoint == checkpoint]
-        newer = sum(one > checkpoint for one in self.tier.whole())
-        for which in own:
+    def remove(self, parts: Iterable[PartId], reuse: Collection[str] = ()) -> None:
+        whole, parts = self.tier.whole(), list(parts)
+        for which in parts:
+            newer = sum(one > which.checkpoint for one in whole)
             assert which in self.tier.ever or newer >= self.keep, f"{which} went before any tier held it"
-        super().remove(checkpoint, reuse)
+        super().remove(parts, reuse)
 
 
 class Node:

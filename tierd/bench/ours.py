@@ -55,7 +55,7 @@ class Tierd(Arm):
             return
         spool = Spool(self.directory / "spool")
         for part in spool.parts()[:-1]:
-            spool.remove(part.checkpoint, {part.lane})
+            spool.remove([part], {part.lane})
 
     def close(self) -> None:
         self._ckpt.close()

@@ -29,7 +29,7 @@ class Copy:
     part: PartId
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Turn:
     """When a copy's turn is: `verified` last, to be read again `at`; seconds since 1970."""
 
@@ -47,6 +47,15 @@ def agenda(world: World, remembered: Remembered, period: float, now: float, plac
         (_turn(world, copy, facts, remembered, period, now) for copy, facts in _duties(world, place)),
         key=lambda turn: (turn.at, turn.copy),
     )
+
+
+def again(world: World, copy: Copy, remembered: Remembered, period: float, now: float) -> Turn | None:
+    """A copy's turn by what is remembered now; None where its place does not show it any more."""
+    place = world.places.get(copy.place)
+    seen = place.checkpoints.get(copy.part.checkpoint) if place else None
+    if seen is None or not seen.has(copy.part):
+        return None
+    return _turn(world, copy, seen.facts.get(copy.part) or seen.spoken, remembered, period, now)
 
 
 def lenders(world: World, copy: Copy) -> list[Copy]:
@@ -74,11 +83,12 @@ def _duties(world: World, only: str | None) -> Iterator[tuple[Copy, Facts | None
         beyond = {run: _world_size(world, place, run) for run in runs(world) if is_janitor(world, place, run)}
         for seen in place.checkpoints.values():
             own, end = mine.get(seen.id.run, frozenset()), beyond.get(seen.id.run, math.inf)
+            speaks = seen.spoken
             for size, ranks in seen.ranks.items():
                 wanted = ranks & own if size <= end else ranks & own | {rank for rank in ranks if rank >= end}
                 for part in (PartId(seen.id, rank, size) for rank in wanted):
                     if part not in seen.defects:
-                        yield Copy(name, part), seen.facts.get(part) or seen.spoken
+                        yield Copy(name, part), seen.facts.get(part) or speaks
 
 
 def _world_size(world: World, tier: Place, run: str) -> int:

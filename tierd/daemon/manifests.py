@@ -80,6 +80,7 @@ class Manifests:
             few: read all others, too, where they are at most this many.
             told: called whenever the tier has answered something more.
         """
+        before = {checkpoint for checkpoint in self._read if checkpoint.run == run}  # another look may find more
         listed = await self._list(run, mine, few, told)
         todo = [(one, info, part) for one in listed for info, part in one.todo]
         for at in range(0, len(todo), _BATCH):
@@ -88,7 +89,7 @@ class Manifests:
         for one in listed:
             if not any(isinstance(said, Facts) for said in one.said.values()):
                 await self._find_a_voice(one)
-        for gone in {checkpoint for checkpoint in self._read if checkpoint.run == run} - {one.id for one in listed}:
+        for gone in before - {one.id for one in listed}:
             self._read.pop(gone, None)
         return {one.id: one.seen() for one in listed if any(one.ranks.values())}
 

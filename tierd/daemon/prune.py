@@ -41,18 +41,19 @@ async def prune(store: Store, checkpoint: CheckpointId, who: str = "", known: Ma
     Raises:
         ManifestError, FormatTooNew: a surviving manifest cannot be used, so what it names is not known; no chunk was
             deleted, and `known` knows it now.
+        FormatTooNew: or one of the checkpoint's own; nothing was deleted.
     """
     run, known = checkpoint.run, known or Manifests(store)
     await sweep(store, run, who)
     own = await _own(store, checkpoint)
-    named = await _named_by(store, own)
+    named = await _named_by(known, own)
     doomed = named - await _survivors(store, checkpoint, named, known)
-    owners = _owners(doomed) | {checkpoint}
+    owners, keys = _owners(doomed) | {checkpoint}, [info.key for info in own]
     async with deleting(store, run, owners, who):
         coming = any(part.checkpoint == checkpoint for _, part in await intents(store, run))
-        if coming or own != await _own(store, checkpoint):
+        if coming or keys != [info.key for info in await _own(store, checkpoint)]:
             return False
-        await store.delete(own)
+        await store.delete(keys)
         doomed |= {info.key async for info in store.scan(f"{chunks_prefix(run)}{checkpoint.name}/")}
         aside = [info.key async for info in store.scan(f"{quarantine_prefix(run)}{checkpoint.name}/")]
         # After the marks and after the listing of chunks: whoever names one of these from now on sees the marks.
@@ -61,22 +62,22 @@ async def prune(store: Store, checkpoint: CheckpointId, who: str = "", known: Ma
     return bool(own or gone or aside)
 
 
-async def _own(store: Store, checkpoint: CheckpointId) -> list[str]:
-    return [info.key async for info in store.scan(f"{manifests_prefix(checkpoint.run)}{checkpoint.name}/")]
+async def _own(store: Store, checkpoint: CheckpointId) -> list[ObjectInfo]:
+    return [info async for info in store.scan(f"{manifests_prefix(checkpoint.run)}{checkpoint.name}/")]
 
 
-async def _named_by(store: Store, keys: list[str]) -> set[str]:
-    """The chunks that these manifests name; one that cannot be read names none."""
+async def _named_by(known: Manifests, own: list[ObjectInfo]) -> set[str]:
+    """The chunks that these manifests name; one that is damaged names none."""
     found = set[str]()
 
-    async def look(key: str) -> None:
+    async def look(info: ObjectInfo) -> None:
         try:
-            found.update(_chunks(decode(bytes(await store.get(key)))))
+            found.update(_chunks(await known.read(info)))
         except (ObjectNotFound, ManifestError):
             pass
 
-    for at in range(0, len(keys), _BATCH):
-        await together(_READERS, [look(key) for key in keys[at : at + _BATCH]])
+    for at in range(0, len(own), _BATCH):
+        await together(_READERS, [look(info) for info in own[at : at + _BATCH]])
     return found
 
 

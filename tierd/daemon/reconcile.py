@@ -305,14 +305,15 @@ class Reconciler:
 
     async def _prune(self, checkpoint: CheckpointId, tier: str, reasons: tuple[str, ...]) -> None:
         if tier == SPOOL:
-            if not await self._covered(checkpoint):
+            parts = await self._covered(checkpoint)
+            if parts is None:
                 self._stuck[checkpoint] = time.monotonic() + _AGAIN
                 self.wake()
                 return
             if checkpoint in self.held or any(part.checkpoint == checkpoint for part in self._busy):
                 return  # taken up while the tiers were asked; the next plan decides
             low = self._free * 100 < self.config.min_free_percent  # then space is worth more than speed
-            await asyncio.to_thread(self.spool.remove, checkpoint, () if low else self.writers())
+            await asyncio.to_thread(self.spool.remove, parts, () if low else self.writers())
             if low:
                 await asyncio.to_thread(self.spool.drop_recycled, ())
         elif not await self.tiers.prune(checkpoint, tier):
@@ -321,10 +322,11 @@ class Reconciler:
         self.journal.counters["pruned"] += 1
         self.journal.tell("pruned", tier, checkpoint, "; ".join(reasons))
 
-    async def _covered(self, checkpoint: CheckpointId) -> bool:
-        """Look once more at the tiers before a local copy goes: one holds it, or none wants it any more."""
+    async def _covered(self, checkpoint: CheckpointId) -> tuple[PartId, ...] | None:
+        """Look once more at the tiers before a local copy goes: the parts that were asked about where one tier holds
+        them all, or none wants them any more. What another rank commits meanwhile is not among them."""
         seen = self._place.checkpoints.get(checkpoint)
-        parts = list(seen.parts()) if seen else []
+        parts = tuple(seen.parts()) if seen else ()
         lacking = await self.tiers.lacking({part: await asyncio.to_thread(self._readable, part) for part in parts})
         for name in lacking or ():
             for part in parts:
@@ -336,8 +338,8 @@ class Reconciler:
             and parts
             and not any(all(self.tiers.has(part, name) for part in parts) for name in self.stores)
         ):
-            return await self.tiers.are_past(checkpoint)
-        return lacking is None
+            return parts if await self.tiers.are_past(checkpoint) else None
+        return parts if lacking is None else None
 
     def _readable(self, part: PartId) -> Manifest | None:
         try:

@@ -7,7 +7,10 @@ daemon is paused or drains. What could not be read or mended rests for hours, so
 from __future__ import annotations
 
 import asyncio
+import bisect
+import heapq
 import logging
+import math
 import random
 import time
 from collections import Counter
@@ -20,8 +23,8 @@ from tierd.core.errors import ObjectNotFound, StoreRefused, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.rate import rate
 from tierd.core.retention import seconds
-from tierd.core.scrub import Copy, agenda, lenders, overdue
-from tierd.core.world import SPOOL, World
+from tierd.core.scrub import Copy, Turn, again, agenda, lenders, overdue
+from tierd.core.world import SPOOL, Place, World
 from tierd.daemon.budget import Budget
 from tierd.daemon.journal import Journal
 from tierd.daemon.lane import Lane
@@ -36,6 +39,7 @@ from tierd.stores.base import Store
 log = logging.getLogger("tierd.daemon")
 
 _LOOK = 60.0  # seconds between two looks at whether a copy is due
+_AHEAD = 86_400.0  # seconds ahead that turns are kept in memory
 _LATER, _LATEST = 3600.0, 86_400.0  # seconds that a copy rests which could not be read or mended: longer each time
 
 
@@ -47,6 +51,19 @@ class ScrubStatus:
     oldest: str | None
     due: int
     doing: str | None
+
+
+@dataclass(slots=True)
+class _Agenda:
+    """The turns in one place from `begun` on, up to `end`, as a heap; `oldest` of all others. It holds as long as what
+    was seen is equal to `seen`."""
+
+    seen: tuple[Place, Place | None]
+    doubts: int
+    begun: float
+    end: float
+    turns: list[Turn]
+    oldest: float
 
 
 class Scrubber:
@@ -85,6 +102,8 @@ class Scrubber:
         self._remembered = Scrubbed(spool.control / "scrubbed.json")
         self._lanes = {name: Lane(name) for name in (SPOOL, *stores)}
         self._later: dict[Copy, tuple[float, int]] = {}  # until when it rests, monotonic seconds, for the n-th time
+        self._agendas: dict[str, _Agenda] = {}
+        self._doubts = 0  # how often copies were made due at once
         self._random = random.Random()  # noqa: S311  # jitter
         self.resting = False
 
@@ -113,7 +132,7 @@ class Scrubber:
         while True:
             copy = None
             try:
-                copy = self.next(lane.name)
+                copy = await self.next(lane.name)
                 if copy is not None:
                     lane.doing = f"scrubbing {copy.part}"
                     await self.scrub(copy)
@@ -128,18 +147,46 @@ class Scrubber:
             if copy is None or lane.last_error:
                 await lane.rest(_LOOK)
 
-    def next(self, place: str) -> Copy | None:
+    async def next(self, place: str) -> Copy | None:
         """The copy in a place that is to be read again now."""
         if self.resting or self._pause.paused:
             return None
+        found = await asyncio.to_thread(self._build, place, self._world(), self._doubts, self._clock())
+        self._agendas[place] = found
         world, now = self._world(), self._clock()
-        for turn in agenda(world, self._remembered, self._period, now, place):
-            if turn.at > now:
-                break
+        waiting: list[Turn] = []
+        copy = None
+        while copy is None and found.turns and found.turns[0].at <= now:
+            turn = heapq.heappop(found.turns)
+            anew = again(world, turn.copy, self._remembered, self._period, now)
+            if anew is None:
+                continue
+            if anew.at > now:  # verified since
+                self._keep(found, anew)
+                continue
+            waiting.append(anew)
             rests = self._later.get(turn.copy, (0.0, 0))[0] > time.monotonic()
             if not rests and turn.copy.part not in world.busy and turn.copy.part not in self._repairer.fetching:
-                return turn.copy
-        return None
+                copy = turn.copy
+        for turn in waiting:
+            heapq.heappush(found.turns, turn)
+        return None if self.resting or self._pause.paused else copy
+
+    def _build(self, place: str, world: World, doubts: int, now: float) -> _Agenda:
+        """In a thread: there may be half a million copies. Nothing is built again before anything else is seen."""
+        known, seen = self._agendas.get(place), (world.spool, world.tiers.get(place))
+        if known and known.doubts == doubts and known.begun <= now < known.end and known.seen == seen:
+            return known
+        turns = agenda(world, self._remembered, self._period, now, place)
+        first = bisect.bisect(turns, now + _AHEAD, key=lambda turn: turn.at)
+        oldest = min((turn.verified for turn in turns[first:]), default=math.inf)
+        return _Agenda(seen, doubts, now, now + _AHEAD, turns[:first], oldest)
+
+    def _keep(self, agenda: _Agenda, turn: Turn) -> None:
+        if turn.at <= agenda.end:
+            heapq.heappush(agenda.turns, turn)
+        else:
+            agenda.oldest = min(agenda.oldest, turn.verified)
 
     def verified(self, place: str, part: PartId, at: float | None = None) -> None:
         """A copy was just found right, or was at a time, by whoever read all of it."""
@@ -147,13 +194,15 @@ class Scrubber:
         self._later.pop(Copy(place, part), None)
 
     def status(self) -> ScrubStatus:
-        """How scrubbing stands."""
+        """How scrubbing stands, by what was last built for it."""
         doing = [f"{name}: {lane.doing}" for name, lane in self._lanes.items() if lane.doing]
         now = self._clock()
-        turns = agenda(self._world(), self._remembered, self._period, now) if self._period else []
-        oldest = min((turn.verified for turn in turns), default=None)
+        turns = [turn for built in self._agendas.values() for turn in built.turns]
+        oldest = min(
+            [*(turn.verified for turn in turns), *(built.oldest for built in self._agendas.values()), math.inf]
+        )
         return ScrubStatus(
-            oldest=None if oldest is None else datetime.fromtimestamp(oldest, UTC).isoformat(timespec="seconds"),
+            oldest=None if oldest == math.inf else datetime.fromtimestamp(oldest, UTC).isoformat(timespec="seconds"),
             due=overdue(turns, self._period, now),
             doing="; ".join(doing) or None,
         )
@@ -182,6 +231,7 @@ class Scrubber:
 
     def _doubt(self, copy: Copy, owners: set[CheckpointId]) -> None:
         """Have others of the rank that name what lies under `owners` read again at once."""
+        self._doubts += 1
         place, own = self._world().tiers[copy.place], copy.part
         for seen in place.copies(own.checkpoint.run) if place else ():
             for size, ranks in seen.ranks.items():

@@ -60,6 +60,7 @@ class Tiers:
         self._untidy = set(stores)  # where turns of this node, or of a daemon before, may have been cut off
         self._clock = itertools.count()
         self._seen = dict.fromkeys(stores, -1)  # tier -> the beginning of the look that `places` shows
+        self._put: dict[str, list[tuple[int, PartId, Facts]]] = {name: [] for name in stores}  # since that, and when
         self._next: dict[str, asyncio.Task[None]] = {}  # the look that has not begun yet, and what was asked of it
         self._asked: dict[str, tuple[set[str], dict[str, frozenset[int]]]] = {}
         self._looking: Counter[str] = Counter()
@@ -106,8 +107,8 @@ class Tiers:
         try:
             async with asyncio.timeout(_ANSWERS) as limit:
                 place = await self._eyes[tier].look(runs, mine, told=lambda: limit.reschedule(loop.time() + _ANSWERS))
-            self._took[tier], self._since[tier] = time.monotonic() - at, at
-            self._saw(tier, begun, place)
+            if self._saw(tier, begun, place):
+                self._took[tier], self._since[tier] = time.monotonic() - at, at
         except TimeoutError as error:
             self._saw(tier, begun, None)
             raise StoreUnavailable(f"{tier}: did not answer within {_ANSWERS:.0f} s") from error
@@ -126,15 +127,21 @@ class Tiers:
         return max(0.0, self._since[tier] + _PATIENT * took - time.monotonic())
 
     def put(self, tier: str, part: PartId, facts: Facts) -> None:
-        """A part was just flushed: it is there, whatever looks show that began before."""
-        place = self.places[tier]
-        if place is not None:
-            self._saw(tier, next(self._clock), place.adding(part, facts))
+        """A part was just flushed: it is there, whatever looks show that began before. It is no look: of all else, one
+        that is under way tells more."""
+        self._put[tier].append((next(self._clock), part, facts))
+        if place := self.places[tier]:
+            self.places[tier] = place.adding(part, facts)
 
-    def _saw(self, tier: str, begun: int, place: Place | None) -> None:
+    def _saw(self, tier: str, begun: int, place: Place | None) -> bool:
         # A lane and an asker may look at once: what began later saw the newer truth, whichever ends first.
-        if begun >= self._seen[tier]:
-            self._seen[tier], self.places[tier] = begun, place
+        if begun < self._seen[tier]:
+            return False
+        self._put[tier] = [one for one in self._put[tier] if one[0] > begun]
+        for _, part, facts in self._put[tier]:
+            place = place and place.adding(part, facts)
+        self._seen[tier], self.places[tier] = begun, place
+        return True
 
     async def tidy(self, tier: str, runs: Iterable[str]) -> None:
         """Remove what turns of this node that were cut off have left, after a start or a failure."""
