@@ -144,7 +144,7 @@ def _made_with(value: object) -> Facts:
 
 
 def _look(part: object) -> tuple[list[tuple[str, object, bool]], dict[str, object]]:
-    """What objects one leads to, whether its constructor takes them, and its own values that decide; runs no property."""
+    """What objects one leads to, if its constructor takes them, and its own values that decide; runs no property."""
     links: list[tuple[str, Any, bool]] = []
     named: dict[str, object] = {}
     kind: Any = type(part)
