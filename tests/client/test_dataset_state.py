@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from support.world import attempt
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
+    DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
@@ -27,6 +29,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import tierd
+from tierd.client import datastate
 from tierd.client.capture import Capturer
 from tierd.client.datastate import ask
 from tierd.client.load import check_fit, load
@@ -527,6 +530,219 @@ def test_a_rank_that_only_the_state_names():
     state = {"data": Hidden(0, fails=True)}
     load(state, through({"data": Hidden(0)}))
     assert state["data"].asked == 1
+
+
+# ---- what goes on changing
+
+
+class Moving:
+    """Keeps what it was made with; its state is what `keys` name."""
+
+    keys = ("at",)
+    at = 0
+
+    def state_dict(self):
+        return {key: getattr(self, key) for key in self.keys}
+
+    def load_state_dict(self, state):
+        self.__dict__.update(state)
+
+
+class Ramp(Moving):
+    """Doubles its batch size."""
+
+    keys = ("at", "batch_size")
+
+    def __init__(self, dataset, batch_size, seed=0):
+        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        first, self.at, self.batch_size = self.at, self.at + self.batch_size, 2 * self.batch_size
+        return torch.arange(first, self.at)
+
+
+class Buffer(Moving):
+    """Grows, and counts what it has seen."""
+
+    keys = ("size", "n", "_shard")
+
+    def __init__(self, size, n=0, shard=0):
+        self.size, self.n, self._shard = size, n, shard
+
+    def __getitem__(self, index):
+        raise IndexError
+
+
+class LowRank(Moving):
+    """Of a matrix."""
+
+    keys = ("rank",)
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __getitem__(self, index):
+        raise IndexError
+
+
+class OfRank(LowRank):
+    keys = ("rank", "_world_size")
+
+    def __init__(self, rank, world_size=2):
+        self.rank, self._world_size = rank, world_size
+
+
+class Hides(LowRank):
+    """Only its state says so."""
+
+    def __init__(self, rank):
+        self._columns = rank
+
+    def state_dict(self):
+        return {"rank": self._columns}
+
+
+def test_what_the_state_of_an_object_brings_back_need_not_fit():
+    ramp = Ramp(Numbers(), 8)
+    next(ramp)
+    state = {"data": Ramp(Numbers(), 8)}
+    load(state, through({"data": ramp}))
+    assert next(state["data"]).tolist() == list(range(8, 24))
+    with pytest.raises(
+        StateMismatch, match=r'state\["data"\]: seed=0 in the .*\.dataset: n=60 in the checkpoint, n=61 '
+    ):
+        check_fit({"data": Ramp(Numbers(61), 8, seed=1)}, through({"data": ramp}))
+    state = {"data": Buffer(8)}
+    load(state, through({"data": Buffer(16, n=5, shard=3)}))
+    assert vars(state["data"]) == {"size": 16, "n": 5, "_shard": 3}
+
+
+def test_a_low_rank_is_no_rank():
+    for kind in (LowRank, Hides):
+        state = {"data": kind(8)}
+        load(state, through({"data": kind(4)}))
+        assert state["data"].rank == 4
+    with pytest.raises(StateMismatch, match=r'state\["data"\]: rank=0 in the checkpoint, rank=1 here'):
+        check_fit({"data": OfRank(1)}, through({"data": OfRank(0)}))
+
+
+class Remaining(Moving, Sampler):
+    """Its length is what it has left."""
+
+    def __init__(self, total_samples):
+        self.total_samples = total_samples
+
+    def __iter__(self):
+        while self.at < self.total_samples:
+            self.at += 1
+            yield self.at - 1
+
+    def __len__(self):
+        return self.total_samples - self.at
+
+
+def test_a_length_that_is_what_remains_need_not_fit():
+    one, state = Remaining(60), {"data": Remaining(60)}
+    iterator = iter(one)
+    assert [next(iterator) for _ in range(10)] == list(range(10))
+    load(state, through({"data": one}))
+    assert list(state["data"]) == list(iterator)
+    with pytest.raises(
+        StateMismatch, match=r'state\["data"\]: total_samples=60 in the checkpoint, total_samples=61 here'
+    ):
+        check_fit({"data": Remaining(61)}, through({"data": one}))
+
+
+class ShardAfterShard(Moving):
+    """Opens one dataset after the other, and a loader over it."""
+
+    keys = ("at", "opened")
+
+    def __init__(self, sizes, rank=0):
+        self.sizes, self.rank, self.opened = sizes, rank, 0
+        self._open()
+
+    def _open(self):
+        self.current_dataset = Numbers(self.sizes[self.opened])
+        self.loader = distributed(self.rank, n=self.sizes[self.opened])
+
+    def __iter__(self):
+        while self.opened < len(self.sizes):
+            while self.at < len(self.current_dataset):
+                self.at += 1
+                yield self.opened, self.at
+            self.at, self.opened = 0, self.opened + 1
+            self._open()
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self._open()
+
+
+def test_what_an_object_opens_as_it_goes_on_need_not_fit():
+    one, state = ShardAfterShard([5, 7, 9]), {"data": ShardAfterShard([5, 7, 9])}
+    iterator = iter(one)
+    for _ in range(6):
+        following = next(iterator)
+    load(state, through({"data": one}))
+    assert (following, next(iter(state["data"]))) == ((1, 1), (1, 2))
+    other = ShardAfterShard([5, 7, 9])
+    other.loader = distributed(1)
+    with pytest.raises(StateMismatch, match=r'state\["data"\]\.loader\.sampler: rank=0 in the checkpoint, rank=1 here'):
+        check_fit({"data": other}, through({"data": one}))
+
+
+class Wrapped(Moving):
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+def test_workers_must_fit_where_the_order_depends_on_them():
+    stream, number = Stream(60, 0, 1), Numbers()
+    for there, here in ((1, 2), (0, 2), (2, 0)):
+        one, other = (Wrapped(DataLoader(number, num_workers=workers)) for workers in (there, here))
+        check_fit({"data": other}, through({"data": one}))
+        for kind, dataset in ((DataLoader, stream), (StatefulDataLoader, stream), (StatefulDataLoader, number)):
+            one, other = (Wrapped(kind(dataset, num_workers=workers)) for workers in (there, here))
+            with pytest.raises(
+                StateMismatch, match=rf"\.loader: num_workers={there} in the .*, num_workers={here} here"
+            ):
+                check_fit({"data": other}, through({"data": one}))
+
+
+class Counted(Numbers):
+    """Is not to be hashed, and its length is dear."""
+
+    asked = 0
+    __hash__ = None
+
+    def __len__(self):
+        self.asked += 1
+        return self.n
+
+
+def test_the_length_of_a_dataset_is_taken_once():
+    dataset, other = Counted(), Counted()
+    for at in range(3):
+        saved = through({"data": Ramp(dataset, at)})
+        assert saved["data"]._metadata["made_with"][".dataset"]["length"] == 60
+    assert dataset.asked == 1
+    check_fit({"data": Ramp(other, 1)}, saved)
+    check_fit({"data": Ramp(other, 1)}, saved)
+    assert other.asked == 1
+    known = len(datastate._lengths)
+    del dataset, other
+    gc.collect()
+    assert len(datastate._lengths) <= known - 2
+    listed = through({"data": Ramp([1, 2, 3], 1)})
+    with pytest.raises(StateMismatch, match=r"\.dataset: length=3 in the checkpoint, length=2 here"):
+        check_fit({"data": Ramp([1, 2], 1)}, listed)
 
 
 # ---- the record
