@@ -77,8 +77,6 @@ def read_metadata(data: bytes | bytearray | memoryview, where: str) -> Metadata:
             may have written it.
         ManifestError: no metadata; `where` says of what.
     """
-    if len(data) > MAX_SIZE:
-        raise ManifestError(f"{where}: {len(data)} bytes; at most {MAX_SIZE} are read")
     try:
         found = _Reader(io.BytesIO(data)).load()
     except StateRefused as error:
