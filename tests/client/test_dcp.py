@@ -330,6 +330,13 @@ def test_metadata_that_would_run_something_is_refused_by_name(protocol):
         dcp_metadata.read_metadata(b"cbuiltins\neval\n(S'1'\ntR.", "there")
 
 
+def test_metadata_that_would_change_a_class_is_refused():
+    for name in (b"cpathlib\nPurePosixPath\n", b"ctorch.distributed.checkpoint.metadata\nMetadata\n"):
+        with pytest.raises(StateRefused, match=r"it would change <class"):
+            dcp_metadata.read_metadata(b"\x80\x02" + name + b"N}X\x03\x00\x00\x00badctorch\nSize\ns\x86b0].", "there")
+    assert not hasattr(Metadata, "bad")
+
+
 def test_metadata_that_is_none_is_refused(local, spool):
     save(local, 3)
     data = (spool.path(part_of(spool, 3)) / ".metadata").read_bytes()
