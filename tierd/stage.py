@@ -84,11 +84,11 @@ def describe_directory(home: Path, written: Mapping[str, tuple[int, str]] | None
     """Digest and sync every file that another library wrote under `home`.
 
     Args:
-        written: what went into files that are synced already, as for `describe_file`; all of them must be there.
+        written: what went into files that are synced already, as for `describe_file`; these must be all.
 
     Raises:
         CorruptChunk: a file does not hold what was written to it.
-        ManifestError: something there is neither a file nor a directory, or its name is not safe.
+        ManifestError: something there is neither a file nor a directory, its name is not safe, or `written` lacks it.
     """
     files, missing = [], dict(written or {})
     for directory, names, leaves in os.walk(home, onerror=_raise):
@@ -101,6 +101,8 @@ def describe_directory(home: Path, written: Mapping[str, tuple[int, str]] | None
                 raise ManifestError(f"{path}: not a plain file; a checkpoint holds plain files only")
             relative = path.relative_to(home).as_posix()
             check_path(relative, f"stage {home}")
+            if written is not None and relative not in written:
+                raise ManifestError(f"{path}: nobody knows what was written to it; a file goes through the stream")
             files.append(describe_file(path, relative, written=missing.pop(relative, None)))
     if missing:
         raise CorruptChunk(f"{home}: {', '.join(sorted(missing)[:3])} was written there, and is gone")

@@ -130,23 +130,105 @@ def test_the_launch_goes_on_from_what_was_loaded(local, spool):
     save(local, 3)
     before = local.attempt
     reader = tierd.dcp.StorageReader(local)
-    assert reader.step == 3 and local.attempt == before  # nothing is loaded yet
+    assert reader.step == 3 and local.attempt > before
     dcp.load(empty(), storage_reader=reader)
-    assert local.attempt > before
     save(local, 4)
     assert spool.manifest(part_of(spool, 4)).origin == part_of(spool, 3).checkpoint
 
 
+def test_a_reader_that_the_launch_left_behind_is_refused(local):
+    save(local, 3)
+    save(local, 4)
+    for past in (lambda: save(local, 5), lambda: tierd.dcp.load(empty(), local, step=3)):
+        reader = tierd.dcp.StorageReader(local, step=3)
+        past()
+        attempt = local.attempt
+        with pytest.raises(CheckpointException, match="make a new one"):
+            dcp.load(empty(), storage_reader=reader)
+        assert local.attempt == attempt
+
+
+def test_a_state_that_dcp_cannot_plan_is_a_mismatch_and_an_interrupt_is_one(local, monkeypatch):
+    save(local, 3)
+    before = local.attempt
+    with pytest.raises(StateMismatch, match="other"):
+        tierd.dcp.load(empty() | {"other": torch.zeros(3)}, local)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tierd.client.dcp.reader.OpenReader.read_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tierd.dcp.load(empty(), local)
+    assert local.attempt == before
+
+
 def test_a_step_is_saved_once(local):
     save(local, 3)
-    with pytest.raises(StepRefused, match=r"step 3.*already committed"):
-        tierd.dcp.StorageWriter(local, 3)
+    with pytest.raises(CheckpointException, match=r"step 3.*already committed"):
+        save(local, 3)  # where all ranks are told
     with pytest.raises(StepRefused, match=r"step 3.*already committed"):
         local.save(3, {"a": 1})
     writer = tierd.dcp.StorageWriter(local, 5)
     dcp.save({"a": 1}, storage_writer=writer)
     with pytest.raises(CheckpointException, match="already committed"):
         dcp.save({"a": 1}, storage_writer=writer)
+
+
+class Slow(DefaultSavePlanner):
+    """Plans when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def create_global_plan(self, all_plans):
+        self.reached.set()
+        assert self.go.wait(20)
+        return super().create_global_plan(all_plans)
+
+
+def test_an_async_save_is_of_the_moment_when_it_was_called(local, spool):
+    writer, planner = tierd.dcp.StorageWriter(local, metrics={"loss": 1.0}), Slow()
+    first = dcp.async_save(state(1), checkpoint_id="step-1", storage_writer=writer, planner=planner)
+    assert planner.reached.wait(20)
+    writer.metrics = {"loss": 2.0}
+    with pytest.raises(ConfigError, match="still saves step 1: wait for it"):
+        dcp.async_save(state(2), checkpoint_id="step-2", storage_writer=writer)
+    with pytest.raises(ConfigError, match="still saves step 1: wait for it"):
+        dcp.save(state(2), checkpoint_id="step-2", storage_writer=writer)
+    planner.go.set()
+    first.result(20)
+    for step in (2, 3):
+        dcp.async_save(state(step), checkpoint_id=f"step-{step}", storage_writer=writer).result(20)
+    found = [(one.checkpoint.step, spool.manifest(one).numbers["loss"]) for one in spool.parts()]
+    assert found == [(1, 1.0), (2, 2.0), (3, 2.0)]
+
+
+def test_an_async_save_over_a_load_is_of_no_attempt(local, spool):
+    save(local, 1)
+    planner = Slow()
+    pending = dcp.async_save(state(9), storage_writer=tierd.dcp.StorageWriter(local, 9), planner=planner)
+    assert planner.reached.wait(20)
+    assert tierd.dcp.load(empty(), local).step == 1
+    planner.go.set()
+    with pytest.raises(CheckpointException, match="went on from another checkpoint while this was being saved"):
+        pending.result(20)
+    assert [one.checkpoint.step for one in spool.parts()] == [1]
+
+
+class Extra(tierd.dcp.StorageWriter):
+    """Writes past the stream."""
+
+    def finish(self, metadata, results):
+        (self.path / "extra.bin").write_bytes(b"x")
+        super().finish(metadata, results)
+
+
+def test_a_file_that_nobody_digested_as_it_was_written_fails_the_save(local, spool):
+    with pytest.raises(CheckpointException, match=r"extra\.bin"):
+        dcp.save(state(3), storage_writer=Extra(local, 3))
+    assert not spool.parts()
 
 
 def test_a_kept_writer_takes_the_step_from_the_checkpoints_id(local, spool, tmp_path):
@@ -172,8 +254,10 @@ def test_a_pickled_writer_carries_names_and_saves_where_it_comes_out(local, spoo
         local.save(7, {"a": 1})
     with pytest.raises(CheckpointException, match="already committed"):
         dcp.save(state(7), storage_writer=pickle.loads(data))
-    dcp.save(state(8), checkpoint_id="step-8", storage_writer=pickle.loads(data))
-    assert spool.has(part_of(spool, 8))
+    writer = pickle.dumps(tierd.dcp.StorageWriter(local))
+    dcp.save(state(8), checkpoint_id="step-8", storage_writer=pickle.loads(writer))
+    dcp.save({"a": 1}, checkpoint_id="/data/llama-v2", storage_writer=tierd.dcp.StorageWriter(local, 500))
+    assert spool.has(part_of(spool, 8)) and spool.has(part_of(spool, 500))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -246,6 +330,13 @@ def test_metadata_that_would_run_something_is_refused_by_name(protocol):
         dcp_metadata.read_metadata(b"cbuiltins\neval\n(S'1'\ntR.", "there")
 
 
+def test_metadata_that_would_change_a_class_is_refused():
+    for name in (b"cpathlib\nPurePosixPath\n", b"ctorch.distributed.checkpoint.metadata\nMetadata\n"):
+        with pytest.raises(StateRefused, match=r"it would change <class"):
+            dcp_metadata.read_metadata(b"\x80\x02" + name + b"N}X\x03\x00\x00\x00badctorch\nSize\ns\x86b0].", "there")
+    assert not hasattr(Metadata, "bad")
+
+
 def test_metadata_that_is_none_is_refused(local, spool):
     save(local, 3)
     data = (spool.path(part_of(spool, 3)) / ".metadata").read_bytes()
@@ -263,10 +354,12 @@ def test_metadata_that_is_none_is_refused(local, spool):
             dcp_metadata.read_metadata(garbage, "there")
 
 
-def test_huge_metadata_is_refused_unread(monkeypatch):
+def test_huge_metadata_is_refused_unread(local, monkeypatch):
+    save(local, 3)
     monkeypatch.setattr(dcp_metadata, "MAX_SIZE", 10)
-    with pytest.raises(ManifestError, match="11 bytes"):
-        dcp_metadata.read_metadata(b"\x80" * 11, "there")
+    monkeypatch.setattr("tierd.client.dcp.files.Files.bring", None)
+    with pytest.raises(CheckpointNotFound, match="at most 10 are read"):
+        tierd.dcp.StorageReader(local)
 
 
 class OwnStream(io.BytesIO):

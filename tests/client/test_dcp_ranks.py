@@ -160,3 +160,25 @@ def test_async_save(cluster, how, world):
     cluster.settle()
     for found, state, *_ in cluster.run(world, dcp_ranks.load_spread, nodes):
         assert found.step == 2 and state == expected[0]
+
+
+def test_ranks_that_save_different_steps_are_told_and_so_is_who_retries(cluster):
+    for apart, again in cluster.run(2, dcp_ranks.save_apart, cluster.nodes(2)):
+        [apart], [again] = apart, again
+        assert "step 6" in apart and "step 5" in apart and "every rank of a launch saves the same step" in apart
+        assert "rank 1 of 2 is already committed" in again
+
+
+def test_ranks_without_a_process_group_step_back_together(cluster):
+    """DCP has no gather there, and each would find out alone."""
+    nodes = cluster.nodes(1) * 2
+    cluster.run(2, dcp_ranks.save_two, nodes)
+    cluster.settle()
+    [bad] = [one for one in cluster.parts() if (one.checkpoint.step, one.rank) == (2, 1)]
+    for chunk in (cluster.tier / f"run/chunks/{bad.checkpoint.name}/00001").iterdir():
+        corrupt(chunk)
+    corrupt(cluster.daemons[0].spool.path(bad) / "__1_0.distcp")
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = cluster.run(2, dcp_ranks.load_own, nodes, store.port)
+    assert [one[:3] for one in found] == [(1, 1, 1)] * 2
+    assert found[0][3] == found[1][3]

@@ -39,6 +39,15 @@ def test_a_range_that_there_is_not_is_the_manifests_fault(source, asked):
         source.span(PART, *asked)
 
 
+def test_what_another_process_set_aside_is_gone_and_no_failure(spool):
+    commit(spool, PART, {"file": DATA})
+    files = Files(spool, PART.checkpoint, 1, None, "")
+    span = files.span(PART, "file")
+    spool.quarantine(PART)
+    with pytest.raises(ObjectNotFound, match="not in the spool any more"):
+        list(files.read([span]))
+
+
 def test_neighbours_are_read_at_once_and_a_gap_is_not(source, monkeypatch):
     monkeypatch.setattr("tierd.client.dcp.files._BATCH", 4 * CHUNK)
     spans = [source.span(PART, "file", offset, 500) for offset in (0, 600, 1200, 3900, 8000, 8600)]

@@ -241,3 +241,49 @@ def save_failing(rank: int, spools: list[str], victim: int) -> Any:
 
 def _full(*_: object) -> bool:
     raise OSError(28, "No space left on device")
+
+
+def save_apart(rank: int, spools: list[str]) -> Any:
+    """Save step 5 on rank 0 and step 6 on rank 1, then step 6 on both. What each was told."""
+    import torch
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    import tierd.dcp
+
+    told = []
+    with checkpointer(spools[rank]) as ckpt:
+        for step in (5 + rank, 6):
+            try:
+                dcp.save({f"{rank}": torch.ones(3)}, storage_writer=tierd.dcp.StorageWriter(ckpt, step))
+            except CheckpointException as error:
+                told.append([str(one[0]) for one in error.failures.values()])
+    return told
+
+
+def save_two(rank: int, spools: list[str]) -> None:
+    """Steps 1 and 2, where each rank reads its own alone."""
+    import torch
+    from torch.distributed import checkpoint as dcp
+
+    import tierd.dcp
+
+    with checkpointer(spools[rank]) as ckpt:
+        for step in (1, 2):
+            state = {f"own {rank}": torch.full((500,), step)}
+            dcp.save(state, storage_writer=tierd.dcp.StorageWriter(ckpt, step))
+
+
+def load_own(rank: int, spools: list[str], port: int) -> Any:
+    """Load as under torchrun without a process group: tierd talks through the agent's store, DCP does not talk."""
+    import torch
+
+    import tierd.dcp
+
+    torch.distributed.destroy_process_group()
+    os.environ |= {"MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    state = {f"own {rank}": torch.zeros(500, dtype=torch.int64)}
+    with checkpointer(spools[rank]) as ckpt:
+        found = tierd.dcp.load(state, ckpt)
+        return found.step, int(state[f"own {rank}"][0]), len(found.skipped), ckpt.attempt

@@ -129,7 +129,7 @@ class Agreement:
                 raise StoreUnavailable(f"rank {rank} could not restore: {outcome.why}")
             if outcome.what == "unfit":
                 raise StateMismatch(f"rank {rank}: {outcome.why}; nothing was loaded")
-        if "gone" in found:
+        if "gone" in found and "corrupt" not in found:  # who came later finds gone what another set aside
             return Settled(gone=True)
         if "corrupt" in found and not self._ranks.talk:
             raise StoreUnavailable(

@@ -31,7 +31,7 @@ from tierd.client.snapshot import Snapshot
 from tierd.client.source import MEMORY
 from tierd.client.state import unflatten
 from tierd.core.errors import ConfigError, SaveSkipped, StateMismatch
-from tierd.core.ids import CheckpointId, check_attempt, check_run
+from tierd.core.ids import check_attempt, check_run
 from tierd.core.manifest import TENSORS, TREE
 from tierd.link import Link
 from tierd.spool import Spool, translated
@@ -277,7 +277,7 @@ class Checkpointer:
             directory=found.directory,
         )
 
-    def _restorer(self, *, keep: bool, passed: Mapping[CheckpointId, str] | None = None) -> Restorer:
+    def _restorer(self, *, keep: bool) -> Restorer:
         """What finds the way back, once all that was saved before is durable, or has failed."""
         self._check_open()
         self._pipeline.drain()
@@ -290,7 +290,6 @@ class Checkpointer:
             line=self._line if keep else None,
             keep=keep,
             clock=self._launch.clock,
-            passed=passed,
         )
 
     def _tree(self, found: Found) -> dict[str, Any]:

@@ -94,7 +94,6 @@ class Restorer:
     Args:
         tiers, line, keep: as `Source` has them.
         clock: what this rank gives to the naming of the next attempt.
-        passed: checkpoints to leave out, and why.
     """
 
     def __init__(
@@ -107,12 +106,11 @@ class Restorer:
         line: HandOff | None = None,
         keep: bool = True,
         clock: Callable[[], Clock] = lambda: clock(()),
-        passed: Mapping[CheckpointId, str] | None = None,
     ) -> None:
         self._spool, self._run, self._ranks, self._keep = spool, run, ranks, keep
         self.source = Source(spool, run, tiers=tiers, line=line, keep=keep)
         self.agreement = Agreement(ranks, run, self.source.sight, clock)
-        self._passed = dict(passed or {})
+        self._passed: dict[CheckpointId, str] = {}
         self._asked_for: set[CheckpointId] = set()
         self.resume = Resume((), (), (), None, (), ())  # as last looked at
 

@@ -101,7 +101,7 @@ class Repairer:
             partial = self._partials.setdefault(part, Partial(self._spool, part))
             if wanted is None:
                 self.loose.discard(partial.path.name)
-            elif not partial.path.exists():
+            elif not partial.path.exists() and not self._spool.has(part):
                 self.loose.add(partial.path.name)
             try:
                 return await fetch(self._spool, part, self._stores, self._budget, progress, wanted, partial)

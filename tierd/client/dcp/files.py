@@ -10,7 +10,7 @@ import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
@@ -42,7 +42,8 @@ class Span:
     """A range of a file's bytes, and the chunks that it lies in: `first` to before `end`, from byte `start` on."""
 
     part: PartId
-    file: File
+    path: str
+    file: File = field(compare=False)  # nor hashed: it has all its chunks
     offset: int
     length: int
     first: int
@@ -55,7 +56,8 @@ class Files:
     """Reads one checkpoint.
 
     Args:
-        link: to the daemon, which holds for it what it reads; None without one.
+        link: to the daemon, which keeps what it brings as long as this is open; None without one. A part that the spool
+            has already is not kept: where retention removes it meanwhile, it is brought.
         alone: why there is none though tiers may have copies; empty where there are no tiers.
 
     Attributes:
@@ -97,13 +99,13 @@ class Files:
         if offset < 0 or length < 1 or offset + length > file.size:
             raise ManifestError(f"{part}: {path!r} has {file.size} bytes, and none at {offset}..{offset + length}")
         first, end = bisect_right(edges, offset) - 1, bisect_right(edges, offset + length - 1)
-        return Span(part, file, offset, length, first, end, edges[first], edges[end])
+        return Span(part, path, file, offset, length, first, end, edges[first], edges[end])
 
     def bring(self, spans: Iterable[Span]) -> None:
         """Have the daemon bring what the spool lacks of these. Raises as `read`."""
         wanted: dict[PartId, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
         for span in spans:
-            wanted[span.part][span.file.path].update(range(span.first, span.end))
+            wanted[span.part][span.path].update(range(span.first, span.end))
         for part, files in sorted(wanted.items()):
             if not self._spool.has(part):
                 self._ask(part, {path: _runs(numbers) for path, numbers in sorted(files.items())})
@@ -115,7 +117,7 @@ class Files:
             CorruptChunk, ManifestError: proven wrong in every place.
             StoreUnavailable, DaemonUnavailable: a place that may have them right did not answer.
         """
-        for batch in _batches(sorted(spans, key=lambda one: (one.part, one.file.path, one.offset))):
+        for batch in _batches(sorted(spans, key=lambda one: (one.part, one.path, one.offset))):
             head, last = batch[0], batch[-1]
             data = self._read(head.part, head.file, head.first, last.end, last.stop - head.start)
             for span in batch:
@@ -123,9 +125,8 @@ class Files:
                 yield span, data[begin : begin + span.length]
 
     def close(self) -> None:
-        """Let the daemon sweep away what it brought."""
-        if self._link is not None:
-            self._link.close()
+        """Let go of the memory that was read into."""
+        self._memory = memoryview(b"")
 
     def _read(self, part: PartId, file: File, first: int, end: int, size: int) -> memoryview:
         if len(self._memory) < size + 2 * PAGE:
@@ -171,7 +172,9 @@ class Files:
                 f"{part} is not whole in the spool ({why}), and whether a tier has it right cannot be asked: "
                 f"{self._alone}"
             ) from why
-        if isinstance(why, OSError) or not self._spool.has(part):
+        if not self._spool.has(part):
+            raise ObjectNotFound(f"{part} is not in the spool any more: {why}") from why
+        if isinstance(why, OSError):
             raise StoreUnavailable(f"{part}: the spool cannot be read: {why}") from why
         self._spool.quarantine(part)
         raise CorruptChunk(f"local: {why}") from why
@@ -217,7 +220,7 @@ def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
     for span in spans:
         if batch:
             head, last = batch[0], batch[-1]
-            near = (span.part, span.file.path) == (head.part, head.file.path) and span.first <= last.end
+            near = (span.part, span.path) == (head.part, head.path) and span.first <= last.end
             if not near or span.stop - head.start > _BATCH or span.end < last.end:
                 yield batch
                 batch = []

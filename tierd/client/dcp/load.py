@@ -1,28 +1,25 @@
 """`tierd.dcp.load`: a load that steps back from what is proven corrupt.
 
-Law: ranks step back together, for the reason that DCP's own gather told them all, and for corruption alone.
+Law: ranks step back together, by the launch's own gather, which is there where DCP has none; and for corruption alone.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from torch import distributed
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from tierd.client.dcp.reader import StorageReader
-from tierd.client.restore import Restored, Skipped
-from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
+from tierd.client.dcp.reader import UNFIT, OpenReader
+from tierd.client.restore import Restored
+from tierd.core.errors import StateMismatch, StoreUnavailable
 
 if TYPE_CHECKING:
     from tierd.client.checkpointer import Checkpointer
-
-log = logging.getLogger("tierd")
-
-_LOOKS = 3  # at what there is, when parts vanish between a look and the reading
 
 
 def load(
@@ -47,57 +44,52 @@ def load(
 
     Raises:
         As `StorageReader`; a failure of another rank is told with its number. What is no corruption never steps back.
+        StateMismatch: DCP cannot plan this load, as where the state has a key that the checkpoint has not.
         Where a checkpoint that lay in the spool turns out corrupt and no older one can be had, some tensors may have
         been loaded.
     """
-    skipped: tuple[Skipped, ...] = ()
-    vanished = 0
-    while vanished < _LOOKS:
-        reader = StorageReader(checkpointer, step, attempt=attempt, weights_only=weights_only, skipped=skipped)
-        checkpoint = reader.checkpoint
-        try:
-            if checkpoint is None:
-                return None
-            dcp_load(state, storage_reader=reader, planner=planner)
-        except CheckpointException as error:
-            assert checkpoint is not None
-            failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
-            corrupt = _corruption(failures, checkpointer._launch.world)
-            if corrupt:
-                log.error("restore skips %s: %s", checkpoint, corrupt)
-                skipped = (*reader.skipped, Skipped(checkpoint.step, checkpoint.attempt, corrupt))
-            else:
-                vanished += 1
-            continue
-        finally:
-            reader.close()
-        return Restored(
-            step=checkpoint.step,
-            attempt=checkpoint.attempt,
-            tier=reader.tier,
-            metrics=reader.metrics,
-            skipped=reader.skipped,
-            unreached=reader.unreached,
-            directory=checkpointer._spool.root / checkpoint.run / checkpoint.name,
-        )
-    raise StoreUnavailable(f"{checkpoint} vanished while it was read, {_LOOKS} times; try again")
+    reader = OpenReader(checkpointer, weights_only=weights_only)
+    restorer = reader.restorer
+    try:
+        for candidate in reader.candidates(step, attempt):
+            told: BaseException | None = None
+            try:
+                dcp_load(state, storage_reader=reader, planner=planner)
+            except BaseException as raised:
+                told = raised
+            own = _own(told)
+            if own is not None and not isinstance(own, Exception):  # an interrupt: the others would wait
+                with suppress(StoreUnavailable):
+                    restorer.settle(candidate, StoreUnavailable(f"it was ended by {type(own).__name__}"))
+                raise own
+            if not restorer.settle(candidate, own, unfit=isinstance(own, UNFIT)).load:
+                continue
+            if told is not None:
+                raise StoreUnavailable(f"a process of another launch in this group could not load: {told}") from told
+            reader.go_on()
+            return Restored(
+                step=candidate.checkpoint.step,
+                attempt=candidate.checkpoint.attempt,
+                tier=reader.tier,
+                metrics=reader.metrics,
+                skipped=reader.skipped,
+                unreached=reader.unreached,
+                directory=checkpointer._spool.root / candidate.checkpoint.run / candidate.checkpoint.name,
+            )
+        return None
+    finally:
+        reader.close()
 
 
-def _corruption(failures: Mapping[int, BaseException], world: int) -> str:
-    """What was proven corrupt, by these ranks' failures; empty where parts have only vanished.
-
-    Raises:
-        TierdError: a failure that is neither, the same on every rank: nobody steps back for it.
-    """
-    name = "rank {}: {}" if world > 1 else "{1}"
-    corrupt = {}
-    for rank, error in sorted(failures.items()):
-        if isinstance(error, CorruptChunk | ManifestError):
-            corrupt[rank] = error
-        elif not isinstance(error, ObjectNotFound):
-            if world == 1:
-                raise error
-            kind = type(error) if isinstance(error, TierdError) else StoreUnavailable
-            what = error if isinstance(error, TierdError) else f"{type(error).__name__}: {error}"
-            raise kind(name.format(rank, what)) from error
-    return "; ".join(name.format(rank, error) for rank, error in corrupt.items())
+def _own(told: BaseException | None) -> BaseException | None:
+    """Why this rank could not load; None also where only others could not, who tell it themselves."""
+    if not isinstance(told, CheckpointException):
+        return told
+    rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    error = told.failures[rank][0] if rank in told.failures else None
+    if isinstance(error, RuntimeError | ValueError | KeyError) and not isinstance(error, UNFIT):
+        # How DCP's planner says it; what tierd finds wrong is a TierdError.
+        mismatch = StateMismatch(f"DCP cannot load this into the state: {type(error).__name__}: {error}")
+        mismatch.__cause__ = error
+        return mismatch
+    return error

@@ -11,10 +11,9 @@ metadata says where an entry lies. Keywords that only newer ones pass are taken 
 from __future__ import annotations
 
 import io
-import logging
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -34,48 +33,23 @@ from tierd.core.world import SPOOL
 if TYPE_CHECKING:
     from tierd.client.checkpointer import Checkpointer
 
-log = logging.getLogger("tierd")
-
-_UNFIT = (StateMismatch, StateRefused, ConfigError)  # right, but not for this load
+UNFIT = (StateMismatch, StateRefused, ConfigError)  # right, but not for this load
 
 
-class StorageReader(Reader):
-    """What `dcp.load` reads through: the newest checkpoint of the run's timeline that every rank can have.
-
-    Making one is a collective of the launch's ranks. Those that load need not be as many as those that saved. When a
-    load has ended, the checkpointer goes on from what was loaded, as after `restore`.
-
-    Args:
-        step, attempt: as for `Checkpointer.restore`.
-        weights_only: refuse entries that torch's weights-only unpickler does not take.
-        skipped: checkpoints to leave out, as an earlier reader's `skipped`.
+class OpenReader(Reader):
+    """Reads the checkpoint that is open: each of `candidates` in its turn.
 
     Attributes:
+        restorer: finds them, and gathers how the ranks fared.
         step: the checkpoint's; None on a fresh start.
         checkpoint: its name; None on a fresh start.
         metrics: as given to its writer.
         skipped: newer checkpoints that were passed over, newest first, each with its reason.
         unreached: tiers that did not answer; a newer checkpoint could lie there.
-
-    Raises:
-        CheckpointNotFound, StoreUnavailable, DaemonUnavailable: as `Checkpointer.restore`.
-        StateMismatch: the checkpoint was not written through DCP.
-        StateRefused: its metadata names a class that is none of DCP's.
     """
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        step: int | None = None,
-        *,
-        attempt: str | None = None,
-        weights_only: bool = True,
-        skipped: Sequence[Skipped] = (),
-    ) -> None:
-        asked = check_step(step) if step is not None else None
-        named = check_attempt(attempt) if attempt is not None else None
-        passed = {CheckpointId(checkpointer._launch.run, one.attempt, one.step): one.reason for one in skipped}
-        self._restorer = checkpointer._restorer(keep=False, passed=passed)
+    def __init__(self, checkpointer: Checkpointer, *, weights_only: bool) -> None:
+        self.restorer = checkpointer._restorer(keep=False)
         self._spool, self._launch, self._weights_only = checkpointer._spool, checkpointer._launch, weights_only
         self.step: int | None = None
         self.checkpoint: CheckpointId | None = None
@@ -87,31 +61,35 @@ class StorageReader(Reader):
         self._by_rank = False  # saved with use_collectives=False: each rank's metadata lies in its own part
         self._storage: dict[Any, Any] = {}
         self._ready: set[Span] = set()
-        self._ended = False  # a load has, and the launch goes on from this checkpoint
-        try:
-            self._settle(asked, named)
-        except BaseException:
-            self.close()
-            raise
 
-    def _settle(self, step: int | None, attempt: str | None) -> None:
-        """Open the newest checkpoint whose description is right on every rank."""
-        for candidate in self._restorer.whole(step, attempt):
+    def candidates(self, step: int | None, attempt: str | None) -> Iterator[Candidate]:
+        """The checkpoints to load, newest first, each opened on every rank; the end is a fresh start. A collective.
+
+        Another comes only if all ranks have settled that this one is not to be had. Raises as `StorageReader`.
+        """
+        asked = check_step(step) if step is not None else None
+        named = check_attempt(attempt) if attempt is not None else None
+        for candidate in self.restorer.whole(asked, named):
             failure: Exception | None = None
             try:
                 self._open(candidate)
             except Exception as raised:
                 failure = raised
-            if self._restorer.settle(candidate, failure, unfit=isinstance(failure, _UNFIT)).load:
-                self.skipped = self._restorer.skipped(candidate.checkpoint)
-                return
-        self.step = self.checkpoint = self._files = None
-        self.skipped = self._restorer.skipped()
-        self._launch.go_on_from(None, self._restorer.resume.attempts, self._restorer.agreement.clocks)
+            if self.restorer.settle(candidate, failure, unfit=isinstance(failure, UNFIT)).load:
+                self.skipped = self.restorer.skipped(candidate.checkpoint)
+                yield candidate
+        self.step = self.checkpoint = self._files = self._metadata = None
+        self.skipped = self.restorer.skipped()
+        self.go_on()
+
+    def go_on(self) -> None:
+        """The launch goes on from this checkpoint. To be called on all ranks, or on none."""
+        self._launch.go_on_from(self.checkpoint, self.restorer.resume.attempts, self.restorer.agreement.clocks)
 
     def _open(self, candidate: Candidate) -> None:
         checkpoint = self.checkpoint = candidate.checkpoint
-        resume, source = self._restorer.resume, self._restorer.source
+        resume, source = self.restorer.resume, self.restorer.source
+        self._ready.clear()
         self._launch.check_given(checkpoint, resume.attempts)
         self._files = Files(self._spool, checkpoint, candidate.world, source.link, source.alone)
         coordinator = self._files.part(0)
@@ -136,6 +114,8 @@ class StorageReader(Reader):
     def _read_own(self, part: PartId, name: str) -> Metadata:
         assert self._files is not None
         span = self._files.span(part, name)
+        if span.length > dcp_metadata.MAX_SIZE:
+            raise ManifestError(f"{part}: {name}: {span.length} bytes; at most {dcp_metadata.MAX_SIZE} are read")
         self._files.bring([span])
         [(_, data)] = self._files.read([span])
         return dcp_metadata.read_metadata(data, f"{part}: {name}")
@@ -148,7 +128,7 @@ class StorageReader(Reader):
     # -- what torch calls, in this order ----------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: which checkpoint is read was settled when the reader was made."""
+        """Nothing: which checkpoint is read is settled before."""
 
     @property
     def checkpoint_id(self) -> str:
@@ -196,9 +176,6 @@ class StorageReader(Reader):
                     planner.load_bytes(item, io.BytesIO(data))
                 else:
                     load_tensor(item, data, planner)
-        if not self._ended:
-            self._launch.go_on_from(self.checkpoint, self._restorer.resume.attempts, self._restorer.agreement.clocks)
-            self._ended = True
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -239,5 +216,57 @@ class StorageReader(Reader):
         self._ready |= entries.keys()
 
     def close(self) -> None:
-        """Let the daemon sweep away what it brought for this reader alone."""
-        self._restorer.close()
+        """Let go of its memory, and let the daemon sweep away what it brought for this reader alone."""
+        if self._files is not None:
+            self._files.close()
+        self.restorer.close()
+
+
+class StorageReader(OpenReader):
+    """What `dcp.load` reads through: the newest checkpoint of the run's timeline that every rank can have.
+
+    Making one is a collective of the launch's ranks, and the checkpointer goes on from that checkpoint, as after
+    `restore`. Those that load need not be as many as those that saved.
+
+    Args:
+        step, attempt: as for `Checkpointer.restore`.
+        weights_only: refuse entries that torch's weights-only unpickler does not take.
+
+    Attributes:
+        step, checkpoint, metrics, skipped, unreached: as `OpenReader` has them.
+
+    Raises:
+        CheckpointNotFound, StoreUnavailable, DaemonUnavailable: as `Checkpointer.restore`.
+        StateMismatch: the checkpoint was not written through DCP.
+        StateRefused: its metadata names a class that is none of DCP's.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        step: int | None = None,
+        *,
+        attempt: str | None = None,
+        weights_only: bool = True,
+    ) -> None:
+        super().__init__(checkpointer, weights_only=weights_only)
+        try:
+            if next(self.candidates(step, attempt), None) is not None:
+                self.go_on()  # here, where every rank passes that has passed the gather
+        except BaseException:
+            self.close()
+            raise
+        self._begun = self._launch.attempt
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """As torch calls it.
+
+        Raises:
+            ConfigError: the launch went on from another checkpoint since, or has saved: what it saves next would not go
+                on from what is loaded.
+        """
+        if self._launch.attempt != self._begun or self._launch.steps:
+            raise ConfigError(
+                f"this reader of {self.checkpoint} was made before the launch saved or restored again: make a new one"
+            )
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)

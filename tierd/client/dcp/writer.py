@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from torch.futures import Future
 
 from tierd.client.dcp.metadata import NAME, check_readable
 from tierd.client.dcp.streams import Streams
+from tierd.client.dcp.written import Written, check_same
 from tierd.client.save import checked_metrics
 from tierd.core.errors import ConfigError, SaveFailed, StepRefused
 from tierd.core.ids import CheckpointId, PartId, check_step
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
     from tierd.client.checkpointer import Checkpointer
 
 
+_LAST = 1.0  # seconds between what a save's future tells and the end of its thread
+
+
 class StorageWriter(FileSystemWriter):
     """What `dcp.save` and `dcp.async_save` write through, into a checkpointer's spool.
 
@@ -48,13 +53,13 @@ class StorageWriter(FileSystemWriter):
     process, and then carries names, not the checkpointer.
 
     Args:
-        step: the checkpoint's; not needed where each save has a `checkpoint_id`.
-        metrics: of the checkpoint. The attribute may be replaced between saves.
+        step: the checkpoint's; not needed where each save has a `checkpoint_id`, which it goes before.
+        metrics: of the checkpoint. The attribute may be replaced when a save has begun: that one has its own.
         single_file_per_rank, thread_count, per_thread_copy_ahead, cache_staged_state_dict: as `FileSystemWriter` has
             them.
 
     Raises:
-        StepRefused: no int, negative, or already committed by this attempt.
+        StepRefused: no int, or negative.
         ConfigError: a metric is not a number, or the checkpointer is closed.
     """
 
@@ -82,35 +87,51 @@ class StorageWriter(FileSystemWriter):
         self.metrics = dict(metrics or {})
         self._checkpointer: Checkpointer | None = checkpointer
         self._given = self._step = None if step is None else check_step(step)
+        self._staged = self._begun = False  # a save has begun: in `stage`, in any way; and DCP does not plan it yet
+        self._saver: threading.Thread | None = None  # who saves
         self._own = checkpointer._launch.rank, checkpointer._launch.world
         self._coordinates = False
         self._stage: Stage | None = None
         self._sweep: weakref.finalize[Any, Any] | None = None
         self._draft = self._drafted(self._step or 0)
-        if self._step is not None:
-            self._check_step(self._step)
 
     # -- what torch calls, in this order ----------------------------------------------------------------------------
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A save begins, by the name of `checkpoint_id`.
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """An `async_save` begins, in the thread that trains.
 
         Raises:
-            ConfigError: no number ends it, and the writer was made without a step.
+            ConfigError: an earlier save through this writer goes on.
         """
+        self._begin()
+        staged = super().stage(state_dict)
+        self._staged = True
+        return staged
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A save begins, by the name of `checkpoint_id`; in the thread that saves.
+
+        Raises:
+            ConfigError: no number ends it, and the writer was made without a step; or as `stage`.
+        """
+        if not self._staged:
+            self._begin()
+        self._staged, self._begun, self._saver = False, True, threading.current_thread()
         super().reset()
-        self._abandon()
-        if checkpoint_id is None:
+        if checkpoint_id is None or self._given is not None:
             return
         found = re.search(r"[0-9]+\Z", Path(checkpoint_id).name)
-        if found is None and self._given is None:
+        if found is None:
             raise ConfigError(
                 f"checkpoint_id {os.fspath(checkpoint_id)!r}: no number ends it, which would be the step; "
                 "or give StorageWriter a step"
             )
-        self._step = check_step(int(found[0])) if found else self._given
+        self._step = check_step(int(found[0]))
 
     def storage_meta(self) -> StorageMeta:
+        if not self._begun:  # no checkpoint_id was given
+            self.reset()
+        self._begun = False
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     @property
@@ -124,7 +145,11 @@ class StorageWriter(FileSystemWriter):
             raise self._strangers(f"rank {self.rank}")
         if self._step is None:
             raise ConfigError("which step? give StorageWriter a step, or the save a checkpoint_id that its number ends")
-        self._check_step(self._step)
+        self._draft = msgspec.structs.replace(self._draft, step=self._step)
+        self._check_current()
+        part = self._checkpointer._launch.part(self._step) if self._checkpointer else self._draft.part
+        if self._spool.has(part):
+            raise StepRefused(f"{part} is already committed; a checkpoint is never overwritten")
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self.use_collectives and len(plans) != self._own[1]:
@@ -139,9 +164,7 @@ class StorageWriter(FileSystemWriter):
             CorruptChunk: a file does not hold what was written to it.
             SpoolFull, SpoolUnusable: it could not be made durable.
         """
-        assert self._step is not None
         self._abandon()
-        self._draft = self._drafted(self._step)
         with self._careful():
             self._stage = self._spool.stage(self._draft.part)
             self._sweep = weakref.finalize(self, _abandon, self._stage, os.getpid())
@@ -154,22 +177,37 @@ class StorageWriter(FileSystemWriter):
             if self.use_collectives and not self._coordinates:
                 self._commit()
         future: Future[list[WriteResult]] = Future()
-        future.set_result([self._placed(result) for result in results])
+        future.set_result(Written(str(self._draft.part.checkpoint), map(self._placed, results)))
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write `.metadata`, and commit the part that it lies in.
 
         Raises:
+            ConfigError: the ranks wrote different checkpoints.
             StateRefused: a planner's own data names a class, and could never be loaded.
             CorruptChunk, SpoolFull, SpoolUnusable: as `write_data`.
         """
         with self._careful():
+            check_same(results, str(self._draft.part.checkpoint))
             check_readable(metadata, f"{self._draft.part}: {NAME}")
+            self._begun = True  # torch asks for `storage_meta` again
             super().finish(metadata, results)
+            self._begun = False
             self._commit()
 
     # -- the part ---------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """What is saved is of this moment: this attempt, these metrics."""
+        saver = self._saver
+        if saver is not None and saver is not threading.current_thread():
+            saver.join(_LAST)  # a save that failed on another rank ends with the thread, and nobody tells this one
+        if self._staged or (saver and saver is not threading.current_thread() and saver.is_alive()):
+            raise ConfigError(f"this writer still saves step {self._step}: wait for it, or make a writer a save")
+        self._abandon()
+        self._step = self._given
+        self._draft = self._drafted(self._step or 0)
 
     def _drafted(self, step: int) -> Manifest:
         """The part's manifest, still without files."""
@@ -180,10 +218,14 @@ class StorageWriter(FileSystemWriter):
         part = PartId(CheckpointId(launch.run, launch.attempt, step), *self._own)
         return launch.manifest(part, checked_metrics(self.metrics))
 
-    def _check_step(self, step: int) -> None:
-        part = self._checkpointer._launch.part(step) if self._checkpointer else self._drafted(step).part
-        if self._spool.has(part):
-            raise StepRefused(f"{part} is already committed; a checkpoint is never overwritten")
+    def _check_current(self) -> None:
+        if self._checkpointer is None:
+            return
+        self._checkpointer._check_open()
+        if self._checkpointer._launch.attempt != self._draft.attempt:
+            raise SaveFailed(
+                f"{self._draft.part}: the launch went on from another checkpoint while this was being saved"
+            )
 
     def _strangers(self, who: str) -> ConfigError:
         rank, world = self._own
@@ -210,8 +252,10 @@ class StorageWriter(FileSystemWriter):
         if self._stage is None:
             raise SaveFailed(f"{self._draft.part}: nothing was written")
         files = describe_directory(self._stage.path, cast(Streams, self.fs).written)
+        self._check_current()
         self._stage.commit(msgspec.structs.replace(self._draft, files=files))
         self._abandon()
+        self._saver = None
         if self._checkpointer is not None:
             self._checkpointer._launch.steps.add(self._draft.step)
             self._checkpointer.stats.saves += 1
@@ -225,6 +269,7 @@ class StorageWriter(FileSystemWriter):
                 yield
         except BaseException:
             self._abandon()
+            self._saver = None
             raise
 
     def _abandon(self) -> None:
@@ -237,11 +282,13 @@ class StorageWriter(FileSystemWriter):
     def __getstate__(self) -> dict[str, Any]:
         """For another process, which saves: names, and what the manifest needs."""
         if self._checkpointer is not None:
-            self._draft = self._drafted(self._step or 0)
+            if not self._staged:
+                self._draft = self._drafted(self._step or 0)
+            self._staged = False  # that save is the other process's
             self._checkpointer._launch.shared = True
             self._checkpointer._daemon.keep()  # the other process does not know it
         gone = {"_checkpointer": None, "_stage": None, "_sweep": None, "state_dict_cache": None, "fs": Streams()}
-        return self.__dict__ | gone
+        return self.__dict__ | gone | {"_saver": None}
 
 
 def _abandon(stage: Stage, pid: int) -> None:
