@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import msgspec
@@ -27,8 +28,10 @@ from tierd.core.errors import (
     ConfigError,
     DaemonUnavailable,
     StateMismatch,
+    StepRefused,
     StoreUnavailable,
 )
+from tierd.core.sight import told
 from tierd.spool import Spool
 from tierd.stores.memory import MemoryStore
 
@@ -240,6 +243,44 @@ def test_a_rolled_back_launch_goes_on_and_the_abandoned_branch_is_left(spool, gr
     assert [one.step for one, _ in found] == [21] * 3
     harm(spool, 21, 0)
     assert [one.step for one, _ in group.run(restoring(spool))] == [2] * 3, "never 3 or 4, which were abandoned"
+
+
+def test_an_attempt_that_is_not_there_is_no_fresh_start(spool, group):
+    for error in group.run(restoring(spool, attempt=attempt(9))):
+        assert isinstance(error, CheckpointNotFound) and attempt(9) in str(error)
+
+
+def test_what_one_rank_is_asked_wrongly_is_told_to_the_others(spool, group):
+    def work(number: int):
+        with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+            return checkpointer.restore(tensors(0), step=1.0 if number == 1 else 1)
+
+    first, wrong, third = group.run(work)
+    assert isinstance(wrong, StepRefused)
+    assert all(isinstance(one, StoreUnavailable) and "rank 1 could not" in str(one) for one in (first, third))
+
+
+def test_what_earlier_processes_said_in_an_agents_store_is_not_taken_for_ours():
+    store, met = torch.distributed.HashStore(), []
+    for _ in range(3):
+        found = [""] * 3
+
+        def come(number: int, found=found) -> None:
+            time.sleep(0.05 * ((number + len(met)) % 3))
+            found[number] = ranks_module._meet(store, number, 3)
+
+        threads = [threading.Thread(target=come, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len(set(found)) == 1 and found[0] and found[0] not in met
+        met.append(found[0])
+
+
+def test_a_daemon_of_another_version_is_told_so():
+    with pytest.raises(DaemonUnavailable, match="another version"):
+        told({"ok": True, "resume": {}})
 
 
 def test_ranks_that_were_asked_for_different_steps_are_told(spool, group):

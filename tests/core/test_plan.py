@@ -340,6 +340,40 @@ def test_the_best_of_what_is_still_to_be_sent_is_sent_even_when_it_is_old():
     assert planned(World(spool, {"a": Place()}), config(best)) == (Flush(part(A300), "a"), Flush(part(A100), "a"))
 
 
+@pytest.mark.parametrize("how", ["read", "corrupt", "aside", "all aside"])
+def test_what_the_newest_launch_resumed_from_stays_whichever_of_its_manifests_tells(how):
+    """Retention and a resume know the same timeline."""
+    launched = checkpoint(2, 3)
+    first = [checkpoint(1, step) for step in (1, 2, 3, 4, 5)]
+    parts = {part(one, rank, 2): facts(one.step) for one in first for rank in (0, 1)}
+    late = {part(launched, rank, 2): facts(6 + rank, origin=first[1]) for rank in (0, 1)}
+    aside = {one: found for one, found in late.items() if how == "all aside" or (how == "aside" and one.rank == 0)}
+    parts |= {one: found for one, found in late.items() if one not in aside}
+    if how == "corrupt":
+        parts[part(launched, 0, 2)] = None
+    tier = Place.of(parts, quarantined=aside)
+    janitor = Place.of({part(first[2] if how == "all aside" else launched, 0, 2): None})
+    world = World(janitor, {"a": tier})
+    assert first[1] in [one.checkpoint for one in restore_candidates(world, "r").candidates][:2]
+    gone = [action.checkpoint for action in prunes(planned(world, config(RetentionPolicy(keep_last=2))), "a")]
+    assert first[1] not in gone and gone
+
+
+def test_a_half_that_one_node_sends_is_not_what_another_prunes():
+    """Both rank by the same timeline, also where the newest launch has nothing whole."""
+    a1, a2, a3, a4 = (checkpoint(1, step) for step in (1, 2, 3, 4))
+    b3 = checkpoint(2, 3)
+    settings = config(RetentionPolicy(keep_last=2))
+    there = {part(one, rank, 3): facts(one.step) for one in (a2, a4) for rank in range(3)}
+    there |= {part(a3, 1, 3): facts(3), part(b3, 0, 3): facts(9, origin=a2)}
+    sender = World(Place.of({part(a1, 1, 3): facts(1)}), {"a": Place.of(there)})
+    sent = [a for a in planned(sender, settings) if isinstance(a, Flush)]
+    janitor = World(
+        Place.of({part(b3, 0, 3): facts(9, origin=a2)}), {"a": Place.of({**there, part(a1, 1, 3): facts(1)})}
+    )
+    assert not (sent and a1 in [one.checkpoint for one in prunes(planned(janitor, settings), "a")])
+
+
 def test_complete_means_every_rank_of_one_world_size():
     def ranks(*parts):
         return Place.of(dict.fromkeys(parts)).checkpoints[A100].ranks

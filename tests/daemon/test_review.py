@@ -326,3 +326,52 @@ def test_what_lacks_a_part_while_a_tier_is_silent_is_not_passed_over(spool, monk
     with pytest.raises(StoreUnavailable, match="s3 did not"):
         restored(World(seen, {"s3": None}))
     assert restored(World(seen, {"s3": Place()})).part == part(2, world=2)
+
+
+def test_what_was_set_aside_here_while_a_tier_is_silent_is_not_passed_over(spool, monkeypatch):
+    """The tier may have it right."""
+    for step in (1, 2):
+        commit(spool, part(step))
+    spool.quarantine(part(2))
+    found = {which: Facts.of(spool.manifest(which)) for which in spool.parts()}
+    seen = Place.of(found, quarantined={part(2): None})
+
+    def restored(world: World):
+        restorer = Restorer(spool, "run", Ranks(0, 1), tiers=False)
+        monkeypatch.setattr(restorer.agreement, "_look", lambda: see(world, "run"))
+        return restorer.restore(None, None)
+
+    with pytest.raises(StoreUnavailable, match=r"step 2.*s3 did not"):
+        restored(World(seen, {"s3": None}))
+    spool_alone = Place.of(found, quarantined={part(2): found[part(1)]})
+    assert restored(World(spool_alone, {"s3": Place()})).part == part(1)
+
+
+def test_parts_of_two_histories_under_one_attempt_are_no_checkpoint(spool):
+    """As ranks leave them that cannot talk, and resumed from different steps under an attempt that they were given."""
+    for rank in (0, 1):
+        commit(spool, part(1, rank=rank, world=2))
+        commit(spool, part(5, 2, rank=rank, world=2), origin=part(1).checkpoint if rank == 0 else None)
+    assert Restorer(spool, "run", Ranks(0, 2), tiers=False).restore(None, None).part.checkpoint.step == 5
+    with pytest.raises(StoreUnavailable, match="do not belong together"):
+        Restorer(spool, "run", Ranks(1, 2), tiers=False).restore(None, None)
+
+
+def test_what_retires_a_copy_that_no_tier_has_is_read_on_its_own_way_too(spool, monkeypatch):
+    """Steps 2 and 3 retire step 1; the newest ones are another launch's that went another way."""
+    asked = []
+
+    async def are_usable(self, checkpoint):
+        asked.append((int(checkpoint.attempt[-8:]), checkpoint.step))
+        return True
+
+    async def work():
+        monkeypatch.setattr("tierd.daemon.manifests.Manifests.are_usable", are_usable)
+        commit(spool, part(1))
+        daemon = reconciler(spool, {"tier": Double()}, keep=2)
+        newer = [part(2), part(3), part(4, 2), part(5, 2)]
+        daemon.tiers.places["tier"] = Place.of(dict.fromkeys(newer, Facts.of(spool.manifest(part(1)))))
+        assert await daemon.tiers.are_past(part(1).checkpoint)
+
+    asyncio.run(work())
+    assert asked == [(1, 2), (1, 3), (2, 4), (2, 5)]

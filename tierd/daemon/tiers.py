@@ -194,14 +194,15 @@ class Tiers:
         """Whether each tier really has as many newer checkpoints as its retention counts on: all their manifests can be
         used. To be asked before a copy goes that no tier has; what nobody has read is read now."""
         for name, place in self.places.items():
-            newer = [seen.id for seen in (place.copies(checkpoint.run) if place else ()) if seen.usable]
-            newer = sorted((one for one in newer if one > checkpoint), reverse=True)[: self._keep[name]]
-            usable = [await self._eyes[name].manifests.are_usable(one) for one in newer]
-            if len(newer) < self._keep[name]:
+            keep, copies = self._keep[name], place.copies(checkpoint.run) if place else ()
+            newer = sorted(seen.id for seen in copies if seen.usable and seen.id > checkpoint)
+            if len(newer) < keep:
                 return False
-            if not all(usable):
-                self.doubt(name)
-                return False
+            # The newest, and the next ones: these are on its own way where the newest are on another.
+            for one in sorted({*newer[:keep], *newer[-keep:]}):
+                if not await self._eyes[name].manifests.are_usable(one):
+                    self.doubt(name)
+                    return False
         return True
 
     async def lacking(self, local: Mapping[PartId, Manifest | None]) -> list[str] | None:
