@@ -748,6 +748,36 @@ def test_a_rank_that_dies_while_others_restore_is_noticed_at_once_and_holds_up_n
     assert "told: rank 0 of 2: the other ranks cannot be heard" in first and "saved" in first
 
 
+_ABSENT = (
+    _BEGIN
+    + """
+import datetime, os, time
+from tierd.client import ranks
+file, number, spool = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+distributed.init_process_group("gloo", store=distributed.FileStore(file, 2), rank=number, world_size=2)
+ranks._FIRST = datetime.timedelta(seconds=3)
+if number == 0:
+    try:
+        tierd.Checkpointer(spool, "run", to=[])
+    except tierd.core.errors.ConfigError as error:
+        print("told:", error)
+    open(file + ".done", "w").close()
+for _ in range(600):
+    if os.path.exists(file + ".done"):
+        break
+    time.sleep(0.1)
+sys.stdout.flush()
+os._exit(0)
+"""
+)
+
+
+def test_a_rank_that_makes_no_checkpointer_is_not_waited_for_for_hours(tmp_path):
+    own = [[str(tmp_path / "rendezvous"), str(number), str(tmp_path / "spool")] for number in (0, 1)]
+    first, _ = processes(_ABSENT, own, timeout=60)
+    assert "Every rank of the process group makes a Checkpointer" in first
+
+
 _RUN = (
     _BEGIN
     + """

@@ -158,13 +158,20 @@ def _own_group() -> Any:
     default = distributed.group.WORLD
     if default not in _groups:
         if distributed.is_gloo_available():
+            # Not public, and there since torch 2.2: without it, a rank that makes none is waited for as a slow one is.
+            patient = getattr(getattr(distributed, "distributed_c10d", None), "_set_pg_timeout", None)
+            first = _FIRST if patient else _SLOWEST
             try:
-                _groups[default] = distributed.new_group(backend="gloo", timeout=_SLOWEST, group_desc=_TAG)
+                group = distributed.new_group(backend="gloo", timeout=first, group_desc=_TAG)
             except RuntimeError as error:
                 raise ConfigError(
-                    f"the ranks' gloo group cannot be made: {error}; GLOO_SOCKET_IFNAME names the network interface "
-                    "that it should use"
+                    f"the ranks' gloo group cannot be made: {error}. Every rank of the process group makes a "
+                    "Checkpointer (for one alone: rank=0, world_size=1); GLOO_SOCKET_IFNAME names the network "
+                    "interface that they use"
                 ) from error
+            if patient:
+                patient(_SLOWEST, group)
+            _groups[default] = group
         elif "cpu:" in distributed.get_backend_config() and "cpu:nccl" not in distributed.get_backend_config():
             return default
         else:
