@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import pathlib
 import pickle
 import shutil
 import threading
@@ -17,7 +18,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as FormerProperties
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 import tierd
 import tierd.dcp
@@ -334,7 +335,16 @@ def test_metadata_that_would_change_a_class_is_refused():
     for name in (b"cpathlib\nPurePosixPath\n", b"ctorch.distributed.checkpoint.metadata\nMetadata\n"):
         with pytest.raises(StateRefused, match=r"it would change <class"):
             dcp_metadata.read_metadata(b"\x80\x02" + name + b"N}X\x03\x00\x00\x00badctorch\nSize\ns\x86b0].", "there")
-    assert not hasattr(Metadata, "bad")
+    assert not hasattr(Metadata, "bad") and not hasattr(pathlib.PurePosixPath, "bad")
+    before = pathlib.PurePosixPath.is_absolute
+    with pytest.raises(StateRefused, match="PurePosixPath"):
+        method = b"cpathlib\nPurePosixPath\nN}X\x0b\x00\x00\x00is_absolutectorch\nSize\ns\x86b0]."
+        dcp_metadata.read_metadata(b"\x80\x02" + method, "there")
+    assert pathlib.PurePosixPath.is_absolute is before
+    member = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\x00\x85R}X\x03\x00\x00\x00badK\x01sb0]."
+    with pytest.raises(StateRefused, match="it would change <_MEM_FORMAT_ENCODING"):
+        dcp_metadata.read_metadata(b"\x80\x02" + member, "there")
+    assert not any(hasattr(one, "bad") for one in _MEM_FORMAT_ENCODING)
 
 
 def test_metadata_that_is_none_is_refused(local, spool):

@@ -10,6 +10,7 @@ import dataclasses
 import io
 import pickle
 from collections import OrderedDict
+from enum import EnumMeta
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -52,20 +53,22 @@ _PLAIN: dict[tuple[str, str], Any] = {
 }
 
 
-def _load_build(reader: Any) -> None:
-    made = reader.stack[-2]
-    if isinstance(made, type) or not dataclasses.is_dataclass(made):
-        raise StateRefused(f"it would change {made!r}, which DCP's own metadata does not do")
-    pickle._Unpickler.dispatch[pickle.BUILD[0]](reader)
+class _Reader(pickle.Unpickler):
+    """A pickle can set attributes of what it names, also of a class, for the whole process; `put_right` undoes that."""
 
-
-class _Reader(pickle._Unpickler):
-    """Python's own, not the faster one in C: there nothing can stand before BUILD, which sets attributes of whatever
-    it is given, also of a class, for the whole process."""
-
-    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: _load_build}
+    def __init__(self, data: bytes | bytearray | memoryview) -> None:
+        super().__init__(io.BytesIO(data))
+        self._named: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        found = self._find(module, name)
+        members: list[Any] = list(found) if isinstance(found, EnumMeta) else []
+        for one in (found, *members):
+            if hasattr(one, "__dict__"):
+                self._named.setdefault(id(one), (one, dict(vars(one))))
+        return found
+
+    def _find(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
             return _PLAIN[module, name]
         if (module, name) in _OWN:
@@ -73,6 +76,21 @@ class _Reader(pickle._Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise StateRefused(f"it names {module}.{name}, which DCP's own metadata does not hold")
+
+    def put_right(self) -> list[str]:
+        """Undo what was done to anything that was named; of which something was."""
+        changed = []
+        for one, before in self._named.values():
+            after = dict(vars(one))
+            wrong = [name for name in before | after if after.get(name, self) is not before.get(name, self)]
+            for name in wrong:
+                if name in before:
+                    setattr(one, name, before[name])
+                else:
+                    delattr(one, name)
+            if wrong:
+                changed.append(f"{one!r}")
+        return changed
 
 
 def check_readable(metadata: Metadata, where: str) -> None:
@@ -89,12 +107,17 @@ def read_metadata(data: bytes | bytearray | memoryview, where: str) -> Metadata:
             may have written it.
         ManifestError: no metadata; `where` says of what.
     """
+    reader = _Reader(data)
     try:
-        found = _Reader(io.BytesIO(data)).load()
+        found = reader.load()
     except StateRefused as error:
         raise StateRefused(f"{where}: {error}") from None
     except Exception as error:  # a damaged pickle raises whatever it likes
         raise ManifestError(f"{where}: no metadata of DCP: {type(error).__name__}: {error}") from None
+    finally:
+        changed = reader.put_right()
+    if changed:
+        raise StateRefused(f"{where}: it would change {', '.join(changed)}, which DCP's own metadata does not do")
     if not isinstance(found, Metadata):
         raise ManifestError(f"{where}: no metadata of DCP, but {type(found).__name__}")
     for name in ("state_dict_metadata", "storage_data"):
