@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.training import through
 from support.world import attempt
 from torch.utils.data import (
     BatchSampler,
@@ -34,19 +35,10 @@ from tierd.client.capture import Capturer
 from tierd.client.datastate import ask
 from tierd.client.load import check_fit, load
 from tierd.client.state import flatten, unflatten
-from tierd.client.tensorfile import copy_into, plan_layout
 from tierd.core.errors import StateMismatch, StateRefused
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")
 WORLD = 3
-
-
-def through(state):
-    flat = flatten(state)
-    layout = plan_layout(flat.tensors)
-    buffer = bytearray(layout.size)
-    copy_into(layout, flat.tensors, buffer)
-    return unflatten(flat.tree, buffer)
 
 
 def shuffled(n: int, seed: int) -> list[int]:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
+from support.training import stored, through
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import Dataset
@@ -19,20 +20,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tierd.client.load import check_fit, load
 from tierd.client.rng import RngState
 from tierd.client.state import flatten, unflatten
-from tierd.client.tensorfile import copy_into, parse_layout, plan_layout
+from tierd.client.tensorfile import parse_layout
 from tierd.core.errors import StateMismatch
-
-
-def stored(state):
-    flat = flatten(state)
-    layout = plan_layout(flat.tensors)
-    buffer = bytearray(layout.size)
-    copy_into(layout, flat.tensors, buffer)
-    return flat.tree, buffer
-
-
-def through(state):
-    return unflatten(*stored(state))
 
 
 class Net(nn.Module):

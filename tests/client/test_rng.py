@@ -9,20 +9,11 @@ import sys
 import numpy as np
 import pytest
 import torch
+from support.training import through
 
 from tierd.client.load import check_fit, load
 from tierd.client.rng import RngState
-from tierd.client.state import flatten, unflatten
-from tierd.client.tensorfile import copy_into, plan_layout
 from tierd.core.errors import StateMismatch
-
-
-def through(state):
-    flat = flatten(state)
-    layout = plan_layout(flat.tensors)
-    buffer = bytearray(layout.size)
-    copy_into(layout, flat.tensors, buffer)
-    return unflatten(flat.tree, buffer)
 
 
 def draw():

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
+from support.training import stored, through
 from torch import nn
 
 from tierd.client.state import flatten, unflatten
@@ -26,19 +27,6 @@ from tierd.client.values import show
 from tierd.core.errors import StateMismatch, StateRefused, TierdError
 
 ALL_DTYPES = sorted({*DTYPES.values(), *STORED_AS}, key=str)
-
-
-def stored(state):
-    """The two things that are written."""
-    flat = flatten(state)
-    layout = plan_layout(flat.tensors)
-    buffer = bytearray(layout.size)
-    copy_into(layout, flat.tensors, buffer)
-    return flat.tree, buffer
-
-
-def through(state):
-    return unflatten(*stored(state))
 
 
 def random(dtype, *shape):

@@ -122,14 +122,20 @@ def test_all_daemons_at_work_come_to_rest_too(home):
 # -- a zombie launch --------------------------------------------------------------------------------------------------
 
 
+async def first_launch(home, *steps, keep) -> Nodes:
+    """Nodes A to D. Launch 1 has saved these on A and B, and the tier has them."""
+    nodes = Nodes(home, "A", "B", "C", "D", keep=keep)
+    for step in steps:
+        nodes.save(step, 1, "AB")
+    await nodes.settle()
+    return nodes
+
+
 def test_a_zombie_that_goes_on_harms_nobody(home):
     """Launch 1 lives on A and B while launch 2, resumed from its step 20, lives on C and D."""
 
     async def work():
-        nodes = Nodes(home, "A", "B", "C", "D", keep=2)
-        for step in (10, 20):
-            nodes.save(step, 1, "AB")
-        await nodes.settle()
+        nodes = await first_launch(home, 10, 20, keep=2)
         for step in range(21, 25):
             nodes.save(2 * step, 1, "AB")
             nodes.save(step, 2, "CD", origin=(1, 20))
@@ -146,9 +152,7 @@ def test_what_the_live_launch_resumed_from_stays_until_it_has_a_whole_one_of_its
     """The zombie goes on, the live launch has only rank 0's part of its first checkpoint so far."""
 
     async def work():
-        nodes = Nodes(home, "A", "B", "C", "D", keep=1)
-        nodes.save(20, 1, "AB")
-        await nodes.settle()
+        nodes = await first_launch(home, 20, keep=1)
         nodes.save(21, 2, "CD", origin=(1, 20), ranks=[0])
         await nodes.settle("C")
         for step in (30, 40):
@@ -169,9 +173,7 @@ def test_attempts_never_mix(home):
     """Rank 0's part of the zombie's step 30 and rank 1's of the live launch's step 30 are no checkpoint."""
 
     async def work():
-        nodes = Nodes(home, "A", "B", "C", "D", keep=1)
-        nodes.save(20, 1, "AB")
-        await nodes.settle()
+        nodes = await first_launch(home, 20, keep=1)
         nodes.save(30, 1, "AB", ranks=[0])
         nodes.save(30, 2, "CD", origin=(1, 20), ranks=[1])
         await nodes.settle()
@@ -199,9 +201,7 @@ def test_a_zombies_later_steps_are_asked_for_by_name_or_not_at_all(home):
 
 async def resumed_from_what_went(home: Path, janitor: str) -> Nodes:
     """Launch 2, on C and D, has restored step 20 and committed nothing yet; the zombie's step 30 retires that."""
-    nodes = Nodes(home, "A", "B", "C", "D", keep=1)
-    origin = nodes.save(20, 1, "AB")
-    await nodes.settle()
+    nodes, origin = await first_launch(home, 20, keep=1), part(20).checkpoint
     for rank, name in enumerate("CD"):
         await nodes[name].daemon.fetch(part(20, 1, rank, 2))
     nodes.save(30, 1, "AB")
@@ -248,9 +248,7 @@ def test_what_the_live_launch_resumed_from_comes_back_from_its_own_spools(home):
 @pytest.mark.parametrize("how", ["held", "pinned here"])
 def test_what_one_node_holds_is_not_sent_and_pruned_in_turn(home, how):
     async def work():
-        nodes = Nodes(home, "A", "B", "C", "D", keep=1)
-        origin = nodes.save(20, 1, "AB")
-        await nodes.settle()
+        nodes, origin = await first_launch(home, 20, keep=1), part(20).checkpoint
         await nodes["D"].daemon.fetch(part(20, 1, 1, 2))
         if how == "held":  # as the control socket does while a trainer reads, or uses the directory
             nodes["D"].daemon.held[origin] += 1
@@ -316,9 +314,7 @@ def test_what_is_pruned_in_the_middle_of_a_fetch_is_not_called_corrupt(home):
 async def borrowing(home: Path) -> Nodes:
     """C is about to send step 22, which has chunks in common with the zombie's step 21 alone; A and B are about to send
     30 and to prune 21."""
-    nodes = Nodes(home, "A", "B", "C", "D", keep=1)
-    nodes.save(21, 1, "AB")
-    await nodes.settle()
+    nodes = await first_launch(home, 21, keep=1)
     nodes.save(22, 2, "CD", origin=(1, 21))
     nodes.save(30, 1, "AB")
     nodes.tier.aware = False  # A cannot know of what it did not see

@@ -426,3 +426,22 @@ def test_an_unmount_is_unavailable_and_nothing_goes_to_the_disk_below(mounted: P
             await FileStore(root).get("run/k")
 
     asyncio.run(whole())
+
+
+def test_a_mark_made_between_a_call_and_its_look_is_no_lost_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two first puts at once: one finds no mark, the other makes it, and the first goes on."""
+    store, look = FileStore(tmp_path), os.stat
+
+    def late(path: str | Path, **kwargs: object) -> os.stat_result:
+        try:
+            return look(path, **kwargs)  # type: ignore[arg-type]
+        except FileNotFoundError:
+            monkeypatch.setattr(os, "stat", look)
+            asyncio.run(store.put("other", b"1"))
+            raise
+
+    monkeypatch.setattr(os, "stat", late)
+    asyncio.run(store.put("k", b"1"))
+    assert listed(tmp_path) == ["k", "other"]

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import tierd
+from tierd.client.state import flatten, unflatten
+from tierd.client.tensorfile import copy_into, plan_layout
 from tierd.spool import Spool
 
 
@@ -68,3 +70,17 @@ def restored(spool: Spool, step: int | None = None) -> tuple[tierd.Restored, dic
     state = tensors(10**6)
     with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
         return checkpointer.restore(state, step=step), state
+
+
+def stored(state: dict) -> tuple[bytes, bytearray]:
+    """A state as a part holds it: its tree and its tensor file."""
+    flat = flatten(state)
+    layout = plan_layout(flat.tensors)
+    buffer = bytearray(layout.size)
+    copy_into(layout, flat.tensors, buffer)
+    return flat.tree, buffer
+
+
+def through(state: dict) -> dict:
+    """What comes back of a state."""
+    return unflatten(*stored(state))

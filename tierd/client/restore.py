@@ -112,6 +112,7 @@ class Restorer:
         self.agreement = Agreement(ranks, run, self.source.sight, clock)
         self._passed: dict[CheckpointId, str] = {}
         self._asked_for: set[CheckpointId] = set()
+        self._gone = False  # whether the last candidate's parts had vanished, as `settle` told all ranks
         self.resume = Resume((), (), (), None, (), ())  # as last looked at
 
     def restore(

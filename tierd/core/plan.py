@@ -84,13 +84,12 @@ def plan(world: World, config: Config, backoff: Backoff, now: float) -> tuple[Ac
 
 def flushes(world: World, config: Config, backoff: Backoff, now: float) -> tuple[Flush, ...]:
     """The flushes of `plan` alone: of the newest launch first, and there first of what others have begun."""
-    found: list[tuple[tuple[str, int, int], Flush]] = []
-    for run in runs(world):
-        for name, place in _awake(world, backoff, now).items():
-            begun = _begun(place, run)
-            for flush in _flushes(world, place, config.named(name).retention, run, name, begun):
-                one = flush.part.checkpoint
-                found.append(((one.attempt, begun.get(one, 0), one.step), flush))
+    found = [
+        ranked
+        for run in runs(world)
+        for name, place in _awake(world, backoff, now).items()
+        for ranked in _flushes(world, place, config.named(name).retention, run, name)
+    ]
     found.sort(key=lambda ranked: ranked[0], reverse=True)
     return tuple(flush for _, flush in found)
 
@@ -116,11 +115,13 @@ def _corrupt(place: Place) -> list[PartId]:
 
 
 def _flushes(
-    world: World, tier: Place, policy: RetentionPolicy, run: str, name: str, begun: Collection[CheckpointId]
-) -> Iterator[Flush]:
+    world: World, tier: Place, policy: RetentionPolicy, run: str, name: str
+) -> Iterator[tuple[tuple[str, int, int], Flush]]:
+    """What a tier is to be sent, each with its rank: the highest first."""
     waiting = pending(world.spool, tier, run)
     if not waiting:
         return
+    begun = _begun(tier, run)
     wanted = {verdict.id for verdict in judge_tier(world, tier, policy, run, pending=True) if verdict.keep}
     wanted |= set(begun)
     # Ranks that never come must not keep what is whole already from the tier.
@@ -129,8 +130,9 @@ def _flushes(
         if verdict.keep and is_complete(union(*(seen.ranks for seen in both))):
             wanted.add(verdict.id)
     for part in waiting:
-        if part.checkpoint in wanted:
-            yield Flush(part, name)
+        one = part.checkpoint
+        if one in wanted:
+            yield (one.attempt, begun.get(one, 0), one.step), Flush(part, name)
 
 
 def pending(spool: Place, tier: Place, run: str) -> list[PartId]:

@@ -191,8 +191,8 @@ def not_found(
     if resume.lost:
         lines.append(f"  what attempt {resume.lost} resumed from cannot be told any more")
     if resume.branches:
-        named = ", ".join(f"step {c.step} of attempt {c.attempt}" for c in resume.branches[:5])
-        lines.append(f"  not tried, off the timeline: {named}; restore(step=…, attempt=…) asks for one")
+        others = ", ".join(f"step {c.step} of attempt {c.attempt}" for c in resume.branches[:5])
+        lines.append(f"  not tried, off the timeline: {others}; restore(step=…, attempt=…) asks for one")
     return CheckpointNotFound("\n".join(lines))
 
 

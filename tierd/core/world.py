@@ -7,7 +7,7 @@ an empty place. A checkpoint takes the same room whatever its number of ranks, s
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
@@ -180,6 +180,11 @@ class Place:
         aside = {one: found for one, found in self.quarantined.items() if one != part}
         return replace(self, checkpoints={**self.checkpoints, fresh.id: fresh}, quarantined=aside)
 
+    def without(self, checkpoint: CheckpointId) -> Place:
+        """The same, after a checkpoint was pruned there."""
+        left = {owner: seen for owner, seen in self.checkpoints.items() if owner != checkpoint}
+        return replace(self, checkpoints=left, owners=self.owners - {checkpoint})
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -229,13 +234,13 @@ def union(*seen: Mapping[int, frozenset[int]]) -> dict[int, frozenset[int]]:
     return found
 
 
-def complete_worlds(ranks: Mapping[int, frozenset[int]]) -> list[int]:
+def complete_worlds(ranks: Mapping[int, Collection[int]]) -> list[int]:
     """The world sizes W of which ranks 0..W-1 are all there. Ranks lie below their world size: their number tells."""
     return [world for world, found in ranks.items() if len(found) == world]
 
 
-def is_complete(ranks: Mapping[int, frozenset[int]]) -> bool:
-    return any(len(found) == world for world, found in ranks.items())
+def is_complete(ranks: Mapping[int, Collection[int]]) -> bool:
+    return bool(complete_worlds(ranks))
 
 
 def runs(world: World) -> list[str]:

@@ -17,12 +17,11 @@ import xxhash
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
 from tierd.core.manifest import Manifest, decode
-from tierd.core.world import Facts, Seen
-from tierd.daemon.together import together
+from tierd.core.world import Facts, Seen, is_complete
+from tierd.daemon.together import each
 from tierd.stores.base import ObjectInfo, Store
 
-_READERS = 8  # manifests read at once
-_BATCH = 1000  # manifests that are lined up for that: a page of a listing
+READERS = 8  # manifests read at once
 
 Unusable: TypeAlias = ManifestError | FormatTooNew
 
@@ -82,10 +81,12 @@ class Manifests:
         """
         before = {checkpoint for checkpoint in self._read if checkpoint.run == run}  # another look may find more
         listed = await self._list(run, mine, few, told)
-        todo = [(one, info, part) for one in listed for info, part in one.todo]
-        for at in range(0, len(todo), _BATCH):
-            await together(_READERS, [self._hear(one, info, part) for one, info, part in todo[at : at + _BATCH]])
+
+        async def hear(todo: tuple[_Listed, ObjectInfo, PartId]) -> None:
+            await self._hear(*todo)
             told()
+
+        await each(READERS, hear, ((one, info, part) for one in listed for info, part in one.todo))
         for one in listed:
             if not any(isinstance(said, Facts) for said in one.said.values()):
                 await self._find_a_voice(one)
@@ -225,11 +226,10 @@ class Manifests:
                     if self._borrowed(checkpoint, _name(info), info.token) is None:
                         todo.append(info)
         try:
-            for at in range(0, len(todo), _BATCH):
-                await together(_READERS, [self.read(info) for info in todo[at : at + _BATCH]])
+            await each(READERS, self.read, todo)
         except (ObjectNotFound, ManifestError, FormatTooNew):
             return False
-        return any(len(found) == world for world, found in ranks.items())
+        return is_complete(ranks)
 
 
 def _name(info: ObjectInfo) -> str:

@@ -7,22 +7,18 @@ plan comes back for those.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import aclosing
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, suppress
 
 from tierd.codec import check_stored
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId, chunk_owner, chunks_prefix, manifests_prefix, quarantine_prefix
 from tierd.core.manifest import Manifest, decode
-from tierd.daemon.manifests import Manifests
+from tierd.daemon.manifests import READERS, Manifests
 from tierd.daemon.observe import missing_chunks
-from tierd.daemon.together import together
+from tierd.daemon.together import each
 from tierd.daemon.turns import deleting, intents, sweep
 from tierd.stores.base import ObjectInfo, Store
-
-_READERS = 8  # manifests read at once
-_BATCH = 1000  # and lined up for that: a page of a listing
 
 
 async def prune(store: Store, checkpoint: CheckpointId, who: str = "", known: Manifests | None = None) -> bool:
@@ -71,13 +67,10 @@ async def _named_by(known: Manifests, own: list[ObjectInfo]) -> set[str]:
     found = set[str]()
 
     async def look(info: ObjectInfo) -> None:
-        try:
+        with suppress(ObjectNotFound, ManifestError):
             found.update(_chunks(await known.read(info)))
-        except (ObjectNotFound, ManifestError):
-            pass
 
-    for at in range(0, len(own), _BATCH):
-        await together(_READERS, [look(info) for info in own[at : at + _BATCH]])
+    await each(READERS, look, own)
     return found
 
 
@@ -85,26 +78,21 @@ async def _survivors(store: Store, checkpoint: CheckpointId, doomed: set[str], k
     """Those of `doomed`, chunks, that are named by what is there beside `checkpoint`, or is about to be."""
     found = set[str]()
 
-    async def look(reading: Coroutine[Any, Any, Manifest]) -> None:
-        try:
-            manifest = await reading
-        except ObjectNotFound:
-            return
-        found.update(doomed.intersection(_chunks(manifest)))  # many name the same, and most of it is not asked about
+    def spare(manifest: Manifest) -> None:  # many name the same, and most of it is not asked about
+        found.update(doomed.intersection(_chunks(manifest)))
 
-    async def intent(key: str) -> Manifest:
-        return decode(bytes(await store.get(key)))
+    async def coming(intent: tuple[str, PartId]) -> None:
+        with suppress(ObjectNotFound):
+            spare(decode(bytes(await store.get(intent[0]))))
+
+    async def there(info: ObjectInfo) -> None:
+        with suppress(ObjectNotFound):
+            spare(await known.read(info))
 
     # Intents are read before manifests are listed: one that is gone by then has its manifest among those.
-    await together(_READERS, [look(intent(key)) for key, _ in await intents(store, checkpoint.run)])
-    batch: list[ObjectInfo] = []
+    await each(READERS, coming, await intents(store, checkpoint.run))
     async with aclosing(known.naming(checkpoint, _owners(doomed) | {checkpoint})) as naming:
-        async for info in naming:
-            batch.append(info)
-            if len(batch) == _BATCH:
-                await together(_READERS, [look(known.read(one)) for one in batch])
-                batch.clear()
-    await together(_READERS, [look(known.read(one)) for one in batch])
+        await each(READERS, there, naming)
     return found
 
 

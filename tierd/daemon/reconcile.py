@@ -93,7 +93,7 @@ class Reconciler:
         self._free = 1.0
         self._leftovers: tuple[str, ...] = ()
         self._busy: Counter[PartId] = Counter()
-        self._stuck: dict[PartId | CheckpointId, float] = {}
+        self._stuck: dict[tuple[str, PartId | CheckpointId], float] = {}  # place and what -> until when
         self._unlocked: dict[str, float] = {}
         self._planned: tuple[World | None, frozenset[Flush]] = None, frozenset()
         self._looking = asyncio.Lock()
@@ -182,7 +182,7 @@ class Reconciler:
             async with self.moved:
                 self.moved.notify_all()
             if action is None or lane.last_error:
-                await lane.rest(min(self._rescan(lane), self.pause.left or math.inf))
+                await lane.rest(min(self._rescan(lane), self._until_unstuck(lane), self.pause.left or math.inf))
 
     async def _look_and_plan(self, lane: Lane) -> Action | None:
         """The lane's next action. Where looking takes long, an earlier look is good enough to send parts by, and
@@ -217,7 +217,19 @@ class Reconciler:
     def _is_stuck(self, action: Action, now: float) -> bool:
         if isinstance(action, Discard):
             return False
-        return self._stuck.get(action.checkpoint if isinstance(action, Prune) else action.part, 0.0) > now
+        what = action.checkpoint if isinstance(action, Prune) else action.part
+        return self._stuck.get((action.tier, what), 0.0) > now
+
+    def _rests(self, place: str, what: PartId | CheckpointId, seconds: float) -> None:
+        now = time.monotonic()
+        self._stuck = {one: until for one, until in self._stuck.items() if until > now}
+        self._stuck[place, what] = now + seconds
+
+    def _until_unstuck(self, lane: Lane) -> float:
+        now = lane.now()
+        return min(
+            (end - now for (place, _), end in self._stuck.items() if place == lane.name and end > now), default=math.inf
+        )
 
     def _failed(self, lane: Lane, action: Action | None, error: Exception) -> None:
         self.journal.counters["errors"] += 1
@@ -288,7 +300,7 @@ class Reconciler:
             await self._mend(part, SPOOL, counted=True)
             return
         except (OSError, StoreRefused):  # this part's disk, or what no tier takes: others go first meanwhile
-            self._stuck[part] = time.monotonic() + _STUCK
+            self._rests(tier, part, _STUCK)
             raise
         finally:
             self._busy -= Counter([part])
@@ -307,7 +319,7 @@ class Reconciler:
         if tier == SPOOL:
             parts = await self._covered(checkpoint)
             if parts is None:
-                self._stuck[checkpoint] = time.monotonic() + _AGAIN
+                self._rests(tier, checkpoint, _AGAIN)
                 self.wake()
                 return
             if checkpoint in self.held or any(part.checkpoint == checkpoint for part in self._busy):
@@ -317,7 +329,7 @@ class Reconciler:
             if low:
                 await asyncio.to_thread(self.spool.drop_recycled, ())
         elif not await self.tiers.prune(checkpoint, tier):
-            self._stuck[checkpoint] = time.monotonic() + _STUCK
+            self._rests(tier, checkpoint, _STUCK)
             return
         self.journal.counters["pruned"] += 1
         self.journal.tell("pruned", tier, checkpoint, "; ".join(reasons))
@@ -333,13 +345,10 @@ class Reconciler:
                 self.journal.tell("corrupt", name, part, "chunks are missing; it will be flushed again")
                 await quarantine(self.stores[name], part)
             self.tiers.doubt(name)
-        if (
-            lacking is None
-            and parts
-            and not any(all(self.tiers.has(part, name) for part in parts) for name in self.stores)
-        ):
-            return parts if await self.tiers.are_past(checkpoint) else None
-        return parts if lacking is None else None
+        if lacking is not None:
+            return None
+        on_one = any(all(self.tiers.has(part, name) for part in parts) for name in self.stores)
+        return parts if on_one or await self.tiers.are_past(checkpoint) else None
 
     def _readable(self, part: PartId) -> Manifest | None:
         try:
@@ -356,7 +365,7 @@ class Reconciler:
         except (CorruptChunk, ObjectNotFound):
             pass  # told and set aside by fetch; or gone meanwhile
         except TierdError as error:
-            self._stuck[part] = time.monotonic() + _STUCK  # others of this lane go first meanwhile
+            self._rests(tier, part, _STUCK)  # others of this lane go first meanwhile
             if tier == SPOOL:
                 raise
             log.warning("%s: %s cannot be mended yet: %s", tier, part, error)  # another tier's lane backs off

@@ -12,7 +12,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TypeAlias
 
 from tierd.core.config import Config
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
@@ -31,6 +32,8 @@ from tierd.spool import Spool
 from tierd.stores.base import Store
 
 log = logging.getLogger("tierd.daemon")
+
+Change: TypeAlias = Callable[[Place], Place]
 
 _ANSWER = 5.0  # seconds that one tier waits for another's manifest, which it could do without
 _ANSWERS = 120.0  # seconds that a look waits for the next answer, above all retries of its calls
@@ -60,7 +63,7 @@ class Tiers:
         self._untidy = set(stores)  # where turns of this node, or of a daemon before, may have been cut off
         self._clock = itertools.count()
         self._seen = dict.fromkeys(stores, -1)  # tier -> the beginning of the look that `places` shows
-        self._put: dict[str, list[tuple[int, PartId, Facts]]] = {name: [] for name in stores}  # since that, and when
+        self._done: dict[str, list[tuple[int, Change]]] = {name: [] for name in stores}  # since that, and when
         self._next: dict[str, asyncio.Task[None]] = {}  # the look that has not begun yet, and what was asked of it
         self._asked: dict[str, tuple[set[str], dict[str, frozenset[int]]]] = {}
         self._looking: Counter[str] = Counter()
@@ -129,17 +132,20 @@ class Tiers:
     def put(self, tier: str, part: PartId, facts: Facts) -> None:
         """A part was just flushed: it is there, whatever looks show that began before. It is no look: of all else, one
         that is under way tells more."""
-        self._put[tier].append((next(self._clock), part, facts))
+        self._did(tier, lambda place: place.adding(part, facts))
+
+    def _did(self, tier: str, change: Change) -> None:
+        self._done[tier].append((next(self._clock), change))
         if place := self.places[tier]:
-            self.places[tier] = place.adding(part, facts)
+            self.places[tier] = change(place)
 
     def _saw(self, tier: str, begun: int, place: Place | None) -> bool:
         # A lane and an asker may look at once: what began later saw the newer truth, whichever ends first.
         if begun < self._seen[tier]:
             return False
-        self._put[tier] = [one for one in self._put[tier] if one[0] > begun]
-        for _, part, facts in self._put[tier]:
-            place = place and place.adding(part, facts)
+        self._done[tier] = [one for one in self._done[tier] if one[0] > begun]
+        for _, change in self._done[tier]:
+            place = place and change(place)
         self._seen[tier], self.places[tier] = begun, place
         return True
 
@@ -188,6 +194,8 @@ class Tiers:
             log.warning("%s: %s is not pruned yet: %s", tier, checkpoint, error)
             return False
         eye.forget(checkpoint)  # also where others name what is there: that is known now
+        if went:
+            self._did(tier, lambda place: place.without(checkpoint))
         return went
 
     async def are_past(self, checkpoint: CheckpointId) -> bool:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from tierd.priority import POLITE, is_hasty
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_PAGE = 1000  # items that `each` lines up: a page of a listing
 
 
 async def together(limit: int, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -36,6 +38,24 @@ async def together(limit: int, work: Sequence[Coroutine[Any, Any, T]]) -> list[T
         for coroutine in work:
             coroutine.close()  # one that never got through the gate
         raise
+
+
+async def each(
+    limit: int, do: Callable[[T], Coroutine[Any, Any, object]], items: Iterable[T] | AsyncIterable[T]
+) -> None:
+    """`do` for each of `items`, of which there may be a million; at most `limit` run at a time."""
+    page: list[T] = []
+    async for item in items if isinstance(items, AsyncIterable) else _one_by_one(items):
+        page.append(item)
+        if len(page) == _PAGE:
+            await together(limit, [do(one) for one in page])
+            page.clear()
+    await together(limit, [do(one) for one in page])
+
+
+async def _one_by_one(items: Iterable[T]) -> AsyncIterator[T]:
+    for item in items:
+        yield item
 
 
 async def to_the_end(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

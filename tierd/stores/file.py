@@ -147,12 +147,12 @@ class FileStore:
                 raise StoreUnavailable(f"{self._path} has vanished: is its file system still mounted?") from None
             raise StoreRefused(f"{self._path} does not exist: mount it, or create it with mkdir") from None
         with closing(root):
-            self._seen = True
+            self._seen, marked = True, self._marked  # before the look: another thread's put may make the mark after it
             try:
                 os.stat(_TMP, dir_fd=root, follow_symlinks=False)
                 self._marked = True
             except FileNotFoundError:
-                if self._marked:
+                if marked:
                     raise StoreUnavailable(
                         f"{self._path} has lost its {_TMP}: is its file system still mounted? "
                         f"If this is the right place, mkdir {self._path / _TMP}"

@@ -26,7 +26,7 @@ from tierd.client.dcp.entries import check_plain, load_tensor
 from tierd.client.dcp.files import Files, Span
 from tierd.client.restore import Skipped
 from tierd.core.errors import CheckpointNotFound, ConfigError, ManifestError, StateMismatch, StateRefused
-from tierd.core.ids import CheckpointId, PartId, check_attempt, check_step
+from tierd.core.ids import CheckpointId, PartId
 from tierd.core.resume import Candidate
 from tierd.core.world import SPOOL
 
@@ -67,9 +67,7 @@ class OpenReader(Reader):
 
         Another comes only if all ranks have settled that this one is not to be had. Raises as `StorageReader`.
         """
-        asked = check_step(step) if step is not None else None
-        named = check_attempt(attempt) if attempt is not None else None
-        for candidate in self.restorer.whole(asked, named):
+        for candidate in self.restorer.whole(step, attempt):
             failure: Exception | None = None
             try:
                 self._open(candidate)
@@ -144,11 +142,8 @@ class OpenReader(Reader):
         rank = kwargs.get("rank")
         if self._by_rank and rank != self._launch.rank:  # torch then asks for a rank's own
             raise StateMismatch(f"{self.checkpoint} was saved with use_collectives=False: each rank reads its own part")
-        return self._described(self._metadata)
-
-    def _described(self, metadata: Metadata) -> Metadata:
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        return metadata
+        self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
+        return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._storage = metadata.storage_data

@@ -200,10 +200,10 @@ class StorageWriter(FileSystemWriter):
 
     def _begin(self) -> None:
         """What is saved is of this moment: this attempt, these metrics."""
-        saver = self._saver
-        if saver is not None and saver is not threading.current_thread():
-            saver.join(_LAST)  # a save that failed on another rank ends with the thread, and nobody tells this one
-        if self._staged or (saver and saver is not threading.current_thread() and saver.is_alive()):
+        other = self._saver if self._saver is not threading.current_thread() else None
+        if other:
+            other.join(_LAST)  # a save that failed on another rank ends with the thread, and nobody tells this one
+        if self._staged or (other and other.is_alive()):
             raise ConfigError(f"this writer still saves step {self._step}: wait for it, or make a writer a save")
         self._abandon()
         self._step = self._given
