@@ -3,13 +3,14 @@
 # make check   what every commit passes: ruff, mypy strict, the fast tests
 # make bench   measures what saving costs, beside its peers, an hour and a half on two cores; leaves benchmarks/overhead.*
 # make system  tests that need root or a real S3 server (.ci/run calls it)
+# make faults  a short round of every kind of fault, as root (.ci/run calls it); make gate: the full one, some hours
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint check bench system format clean
+.PHONY: demo test lint check bench system faults gate format clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml constraints.txt
@@ -39,6 +40,9 @@ bench: $(READY)
 
 system: $(READY)
 	$(BIN)/python -m pytest -m system
+
+faults gate: $(READY)
+	PYTHONPATH=tests:. $(BIN)/python -m faults $(patsubst faults,short,$@)
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,72 @@
+"""Faults, and what must survive them.
+
+    python -m faults KIND [--trials N] [--seed S]    trials of one kind
+    python -m faults KIND --only S                   one trial again
+    python -m faults short | gate                    a round of every kind, as `make faults` and `make gate`
+
+From the project's root, with `tests` on PYTHONPATH, as the Makefile's commands do it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import cast
+
+from faults.rounds import Kit, Round, save, say
+
+KINDS = ("simulation", "power", "kills", "disk", "s3", "corruption", "hostile", "sabotage")
+RESULTS = Path(__file__).parent / "gate.json"
+
+
+def kit(kind: str) -> Kit:
+    return cast(Kit, importlib.import_module(f"faults.{kind}"))
+
+
+def trials(kind: str, number: int, seed: int, only: int | None = None, kept: Path | None = None) -> bool:
+    """A round of one kind; whether it succeeded."""
+    which = kit(kind)
+    if why := which.missing():
+        say(f"SKIPPED {kind}: {why}")
+        return False
+    say(f"== {kind}: {number:,} {which.UNIT} from seed {seed}" if only is None else f"== {kind}: seed {only}")
+    room = Path(tempfile.mkdtemp(prefix=f"tierd-{kind}-"))
+    work = Round(kind, which.UNIT, seed, number, room, only)
+    try:
+        which.run(work)
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
+    result = work.result()
+    say(f"   {work.done:,} {which.UNIT}, {len(work.losses)} lost, {result['seconds']} s, {result['notes']}")
+    if kept:
+        save(kept, result)
+    return not work.failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="faults", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("kind", choices=[*KINDS, "short", "gate"])
+    parser.add_argument("--trials", type=int, help="how many; a short round's number if not given")
+    parser.add_argument("--seed", type=int, default=0, help="of the first trial")
+    parser.add_argument("--only", type=int, help="the one trial of this seed")
+    parser.add_argument("--keep", type=Path, help="a JSON file that gets the result")
+    given = parser.parse_args()
+    if given.kind in ("short", "gate"):
+        full = given.kind == "gate"
+        kept = RESULTS if full else given.keep
+        went = {
+            kind: trials(kind, kit(kind).GATE if full else kit(kind).SHORT, given.seed, None, kept) for kind in KINDS
+        }
+        failed = [kind for kind, well in went.items() if not well]
+        say(f"FAILED: {', '.join(failed)}" if failed else "all rounds passed")
+        return bool(failed)
+    number = given.trials or kit(given.kind).SHORT
+    return not trials(given.kind, number, given.seed, given.only, given.keep)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

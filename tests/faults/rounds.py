@@ -1,0 +1,151 @@
+"""A round of trials of one kind of fault, counted, timed, and reproducible from its seeds.
+
+Law: a trial's seed decides all that the trial does, so that `--only SEED` does it again. A loss is never retried, never
+filtered; a round that did fewer trials than it was asked for says so and fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+_SHOWN = 20  # losses that are printed and kept in full
+_EVERY = 10.0  # seconds between two lines of progress
+
+
+class Lost(AssertionError):
+    """A promise was broken: the message says which, and what was seen."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One line of tierd made wrong, which `by`, the arguments of a short run of its kit, must find.
+
+    `old` stands once in the file at `path`, below the project's root, and becomes `new`.
+    """
+
+    name: str
+    path: str
+    old: str
+    new: str
+    by: str
+
+
+class Kit(Protocol):
+    """What a module of `faults` holds, beside its docstring, which says what is done and what is required."""
+
+    UNIT: str  # what is counted: "power cuts"
+    SHORT: int  # how many of it in a short round
+    GATE: int  # and in the full one
+    MUTANTS: tuple[Mutant, ...]
+
+    def missing(self) -> str | None:
+        """Why this cannot run on this machine; None where it can."""
+
+    def run(self, work: Round) -> None:
+        """Trials for `work.seeds()`, each ended by `work.passed` or `work.lost`."""
+
+
+@dataclass
+class Round:
+    """One round. `trials` counts units, of which one seed may be worth many.
+
+    Attributes:
+        room: an empty directory, removed afterwards.
+        notes: how often what happened, for the page: "cuts during a prune".
+    """
+
+    kind: str
+    unit: str
+    first: int
+    trials: int
+    room: Path
+    only: int | None = None
+    done: int = 0
+    losses: list[dict[str, Any]] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+    _begun: float = field(default_factory=time.monotonic)
+    _told: float = field(default_factory=time.monotonic)
+    _used: int = 0
+
+    def seeds(self) -> Iterator[int]:
+        """Seeds, until enough was done or too much was lost."""
+        if self.only is not None:
+            yield self.only
+            return
+        while self.done < self.trials and len(self.losses) < _SHOWN:
+            self._used += 1
+            yield self.first + self._used - 1
+
+    def passed(self, units: int = 1, *notes: str) -> None:
+        self.done += units
+        self.notes.update(notes)
+        if time.monotonic() - self._told > _EVERY:
+            self._told = time.monotonic()
+            print(f"   {self.kind}: {self.done:,} of {self.trials:,} {self.unit}, {self._seconds:.0f} s", flush=True)
+
+    def lost(self, seed: int, why: str | BaseException, units: int = 1) -> None:
+        """A trial that broke a promise."""
+        self.done += units
+        said = "".join(traceback.format_exception(why)) if isinstance(why, BaseException) else why
+        self.losses.append({"seed": seed, "why": said})
+        print(f"LOST {self.kind} seed {seed}: {said}\n   again: python -m faults {self.kind} --only {seed}", flush=True)
+
+    def attempt(self, seed: int, trial: Callable[[int], int | None]) -> None:
+        """One trial that answers how many units it was worth (None: one), and raises what it lost."""
+        try:
+            units = trial(seed)
+        except Exception as error:
+            self.lost(seed, error)
+        else:
+            self.passed(1 if units is None else units)
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._begun
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.losses) or (self.only is None and self.done < self.trials)
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "unit": self.unit,
+            "seeds": [self.first, self.first + self._used - 1],
+            "trials": self.done,
+            "losses": self.losses,
+            "seconds": round(self._seconds, 1),
+            "notes": dict(sorted(self.notes.items())),
+            "machine": f"{os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}",
+        }
+
+
+def bound(trials: int, losses: int = 0) -> float:
+    """The probability of a loss in one trial that is excluded with 95 % confidence when none was lost: 1 - 0.05^(1/n).
+
+    Source: Clopper-Pearson with no events; 3/n, the rule of three, for large n.
+    """
+    if losses:
+        raise ValueError("a bound is given for no losses only")
+    return float(1 - 0.05 ** (1 / trials))
+
+
+def save(path: Path, result: dict[str, Any]) -> None:
+    """Keep a round's result beside those of other kinds."""
+    results = json.loads(path.read_text()) if path.exists() else {}
+    results[result["kind"]] = result
+    path.write_text(json.dumps(dict(sorted(results.items())), indent=2) + "\n")
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stdout, flush=True)
