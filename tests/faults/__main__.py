@@ -3,6 +3,7 @@
     python -m faults KIND [--trials N] [--seed S]    trials of one kind
     python -m faults KIND --only S                   one trial again
     python -m faults short | gate                    a round of every kind, as `make faults` and `make gate`
+    python -m faults page                            the last gate's results into the README
 
 From the project's root, with `tests` on PYTHONPATH, as the Makefile's commands do it.
 """
@@ -17,10 +18,11 @@ import tempfile
 from pathlib import Path
 from typing import cast
 
+from faults import page
+from faults.page import RESULTS
 from faults.rounds import Kit, Round, save, say
 
 KINDS = ("simulation", "power", "kills", "disk", "s3", "corruption", "hostile", "sabotage")
-RESULTS = Path(__file__).parent / "gate.json"
 
 
 def kit(kind: str) -> Kit:
@@ -49,12 +51,15 @@ def trials(kind: str, number: int, seed: int, only: int | None = None, kept: Pat
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="faults", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("kind", choices=[*KINDS, "short", "gate"])
+    parser.add_argument("kind", choices=[*KINDS, "short", "gate", "page"])
     parser.add_argument("--trials", type=int, help="how many; a short round's number if not given")
     parser.add_argument("--seed", type=int, default=0, help="of the first trial")
     parser.add_argument("--only", type=int, help="the one trial of this seed")
     parser.add_argument("--keep", type=Path, help="a JSON file that gets the result")
     given = parser.parse_args()
+    if given.kind == "page":
+        page.write()
+        return 0
     if given.kind in ("short", "gate"):
         full = given.kind == "gate"
         kept = RESULTS if full else given.keep

@@ -1,0 +1,95 @@
+"""One line of tierd made wrong at a time: an fsync, a verify, an ordering or a fence removed. Something must turn red.
+
+Law: a mutant counts as killed only when what finds it is green without it, and says what was lost with it: a test that
+failed, or a kit's LOST. A mutant that no longer fits the code is a loss, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from faults.plain import PLAIN
+from faults.rounds import Lost, Mutant, Round
+
+UNIT = "mutants"
+KITS = ("simulation", "power", "kills", "disk", "s3", "corruption", "hostile")
+ROOT = Path(__file__).resolve().parents[2]
+_LIMIT = 420.0  # seconds that what finds a mutant may take
+_LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*.egg-info", ".demo", ".hypothesis")
+
+
+def collect() -> tuple[Mutant, ...]:
+    """Every kit's mutants, and those that ordinary tests find."""
+    found = tuple(mutant for kit in KITS for mutant in importlib.import_module(f"faults.{kit}").MUTANTS) + PLAIN
+    assert len({mutant.name for mutant in found}) == len(found), "two mutants of one name"
+    return found
+
+
+MUTANTS: tuple[Mutant, ...] = ()
+GATE = len(collect())
+SHORT = GATE // 10
+
+
+def missing() -> str | None:
+    return None
+
+
+def run(work: Round) -> None:
+    """Seed s is the mutant of number 7 s, so that a short round has some of every kit's."""
+    mutants = collect()
+    tree = work.room / "tree"
+    shutil.copytree(ROOT, tree, ignore=_LEFT_OUT)
+
+    @functools.cache
+    def green(by: str) -> bool:
+        return not _reds(by, tree)
+
+    def trial(seed: int) -> None:
+        step = next(step for step in (7, 5, 3, 1) if len(mutants) % step)
+        mutant = mutants[seed * step % len(mutants)]
+        if not green(mutant.by):
+            raise Lost(f"{mutant.by} is red without any mutant")
+        with _planted(mutant, tree):
+            if not _reds(mutant.by, tree):
+                raise Lost(f"mutant survived: {mutant.name} ({mutant.path}), by {mutant.by}")
+        work.notes[f"by {mutant.by.split()[0]}"] += 1
+
+    for seed in work.seeds():
+        work.attempt(seed, trial)
+
+
+@contextmanager
+def _planted(mutant: Mutant, tree: Path) -> Iterator[None]:
+    path = tree / mutant.path
+    source = path.read_text()
+    if (number := source.count(mutant.old)) != 1:
+        raise Lost(f"mutant {mutant.name} fits {number} places of {mutant.path}: write it anew")
+    path.write_text(source.replace(mutant.old, mutant.new))
+    try:
+        yield
+    finally:
+        path.write_text(source)
+
+
+def _reds(by: str, tree: Path) -> bool:
+    """Whether what `by` names fails in `tree`, because of what it found there."""
+    what, *arguments = by.split()
+    plain = what == "pytest"
+    command = [*("pytest", "-q", "-x", "-p", "no:cacheprovider"), *arguments] if plain else ["faults", what, *arguments]
+    environment = {**os.environ, "PYTHONPATH": f"{tree / 'tests'}:{tree}", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=tree, env=environment, capture_output=True, text=True, timeout=_LIMIT
+    )
+    if done.returncode == 0:
+        return False
+    if (plain and done.returncode != 1) or (not plain and "\nLOST " not in done.stdout):
+        raise Lost(f"{by} did not come to an answer:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return True
