@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import tomllib
 from pathlib import Path
 
 import msgspec
 import pytest
+from faults.__main__ import KINDS, kit
+from faults.page import RESULTS, put, table
 from typer.main import get_command
 
 from tierd.cli import EXIT_CODES, app
@@ -116,3 +119,14 @@ def test_relative_links_lead_somewhere() -> None:
     for page in (*ROOT.glob("*.md"), ROOT / "tierd" / "FORMAT.md"):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_gate_is_what_the_readme_says() -> None:
+    """Each kind of fault is described, and the table is that of the last full round, in which nothing was lost."""
+    section = README.split("## What it was put through")[1].split("\n## ")[0]
+    assert re.findall(r"^\| ([a-z0-9]+) \| [^|]+ \|$", section, re.M)[1:] == list(KINDS)
+    results = json.loads(RESULTS.read_text())
+    assert put(README, table(results)) == README
+    assert set(results) == set(KINDS)
+    for kind, result in results.items():
+        assert not result["losses"] and result["trials"] >= kit(kind).GATE, kind
