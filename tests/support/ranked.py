@@ -229,10 +229,11 @@ class Cluster:
         )
 
     def node(self, name: str) -> Node:
-        """The node of that name, started when it is new."""
+        """The node of that name; a new one is started, and answers."""
         if name not in self.nodes:
-            self.nodes[name] = Node(name, self.home / name, self.tier)
-            self.nodes[name].start()
+            self.nodes[name] = node = Node(name, self.home / name, self.tier)
+            node.start()
+            self.await_that(f"node {name} answers", node.status)
         return self.nodes[name]
 
     def stop(self) -> None:
