@@ -1,4 +1,4 @@
-"""No secret gets anywhere: a daemon with recognizable ones works, fails and dies, and all that it leaves is searched."""
+"""No secret gets anywhere: a daemon that has some works, fails and dies, and all that it leaves is searched."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from tierd.spool import Spool
 ID = "AKIDCANARYISNOSECRET"
 SECRET, TOKEN, PASSWORD = "c4nary/S3cret+Key==one", "c4nary/T0ken+of/a/session==two", "c4nary-p4ssw0rd-three"
 # Everything at DEBUG, as whoever hunts a bug would have it; and asyncio's own debug mode.
-LOUD = (
-    "import logging, sys; logging.basicConfig(level=1, stream=sys.stderr); from tierd.cli import run; sys.exit(run())"
-)
+LOUD = "import logging, sys; logging.basicConfig(level=1); from tierd.cli import run; sys.exit(run())"
 
 
 def forms() -> Iterator[bytes]:
