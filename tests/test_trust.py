@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import socket
@@ -20,6 +21,7 @@ from tierd.core import wire
 from tierd.core.errors import DaemonUnavailable, SpoolUnusable
 from tierd.link import Link
 from tierd.spool import Spool
+from tierd.stage import make_locked, try_lock
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
@@ -237,3 +239,37 @@ def test_who_is_no_stranger() -> None:
     one, other = socket.socketpair()
     with one, other:
         assert trust.stranger(one) is None
+
+
+def test_a_directory_that_is_locked_is_no_link(tmp_path: Path) -> None:
+    """A stage's and a fetch's names can be told in advance."""
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "outside")
+    assert try_lock(tmp_path / "link") is None
+    with pytest.raises(OSError):
+        make_locked(tmp_path / "link")
+    os.close(make_locked(tmp_path / "outside"))
+
+
+# -- memory that a trainer lends --------------------------------------------------------------------------------------
+
+SEALS = {name: getattr(fcntl, name) for name in ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")}
+
+
+def test_an_arena_is_cut_short_by_nobody() -> None:
+    """Or whoever reads it would be killed by SIGBUS."""
+    arena = Arena(8192)
+    for size in (0, 4096, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.fd, size)
+
+
+@pytest.mark.parametrize("missing", SEALS)
+def test_memory_that_could_be_cut_short_is_not_taken(missing: str) -> None:
+    fd = os.memfd_create("x", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 8192)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, sum(bit for name, bit in SEALS.items() if name != missing))
+    with pytest.raises(ValueError, match="no sealed memfd"):
+        Arena.received(fd)
+    with pytest.raises(OSError):
+        os.fstat(fd)  # and is let go of
