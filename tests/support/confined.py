@@ -115,6 +115,7 @@ def show(paths: list[Path]) -> None:
 def own_mounts(writable: list[Path]) -> None:
     """A mount namespace in which nothing but `writable` is."""
     check(_libc.unshare(0x00020000), "unshare")
+    os.umask(0o022)
     mount("", "/", "", MS_REC | MS_PRIVATE)
     show([Path(path).resolve() for path in {sys.prefix, sys.base_prefix, Path(__file__).parents[2]}])
     for path in writable:
