@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -152,6 +153,50 @@ def test_two_at_once_to_one_place_the_second_is_refused(tmp_path, tier, capsys):
         assert run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "out")]) == 3
         assert "another restore" in capsys.readouterr().err
     assert not aside.exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "directory"])
+@pytest.mark.parametrize("at", [1, 7, 14])
+def test_another_put_in_its_place_on_the_way_gets_nothing_and_is_told(tmp_path, tier, capsys, monkeypatch, kind, at):
+    """By somebody who may write to the directory above, after the `at`-th chunk."""
+    aside, outside, real = tmp_path / ".out.partial", tmp_path / "outside", FileStore.get
+    outside.mkdir()
+    (outside / part(1, world=2).name).mkdir()
+    (outside / part(1, world=2).name / "mine").write_bytes(b"mine")
+    before = sorted(outside.rglob("*"))
+    chunks = 0
+
+    async def get(self, key, into=None):
+        nonlocal chunks
+        chunks += is_chunk(key)
+        if chunks == at and not (tmp_path / "stolen").exists():
+            assert stat.S_IMODE(aside.stat().st_mode) == 0o700
+            aside.rename(tmp_path / "stolen")
+            aside.symlink_to(outside) if kind == "link" else aside.mkdir()
+        return await real(self, key, into)
+
+    monkeypatch.setattr(FileStore, "get", get)
+    assert run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "out")]) == 3
+    assert "put another directory in its place" in capsys.readouterr().err
+    assert sorted(outside.rglob("*")) == before
+    assert not (tmp_path / "out").is_dir() or kind == "link" or not any((tmp_path / "out").iterdir())
+
+
+def test_what_others_may_write_to_is_not_taken_up(tmp_path, tier, capsys):
+    aside = tmp_path / ".out.partial"
+    aside.mkdir()
+    aside.chmod(0o777)
+    assert run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "out")]) == 3
+    assert "others may write to it" in capsys.readouterr().err
+
+
+def test_what_came_is_as_open_as_the_umask_says(tmp_path, tier):
+    mask = os.umask(0o027)
+    try:
+        assert run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "out")]) == 0
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o750
 
 
 @pytest.mark.parametrize("kind", ["link", "file", "foreign"])

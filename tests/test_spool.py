@@ -686,7 +686,7 @@ def test_a_place_without_rights_is_no_spool_and_the_message_says_what_to_do(tmp_
         spool = Spool(base / "spool")
         assert "SpoolUnusable" in _as_nobody(spool.root)  # private as it was made
         spool.root.chmod(0o755)
-        assert "not writable by uid 65534" in _as_nobody(spool.root)
+        assert "belongs to uid 0, and this is uid 65534" in _as_nobody(spool.root)
         base.chmod(0o700)
         assert _as_nobody(base / "spool").startswith("SpoolUnusable")  # cannot even be looked at
         assert _as_nobody(base / "new").startswith("SpoolUnusable")

@@ -21,6 +21,7 @@ import msgspec
 from tierd.core.errors import DaemonUnavailable
 from tierd.core.wire import EXIT_HELD, HEARTBEAT, MAX_REPLY, Request, encode_line, raise_error
 from tierd.spool import Spool
+from tierd.trust import stranger
 
 _SILENCE = 6 * HEARTBEAT  # seconds without a byte after which a daemon counts as hung
 _START = 60.0  # seconds that a daemon may take to answer after it was started; imports from a network disk are slow
@@ -62,7 +63,7 @@ class Link:
             self._socket.close()
             absent = error.errno in _ABSENT
             raise DaemonUnavailable(
-                f"spool {spool.root}: no daemon answers ({'none is running' if absent else error}); "
+                f"spool {spool.root}: no daemon answers ({'none is running' if absent else error.strerror or error}); "
                 f"start one: tierd run --spool {spool.root} --to URL"
             ) from error
 
@@ -157,8 +158,8 @@ def _over() -> TimeoutError:
 
 
 def connect(connection: socket.socket, path: Path, patience_s: float = _QUEUE) -> None:
-    """Connect to one of the daemon's sockets; raises `OSError` when nobody listens, or when for `patience_s` no place
-    is free among its waiting callers."""
+    """Connect to one of the daemon's sockets; raises `OSError` when nobody listens, when it is not a daemon of this
+    user, of root or of the spool's owner, or when for `patience_s` no place is free among its waiting callers."""
     # A socket's path may be 107 bytes long, a spool's longer: so it is named through a descriptor of its directory.
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     end = time.monotonic() + patience_s
@@ -166,11 +167,13 @@ def connect(connection: socket.socket, path: Path, patience_s: float = _QUEUE) -
         while True:
             try:
                 connection.connect(f"/proc/self/fd/{directory}/{path.name}")
-                return
+                break
             except BlockingIOError:  # it listens, and has more callers waiting than the system lets wait
                 if time.monotonic() >= end:
                     raise
             time.sleep(0.02)
+        if (uid := stranger(connection, os.fstat(directory).st_uid)) is not None:
+            raise PermissionError(errno.EPERM, f"what listens there is another user's, uid {uid}")
     finally:
         os.close(directory)
 

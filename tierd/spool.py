@@ -36,6 +36,7 @@ from tierd.core.manifest import MANIFEST_NAME, MAX_MANIFEST_SIZE, Manifest, deco
 from tierd.device import LARGE
 from tierd.persist import open_plain, read_file, sync_directory
 from tierd.stage import Stage, try_lock
+from tierd.trust import check_owner, check_room, keep_private
 
 
 @contextmanager
@@ -62,7 +63,7 @@ class Spool:
         write: make what is missing; without, a spool is only looked at.
 
     Raises:
-        SpoolUnusable: `root` is no directory, cannot be made, or cannot be written to.
+        SpoolUnusable: `root` is no directory, cannot be made, cannot be written to, or is not this user's alone.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, write: bool = True) -> None:
@@ -77,8 +78,10 @@ class Spool:
                 return
             self.root.parent.mkdir(parents=True, exist_ok=True)
             self.root.mkdir(mode=0o700, exist_ok=True)  # weights are nobody else's business
+            keep_private(self.root)
             for directory in (self.control, *(self.control / name for name in _ROOMS)):
-                directory.mkdir(parents=True, exist_ok=True)
+                directory.mkdir(exist_ok=True)
+                check_room(directory)
             if not os.access(self.root, os.W_OK | os.X_OK):
                 why = (
                     "its file system is mounted read-only"
@@ -288,6 +291,7 @@ class Spool:
 
     def pin(self, checkpoint: CheckpointId, *, pinned: bool) -> None:
         """Make retention leave a checkpoint alone, or not any more."""
+        check_owner(self.root)
         path = self.root / checkpoint.run / "pins" / checkpoint.name
         if pinned:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -308,7 +312,9 @@ class Spool:
 
         Raises:
             SpoolHeld: another daemon holds it; names its process.
+            SpoolUnusable: it is another user's.
         """
+        check_owner(self.root)
         fd = os.open(self.control / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:

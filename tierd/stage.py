@@ -114,7 +114,7 @@ def make_locked(path: Path) -> int:
     while True:
         path.mkdir(exist_ok=True)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             continue
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -129,7 +129,7 @@ def make_locked(path: Path) -> int:
 def try_lock(path: Path) -> int | None:
     """The lock of a stage whose writer is gone, as a descriptor to close; None while it is held."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
     try:

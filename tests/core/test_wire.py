@@ -55,7 +55,10 @@ def fetch(**changes) -> bytes:
     return json.dumps(found).encode()
 
 
-@pytest.mark.parametrize("runs", [((1, 1),), ((5, 2),), ((-1, 2),), ((0, 1 << 40),), ((0,),), (("0", 1),)])
+@pytest.mark.parametrize(
+    "runs",
+    [((1, 1),), ((5, 2),), ((-1, 2),), ((0, 1 << 40),), ((0,),), (("0", 1),), ((0, 2), (1, 3)), ((4, 5), (0, 1))],
+)
 def test_a_run_of_chunks_that_is_none_is_no_request(runs):
     found = json.loads(wire.encode_line(wire.Fetch(part=PART))) | {"wanted": {"a": runs}}
     with pytest.raises(msgspec.ValidationError):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import functools
+import itertools
 import os
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +17,7 @@ from pathlib import Path
 import pytest
 from stores.conformance import Conformance, keys
 
-from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
+from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.stores.base import Store
 from tierd.stores.file import FileStore
 
@@ -246,6 +249,52 @@ def test_symlinks_and_odd_files_lead_nowhere(tmp_path: Path) -> None:
     with pytest.raises(StoreRefused):
         put(root, "run/real")
     assert os.listdir(outside) == ["secret"]
+
+
+@pytest.mark.parametrize("operation", ["put", "get", "scan", "delete"])
+@pytest.mark.parametrize("swapped", ["run", "run/chunks", ".tmp"])
+def test_a_link_planted_between_any_two_steps_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, swapped: str
+) -> None:
+    """In a directory that others may write to: at every call of an operation, a directory becomes a link."""
+    for when in itertools.count(1):
+        root, outside = tmp_path / f"root{when}", tmp_path / f"outside{when}"
+        root.mkdir()
+        put(root, "run/chunks/one", b"inside")
+        shutil.copytree(root / swapped, outside)
+        for path in outside.rglob("one"):
+            path.write_bytes(b"outside")
+        before = {path.relative_to(outside): path.is_file() and path.read_bytes() for path in outside.rglob("*")}
+        calls = 0
+
+        def plant(real, *args, root=root, outside=outside, when=when, **kwargs):
+            nonlocal calls
+            if threading.current_thread().name.startswith("tierd-file"):
+                calls += 1
+                if calls == when:
+                    Path(root / swapped).rename(root / "aside")
+                    Path(root / swapped).symlink_to(outside)
+            return real(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            for name in ("open", "mkdir", "rename", "unlink", "rmdir", "stat", "scandir"):
+                patch.setattr(os, name, functools.partial(plant, getattr(os, name)))
+            try:
+                match operation:
+                    case "put":
+                        put(root, "run/chunks/two", b"new")
+                    case "get":
+                        assert get(root, "run/chunks/one") == b"inside"
+                    case "scan":
+                        listed(root)
+                    case "delete":
+                        asyncio.run(FileStore(root).delete(["run/chunks/one"]))
+            except TierdError:
+                pass
+        assert before == {p.relative_to(outside): p.is_file() and p.read_bytes() for p in outside.rglob("*")}
+        if calls < when:
+            assert when > 3
+            return
 
 
 def test_the_root_itself_may_be_a_symlink(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ class TestOverAHangingMemoryStore(Conformance):
     # A get's deadline includes the time that its largest object could take: too long to wait for here.
     @pytest.fixture(autouse=True)
     def fast_gets(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tierd.stores.retry._LARGEST", 0)
+        monkeypatch.setattr("tierd.stores.retry.LARGEST", 0)
 
 
 class TestOverAFlakyFileStore(Conformance):

@@ -16,6 +16,8 @@ from tierd.core.errors import ConfigError
 from tierd.core.retention import RetentionPolicy
 from tierd.spool import Spool
 
+_LARGEST = 1 << 20  # bytes of a configuration
+
 SpoolOption = Annotated[
     Path | None, typer.Option("--spool", metavar="DIR", help="The node's spool.", show_default=False)
 ]
@@ -73,6 +75,10 @@ def _spool(path: Path) -> Spool:
 def load_config(path: Path) -> Config:
     """Read a configuration file; raises `ConfigError`."""
     try:
-        return from_toml(path.read_text(encoding="utf-8"), str(path))
+        with path.open("rb") as file:
+            text = file.read(_LARGEST + 1)
+        if len(text) > _LARGEST:
+            raise ConfigError(f"--config {path}: it has more than {_LARGEST} bytes; is it the right file?")
+        return from_toml(text.decode(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: {error}") from error

@@ -150,8 +150,8 @@ def decode_request(line: bytes) -> AnyRequest:
                 check_run(run)
             case Candidates(run=run):
                 check_run(run)
-            case Fetch(wanted=wanted) if any(first >= end for runs in (wanted or {}).values() for first, end in runs):
-                raise ConfigError("a run of chunks ends before it begins")
+            case Fetch(wanted=wanted) if not all(_in_order(runs) for runs in (wanted or {}).values()):
+                raise ConfigError("runs of chunks are not in order, or one ends before it begins")
             case Fetch(part=part) | Wait(part=part):
                 _check_checkpoint(part.checkpoint)
                 check_rank(part.rank, part.world)
@@ -172,6 +172,12 @@ def decode_handed(packet: bytes) -> AnyHanded:
         except TierdError as error:
             raise msgspec.ValidationError(str(error)) from error
     return message
+
+
+def _in_order(runs: Ranges) -> bool:
+    # So that what a request costs is bounded by its part's chunks, however often it names them.
+    ends = (0, *(end for _, end in runs))
+    return all(end > first >= before for (first, end), before in zip(runs, ends, strict=False))
 
 
 def _check_checkpoint(checkpoint: CheckpointId) -> None:

@@ -1,7 +1,7 @@
 """The daemon's side of the unix socket: it answers what trainers and the command line ask.
 
 Law: a request changes nothing that reconciling would not, except pins and pauses. Whatever a peer sends or however it
-goes away, the daemon goes on; the socket is for its owner alone (0600).
+goes away, the daemon goes on; the socket is for its owner alone (0600), and only its owner and root are answered.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -25,6 +26,7 @@ from tierd.daemon.handoff import HandOff
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.status import status
 from tierd.priority import hasten
+from tierd.trust import listen, stranger
 
 log = logging.getLogger("tierd.daemon")
 
@@ -43,15 +45,8 @@ class Control:
     async def listening(self) -> AsyncIterator[None]:
         """Listen on the spool's socket while the context lasts."""
         spool = self._reconciler.spool
-        spool.socket.unlink(missing_ok=True)  # of a daemon that was killed; the lock says that none lives
-        directory = os.open(spool.control, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        mask = os.umask(0o177)
-        try:
-            server = await asyncio.start_unix_server(
-                self._serve, f"/proc/self/fd/{directory}/{spool.socket.name}", limit=wire.MAX_REQUEST
-            )
-        finally:
-            os.umask(mask)
+        listener = listen(spool.socket, socket.SOCK_STREAM)  # the spool's lock says that no other daemon lives
+        server = await asyncio.start_unix_server(self._serve, sock=listener, limit=wire.MAX_REQUEST)
         try:
             yield
         finally:
@@ -60,7 +55,6 @@ class Control:
                 task.cancel()
             await asyncio.gather(*self._connections, return_exceptions=True)
             spool.socket.unlink(missing_ok=True)
-            os.close(directory)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -69,6 +63,9 @@ class Control:
         held: set[PartId] = set()
         attached = False
         try:
+            if (uid := stranger(writer.get_extra_info("socket"))) is not None:
+                log.warning("control: turned away a peer of uid %d", uid)
+                return
             while line := await reader.readline():
                 request = wire.decode_request(line)
                 if isinstance(request, wire.Attach) and not attached:

@@ -25,7 +25,7 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, PartId, chunks_prefix
 from tierd.core.manifest import Chunk, Manifest, Stored
-from tierd.core.manifest import decode as decode_manifest
+from tierd.daemon.manifests import read_manifest
 from tierd.daemon.together import to_the_end, together
 from tierd.device import memory_for
 from tierd.stores.base import Buffer, ObjectInfo, Store, children
@@ -106,7 +106,7 @@ class Copies:
             return error
 
     async def _manifest(self, store: Store) -> Manifest:
-        return decode_manifest(bytes(await store.get(self.part.manifest_key)), self.part)
+        return await read_manifest(store, self.part.manifest_key, self.part)
 
     def agree(self, reference: Manifest) -> None:
         """Set aside tiers whose manifest describes other content than `reference`."""

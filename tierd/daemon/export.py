@@ -77,14 +77,14 @@ async def export(
         raise StoreUnavailable(f"not every tier could be asked: {', '.join(resume.unreached)}")
     skipped: list[str] = []
     aside = target.with_name(f".{target.name}.partial")
-    with _held(aside):
+    with _held(aside) as home:
         for candidate in resume.candidates:
             try:
-                parts, tiers = await _all_ranks(stores, candidate, aside, progress, budget or Budget())
+                parts, tiers = await _all_ranks(stores, candidate, home, progress, budget or Budget())
             except CorruptChunk as error:
                 skipped.append(f"step {candidate.checkpoint.step} (attempt {candidate.checkpoint.attempt}): {error}")
                 continue
-            _publish(aside, target, {manifest.part.name for manifest in parts})
+            _publish(home, aside, target, {manifest.part.name for manifest in parts})
             return Exported(
                 run,
                 candidate.checkpoint.step,
@@ -94,16 +94,20 @@ async def export(
                 tiers,
                 tuple(skipped),
             )
-        shutil.rmtree(aside)
+        _clear(home, set())
     raise not_found(resume, run, step, skipped)
 
 
 @contextmanager
-def _held(aside: Path) -> Iterator[None]:
-    """Have `aside` for this restore alone, made or as an earlier one left it; what is left of it in the end is told."""
+def _held(aside: Path) -> Iterator[Path]:
+    """Have `aside` for this restore alone, made or as an earlier one left it; what is left of it in the end is told.
+
+    What it gives is a path that leads there even when somebody who may write to the directory above puts another in its
+    place. Nobody else gets in, so that no link is met inside.
+    """
     aside.parent.mkdir(parents=True, exist_ok=True)
     try:
-        aside.mkdir()
+        aside.mkdir(mode=0o700)
     except FileExistsError:
         found = aside.lstat()  # its name can be guessed, and its directory be open to others
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
@@ -111,39 +115,61 @@ def _held(aside: Path) -> Iterator[None]:
     lock = try_lock(aside)
     if lock is None:
         raise ConfigError(f"{aside}: another restore is filling it")
+    home = Path(f"/proc/self/fd/{lock}")
     try:
-        if any(aside.iterdir()):
+        found = os.fstat(lock)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise ConfigError(f"{aside}: others may write to it, or own it; look at it, and remove it")
+        os.fchmod(lock, 0o700)
+        if any(home.iterdir()):
             log.info("going on with what an interrupted restore left in %s", aside)
-        yield
+        yield home
+    except OSError as error:
+        if error.filename:
+            error.filename = str(error.filename).replace(str(home), str(aside))
+        raise
     finally:
-        if aside.exists() and not any(aside.iterdir()):
+        if aside.exists() and not any(home.iterdir()):
             aside.rmdir()
         elif aside.exists():
             log.warning("what came stays in %s: the same command goes on from there", aside)
         os.close(lock)
 
 
-def _publish(aside: Path, target: Path, parts: set[str]) -> None:
-    for path in aside.iterdir():
-        if path.name not in parts:  # of another checkpoint, by more ranks, that was begun before
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    sync_directory(aside)
+def _publish(home: Path, aside: Path, target: Path, parts: set[str]) -> None:
+    _clear(home, parts)  # of what another checkpoint, by more ranks, left that was begun before
+    sync_directory(home)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    home.chmod(0o777 & ~mask)
     aside.replace(target)
     sync_directory(target.parent)
+    if not os.path.samestat(home.stat(), target.lstat()):
+        raise ConfigError(
+            f"--to {target}: somebody who may write to {target.parent} put another directory in its place"
+        )
+
+
+def _clear(home: Path, keep: set[str]) -> None:
+    for path in home.iterdir():
+        if path.name not in keep:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 async def _all_ranks(
-    stores: Mapping[str, Store], candidate: Candidate, aside: Path, progress: Progress, budget: Budget
+    stores: Mapping[str, Store], candidate: Candidate, directory: Path, progress: Progress, budget: Budget
 ) -> tuple[list[Manifest], tuple[str, ...]]:
     found = [await _ask(stores, PartId(candidate.checkpoint, rank, candidate.world)) for rank in range(candidate.world)]
     progress.begin(sum(manifest.size for _, manifest in found))
-    needed = sum(missing(aside / manifest.part.name, manifest) for _, manifest in found)
-    room = os.statvfs(aside)
+    needed = sum(missing(directory / manifest.part.name, manifest) for _, manifest in found)
+    room = os.statvfs(directory)
     if needed > room.f_bavail * room.f_frsize:
-        raise SpoolFull(f"{aside}: {needed} bytes are still to come, and {room.f_bavail * room.f_frsize} are free")
+        raise SpoolFull(
+            f"{directory.readlink()}: {needed} bytes are still to come, and {room.f_bavail * room.f_frsize} are free"
+        )
     used: set[str] = set()
     for copies, manifest in found:
-        home = aside / manifest.part.name
+        home = directory / manifest.part.name
         if home.is_symlink() or not home.is_dir():
             home.unlink(missing_ok=True)
             home.mkdir()

@@ -29,6 +29,7 @@ from tierd.core.errors import ObjectNotFound, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE, decode
 from tierd.spool import Spool, condition
+from tierd.trust import listen, stranger
 
 log = logging.getLogger("tierd.daemon")
 
@@ -120,16 +121,8 @@ class HandOff:
     def listening(self, drain: float) -> Iterator[None]:
         """Take snapshots while the context lasts; its end waits `drain` seconds for what is in hand."""
         path = self._spool.handoff_socket
-        path.unlink(missing_ok=True)
         self._tidy()
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        mask = os.umask(0o177)
-        try:
-            listener.bind(f"/proc/self/fd/{directory}/{path.name}")
-        finally:
-            os.umask(mask)
-            os.close(directory)
+        listener = listen(path, socket.SOCK_SEQPACKET)
         listener.listen(128)
         listener.settimeout(_TICK)
         accepting = threading.Thread(target=self._accept, args=(listener,), name="tierd-handoff", daemon=True)
@@ -172,6 +165,10 @@ class HandOff:
                 if not self._stopping:
                     log.warning("hand-off: %s", error)
                     time.sleep(_TICK)
+                continue
+            if (uid := stranger(connection)) is not None:
+                connection.close()  # and with it what was sent already, descriptors included
+                log.warning("hand-off: turned away a peer of uid %d", uid)
                 continue
             connection.setblocking(True)
             line = _Line(connection)

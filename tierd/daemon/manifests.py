@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 import xxhash
 
-from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound
+from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
-from tierd.core.manifest import Manifest, decode
+from tierd.core.manifest import MAX_MANIFEST_SIZE, Manifest, decode
 from tierd.core.world import Facts, Seen, is_complete
 from tierd.daemon.together import each
 from tierd.stores.base import ObjectInfo, Store
@@ -56,6 +56,17 @@ class _Listed:
             {part: said for part, said in self.said.items() if isinstance(said, Facts)},
             {part: said for part, said in self.said.items() if not isinstance(said, Facts)},
         )
+
+
+async def read_manifest(store: Store, key: str, part: PartId | None, size: int = 0) -> Manifest:
+    """A manifest on a tier; raises as `decode`. Of what is too large for one, by its listed `size`, nothing is read."""
+    if size > MAX_MANIFEST_SIZE:
+        raise ManifestError(f"{key}: it has {size} bytes, and a manifest at most {MAX_MANIFEST_SIZE}")
+    try:
+        data = await store.get(key)
+    except CorruptChunk as error:  # larger than anything of tierd's
+        raise ManifestError(str(error)) from error
+    return decode(bytes(data), part)
 
 
 class Manifests:
@@ -148,7 +159,7 @@ class Manifests:
 
     async def _hear(self, one: _Listed, info: ObjectInfo, part: PartId) -> None:
         try:
-            said: Facts | Unusable = Facts.of(decode(bytes(await self.store.get(info.key)), part))
+            said: Facts | Unusable = Facts.of(await read_manifest(self.store, info.key, part, info.size))
         except ObjectNotFound:  # pruned between the listing and now
             one.ranks[part.world] = one.ranks[part.world] - {part.rank}
             return
@@ -202,7 +213,7 @@ class Manifests:
         """
         part = PartId.parse_key(info.key)
         try:
-            manifest = decode(bytes(await self.store.get(info.key)), part)
+            manifest = await read_manifest(self.store, info.key, part, info.size)
         except (ManifestError, FormatTooNew) as error:
             if part:
                 self._read.setdefault(part.checkpoint, _Read()).found[_name(info)] = info.token, error

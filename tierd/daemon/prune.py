@@ -13,8 +13,8 @@ from contextlib import aclosing, suppress
 from tierd.codec import check_stored
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId, chunk_owner, chunks_prefix, manifests_prefix, quarantine_prefix
-from tierd.core.manifest import Manifest, decode
-from tierd.daemon.manifests import READERS, Manifests
+from tierd.core.manifest import Manifest
+from tierd.daemon.manifests import READERS, Manifests, read_manifest
 from tierd.daemon.observe import missing_chunks
 from tierd.daemon.together import each
 from tierd.daemon.turns import deleting, intents, sweep
@@ -83,7 +83,7 @@ async def _survivors(store: Store, checkpoint: CheckpointId, doomed: set[str], k
 
     async def coming(intent: tuple[str, PartId]) -> None:
         with suppress(ObjectNotFound):
-            spare(decode(bytes(await store.get(intent[0]))))
+            spare(await read_manifest(store, intent[0], None))
 
     async def there(info: ObjectInfo) -> None:
         with suppress(ObjectNotFound):
@@ -117,6 +117,8 @@ async def quarantine(store: Store, part: PartId) -> bool:
         data = await store.get(part.manifest_key)
     except ObjectNotFound:
         return False
+    except CorruptChunk:  # larger than anything of tierd's: nobody wants to look at that
+        data = b""
     await store.put(part.quarantine_key, data)
     await store.delete([part.manifest_key])
     return True
@@ -129,7 +131,7 @@ async def holds(store: Store, part: PartId, local: Manifest | None) -> bool | No
     The bytes were verified before the manifest was put; this is asked once more before the spool's copy goes.
     """
     try:
-        manifest = decode(bytes(await store.get(part.manifest_key)), part)
+        manifest = await read_manifest(store, part.manifest_key, part)
         if local is not None and not manifest.same_content(local):
             return False
         if all(chunk.stored for chunk in manifest.chunks()) and not await missing_chunks(store, manifest):
@@ -152,7 +154,7 @@ async def verify(store: Store, part: PartId, read: Callable[[int], None]) -> tup
         ObjectNotFound, ManifestError, FormatTooNew: the manifest is not there or cannot be used.
         StoreUnavailable, StoreRefused: says nothing about the bytes.
     """
-    manifest = decode(bytes(await store.get(part.manifest_key)), part)
+    manifest = await read_manifest(store, part.manifest_key, part)
     wrong: list[str] = []
     for chunk in manifest.chunks():
         if chunk.stored is None:

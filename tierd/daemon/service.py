@@ -27,6 +27,7 @@ from tierd.daemon.watch import watching
 from tierd.spool import Spool
 from tierd.stores.base import Store
 from tierd.stores.open import open_store
+from tierd.trust import leave_no_core
 
 log = logging.getLogger("tierd.daemon")
 
@@ -54,6 +55,7 @@ async def serve(config: Config, *, until_idle: bool = False, told: Callable[[Eve
         SpoolUnusable: the spool cannot be used, or another daemon holds it.
         ConfigError: a tier's URL cannot be opened.
     """
+    leave_no_core()
     spool = Spool(Path(config.spool))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -12,13 +12,14 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from tierd.core.errors import StoreRefused
+from tierd.core.errors import CorruptChunk, StoreRefused
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 # A component never begins with '.': that leaves '.', '..' and a store's own names (FileStore's '.tmp') out of reach.
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}(/[A-Za-z0-9_-][A-Za-z0-9._-]{0,254})*")
 MAX_KEY = 512
+LARGEST = 272 << 20  # bytes: the largest object that tierd puts
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,12 @@ def room(into: memoryview, size: int, doing: str) -> memoryview:
     if size > into.nbytes:
         raise StoreRefused(f"{doing}: the object has {size} bytes, and there is room for {into.nbytes}")
     return octets(into)[:size] if size else into[:0]
+
+
+def check_size(size: int, doing: str) -> None:
+    """Raise `CorruptChunk` for an object that is to be read whole and is larger than any of tierd's."""
+    if size > LARGEST:
+        raise CorruptChunk(f"{doing}: the object has {size} bytes; tierd puts none of more than {LARGEST}")
 
 
 async def children(store: Store, prefix: str) -> AsyncIterator[str]:

@@ -30,7 +30,7 @@ from aiofiles.threadpool.binary import AsyncFileIO
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.device import LARGE, memory_for, set_direct
 from tierd.priority import Pools
-from tierd.stores.base import Buffer, ObjectInfo, check_key, is_key, octets, room
+from tierd.stores.base import Buffer, ObjectInfo, check_key, check_size, is_key, octets, room
 from tierd.stores.fds import DIRECTORY, closing, descend, lock, sweep, sync_directory, unlink
 
 P = ParamSpec("P")
@@ -83,12 +83,12 @@ class FileStore:
         # closed under it, and could end in whatever file is given the number next.
         with self._translated(f"get {key}"):
             async with aiofiles.open(key, "rb", buffering=0, opener=self._open, executor=self._threads.here()) as file:
+                size, doing = os.fstat(file.fileno()).st_size, f"{self._path}: get {key}"
                 if into is None:
+                    check_size(size, doing)
                     data: Buffer = await file.read()
                 else:
-                    data = await _read_into(
-                        file, room(into, os.fstat(file.fileno()).st_size, f"{self._path}: get {key}")
-                    )
+                    data = await _read_into(file, room(into, size, doing))
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 return data
 

@@ -14,13 +14,12 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from tierd.core.errors import StoreUnavailable
-from tierd.stores.base import Buffer, ObjectInfo, Store
+from tierd.stores.base import LARGEST, Buffer, ObjectInfo, Store
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _SLOWEST = 1_000_000  # bytes/s that a store must sustain to meet the deadline of a put or get
-_LARGEST = 272 << 20  # bytes: a get without a buffer doesn't know the size, so it is given the time of the largest
 _PER_KEY_S = 0.05  # what a delete is given on top, for each key
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.25, 20.0  # before the jitter
 
@@ -56,7 +55,7 @@ class RetryingStore:
         return await self._call(f"put {key}", size / _SLOWEST, lambda: self._inner.put(key, data))
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
-        size = _LARGEST if into is None else into.nbytes
+        size = LARGEST if into is None else into.nbytes  # whose size isn't known gets the time of the largest
         return await self._call(f"get {key}", size / _SLOWEST, lambda: self._inner.get(key, into))
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:

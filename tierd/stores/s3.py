@@ -26,7 +26,7 @@ from botocore.parsers import ResponseParserError
 
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import StoreUrl
-from tierd.stores.base import Buffer, ObjectInfo, check_key, is_key, octets, room
+from tierd.stores.base import Buffer, ObjectInfo, check_key, check_size, is_key, octets, room
 from tierd.stores.checksums import CHECKSUMS, MD5, Checksum
 from tierd.stores.line import Body
 from tierd.stores.transport import Answer, http_session
@@ -139,6 +139,8 @@ class S3Store:
 
     @staticmethod
     async def _read(raw: Any, size: int | None, into: memoryview | None, doing: str) -> Buffer:
+        if into is None:
+            check_size(size or 0, doing)
         if isinstance(raw, Answer) and size is not None and size >= 0:
             view = memoryview(bytearray(size)) if into is None else room(into, size, doing)
             count = await raw.readinto(view)

@@ -1,0 +1,108 @@
+"""A bucket on loopback that anybody may use, over a dict: as much S3 as tierd asks for, and no judge of integrity."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
+
+
+class Bucket:
+    """What lies there. `refuse` is told each request's headers: what it gives, if anything, is answered with 403."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.heads: list[str] = []
+        self.refuse = lambda headers: None
+        self.port = 0
+
+    def url(self, prefix: str = "p") -> str:
+        return f"s3://bucket/{prefix}?endpoint=http://127.0.0.1:{self.port}&addressing=path&region=us-east-1"
+
+
+@contextmanager
+def serving(bucket: Bucket) -> Iterator[Bucket]:
+    """Serve it while the context lasts."""
+
+    class Answers(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def _say(self, status: int, body: bytes = b"") -> None:
+            self.send_response(status)
+            self.send_header("ETag", '"e"')
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def _ask(self) -> tuple[str, dict[str, list[str]], bytes] | None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            bucket.heads.append(str(self.headers))
+            if message := bucket.refuse(self.headers):
+                said = f"<Error><Code>AccessDenied</Code><Message>{escape(message)}</Message></Error>"
+                self._say(403, said.encode())
+                return None
+            split = urlsplit(self.path)
+            return unquote(split.path).removeprefix("/bucket").lstrip("/"), parse_qs(split.query), body
+
+        def do_PUT(self) -> None:
+            if asked := self._ask():
+                bucket.objects[asked[0]] = asked[2]
+                self._say(200)
+
+        def do_DELETE(self) -> None:
+            if asked := self._ask():
+                bucket.objects.pop(asked[0], None)
+                self._say(204)
+
+        def do_POST(self) -> None:
+            if asked := self._ask():
+                for element in ElementTree.fromstring(asked[2]).iter():
+                    if element.tag.endswith("Key"):
+                        bucket.objects.pop(element.text or "", None)
+                self._say(200, b"<DeleteResult/>")
+
+        def do_GET(self) -> None:
+            asked = self._ask()
+            if asked is None:
+                return
+            key, query, _ = asked
+            if not key:
+                self._list(query)
+            elif key in bucket.objects:
+                self._say(200, bucket.objects[key])
+            else:
+                self._say(404, b"<Error><Code>NoSuchKey</Code></Error>")
+
+        def _list(self, query: dict[str, list[str]]) -> None:
+            prefix = query.get("prefix", [""])[0]
+            after = query.get("continuation-token", query.get("start-after", [""]))[0]
+            most = int(query.get("max-keys", ["1000"])[0])
+            keys = sorted(key for key in list(bucket.objects) if key.startswith(prefix) and key > after)
+            items = "".join(
+                f"<Contents><Key>{key}</Key><Size>{len(bucket.objects[key])}</Size><ETag>e</ETag></Contents>"
+                for key in keys[:most]
+            )
+            more = f"<NextContinuationToken>{keys[most - 1]}</NextContinuationToken>" if len(keys) > most else ""
+            cut = "true" if more else "false"
+            self._say(
+                200, f"<ListBucketResult><IsTruncated>{cut}</IsTruncated>{more}{items}</ListBucketResult>".encode()
+            )
+
+    server = ThreadingHTTPServer(("127.0.0.1", bucket.port), Answers)
+    server.daemon_threads = True
+    bucket.port = server.server_address[1]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield bucket
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,104 @@
+"""Who is trusted on a node: a spool's owner and root, nobody else. Sync; shared by client and daemon.
+
+Law: a place that others can change is not used, and a peer of another user is turned away before a byte or a descriptor
+of its is read. Inside a spool no path needs a guard against other users' links: nobody else can put one there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import resource
+import socket
+import stat
+import struct
+from pathlib import Path
+
+from tierd.core.errors import SpoolUnusable
+
+log = logging.getLogger("tierd")
+
+_OTHERS = 0o077
+_OTHERS_WRITE = 0o022
+_SET_DUMPABLE = 4  # prctl(2)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def keep_private(root: Path) -> None:
+    """Have a spool's directory, which exists, for its owner alone: what others may read is closed to them.
+
+    Raises:
+        SpoolUnusable: it is another user's, or others may write to it and something lies there already.
+    """
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with os.scandir(fd) as entries:  # before the mode: what another rank puts there, it puts after it was closed
+            filled = any(entries)
+        found = os.fstat(fd)
+        check_owner(root, found)
+        mode = stat.S_IMODE(found.st_mode)
+        if mode & _OTHERS_WRITE and filled:
+            raise SpoolUnusable(
+                f"spool {root}: others may write to it (mode {mode:o}), so what lies there may be theirs; "
+                f"look through it, then chmod 700 {root}"
+            )
+        if mode & _OTHERS:
+            os.fchmod(fd, mode & ~_OTHERS)
+            log.warning("spool %s: its mode was %o; it is closed to others now", root, mode)
+    finally:
+        os.close(fd)
+    above = root.parent.stat().st_mode
+    if above & stat.S_IWOTH and not above & stat.S_ISVTX:
+        log.warning("spool %s: everybody may rename what is in %s, and so replace the spool", root, root.parent)
+
+
+def check_owner(root: Path, found: os.stat_result | None = None) -> None:
+    """Raise `SpoolUnusable` where a spool's directory is another user's."""
+    owner = (found or root.stat()).st_uid
+    if owner != os.geteuid():
+        raise SpoolUnusable(
+            f"spool {root}: it belongs to uid {owner}, and this is uid {os.geteuid()}; "
+            "run as its owner, or name a directory of your own, inside it if need be"
+        )
+
+
+def check_room(path: Path) -> None:
+    """Raise `SpoolUnusable` where a directory of tierd's own in the spool is a link, or another user's."""
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise SpoolUnusable(f"{path}: a link, or another user's; nobody but tierd makes it: look at it, and remove it")
+
+
+def listen(path: Path, kind: socket.SocketKind) -> socket.socket:
+    """A unix socket bound to `path`, for its owner alone, in the place of what a daemon that was killed left."""
+    path.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    listener = socket.socket(socket.AF_UNIX, kind)
+    try:
+        os.fchmod(listener.fileno(), 0o600)  # what bind(2) makes has this mode less the umask: never a wider one
+        listener.bind(f"/proc/self/fd/{directory}/{path.name}")  # a socket's path may be 107 bytes, a spool's longer
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.close(directory)
+    return listener
+
+
+def stranger(connection: socket.socket, owner: int = 0) -> int | None:
+    """The uid at the other end of a unix socket; None for this process's own, root's, and `owner`."""
+    answer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    uid: int = struct.unpack("3i", answer)[1]
+    return None if uid in (os.geteuid(), 0, owner) else uid
+
+
+def leave_no_core() -> None:
+    """Keep the memory of this process, which holds keys, out of core files, and from what else runs as its user.
+
+    The limit alone would not do: a `core_pattern` that names a program is not bound by it.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    if _libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0):
+        log.warning("the daemon may leave a core file, with keys in it: %s", errno.errorcode[ctypes.get_errno()])
