@@ -119,6 +119,11 @@ def room(into: memoryview, size: int, doing: str) -> memoryview:
     return octets(into)[:size] if size else into[:0]
 
 
+def weight(store: Store, size: int) -> int:
+    """The bytes that an object of `size` takes in memory while it is put or got."""
+    return 2 * size if getattr(store, "doubles", False) else size
+
+
 async def children(store: Store, prefix: str) -> AsyncIterator[str]:
     """The names directly under `prefix` (which is empty or ends in ``/``), at about one listing request each.
 
