@@ -24,6 +24,7 @@ from tierd.core.errors import (
 )
 from tierd.core.manifest import MAX_MANIFEST_SIZE, decode, seal, unwrap, wrap
 from tierd.core.urls import parse_url
+from tierd.stores.base import weight
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.file import FileStore
 from tierd.stores.keys import Key, read_key
@@ -339,3 +340,8 @@ def test_a_missing_file_a_fifo_and_anothers_file_are_refused(tmp_path):
             read_key(path)
     (tmp_path / "link").symlink_to(key_file(tmp_path / "real"))  # as secrets are mounted
     assert read_key(tmp_path / "link").id == KEY.id
+
+
+def test_what_is_moved_is_counted_twice_where_it_is_encrypted():
+    assert weight(EncryptedStore(MemoryStore(), KEY), 7) == 14
+    assert weight(MemoryStore(), 7) == 7

@@ -18,7 +18,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import (
+    AEADCipherContext,
+    AEADEncryptionContext,
+    Cipher,
+    CipherContext,
+    algorithms,
+    modes,
+)
 
 from tierd.core.errors import CorruptChunk, ManifestError, StoreRefused, WrongKey
 from tierd.core.manifest import MAX_MANIFEST_SIZE, unwrap, wrap
@@ -167,19 +174,24 @@ class EncryptedStore:
 
     # -- bytes, in threads ------------------------------------------------------------------------------------------
 
-    def _cipher(self, key: str, nonce: bytes, tag: bytes | None = None) -> Cipher[modes.GCM]:
+    def _turn(self, key: str, nonce: bytes, tag: bytes | None = None) -> AEADCipherContext:
+        """To encrypt the object of this name, or with its tag, to decrypt it."""
         # A key for each directory: random nonces never come near their limit of 2^32 under one.
-        return Cipher(algorithms.AES(self._key.derive("objects", key.rpartition("/")[0])), modes.GCM(nonce, tag))
+        secret = self._key.derive("objects", key.rpartition("/")[0])
+        cipher = Cipher(algorithms.AES(secret), modes.GCM(nonce, tag))
+        turn = cipher.encryptor() if tag is None else cipher.decryptor()
+        turn.authenticate_additional_data(key.encode())
+        return turn
 
     def _encrypt(self, key: str, plain: memoryview) -> memoryview:
         nonce, end = os.urandom(_NONCE), _NONCE + len(plain)
         encrypted = memory_for(end + _TAG)[: end + _TAG]
         encrypted[:_NONCE] = nonce
-        turn = self._cipher(key, nonce).encryptor()
-        turn.authenticate_additional_data(key.encode())
+        turn = self._turn(key, nonce)
         for at in range(0, len(plain), _PIECE):
             turn.update_into(plain[at : at + _PIECE], encrypted[_NONCE + at :])
         turn.finalize()
+        assert isinstance(turn, AEADEncryptionContext)
         encrypted[end:] = turn.tag
         return encrypted
 
@@ -191,8 +203,7 @@ class EncryptedStore:
                 memory = memory_for(len(found))[: len(found)]
                 memory[:] = found
                 found = memory
-            turn = self._cipher(key, bytes(found[:_NONCE]), bytes(found[-_TAG:])).decryptor()
-            turn.authenticate_additional_data(key.encode())
+            turn = self._turn(key, bytes(found[:_NONCE]), bytes(found[-_TAG:]))
             for at in range(_NONCE, len(found) - _TAG, _PIECE):  # where it lies: it is nobody else's
                 turn.update_into(found[at : min(at + _PIECE, len(found) - _TAG)], found[at:])
             turn.finalize()

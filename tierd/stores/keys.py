@@ -60,7 +60,8 @@ def read_key(path: Path) -> Key:
                 raise ConfigError(f"{path}: its mode {mode:04o} opens the key to others: chmod 600 it")
             data = file.read(66)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; {_MAKE}") from None
+        hint = f"; {_MAKE}" if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{path}: {error.strerror}{hint}") from None
     if not _HEX.fullmatch(data):
         raise ConfigError(f"{path}: a key is exactly 64 hex digits and a newline; {_MAKE}")
     return Key(bytes.fromhex(data.decode()))
