@@ -3,6 +3,7 @@ but FORMAT.md. The fixtures in tests/format/v1/ are never edited; see tests/form
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import math
@@ -18,7 +19,7 @@ import pytest
 from tierd import codec, persist
 from tierd.core import manifest as manifest_module
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Chunk, File, Manifest, Origin, Stored, chunk_sizes, decode, encode, seal
+from tierd.core.manifest import Chunk, File, Manifest, Origin, Stored, Wrapped, chunk_sizes, decode, encode, seal
 from tierd.core.world import Facts
 from tierd.spool import Spool
 
@@ -27,6 +28,8 @@ V1 = HERE / "v1"
 PLANES = HERE / "v1-planes"  # a tier whose one checkpoint shows the codec `planes`; see make_v1_planes.py
 TIER = V1 / "tier"
 FORMAT = (Path(__file__).parent.parent / "tierd" / "FORMAT.md").read_text()
+PROGRAMS = re.findall(r"```python\n(.*?)```", FORMAT, re.DOTALL)
+ENCRYPTED = HERE / "v1-encrypted"  # the tier of v1, encrypted; see make_v1_encrypted.py
 A = CheckpointId("demo", "01941f297c00-0a0b0c0d", 100)
 B = CheckpointId("demo", "01941f3ad400-1a1b1c1d", 200)
 PARTS = [PartId(A, 0, 1), PartId(B, 0, 1)]
@@ -128,7 +131,7 @@ def test_the_objects_of_the_codec_planes_are_read_and_verified():
 
 
 def _maker(name="make_v1"):
-    pytest.importorskip("torch" if name == "make_v1" else "numpy")
+    pytest.importorskip({"make_v1": "torch", "make_v1_encrypted": "cryptography"}.get(name, "numpy"))
     spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -189,7 +192,7 @@ def _without_packing(data: bytes) -> bytes:
 @pytest.fixture
 def by_hand(tmp_path):
     """Runs FORMAT.md's own program, isolated from this checkout; returns its exit status, output and what it wrote."""
-    (program,) = re.findall(r"```python\n(.*?)```", FORMAT, re.DOTALL)
+    program, _ = PROGRAMS
     assert "tierd" not in program
     assert set(re.findall(r"^(?:import|from) (\w+)", program, re.M)) == {
         "json",
@@ -275,6 +278,70 @@ def test_the_documented_program_refuses_another_version_and_an_unknown_run(by_ha
     assert "empty has no complete checkpoint" in by_hand(tier, "empty")[1]
 
 
+def decrypted(tier: Path, work: Path, secret: str) -> tuple[int, str, Path]:
+    """Runs FORMAT.md's second program, isolated from this checkout."""
+    _, program = PROGRAMS
+    assert set(re.findall(r"^(?:import|from) (\w+)", program, re.M)) == {
+        *("base64", "cryptography", "hmac", "json", "pathlib", "sys"),
+    }
+    (work / "decrypt.py").write_text(program)
+    (work / "key").write_text(secret + "\n")
+    shutil.rmtree(work / "plain", ignore_errors=True)
+    command = [sys.executable, "-I", work / "decrypt.py", work / "key", tier, work / "plain"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=work)
+    return done.returncode, done.stdout + done.stderr, work / "plain"
+
+
+def test_the_documented_program_decrypts_a_tier_for_the_other(by_hand, tmp_path):
+    status, output, plain = decrypted(ENCRYPTED, tmp_path, _maker("make_v1_encrypted").SECRET.hex())
+    assert (status, output) == (0, "")
+    assert tree(plain) == {name: data for name, data in tree(TIER).items() if "/pins/" not in name}
+    assert by_hand(plain)[:2] == (0, f"restored {B.name}\n")
+    assert by_hand(ENCRYPTED)[0] == 1
+    assert "has version 2" in by_hand(ENCRYPTED)[1]
+
+
+def test_the_documented_program_decrypts_what_is_written_today(tmp_path):
+    maker = _maker("make_v1_encrypted")
+    (tmp_path / "tier").mkdir()
+    asyncio.run(maker.build(tmp_path / "tier"))
+    assert sorted(tree(tmp_path / "tier")) == sorted(tree(ENCRYPTED))  # names are no matter of chance
+    status, _, plain = decrypted(tmp_path / "tier", tmp_path, maker.SECRET.hex())
+    assert status == 0
+    assert tree(plain) == {name: data for name, data in tree(TIER).items() if "/pins/" not in name}
+
+
+def test_the_documented_program_refuses_another_key_a_flip_and_a_swap(tmp_path):
+    secret = _maker("make_v1_encrypted").SECRET.hex()
+    assert "of another key" in decrypted(ENCRYPTED, tmp_path, "00" * 32)[1]
+    for name in (name for name in tree(ENCRYPTED) if "/chunks/" in name):
+        tier = tmp_path / "tier"
+        shutil.rmtree(tier, ignore_errors=True)
+        shutil.copytree(ENCRYPTED, tier)
+        data = bytearray((tier / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (tier / name).write_bytes(data)
+        assert decrypted(tier, tmp_path, secret)[:1] == (1,)
+    for pair in ("*/manifests/*/*", "*/chunks/*/*/*.raw"):
+        shutil.rmtree(tier)
+        shutil.copytree(ENCRYPTED, tier)
+        one, two, *_ = sorted(tier.glob(pair))
+        shutil.copyfile(one, two)
+        assert f"not decrypted: {two.parent.relative_to(tier)}" in decrypted(tier, tmp_path, secret)[1]
+
+
+def test_an_encrypted_tier_is_read_by_todays_code():
+    from tierd.stores.encrypted import EncryptedStore
+    from tierd.stores.file import FileStore
+    from tierd.stores.keys import Key
+
+    async def work():
+        store = EncryptedStore(FileStore(ENCRYPTED), Key(_maker("make_v1_encrypted").SECRET))
+        return {info.key: (info.size, bytes(await store.get(info.key))) async for info in store.scan("")}
+
+    assert asyncio.run(work()) == {name: (len(data), data) for name, data in tree(TIER).items()}
+
+
 # -- FORMAT.md says what the code does --------------------------------------------------------------------------------
 
 
@@ -290,6 +357,9 @@ def test_no_member_in_the_tables_is_made_up():
     known = {field.encode_name for kind in (Manifest, File, Chunk, Stored) for field in msgspec.structs.fields(kind)}
     assert set(named) == known | {"digest"}
     assert set(json.loads((TIER / PARTS[1].manifest_key).read_bytes())) <= set(named)
+    table = FORMAT.split("## An encrypted tier")[1].split("## Which one")[0]
+    wrapped = {field.encode_name for field in msgspec.structs.fields(Wrapped)}
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == wrapped | {"digest"}
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tierd.cli.options import (
     AttemptOption,
     ConfigOption,
     JsonOption,
+    KeyFileOption,
     Places,
     RunArgument,
     RunOption,
@@ -48,6 +49,7 @@ from tierd.daemon.service import open_tiers, serve
 from tierd.link import Link
 from tierd.priority import hasten
 from tierd.stores.base import children
+from tierd.stores.keys import read_key
 
 
 def register(app: typer.Typer) -> None:
@@ -70,12 +72,12 @@ def run(
     until_idle: Annotated[
         bool, typer.Option("--until-idle", help="End when no trainer is attached and everything is flushed.")
     ] = False,
+    key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
     """Run the daemon: flush, verify, retain; until SIGTERM. With --json, each event is a line on stdout."""
-    asyncio.run(
-        serve(_daemon_config(spool, to, config, keep_last), until_idle=until_idle, told=_tell if json else None)
-    )
+    where = _daemon_config(spool, to, config, keep_last, key_file)
+    asyncio.run(serve(where, until_idle=until_idle, told=_tell if json else None))
 
 
 def _tell(event: Event) -> None:
@@ -83,14 +85,19 @@ def _tell(event: Event) -> None:
     sys.stdout.flush()
 
 
-def _daemon_config(spool: Path | None, to: list[str] | None, config: Path | None, keep_last: int) -> Config:
+def _daemon_config(
+    spool: Path | None, to: list[str] | None, config: Path | None, keep_last: int, key_file: Path | None
+) -> Config:
     if config is not None:
-        if spool or to:
-            raise ConfigError("--config names the spool and the tiers itself; leave --spool and --to out")
+        if spool or to or key_file:
+            raise ConfigError(
+                "--config names the spool, the tiers and their keys itself; leave --spool, --to and --key-file out"
+            )
         return load_config(config)
     if spool is None:
         raise ConfigError("no spool: give --spool DIR, or --config FILE")
-    return from_urls(str(spool.absolute()), to or [], RetentionPolicy(keep_last=keep_last))
+    key = str(key_file.absolute()) if key_file else None
+    return from_urls(str(spool.absolute()), to or [], RetentionPolicy(keep_last=keep_last), key)
 
 
 def restore(
@@ -100,12 +107,13 @@ def restore(
     config: ConfigOption = None,
     step: StepOption = None,
     attempt: AttemptOption = None,
+    key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
     """Copy the newest verified checkpoint out of the tiers, one directory a rank. Needs no daemon."""
     if not name or to is None:
         raise ConfigError("restore needs --run RUN and --to DIR")
-    where = places(None, url, config)
+    where = places(None, url, config, key_file=key_file)
     assert where.config is not None
     moved = Progress()
     found = asyncio.run(_restore(where.config, check_run(name), to, step, attempt, moved))
@@ -157,10 +165,11 @@ def prune(
         int | None, typer.Option("--keep-last", min=1, help="The policy, where no file says it.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and why the rest stays.")] = False,
+    key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
     """Apply retention to the tiers now. A spool is pruned by its daemon alone, which does both by itself."""
-    where = places(None, url, config, keep_last)
+    where = places(None, url, config, keep_last, key_file)
     if not where.policy:
         raise ConfigError("no policy: give --keep-last N, or --config FILE")
     judged = asyncio.run(_prune(where, run, dry_run=dry_run))
@@ -276,6 +285,7 @@ def config_check(
 ) -> None:
     """Check a configuration file; exit code 3 when it cannot be used, 6 when a tier does not answer."""
     found = load_config(file)
+    keys = {tier.name: read_key(Path(tier.key_file)) for tier in found.tier if tier.key_file}
     answers = asyncio.run(_reach(found)) if reach else {}
     if json:
         print_json({"config": found, "reach": answers})
@@ -283,7 +293,8 @@ def config_check(
         out = console()
         out.print(f"{file}: spool {found.spool}, rescan {found.rescan}, drain {found.drain}")
         for tier in found.tier:
-            out.print(f"  {tier.name}  {parse_url(tier.url)}  {answers.get(tier.name, '')}")
+            key = f"encrypted with key {keys[tier.name].id}  " if tier.name in keys else ""
+            out.print(f"  {tier.name}  {parse_url(tier.url)}  {key}{answers.get(tier.name, '')}")
     if any(answer != "answers" for answer in answers.values()):
         raise typer.Exit(6)
 

@@ -36,6 +36,10 @@ AttemptOption = Annotated[
 ]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 StepArgument = Annotated[int, typer.Argument(metavar="STEP", help="The checkpoint's step.")]
+KeyFileOption = Annotated[
+    Path | None,
+    typer.Option("--key-file", metavar="FILE", help="The key that the URLs are encrypted with.", show_default=False),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -48,21 +52,33 @@ class Places:
     policy: bool
 
 
-def places(spool: Path | None, urls: list[str] | None, config: Path | None, keep_last: int | None = None) -> Places:
+def places(
+    spool: Path | None,
+    urls: list[str] | None,
+    config: Path | None,
+    keep_last: int | None = None,
+    key_file: Path | None = None,
+) -> Places:
     """Resolve the options.
 
     Raises:
         ConfigError: nothing was named, too much was, or it cannot be used.
     """
     if config is not None:
-        if spool or urls or keep_last:
-            raise ConfigError("--config names the spool and the tiers itself; leave --spool, URLs and --keep-last out")
+        if spool or urls or keep_last or key_file:
+            raise ConfigError(
+                "--config names the spool, the tiers and their keys itself; "
+                "leave --spool, URLs, --keep-last and --key-file out"
+            )
         found = load_config(config)
         return Places(_spool(Path(found.spool)) if Path(found.spool).exists() else None, found, policy=True)
     if spool is None and not urls:
         raise ConfigError("nothing to look at: give --spool DIR, a tier's URL, or --config FILE")
     retention = RetentionPolicy(keep_last=keep_last) if keep_last else None
-    tiers = from_urls(str(spool.absolute()) if spool else "/", urls, retention) if urls else None
+    if key_file and not urls:
+        raise ConfigError("--key-file is for tiers that are named by their URLs; name one")
+    key = str(key_file.absolute()) if key_file else None
+    tiers = from_urls(str(spool.absolute()) if spool else "/", urls, retention, key) if urls else None
     return Places(_spool(spool) if spool else None, tiers, policy=keep_last is not None)
 
 

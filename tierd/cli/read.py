@@ -14,6 +14,7 @@ from tierd.cli.options import (
     AttemptOption,
     ConfigOption,
     JsonOption,
+    KeyFileOption,
     Places,
     RunArgument,
     RunOption,
@@ -102,10 +103,11 @@ def ls(
     spool: SpoolOption = None,
     config: ConfigOption = None,
     run: RunOption = None,
+    key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
     """Every checkpoint, where its copies lie, and what retention makes of them. → resumes next, * pinned."""
-    found = _report(places(spool, url, config), run)
+    found = _report(places(spool, url, config, key_file=key_file), run)
     if json:
         print_json(found)
     else:
@@ -123,10 +125,11 @@ def show(
     spool: SpoolOption = None,
     config: ConfigOption = None,
     attempt: AttemptOption = None,
+    key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
     """One checkpoint: its manifest's files, metrics, origin, and every copy."""
-    where = places(spool, url, config)
+    where = places(spool, url, config, key_file=key_file)
     world = asyncio.run(_look(where, run))
     checkpoint = choose(world, run, step, attempt)
     found = next(
@@ -166,10 +169,11 @@ def verify(
     config: ConfigOption = None,
     run: RunOption = None,
     step: StepOption = None,
+    key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
     """Re-read every byte of every copy and compare digests. Changes nothing. Exit code 5 when something is corrupt."""
-    where = places(spool, url, config)
+    where = places(spool, url, config, key_file=key_file)
     checks, unreached = asyncio.run(_verify(where, run, step))
     if json:
         print_json({"checks": checks, "unreached": unreached})

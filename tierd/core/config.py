@@ -30,6 +30,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     verify: Literal["checksum", "read"] = "checksum"
     limit_up: Rate | None = None  # of what the daemon sends there
     limit_down: Rate | None = None  # and reads there, but for restores
+    key_file: Annotated[str, Meta(pattern="^/")] | None = None  # what lies there is encrypted with the key in it
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,7 +76,9 @@ def from_toml(text: str, where: str) -> Config:
     return _checked(config, where)
 
 
-def from_urls(spool: str, urls: Sequence[str], retention: RetentionPolicy | None = None) -> Config:
+def from_urls(
+    spool: str, urls: Sequence[str], retention: RetentionPolicy | None = None, key_file: str | None = None
+) -> Config:
     """The configuration that ``tierd run --spool DIR --to URL`` means; tiers are named after their URL's scheme.
 
     Raises:
@@ -89,7 +92,7 @@ def from_urls(spool: str, urls: Sequence[str], retention: RetentionPolicy | None
         scheme = parse_url(url).scheme
         taken = sum(tier.name.split("-")[0] == scheme for tier in tiers)
         name = scheme if not taken else f"{scheme}-{taken + 1}"
-        tiers.append(TierConfig(name=name, url=url, retention=retention))
+        tiers.append(TierConfig(name=name, url=url, retention=retention, key_file=key_file))
     return _checked(Config(spool=spool, tier=tuple(tiers), retention=retention), "--to")
 
 

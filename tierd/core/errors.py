@@ -45,11 +45,24 @@ class CorruptChunk(TierdError):
 
 
 class ManifestError(TierdError):
-    """A manifest is truncated, altered, oversized, or says something that no honest writer says: proven corruption."""
+    """A manifest is truncated, altered, oversized, or says something that no honest writer says: proven corruption.
+
+    Attributes:
+        found: what lies there, where a store could not make a manifest of it.
+    """
+
+    def __init__(self, message: str, found: bytes = b"") -> None:
+        super().__init__(message)
+        self.found = found
 
 
 class FormatTooNew(TierdError):
     """An intact manifest of a format version that this tierd does not know. Not corruption: a newer tierd reads it."""
+
+
+class WrongKey(FormatTooNew):
+    """What lies there is encrypted with a key that is not at hand, or not at all where a key is required. Not
+    corruption: who has the right key reads it."""
 
 
 class CheckpointNotFound(TierdError):

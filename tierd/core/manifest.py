@@ -9,16 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import xxhash
 from msgspec import Meta
 
-from tierd.core.errors import FormatTooNew, ManifestError
+from tierd.core.errors import FormatTooNew, ManifestError, WrongKey
 from tierd.core.ids import MAX_STEP, MAX_WORLD, CheckpointId, PartId, chunk_owner
 
 VERSION = 1
+ENCRYPTED = 2  # the version of what an encrypted tier has in a manifest's place
 MANIFEST_NAME = "manifest.json"  # inside a part's directory in the spool
 TENSORS = "tensors.safetensors"  # what `save` writes: every tensor,
 TREE = "state.json"  # and everything else, naming them
@@ -145,6 +146,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return self.part == other.part and self.resumed_from == other.resumed_from and raw(self) == raw(other)
 
 
+class Wrapped(msgspec.Struct, frozen=True, kw_only=True):
+    """What an encrypted tier has in a manifest's place: the manifest, encrypted, in base64 without padding."""
+
+    version: int
+    cipher: Literal["aes-256-gcm"]
+    key_id: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+    encrypted: str
+
+
 def is_metric_name(name: object) -> bool:
     """Whether `name` can name a metric: it is printed as it is, so it holds no control character."""
     return isinstance(name, str) and 0 < len(name) <= 256 and not _CONTROL.search(name)
@@ -173,7 +183,30 @@ def encode(manifest: Manifest) -> bytes:
     return data
 
 
-def seal(manifest: Manifest) -> bytes:
+def wrap(key_id: str, encrypted: bytes) -> bytes:
+    """What lies on an encrypted tier instead of a manifest: `encrypted` in base64, under a seal of the same kind."""
+    return seal(Wrapped(version=ENCRYPTED, cipher="aes-256-gcm", key_id=key_id, encrypted=encrypted.decode()))
+
+
+def unwrap(data: bytes, where: str) -> Wrapped | None:
+    """What `wrap` made; None where that is something of version 1, which is not encrypted.
+
+    Raises:
+        ManifestError, FormatTooNew: as `decode`.
+    """
+    body = _unsealed(data, where)
+    try:
+        version = msgspec.json.decode(body, type=_Version).version
+        if version == VERSION:
+            return None
+        if version != ENCRYPTED:
+            raise FormatTooNew(f"{where}: format version {version}; use a newer tierd")
+        return msgspec.json.decode(body, type=Wrapped)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ManifestError(f"{where}: {error}") from error
+
+
+def seal(manifest: Manifest | Wrapped) -> bytes:
     """As `encode`, of anything: a test's way to say what no writer says."""
     body = msgspec.json.encode(manifest)[:-1]
     return body + _SEAL + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
@@ -189,18 +222,14 @@ def decode(data: bytes, expected: PartId | None = None) -> Manifest:
     Raises:
         ManifestError: truncated, altered, oversized or unsafe; the message says which and where.
         FormatTooNew: intact, and of a version that this tierd does not know.
+        WrongKey: intact, and encrypted.
     """
     where = f"manifest of {expected}" if expected else "manifest"
-    if len(data) > MAX_MANIFEST_SIZE:
-        raise ManifestError(f"{where}: {len(data)} bytes; at most {MAX_MANIFEST_SIZE} are read")
-    body, seal = data[:-_SEAL_SIZE], data[-_SEAL_SIZE:]
-    if not seal.startswith(_SEAL) or not seal.endswith(b'"}\n'):
-        raise ManifestError(f"{where}: truncated, or not a manifest: it does not end in its digest")
-    if seal[len(_SEAL) : -3] != xxhash.xxh3_128_hexdigest(body).encode():
-        raise ManifestError(f"{where}: its bytes differ from its own digest")
-    body += b"}"
+    body = _unsealed(data, where)
     try:
         version = msgspec.json.decode(body, type=_Version).version
+        if version == ENCRYPTED and (key_id := _key_id(body)):
+            raise WrongKey(f"{where}: encrypted with key {key_id}: name its file by the tier's key_file, or --key-file")
         if version != VERSION:
             raise FormatTooNew(f"{where}: format version {version}; this tierd reads {VERSION}: use a newer one")
         manifest = msgspec.json.decode(body, type=Manifest)
@@ -222,6 +251,25 @@ def decode(data: bytes, expected: PartId | None = None) -> Manifest:
         raise ManifestError(f"{where}: it says that it is {manifest.part}")
     _check_files(manifest, where)
     return manifest
+
+
+def _unsealed(data: bytes, where: str) -> bytes:
+    """The JSON object in front of an intact seal."""
+    if len(data) > MAX_MANIFEST_SIZE:
+        raise ManifestError(f"{where}: {len(data)} bytes; at most {MAX_MANIFEST_SIZE} are read")
+    body, seal = data[:-_SEAL_SIZE], data[-_SEAL_SIZE:]
+    if not seal.startswith(_SEAL) or not seal.endswith(b'"}\n'):
+        raise ManifestError(f"{where}: truncated, or not a manifest: it does not end in its digest")
+    if seal[len(_SEAL) : -3] != xxhash.xxh3_128_hexdigest(body).encode():
+        raise ManifestError(f"{where}: its bytes differ from its own digest")
+    return body + b"}"
+
+
+def _key_id(body: bytes) -> str:
+    try:
+        return msgspec.json.decode(body, type=Wrapped).key_id
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return ""
 
 
 class _Version(msgspec.Struct):

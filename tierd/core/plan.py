@@ -177,7 +177,7 @@ def judge_tier(
     if any(isinstance(defect, FormatTooNew) and part.checkpoint.run == run for part, defect in tier.defects()):
         # Which chunks a newer tierd's manifest names cannot be known, nor what it would keep.
         return tuple(
-            verdict if verdict.keep else Verdict(verdict.id, True, ("a newer tierd writes here",))
+            verdict if verdict.keep else Verdict(verdict.id, True, ("a newer tierd writes here, or another key",))
             for verdict in verdicts
         )
     return verdicts

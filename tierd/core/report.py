@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tierd.core.config import Config
+from tierd.core.errors import FormatTooNew
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.plan import judge_spool, judge_tier
 from tierd.core.resume import restore_candidates
@@ -19,8 +20,8 @@ class Copy:
     """One place's copy of a checkpoint.
 
     `state` is one of: `verified` (a tier: every byte was read back), `committed` (the spool: durable, digests taken
-    from memory), `incomplete` (parts are missing), `corrupt` (a manifest cannot be used), `quarantined`. Sizes: bytes,
-    of the `read` ranks whose manifests were read.
+    from memory), `incomplete` (parts are missing), `corrupt` (a manifest cannot be used), `unreadable` (by this
+    tierd, or without its key), `quarantined`. Sizes: bytes, of the `read` ranks whose manifests were read.
     """
 
     place: str
@@ -157,7 +158,8 @@ def _copy(name: str, seen: Seen | None, aside: list[PartId], verdict: Verdict | 
 
 def _state(name: str, seen: Seen) -> str:
     if seen.defects:
-        return "corrupt"
+        strange = all(isinstance(defect, FormatTooNew) for defect in seen.defects.values())
+        return "unreadable" if strange else "corrupt"
     if name == SPOOL:
         return "committed"
     return "verified" if is_complete(seen.ranks) else "incomplete"

@@ -28,7 +28,7 @@ from tierd.core.manifest import Chunk, Manifest, Stored
 from tierd.daemon.manifests import read_manifest
 from tierd.daemon.together import to_the_end, together
 from tierd.device import memory_for
-from tierd.stores.base import Buffer, ObjectInfo, Store, children
+from tierd.stores.base import Buffer, ObjectInfo, Store, children, weight
 
 log = logging.getLogger("tierd.daemon")
 T = TypeVar("T")
@@ -122,7 +122,7 @@ class Copies:
         raw = self.reference.files[file].chunks[index].size
         stored = [manifest.files[file].chunks[index].stored for manifest in self.manifests.values()]
         if stored and all(one and one.codec == RAW for one in stored):
-            return raw
+            return max(weight(store, raw) for store in self.stores.values())
         return raw + max([raw, *(one.size for one in stored if one)])
 
     async def chunk(self, file: int, index: int, path: str, lead: int = 0) -> Buffer:

@@ -36,7 +36,7 @@ from tierd.daemon.together import to_the_end, together
 from tierd.daemon.turns import left_over, naming
 from tierd.persist import read_chunk
 from tierd.spool import Spool
-from tierd.stores.base import Store
+from tierd.stores.base import Store, weight
 
 _CHUNKS = 8  # on their way at once, as far as the budget goes
 _ANSWER = 60.0  # seconds that a chunk waits for another tier's form of it
@@ -153,7 +153,7 @@ class _Chunk:
             encoded = await self._as_the_twin(await to_the_end(self._read))
             self.encoded, stored, data = encoded.chunk, encoded.stored, encoded.data
             del encoded
-            hold.keep(stored.size)  # the raw bytes are gone
+            hold.keep(weight(self._way.store, stored.size))  # the raw bytes are gone
             key = f"{self._part.checkpoint.run}/{stored.key}"
             with self._way.pace.link(self._way.tier).moving(stored.size):
                 checked = await self._way.store.put(key, data)

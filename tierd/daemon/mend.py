@@ -14,7 +14,7 @@ from typing import TypeAlias
 import msgspec
 
 from tierd.codec import RAW, Encoded, check_stored, encode, recognize
-from tierd.core.errors import CorruptChunk, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
+from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import PartId, chunk_key
 from tierd.core.manifest import Chunk, Manifest, Stored
 from tierd.core.manifest import encode as encode_manifest
@@ -223,6 +223,8 @@ class Mender:
                 await self._store.get(self._part.manifest_key)
             except ObjectNotFound:
                 return  # and nobody begins to delete it while this lasts
+            except ManifestError:
+                pass  # there it is, damaged
             missing = await missing_chunks(self._store, manifest)
             if not missing:
                 await self._store.put(self._part.manifest_key, data)

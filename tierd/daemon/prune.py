@@ -119,6 +119,8 @@ async def quarantine(store: Store, part: PartId) -> bool:
         return False
     except CorruptChunk:  # larger than anything of tierd's: nobody wants to look at that
         data = b""
+    except ManifestError as error:  # no manifest could be made of it: it is set aside as it lies there
+        data = error.found
     await store.put(part.quarantine_key, data)
     await store.delete([part.manifest_key])
     return True

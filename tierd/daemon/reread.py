@@ -35,7 +35,7 @@ from tierd.daemon.together import to_the_end
 from tierd.device import LARGE
 from tierd.persist import bad_chunks, open_plain, read_chunk
 from tierd.spool import Spool
-from tierd.stores.base import Store
+from tierd.stores.base import Store, weight
 
 log = logging.getLogger("tierd.daemon")
 
@@ -126,7 +126,7 @@ class Reader:
     async def _reads_wrong(self, store: Store, part: PartId, chunk: Chunk) -> str:
         """What is wrong with a tier's chunk; empty where it is right."""
         size = chunk.stored.size if chunk.stored else 0
-        async with self._reading(size):
+        async with self._reading(size, weight(store, size)):
             try:
                 await surely(lambda: get_stored(store, part.checkpoint.run, chunk))
                 return ""
@@ -209,11 +209,12 @@ class Reader:
     # -- how --------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _reading(self, size: int) -> AsyncIterator[None]:
-        """Within, `size` bytes may be read; when it ends, they have been paid for in time."""
+    async def _reading(self, size: int, memory: int | None = None) -> AsyncIterator[None]:
+        """Within, `size` bytes may be read, into as much memory or `memory`; when it ends, they have been paid for in
+        time."""
         await self._turn()
         begun = time.monotonic()
-        async with self._budget.take(size):
+        async with self._budget.take(size if memory is None else memory):
             yield
         self._journal.counters["scrubbed_bytes"] += size
         await asyncio.sleep(size / self._rate - (time.monotonic() - begun))

@@ -26,6 +26,7 @@ from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.watch import watching
 from tierd.spool import Spool
 from tierd.stores.base import Store
+from tierd.stores.keys import read_key
 from tierd.stores.open import open_store
 from tierd.trust import leave_no_core
 
@@ -36,11 +37,12 @@ _FIRST = 120.0  # seconds that a daemon started by a trainer waits for one to at
 
 
 async def open_tiers(config: Config, stack: AsyncExitStack) -> dict[str, Store]:
-    """Open every tier's store, in order; `stack` closes them."""
+    """Open every tier's store, in order; `stack` closes them. Raises `ConfigError` where a key cannot be used."""
     stores: dict[str, Store] = {}
     for tier in config.tier:
         up, down = (rate(limit) if limit else None for limit in (tier.limit_up, tier.limit_down))
-        stores[tier.name] = open_store(parse_url(tier.url), up, down)
+        key = read_key(Path(tier.key_file)) if tier.key_file else None
+        stores[tier.name] = open_store(parse_url(tier.url), up, down, key)
         stack.push_async_callback(stores[tier.name].aclose)
     return stores
 
@@ -53,7 +55,7 @@ async def serve(config: Config, *, until_idle: bool = False, told: Callable[[Eve
 
     Raises:
         SpoolUnusable: the spool cannot be used, or another daemon holds it.
-        ConfigError: a tier's URL cannot be opened.
+        ConfigError: a tier's URL cannot be opened, or its key not be used.
     """
     leave_no_core()
     spool = Spool(Path(config.spool))

@@ -126,6 +126,11 @@ def check_size(size: int, doing: str) -> None:
         raise CorruptChunk(f"{doing}: the object has {size} bytes; tierd puts none of more than {LARGEST}")
 
 
+def weight(store: Store, size: int) -> int:
+    """The bytes that an object of `size` takes in memory while it is put or got."""
+    return 2 * size if getattr(store, "doubles", False) else size
+
+
 async def children(store: Store, prefix: str) -> AsyncIterator[str]:
     """The names directly under `prefix` (which is empty or ends in ``/``), at about one listing request each.
 

@@ -1,0 +1,272 @@
+"""The daemon on encrypted tiers: everything works as on others, and a key that is not at hand harms nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+
+import pytest
+from support.doubles import Double, contents, flip, is_chunk, is_manifest
+from support.world import commit, content, converge, corrupt, part, read, reconciler, running, steps_in, until
+
+from tierd.core.errors import FormatTooNew, ManifestError, StoreUnavailable, WrongKey
+from tierd.core.manifest import decode, seal
+from tierd.daemon.download import Progress
+from tierd.daemon.export import export
+from tierd.daemon.fetch import fetch
+from tierd.daemon.flush import Way, flush
+from tierd.daemon.prune import prune, quarantine, verify
+from tierd.spool import Spool
+from tierd.stores.encrypted import EncryptedStore
+from tierd.stores.keys import Key
+from tierd.stores.memory import MemoryStore
+
+KEY, OTHER = Key(bytes(range(32))), Key(bytes(32))
+PART = part(7)
+
+
+def tier(inner=None, key=KEY) -> EncryptedStore:
+    return EncryptedStore(inner or MemoryStore(), key)
+
+
+async def manifest_on(store, which=PART):
+    return decode(bytes(await store.get(which.manifest_key)), which)
+
+
+async def restored(spool: Spool, which=PART, **stores) -> dict[str, bytes]:
+    shutil.rmtree(spool.path(which), ignore_errors=True)
+    await fetch(spool, which, stores)
+    return read(spool, which)
+
+
+def test_what_was_flushed_encrypted_comes_back(spool):
+    files = commit(spool, PART)
+
+    async def work():
+        store = tier()
+        await flush(spool, PART, Way(store))
+        assert await restored(spool, tier=store) == files
+        assert (await verify(store, PART, lambda size: None))[1] == []
+
+    asyncio.run(work())
+
+
+def test_each_tier_has_its_own_key_and_all_describe_the_same_stored_bytes(spool):
+    files = commit(spool, PART)
+
+    async def work():
+        stores = {"a": tier(), "b": tier(key=OTHER), "plain": MemoryStore()}
+        await converge(spool, stores)
+        told = [await manifest_on(store) for store in stores.values()]
+        assert told[0] == told[1] == told[2]
+        for chunk in told[0].chunks():
+            key = f"run/{chunk.stored.key}"
+            assert len({bytes(await store.get(key)) for store in stores.values()}) == 1
+        for name, store in stores.items():
+            assert await restored(spool, **{name: store}) == files
+
+    asyncio.run(work())
+
+
+def test_what_did_not_change_is_named_and_not_sent_again(spool):
+    shared = content(1)["weights.bin"]
+    commit(spool, part(1), {"weights.bin": shared})
+
+    async def work():
+        double = Double()
+        store = tier(double)
+        await converge(spool, {"tier": store})
+        commit(spool, part(2), {"weights.bin": shared, "new": b"new"})
+        await converge(spool, {"tier": store})
+        assert len(double.puts(is_chunk)) == 4
+        assert (await manifest_on(store, part(2))).owners == {part(1).checkpoint, part(2).checkpoint}
+        assert await prune(store, part(1).checkpoint)
+        assert await restored(spool, part(2), tier=store) == {"weights.bin": shared, "new": b"new"}
+        assert await prune(store, part(2).checkpoint)
+        assert [key for key in await contents(double) if key != "README.md"] == []
+
+    asyncio.run(work())
+
+
+def test_an_interrupted_flush_goes_on_with_what_lies_there(spool):
+    files = commit(spool, PART)
+
+    async def work():
+        double = Double()
+        store = tier(double)
+
+        def fail(operation, key):
+            if operation == "put" and is_manifest(key):
+                raise StoreUnavailable("away")
+
+        double.before = fail
+        with pytest.raises(StoreUnavailable):
+            await flush(spool, PART, Way(store))
+        there = set(double.puts(is_chunk))
+        double.before, double.calls = None, []
+        assert (await flush(spool, PART, Way(store))).sent == 0
+        assert there and not double.puts(is_chunk)
+        assert await restored(spool, tier=store) == files
+
+    asyncio.run(work())
+
+
+def test_the_spool_is_healed_from_an_encrypted_tier_and_that_from_another(spool):
+    files = commit(spool, PART)
+
+    async def work():
+        one, two = MemoryStore(), MemoryStore()
+        stores = {"one": tier(one), "two": tier(two)}
+        daemon = await converge(spool, stores)
+        corrupt(spool.path(PART) / "weights.bin")
+        await daemon._repairer.heal(PART)
+        assert read(spool, PART) == files
+        victims = [key for key in await contents(one) if is_chunk(key)]
+        for key in victims:
+            await flip(one, key)
+        bad = (await verify(stores["one"], PART, lambda size: None))[1]
+        assert len(bad) == len(victims) and all("under this name" in why for why in bad)
+        shutil.rmtree(spool.path(PART))
+        manifest = await manifest_on(stores["one"])
+        places = [(n, i) for n, file in enumerate(manifest.files) for i, _ in enumerate(file.chunks)]
+        mender = await daemon._repairer.repair("one", PART, manifest, places)
+        assert (mender.mended, mender.lost) == (len(victims), [])
+        assert (await verify(stores["one"], PART, lambda size: None))[1] == []
+
+    asyncio.run(work())
+
+
+def forged(which=PART, run="run") -> bytes:
+    """A manifest by somebody who can write to the bucket and has no key."""
+    from tierd.core.manifest import VERSION, Manifest
+
+    return seal(
+        Manifest(
+            version=VERSION,
+            run=run,
+            step=which.checkpoint.step,
+            attempt=which.checkpoint.attempt,
+            resumed_from=None,
+            rank=0,
+            world_size=1,
+            created="2026-01-01T00:00:00+00:00",
+            writer="evil",
+            metrics={},
+            files=(),
+        )
+    )
+
+
+def test_a_checkpoint_by_somebody_without_the_key_is_never_restored(spool):
+    """It is the newest, and in one piece; it is neither loaded nor passed over in silence."""
+    commit(spool, PART)
+
+    async def work():
+        inner = MemoryStore()
+        store = tier(inner)
+        await flush(spool, PART, Way(store))
+        later = part(8)
+        await inner.put(later.manifest_key, forged(later))
+        with pytest.raises(StoreUnavailable, match="is not encrypted, and could be anybody's"):
+            await export({"tier": store}, "run", spool.root.parent / "out", None, None, Progress())
+        found = await export({"tier": store}, "run", spool.root.parent / "out", 7, None, Progress())
+        assert found.step == 7
+
+    asyncio.run(work())
+
+
+def test_a_manifest_moved_or_altered_is_proven_bad_and_set_aside_as_it_lies(spool):
+    files = commit(spool, PART)
+    commit(spool, part(8))
+
+    async def work():
+        inner = MemoryStore()
+        store = tier(inner)
+        for which in (PART, part(8)):
+            await flush(spool, which, Way(store))
+        moved = bytes(await inner.get(part(8).manifest_key))
+        await inner.put(PART.manifest_key, moved)
+        with pytest.raises(ManifestError, match="under this name"):
+            await store.get(PART.manifest_key)
+        assert await quarantine(store, PART)
+        assert bytes(await store.get(PART.quarantine_key)) == moved
+        await converge(spool, {"tier": store})  # flushes it anew
+        assert await restored(spool, tier=store) == files
+
+    asyncio.run(work())
+
+
+def test_a_damaged_manifest_is_rebuilt_after_another_tiers(spool):
+    files = commit(spool, PART)
+
+    async def work():
+        inner = MemoryStore()
+        stores = {"one": tier(inner), "two": tier(key=OTHER)}
+        daemon = await converge(spool, stores)
+        shutil.rmtree(spool.path(PART))
+        await flip(inner, PART.manifest_key)
+        assert await daemon._repairer.rebuild("one", PART, "damaged")
+        assert await restored(spool, one=stores["one"]) == files
+
+    asyncio.run(work())
+
+
+# -- the key is not at hand -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("view", [lambda inner: inner, lambda inner: tier(inner, OTHER)], ids=["none", "another"])
+def test_without_the_key_nothing_is_restored_passed_over_quarantined_or_deleted(spool, view):
+    commit(spool, PART)
+    commit(spool, part(8))
+    commit(spool, part(9))
+
+    async def work():
+        inner = MemoryStore()
+        for which in (PART, part(8)):
+            await flush(spool, which, Way(tier(inner)))
+            shutil.rmtree(spool.path(which))
+        before = await contents(inner)
+        store = view(inner)
+        with pytest.raises(StoreUnavailable, match=f"encrypted with key {KEY.id}"):
+            await fetch(spool, part(8), {"tier": store})
+        with pytest.raises(StoreUnavailable, match=f"encrypted with key {KEY.id}"):
+            await export({"tier": store}, "run", spool.root.parent / "out", None, None, Progress())
+        with pytest.raises(FormatTooNew):
+            await prune(store, PART.checkpoint)
+        async with running(reconciler(spool, {"tier": store}, keep=1, keep_local=1)) as daemon:
+            await until(lambda: daemon.tiers.has(part(9), "tier"))
+            await asyncio.sleep(0.2)
+            assert daemon.journal.counters["quarantined"] == daemon.journal.counters["corruptions"] == 0
+        after = await contents(inner)
+        assert {key: after.get(key) for key in before if key != "README.md"} == {
+            key: data for key, data in before.items() if key != "README.md"
+        }
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("view", [lambda inner: inner, lambda inner: tier(inner, OTHER)], ids=["none", "another"])
+def test_a_copy_that_cannot_be_read_lets_no_copy_of_the_spool_go(spool, view):
+    for step in (1, 2, 3):
+        commit(spool, part(step))
+
+    async def work():
+        inner = MemoryStore()
+        for step in (1, 2, 3):
+            await flush(spool, part(step), Way(tier(inner)))
+        double = Double(view(inner))
+
+        def refuse(operation, key):
+            if operation == "put":
+                raise StoreUnavailable("away")
+
+        double.before = refuse
+        async with running(reconciler(spool, {"tier": double}, keep=1, keep_local=1)) as daemon:
+            await until(lambda: daemon.tiers.places["tier"] is not None)
+            for _ in range(5):
+                daemon.wake()
+                await asyncio.sleep(0.05)
+            assert steps_in(spool) == [1, 2, 3]
+            assert [type(why) for _, why in daemon.tiers.places["tier"].defects()] == [WrongKey] * 3
+
+    asyncio.run(work())
