@@ -1,0 +1,85 @@
+"""Kills: rank writers and a daemon of one spool, SIGKILLed at random, and what they were told is held against what is
+there afterwards. Required: what was acknowledged is restored, bit for bit, and nothing older, mixed or wrong; nothing
+hangs; and when faults stop, nothing is left over and each place holds what its retention wants.
+
+A seed is one life of a spool with `_KILLS` kills: when who is killed follows from it, where the operating system lets
+the two race. Some are at random times, some at the n-th system call of a kind, which a victim counts itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import traceback
+from pathlib import Path
+
+from faults.lives import Life
+from faults.rounds import Mutant, Round
+
+UNIT = "kills of live processes"
+SHORT = 60
+GATE = 2_000
+
+_KILLS = 25  # in one life
+_BESIDE = 3  # lives at a time: most of their time they wait
+
+MUTANTS: tuple[Mutant, ...] = ()
+
+
+def missing() -> str | None:
+    return None if hasattr(os, "memfd_create") else "this system has no memfd"
+
+
+def run(work: Round) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # a forked child has none of OpenMP's others
+    gc.collect()
+    gc.freeze()
+    lives: dict[int, tuple[int, Path, int]] = {}  # pid -> seed, where its answer is, kills asked for
+    asked = 0
+    for seed in work.seeds():
+        kills = _KILLS if work.only is not None else min(_KILLS, max(5, work.trials - work.done - asked))
+        lives |= _begin(seed, work.room, kills)
+        asked += kills
+        while (
+            len(lives) >= _BESIDE or (lives and work.done + asked >= work.trials) or (lives and work.only is not None)
+        ):
+            asked -= _end_one(work, lives)
+    while lives:
+        _end_one(work, lives)
+
+
+def _begin(seed: int, room: Path, kills: int) -> dict[int, tuple[int, Path, int]]:
+    answer, home = room / f"{seed}.json", room / str(seed)
+    home.mkdir()
+    pid = os.fork()
+    if pid:
+        return {pid: (seed, answer, kills)}
+    try:
+        os.setpgid(0, 0)
+        life = Life(seed, home)
+        lost = None
+        try:
+            life.live(kills)
+        except BaseException as error:
+            lost = "".join(traceback.format_exception(error))
+        answer.write_text(json.dumps({"kills": life.kills, "notes": dict(life.notes), "lost": lost}))
+    finally:
+        os._exit(0)
+
+
+def _end_one(work: Round, lives: dict[int, tuple[int, Path, int]]) -> int:
+    """Wait for a life's end; how many kills it was asked for."""
+    pid, _ = os.wait()
+    seed, answer, asked = lives.pop(pid)
+    told = json.loads(answer.read_text()) if answer.exists() else {"kills": 0, "notes": {}, "lost": "it vanished"}
+    work.notes.update(told["notes"])
+    if told["lost"]:
+        work.lost(seed, told["lost"], told["kills"])
+    else:
+        work.passed(told["kills"], "lives")
+    shutil.rmtree(work.room / str(seed), ignore_errors=True)
+    return asked
