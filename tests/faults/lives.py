@@ -27,6 +27,8 @@ from tierd.core.retention import RetentionPolicy
 
 DEADLINE = 60.0  # seconds after which whatever has not come counts as hung
 _TICK = 0.004
+_DAEMONS = ("fsync", "rename", "unlink", "mkdir", "write")  # calls that it is killed at
+_WRITERS = ("tell", "tell", "send", "send", "mkdir", "rename")
 
 # Why a writer may end by itself where its daemon or another rank was killed: its launcher tries again.
 _EXCUSED = ("DaemonUnavailable", "StoreUnavailable")
@@ -82,6 +84,7 @@ class Life:
         self.tiers = {name: room / name for name in ("first", "second")[: noise.randint(1, 2)]}
         self.alone = noise.random() < 0.25  # some launches use no daemon
         self.slots = noise.randint(1, 2)
+        self.slow = noise.choice((0.0, 0.0, 0.1, 0.4))
         for name, path in self.tiers.items():
             path.mkdir()
             self.keep[name] = noise.randint(1, 3)
@@ -132,7 +135,8 @@ class Life:
     def start_daemon(self, *, last: bool = False) -> None:
         page, log = Page(), self.room / "daemon.log"
         config = self.config
-        pid = fork(page, log, lambda: daemon(config, page, last=last))
+        slow = 0.0 if last else self.slow
+        pid = fork(page, log, lambda: daemon(config, page, slow, last=last))
         self.daemon = Victim("daemon", pid, page, time.monotonic(), log)
         self.tell(f"daemon {pid} starts")
 
@@ -157,6 +161,7 @@ class Life:
                 daemon=with_daemon,
                 slots=self.slots,
                 pace=self.noise.choice((0.0, 0.01, 0.03)),
+                slow=self.slow,
                 steps=steps,
             )
             page, log = Page(), self.room / f"rank-{number}.log"
@@ -169,11 +174,14 @@ class Life:
         self.look()
         if self.daemon is None or not self.daemon.alive():
             self.start_daemon()
-        if not self.ranks or not all(victim.alive() for victim in self.ranks):
+        if not self.ranks or not self._all_alive():
             self._end_launch()
             if not self.alone and self.noise.random() < 0.04:
                 self._lose_node()
             self.start_launch()
+
+    def _all_alive(self) -> bool:
+        return all(victim is not None and victim.alive() for victim in (self.daemon, *self.ranks))
 
     def _lose_node(self) -> None:
         """Its spool is gone with it. The next node is another one, which tiers' marks are not the own ones of."""
@@ -191,6 +199,9 @@ class Life:
         victim = noise.choice(self.ranks) if who != "daemon" else self.daemon
         assert victim is not None
         self._await(lambda: victim.page.at_work or not victim.alive(), f"{victim.name} is at work")
+        if noise.random() < 0.75:  # else it may be still at its start
+            count = self.seen["returned"] + noise.randint(1, 4)
+            self._await(lambda: self.seen["returned"] >= count or not self._all_alive(), "some saves return")
         if noise.random() < (0.3 if victim.name != "daemon" else 0.7):
             self._at_a_call(victim)
         else:
@@ -209,24 +220,23 @@ class Life:
 
     def _at_a_time(self, victim: Victim) -> None:
         noise = self.noise
-        kind = noise.choice((None, None, "restoring", "restored", "begun", "returned", "returned", "local", "tier"))
-        if (kind and victim.name != "daemon") or noise.random() < 0.5:
-            count, before = noise.randint(1, 3), self.seen[kind or ""]
-            end = time.monotonic() + 0.7
-            while kind and self.seen[kind] < before + count and time.monotonic() < end and victim.alive():
+        kind = noise.choice((None, None, "restored", "begun", "returned", "returned", "local", "tier"))
+        if kind:
+            count, end = self.seen[kind] + 1, time.monotonic() + 0.5
+            while self.seen[kind] < count and time.monotonic() < end and victim.alive():
                 self.look()
                 time.sleep(_TICK)
         self._await_more(noise.random() * noise.choice((0.005, 0.03, 0.25)))
 
     def _at_a_call(self, victim: Victim) -> None:
         noise = self.noise
-        own = CALLS[:-1] if victim.name == "daemon" else ("send", "send", "mkdir", "rename")
+        own = _DAEMONS if victim.name == "daemon" else _WRITERS
         few = noise.choice((None, *own))
         kinds = set(range(len(CALLS))) if few is None else {CALLS.index(few)}
         many = noise.choice((2, 6, 25)) if victim.name == "daemon" else 3
         victim.page.arm(noise.randint(1, many), kinds, after=noise.random() < 0.5)
-        end = time.monotonic() + 0.8
-        while victim.alive() and time.monotonic() < end:
+        end = time.monotonic() + 1.5
+        while self._all_alive() and time.monotonic() < end:
             self.look()
             time.sleep(_TICK)
 
@@ -371,6 +381,8 @@ class Life:
             self.start_daemon(last=True)
         end = time.monotonic() + DEADLINE
         while left := leftovers(Path(self.config.spool), self.tiers, self.keep, self.world):
+            if aside := [one for one in left if "/quarantine/" in one]:
+                raise Lost(f"something was called corrupt: {aside}")
             if time.monotonic() > end:
                 self._stacks()
                 raise Lost(f"{DEADLINE:.0f} s after faults stopped there is left: {left[:10]}")

@@ -21,7 +21,7 @@ _ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine")
 def leftovers(spool: Path, tiers: Mapping[str, Path], keep: Mapping[str, int], world: int) -> list[str]:
     """Whatever does not belong there any more, and whatever lacks."""
     found = [f"{path}" for room in _ROOMS for path in (spool / ".tierd" / room).glob("*")]
-    checkpoints = [path for path in (spool / RUN).glob("*.*")]
+    checkpoints = list((spool / RUN).glob("*.*"))
     found += [f"{path} holds nothing" for path in checkpoints if not _files(path)]
     found += _wrong("the spool", [path.name for path in checkpoints], keep["local"])
     for name, tier in tiers.items():

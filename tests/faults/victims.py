@@ -15,6 +15,7 @@ import json
 import logging
 import mmap
 import os
+import random
 import signal
 import socket
 import struct
@@ -45,7 +46,7 @@ FROZEN = 1_100_000  # bytes: a chunk of its own, the same in every checkpoint, a
 STAGED = 7  # a step before a multiple of this is written through `stage`
 AGAIN = 11  # and after one before a multiple of this the process restores
 
-CALLS = ("fsync", "rename", "unlink", "mkdir", "write", "send")
+CALLS = ("fsync", "rename", "unlink", "mkdir", "write", "send", "tell")
 VERBS = ("save", "stage", "restore", "persist", "flush", "prune", "mend", "fetch")
 
 _Tell = Callable[..., None]
@@ -139,9 +140,9 @@ class Page:
     def count(self, kind: int) -> None:
         """Have every call of one kind counted, as this module sees the system."""
         for module, name in _COUNTED[CALLS[kind]]:
-            setattr(module, name, self._counted(kind, getattr(module, name)))
+            setattr(module, name, self.counted(kind, getattr(module, name)))
 
-    def _counted(self, kind: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(self, kind: int, call: Callable[..., Any]) -> Callable[..., Any]:
         memory, bit, pid, kill = self._memory, 1 << kind, os.getpid(), os.kill
 
         def counted(*args: Any, **named: Any) -> Any:
@@ -170,6 +171,7 @@ _COUNTED: dict[str, list[tuple[Any, str]]] = {
     "mkdir": [(os, "mkdir")],
     "write": [(os, "write"), (os, "pwrite")],
     "send": [(socket, "send_fds")],
+    "tell": [],  # what a rank writes down of a snapshot that was taken
 }
 
 
@@ -202,19 +204,20 @@ def fork(page: Page, log: Path, main: Callable[[], None]) -> int:
         os._exit(status)
 
 
-def daemon(config: Config, page: Page, *, last: bool) -> None:
+def daemon(config: Config, page: Page, slow: float, *, last: bool) -> None:
     """The daemon: what `tierd run --config` runs, with waits of milliseconds where it has minutes.
 
     Args:
+        slow: seconds at most that persisting a snapshot takes longer, as on a busy disk.
         last: nobody is killed any more; what a kill left of a fetch is then given up soon.
     """
     lane._LONGEST = 0.3
-    reconcile._STUCK, reconcile._AGAIN, reconcile._ABANDONED = 0.3, 0.1, 1.0
+    reconcile._STUCK, reconcile._AGAIN, reconcile._ABANDONED = 0.3, 0.1, 0.2
     turns._OWN_STALE, turns._PAUSE = 300, 0.02
     taking._ORPHAN = 3.0
     if last:
         reconcile._TAKEN_UP = 1.0
-    _mark(taking, "write_part", page, "persist")
+    _mark(taking, "write_part", page, "persist", slow)
     reconciler = reconcile.Reconciler
     for name, verb in (("_flush", "flush"), ("_prune", "prune"), ("_mend", "mend"), ("fetch", "fetch")):
         _mark_async(reconciler, name, page, verb)
@@ -222,11 +225,13 @@ def daemon(config: Config, page: Page, *, last: bool) -> None:
     asyncio.run(service.serve(config))
 
 
-def _mark(where: Any, name: str, page: Page, verb: str) -> None:
+def _mark(where: Any, name: str, page: Page, verb: str, slow: float = 0.0) -> None:
     real = getattr(where, name)
 
     def marked(*args: Any, **named: Any) -> Any:
         with page.within(verb):
+            if slow:
+                time.sleep(random.random() * slow)
             return real(*args, **named)
 
     setattr(where, name, marked)
@@ -251,6 +256,8 @@ class Orders:
 
     Attributes:
         daemon: whether it looks for one; without, it persists by itself and restores from the spool.
+        pace: seconds at most between two steps.
+        slow: seconds at most that persisting a snapshot takes longer.
         steps: after so many it closes and ends; None: it goes on until it is killed.
     """
 
@@ -265,6 +272,7 @@ class Orders:
     daemon: bool
     slots: int
     pace: float
+    slow: float
     steps: int | None = None
 
 
@@ -281,7 +289,7 @@ def rank(orders: Orders, page: Page) -> None:
         giving._GREETING = 5.0
         for name in ("save", "restore"):
             _mark(tierd.Checkpointer, name, page, name)
-        _mark(pipeline, "write_part", page, "persist")
+        _mark(pipeline, "write_part", page, "persist", orders.slow)
         page.begin()
         _train(orders, tell, page)
         tell("ended")
@@ -323,6 +331,7 @@ def _train(orders: Orders, tell: _Tell, page: Page) -> None:
         )
     tell("restoring")
     given: set[int] = set()
+    tell_taken = page.counted(CALLS.index("tell"), tell)
     _watch_giving(given)
     to = None if orders.daemon else []
     checkpointer = tierd.Checkpointer(orders.spool, RUN, to=to, slots=orders.slots)
@@ -336,12 +345,13 @@ def _train(orders: Orders, tell: _Tell, page: Page) -> None:
             with page.within("stage"), checkpointer.stage(step) as directory:
                 (directory / "sub").mkdir()
                 (directory / "sub" / "data").write_bytes(staged(seed, attempt, step, number))
+                time.sleep(0.7 * (noise.random() < 0.2))  # a slow writer's is not taken for a dead one's
             tell("local", step=step, attempt=attempt)
         else:
             arrays = content(seed, attempt, step, number)
             state = {name: torch.from_numpy(array) for name, array in arrays.items()}
             save = checkpointer.save(step, {**state, "told": told(seed, attempt, step, number)}, metrics={"loss": step})
-            tell("returned", step=step, attempt=attempt, given=step in given)
+            tell_taken("returned", step=step, attempt=attempt, given=step in given)
             acks.add(save)
             for array in arrays.values():
                 array.fill(0)  # training goes on: nothing of this may get in
