@@ -72,6 +72,15 @@ class Expected:
             return f"{found} was found, which not all of {self.world} ranks had begun"
         return None
 
+    def latest_is_on_a_tier(self) -> bool:
+        """Whether the newest attempt left something on a tier to resume from. If it did not, a restore without the
+        spool may find nobody to tell what that attempt resumed from: it then refuses, and a person decides."""
+        latest = max((attempt for attempt, _ in self.saves), default=None)
+        return any(
+            attempt == latest and len(parts) == self.world and all(part.tiers for part in parts.values())
+            for (attempt, _), parts in self.saves.items()
+        )
+
     def lost_spool(self) -> None:
         """The node is gone: only what a tier is known to hold is due."""
         self.restored.clear()

@@ -33,9 +33,20 @@ def leftovers(spool: Path, tiers: Mapping[str, Path], keep: Mapping[str, int], w
             found.append(f"{name} has {len(manifests)} manifests")
         named = {chunk["stored"]["key"] for path in manifests for chunk in _chunks(path)}
         there = {path.relative_to(tier / RUN).as_posix() for path in _files(tier / RUN / "chunks")}
-        found += [f"{name}: {key}, which nobody names" for key in there - named]
+        lent = {key.split("/")[1] for key in named}
+        # What a cut-off prune left under a checkpoint goes when nobody names any chunk of that any more.
+        found += [f"{name}: {key}, which nobody names" for key in there - named if key.split("/")[1] not in lent]
         found += [f"{name}: {key} is missing" for key in named - there]
     return found
+
+
+def waiting(tiers: Mapping[str, Path]) -> int:
+    """How many chunks nobody names, under checkpoints of which somebody names another."""
+    count = 0
+    for tier in tiers.values():
+        named = {chunk["stored"]["key"] for path in _files(tier / RUN / "manifests") for chunk in _chunks(path)}
+        count += len({path.relative_to(tier / RUN).as_posix() for path in _files(tier / RUN / "chunks")} - named)
+    return count
 
 
 def _files(path: Path) -> list[Path]:

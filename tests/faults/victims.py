@@ -100,8 +100,10 @@ class Page:
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
 
-    def arm(self, calls: int, kinds: set[int], *, after: bool) -> None:
-        """Have the victim kill itself at one of its next calls of some kinds, before it is done or after."""
+    def arm(self, calls: int, kinds: set[int], verb: str | None, *, after: bool) -> None:
+        """Have the victim kill itself at one of its next calls of some kinds, before it is done or after; only calls
+        in the middle of `verb` count, if there is one."""
+        self._memory[14] = 1 + VERBS.index(verb) if verb else 0
         struct.pack_into("<II", self._memory, 4, sum(1 << kind for kind in kinds), after)
         struct.pack_into("<i", self._memory, 0, calls)
 
@@ -150,7 +152,7 @@ class Page:
             if left <= 0:
                 return call(*args, **named)
             kinds, after = struct.unpack_from("<II", memory, 4)
-            if not kinds & bit:
+            if not kinds & bit or (memory[14] and not memory[31 + memory[14]]):
                 return call(*args, **named)
             struct.pack_into("<i", memory, 0, left - 1)
             if left > 1:
@@ -214,7 +216,7 @@ def daemon(config: Config, page: Page, slow: float, *, last: bool) -> None:
     lane._LONGEST = 0.3
     reconcile._STUCK, reconcile._AGAIN, reconcile._ABANDONED = 0.3, 0.1, 0.2
     turns._OWN_STALE, turns._PAUSE = 300, 0.02
-    taking._ORPHAN = 3.0
+    taking._ORPHAN = 8.0
     if last:
         reconcile._TAKEN_UP = 1.0
     _mark(taking, "write_part", page, "persist", slow)
