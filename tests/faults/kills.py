@@ -47,7 +47,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tierd/daemon/handoff.py",
         "        part, arena = message.part, line.arenas.get(message.slot)",
         "        part, arena = message.part, None if line.hung_up else line.arenas.get(message.slot)",
-        _BY.format(0),
+        _BY.format(1),
     ),
     Mutant(
         "a part is renamed into place before its manifest is written",
@@ -56,35 +56,28 @@ MUTANTS: tuple[Mutant, ...] = (
         "        target.parent.mkdir(parents=True, exist_ok=True)\n"
         "        self.path = self.path.rename(target)\n"
         "        write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))",
-        _BY.format(0),
+        _BY.format(31),
     ),
     Mutant(
         "a living writer's stage counts as left over",
         "tierd/stage.py",
         "        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "        fcntl.flock(fd, fcntl.LOCK_UN)",
-        _BY.format(0),
-    ),
-    Mutant(
-        "a dead trainer's memory is not compared with the manifest",
-        "tierd/client/source.py",
-        "                check_bytes(found.files[file.path], file)",
-        "                pass",
-        _BY.format(0),
+        _BY.format(10),
     ),
     Mutant(
         "a restore does not wait for what the dead had handed over",
         "tierd/daemon/control.py",
         "                await self._handoff.settled()  # what a trainer handed over before it died is seen, too",
         "                pass",
-        _BY.format(0),
+        _BY.format(1),
     ),
     Mutant(
         "a restore takes an older attempt's checkpoint first",
         "tierd/core/resume.py",
         "lacking.get(one, ())) for one in order),",
         "lacking.get(one, ())) for one in sorted(order, key=lambda one: one.attempt)),",
-        _BY.format(0),
+        _BY.format(1),
     ),
 )
 

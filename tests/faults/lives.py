@@ -25,7 +25,7 @@ from faults.victims import CALLS, RUN, Orders, Page, daemon, fork, rank
 from tierd.core.config import Config, TierConfig
 from tierd.core.retention import RetentionPolicy
 
-DEADLINE = 60.0  # seconds after which whatever has not come counts as hung
+DEADLINE = 60.0  # seconds without anything new after which what has not come counts as hung
 _TICK = 0.004
 _DAEMONS = ("fsync", "rename", "unlink", "mkdir", "write")  # calls that it is killed at
 _WRITERS = ("tell", "tell", "send", "send", "mkdir", "rename")
@@ -106,6 +106,7 @@ class Life:
         self.launch = 0
         self.launched = 0.0  # when, monotonic seconds
         self.excuse = 0.0  # when something was killed last
+        self.heard = 0.0  # when a writer wrote something down last
         self.log = room / "log"
         self.log.touch()
         self._at = 0
@@ -290,6 +291,7 @@ class Life:
 
     def _saw(self, line: dict[str, Any]) -> None:
         what, number = line["what"], line["rank"]
+        self.heard = time.monotonic()
         self.tell(" ".join(f"{key}={value}" for key, value in line.items() if key not in ("at", "trace")))
         if line["launch"] == self.launch:
             self.seen[what] += 1
@@ -335,10 +337,10 @@ class Life:
         self.notes["launches ended by an error, and begun again"] += 1
 
     def _await(self, condition: Callable[[], Any], what: str) -> None:
-        end = time.monotonic() + DEADLINE
+        begun = time.monotonic()
         while not condition():
-            if time.monotonic() > end:
-                raise Lost(f"within {DEADLINE:.0f} s it did not come to be that {what}{self._stacks()}")
+            if time.monotonic() > max(begun, self.heard) + DEADLINE:
+                raise Lost(f"nothing moved for {DEADLINE:.0f} s, and it did not come to be that {what}{self._stacks()}")
             self.look()
             time.sleep(_TICK)
 
@@ -380,8 +382,10 @@ class Life:
         if not again:
             self._stop_daemon()
             self.start_daemon(last=True)
-        end = time.monotonic() + DEADLINE
+        end, fewest = time.monotonic() + DEADLINE, math.inf
         while left := leftovers(Path(self.config.spool), self.tiers, self.keep, self.world):
+            if len(left) < fewest:  # it goes on
+                end, fewest = time.monotonic() + DEADLINE, len(left)
             if aside := [one for one in left if "/quarantine/" in one]:
                 raise Lost(f"something was called corrupt: {aside}")
             if time.monotonic() > end:
