@@ -17,6 +17,7 @@ from pathlib import Path
 
 from faults.lives import Life
 from faults.rounds import Mutant, Round
+from faults.victims import end_with_parent
 
 UNIT = "kills of live processes"
 SHORT = 60
@@ -113,7 +114,7 @@ def _begin(seed: int, room: Path, kills: int) -> dict[int, tuple[int, Path, int]
     if pid:
         return {pid: (seed, answer, kills)}
     try:
-        os.setpgid(0, 0)
+        end_with_parent()
         life = Life(seed, home)
         lost = None
         try:

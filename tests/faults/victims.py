@@ -182,6 +182,11 @@ _COUNTED: dict[str, list[tuple[Any, str]]] = {
 _libc = ctypes.CDLL(None)
 
 
+def end_with_parent() -> None:
+    """Have this process killed when its parent ends, so that nothing of a round outlives it."""
+    _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def fork(page: Page, log: Path, main: Callable[[], None]) -> int:
     """A child that runs `main`, dies with its parent, and leaves what it says in `log`; its pid."""
     pid = os.fork()
@@ -189,7 +194,7 @@ def fork(page: Page, log: Path, main: Callable[[], None]) -> int:
         return pid
     status = 1
     try:
-        _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        end_with_parent()
         out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(out, 1)
         os.dup2(out, 2)
