@@ -434,6 +434,34 @@ def test_a_part_that_went_bad_again_after_a_fetch_replaces_the_one_set_aside(spo
     assert spool.quarantined() == {}
 
 
+@pytest.mark.parametrize("cut", ["rename", "rmdir"])
+def test_a_directory_that_a_cut_off_commit_or_removal_left_is_a_leftover(spool, monkeypatch, cut):
+    """SIGKILL behind the commit's mkdir, or before the removal's rmdir. Seed 102 of `python -m faults kills`."""
+
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    if cut == "rmdir":
+        commit(spool, part(1))
+    monkeypatch.setattr(spool_module.Path, cut, killed)
+    if cut == "rename":
+        with pytest.raises(KeyboardInterrupt):
+            commit(spool, part(1))
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            spool.remove([part(1)])
+    monkeypatch.undo()
+    commit(spool, part(2))
+    left = f"empty/{part(1).checkpoint.run}/{part(1).checkpoint.name}"
+    assert left in spool.leftovers()
+    spool.discard(f"empty/{part(2).checkpoint.run}/{part(2).checkpoint.name}")
+    assert spool.parts() == [part(2)], "what holds a part stays"
+    for name in spool.leftovers():
+        spool.discard(name)
+    assert spool.leftovers() == [] and not (spool.root / part(1).path).parent.exists()
+    assert spool.parts() == [part(2)]
+
+
 # -- blocks for the next save -----------------------------------------------------------------------------------------
 
 LARGE = 1 << 20

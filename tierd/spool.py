@@ -245,8 +245,10 @@ class Spool:
         return self.control / "fetch" / f"{part.checkpoint.run}.{part.checkpoint.name}.{part.name}"
 
     def leftovers(self) -> list[str]:
-        """Stages and fetches whose writer is gone, and what a removal left half-way; by name, for `discard`."""
+        """Stages and fetches whose writer is gone, what a removal left half-way, and directories of checkpoints that
+        hold no part; by name, for `discard`."""
         found = [f"trash/{path.name}" for path in (self.control / "trash").iterdir()]
+        found += [f"{_EMPTY}/{run}/{name}" for run, name in _childless(self.root) if CheckpointId.parse(run, name)]
         for room in _LOCKED:
             for path in (self.control / room).iterdir():
                 fd = try_lock(path)
@@ -258,7 +260,11 @@ class Spool:
     def discard(self, name: str) -> None:
         """Remove a leftover, or a quarantined part (``quarantine/<run>/<checkpoint>/<part>``)."""
         path = self.control / name
-        if name.partition("/")[0] not in _LOCKED:
+        room, _, rest = name.partition("/")
+        if room == _EMPTY:  # a writer whose directory goes before its rename makes it anew
+            self._drop_if_empty(self.root / rest)
+            return
+        if room not in _LOCKED:
             self._trash(path)
             return
         fd = try_lock(path)  # held while it goes, so that no writer takes a stage which is being removed
@@ -341,6 +347,7 @@ class Spool:
 
 _ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine")
 _LOCKED = ("stage", "fetch")  # rooms where a directory's lock says that its writer lives
+_EMPTY = "empty"  # no room: what `leftovers` calls a checkpoint's directory that a commit or a removal left behind
 
 
 def _descend(base: Path) -> Iterator[tuple[str, str, str]]:
@@ -349,6 +356,19 @@ def _descend(base: Path) -> Iterator[tuple[str, str, str]]:
         for checkpoint in _directories(base / run):
             for part in _directories(base / run / checkpoint):
                 yield run, checkpoint, part
+
+
+def _childless(base: Path) -> Iterator[tuple[str, str]]:
+    """`(run, checkpoint)` names of the empty directories two levels under `base`."""
+    for run in _directories(base):
+        for checkpoint in _directories(base / run):
+            try:
+                with os.scandir(base / run / checkpoint) as entries:
+                    if next(entries, None) is not None:
+                        continue
+            except FileNotFoundError:
+                continue
+            yield run, checkpoint
 
 
 def _directories(path: Path) -> list[str]:

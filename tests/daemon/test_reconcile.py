@@ -378,3 +378,31 @@ def test_what_was_set_aside_is_flushed_anew_without_what_others_share_of_it(spoo
             assert daemon.tiers.has(part(0), "tier") and bytes(await store.get(shared)) == right
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_blocks_are_not_kept_for_a_writer_that_left_while_they_were_set_aside(spool, monkeypatch, leaves):
+    """Its end had looked for them too early, and nobody looked again. Seed 501 of `python -m faults kills`."""
+
+    async def work():
+        large = {"weights.bin": bytes(1 << 20)}
+        for step in range(2):
+            commit(spool, part(step), large)
+        daemon = reconciler(spool, {"tier": MemoryStore()}, keep=1)
+        writers = {part(0).lane}
+        daemon.writers = lambda: frozenset(writers)
+        remove = spool.remove
+
+        def left_meanwhile(parts, reuse):
+            if leaves:
+                writers.clear()
+                spool.drop_recycled(daemon.writers())  # as its line's end does
+            remove(parts, reuse)
+
+        monkeypatch.setattr(spool, "remove", left_meanwhile)
+        async with running(daemon):
+            await settle(daemon)
+
+    asyncio.run(work())
+    assert steps_in(spool) == [1]
+    assert (spool.recycled(part(2)) is None) == leaves

@@ -325,9 +325,10 @@ class Reconciler:
             if checkpoint in self.held or any(part.checkpoint == checkpoint for part in self._busy):
                 return  # taken up while the tiers were asked; the next plan decides
             low = self._free * 100 < self.config.min_free_percent  # then space is worth more than speed
-            await asyncio.to_thread(self.spool.remove, parts, () if low else self.writers())
-            if low:
-                await asyncio.to_thread(self.spool.drop_recycled, ())
+            reuse: frozenset[str] = frozenset() if low else self.writers()
+            await asyncio.to_thread(self.spool.remove, parts, reuse)
+            if low or reuse - self.writers():  # who left meanwhile looked for it too early
+                await asyncio.to_thread(self.spool.drop_recycled, () if low else self.writers())
         elif not await self.tiers.prune(checkpoint, tier):
             self._rests(tier, checkpoint, _STUCK)
             return

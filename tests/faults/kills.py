@@ -1,0 +1,140 @@
+"""Kills: rank writers and a daemon of one spool, SIGKILLed at random, and what they were told is held against what is
+there afterwards. Required: what was acknowledged is restored, bit for bit, and nothing older, mixed or wrong; nothing
+hangs; and when faults stop, nothing is left over and each place holds what its retention wants.
+
+A seed is one life of a spool with `_KILLS` kills: when who is killed follows from it, where the operating system lets
+the two race. Some are at random times, some at the n-th system call of a kind, which a victim counts itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import traceback
+from pathlib import Path
+
+from faults.lives import Life
+from faults.rounds import Mutant, Round
+from faults.victims import end_with_parent
+
+UNIT = "kills of live processes"
+SHORT = 60
+GATE = 2_000
+
+_KILLS = 25  # in one life
+_BESIDE = 3  # lives at a time: most of their time they wait
+
+_BY = "kills --trials 50 --seed {}"
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "a slot is free again before its snapshot is durable",
+        "tierd/client/pipeline.py",
+        "        self._persister.give(lambda: self._persist(snapshot, slot, given, files))\n        return True",
+        "        self._persister.give(lambda: self._persist(snapshot, slot, given, files))\n        return False",
+        _BY.format(0),
+    ),
+    Mutant(
+        "what a daemon did not answer before it died counts as durable",
+        "tierd/client/pipeline.py",
+        '            log.warning("%s: %s; it is persisted here", manifest.part, error)',
+        "            return Written(size=given.size, direct=False, recycled=False)",
+        _BY.format(0),
+    ),
+    Mutant(
+        "the daemon drops the snapshot of a trainer that is gone",
+        "tierd/daemon/handoff.py",
+        "        part, arena = message.part, line.arenas.get(message.slot)",
+        "        part, arena = message.part, None if line.hung_up else line.arenas.get(message.slot)",
+        _BY.format(1),
+    ),
+    Mutant(
+        "a part is renamed into place before its manifest is written",
+        "tierd/stage.py",
+        "        write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))",
+        "        target.parent.mkdir(parents=True, exist_ok=True)\n"
+        "        self.path = self.path.rename(target)\n"
+        "        write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))",
+        _BY.format(31),
+    ),
+    Mutant(
+        "a living writer's stage counts as left over",
+        "tierd/stage.py",
+        "        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "        fcntl.flock(fd, fcntl.LOCK_UN)",
+        _BY.format(10),
+    ),
+    Mutant(
+        "a restore does not wait for what the dead had handed over",
+        "tierd/daemon/control.py",
+        "                await self._handoff.settled()  # what a trainer handed over before it died is seen, too",
+        "                pass",
+        _BY.format(1),
+    ),
+    Mutant(
+        "a restore takes an older attempt's checkpoint first",
+        "tierd/core/resume.py",
+        "lacking.get(one, ())) for one in order),",
+        "lacking.get(one, ())) for one in sorted(order, key=lambda one: one.attempt)),",
+        _BY.format(1),
+    ),
+)
+
+
+def missing() -> str | None:
+    return None if hasattr(os, "memfd_create") else "this system has no memfd"
+
+
+def run(work: Round) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # a forked child has none of OpenMP's others
+    gc.collect()
+    gc.freeze()
+    lives: dict[int, tuple[int, Path, int]] = {}  # pid -> seed, where its answer is, kills asked for
+    asked = 0
+    for seed in work.seeds():
+        kills = _KILLS if work.only is not None else min(_KILLS, max(5, work.trials - work.done - asked))
+        lives |= _begin(seed, work.room, kills)
+        asked += kills
+        while (
+            len(lives) >= _BESIDE or (lives and work.done + asked >= work.trials) or (lives and work.only is not None)
+        ):
+            asked -= _end_one(work, lives)
+    while lives:
+        _end_one(work, lives)
+
+
+def _begin(seed: int, room: Path, kills: int) -> dict[int, tuple[int, Path, int]]:
+    answer, home = room / f"{seed}.json", room / str(seed)
+    home.mkdir()
+    pid = os.fork()
+    if pid:
+        return {pid: (seed, answer, kills)}
+    try:
+        end_with_parent()
+        life = Life(seed, home)
+        lost = None
+        try:
+            life.live(kills)
+        except BaseException as error:
+            lost = "".join(traceback.format_exception(error))
+        answer.write_text(json.dumps({"kills": life.kills, "notes": dict(life.notes), "lost": lost}))
+    finally:
+        os._exit(0)
+
+
+def _end_one(work: Round, lives: dict[int, tuple[int, Path, int]]) -> int:
+    """Wait for a life's end; how many kills it was asked for."""
+    pid, _ = os.wait()
+    seed, answer, asked = lives.pop(pid)
+    told = json.loads(answer.read_text()) if answer.exists() else {"kills": 0, "notes": {}, "lost": "it vanished"}
+    work.notes.update(told["notes"])
+    if told["lost"]:
+        work.lost(seed, told["lost"], told["kills"])
+    else:
+        work.passed(told["kills"], "lives")
+    shutil.rmtree(work.room / str(seed), ignore_errors=True)
+    return asked

@@ -1,0 +1,114 @@
+"""What is left when faults have stopped: looked at by the format's page alone, without tierd's code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from faults.rounds import Lost
+from faults.victims import RUN, content, is_staged, staged, told
+
+_FORMAT = Path(__file__).parent.parent.parent / "tierd" / "FORMAT.md"
+_ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine")
+
+
+def leftovers(spool: Path, tiers: Mapping[str, Path], keep: Mapping[str, int], world: int) -> list[str]:
+    """Whatever does not belong there any more, and whatever lacks."""
+    found = [f"{path}" for room in _ROOMS for path in (spool / ".tierd" / room).glob("*")]
+    checkpoints = list((spool / RUN).glob("*.*"))
+    found += [f"{path} holds nothing" for path in checkpoints if not _files(path)]
+    found += _wrong("the spool", [path.name for path in checkpoints], keep["local"])
+    for name, tier in tiers.items():
+        found += [str(path) for path in (tier / ".tmp").glob("*")]
+        found += [str(path) for kind in ("flushing", "pruning", "quarantine") for path in _files(tier / RUN / kind)]
+        manifests = _files(tier / RUN / "manifests")
+        found += _wrong(name, {path.parent.name for path in manifests}, keep[name])
+        if len(manifests) != keep[name] * world:
+            found.append(f"{name} has {len(manifests)} manifests")
+        named = {chunk["stored"]["key"] for path in manifests for chunk in _chunks(path)}
+        there = {path.relative_to(tier / RUN).as_posix() for path in _files(tier / RUN / "chunks")}
+        lent = {key.split("/")[1] for key in named}
+        # What a cut-off prune left under a checkpoint goes when nobody names any chunk of that any more.
+        found += [f"{name}: {key}, which nobody names" for key in there - named if key.split("/")[1] not in lent]
+        found += [f"{name}: {key} is missing" for key in named - there]
+    return found
+
+
+def waiting(tiers: Mapping[str, Path]) -> int:
+    """How many chunks nobody names, under checkpoints of which somebody names another."""
+    count = 0
+    for tier in tiers.values():
+        named = {chunk["stored"]["key"] for path in _files(tier / RUN / "manifests") for chunk in _chunks(path)}
+        count += len({path.relative_to(tier / RUN).as_posix() for path in _files(tier / RUN / "chunks")} - named)
+    return count
+
+
+def _files(path: Path) -> list[Path]:
+    """All files below; what goes meanwhile is left out."""
+    return [Path(directory, name) for directory, _, names in os.walk(path) for name in names]
+
+
+def _wrong(where: str, names: Any, keep: int) -> list[str]:
+    """The newest `keep` of one attempt, without a gap, is what a last launch leaves."""
+    found = sorted(names, key=lambda name: tuple(reversed(name.split("."))))
+    attempts, steps = {name.split(".")[1] for name in found}, [int(name.split(".")[0]) for name in found]
+    if len(found) == keep and len(attempts) == 1 and steps == list(range(steps[-1] - keep + 1, steps[-1] + 1)):
+        return []
+    return [f"{where} holds {found}, and {keep} of the last attempt are wanted"]
+
+
+def _chunks(path: Path) -> list[dict[str, Any]]:
+    try:
+        return [chunk for file in json.loads(path.read_bytes())["files"] for chunk in file["chunks"]]
+    except FileNotFoundError:
+        return []
+
+
+def check_remains(spool: Path, tiers: Mapping[str, Path], seed: int, keep: Mapping[str, int]) -> None:
+    """Every byte of every part, on every tier and in the spool, is what its rank saved. Raises `Lost`."""
+    (program,) = re.findall(r"```python\n(.*?)```", _FORMAT.read_text(), re.DOTALL)
+    by_hand: Any = types.ModuleType("by_hand")
+    exec(program.partition("\ntier, run, target =")[0], by_hand.__dict__)  # the page's own program
+    try:
+        for tier in tiers.values():
+            for path in _files(tier / RUN / "manifests"):
+                manifest = by_hand.read_manifest(path)
+                _check_part(
+                    manifest,
+                    seed,
+                    {
+                        file["path"]: b"".join(by_hand.read_chunk(tier / RUN, chunk) for chunk in file["chunks"])
+                        for file in manifest["files"]
+                    },
+                )
+        for path in (spool / RUN).glob("*/*/manifest.json"):
+            manifest = by_hand.read_manifest(path)
+            _check_part(
+                manifest, seed, {file["path"]: (path.parent / file["path"]).read_bytes() for file in manifest["files"]}
+            )
+    except SystemExit as error:
+        raise Lost(f"what is left cannot be read: {error}") from error
+
+
+def _check_part(manifest: dict[str, Any], seed: int, files: dict[str, bytes]) -> None:
+    who = manifest["attempt"], manifest["step"], manifest["rank"]
+    name = f"step {manifest['step']} of rank {manifest['rank']}"
+    if is_staged(manifest["step"]):
+        if files != {"sub/data": staged(seed, *who)}:
+            raise Lost(f"{name} holds other bytes than were staged")
+        return
+    if json.loads(files["state.json"])["told"] != told(seed, *who):
+        raise Lost(f"{name} holds another's state: {files['state.json'][:200]!r}")
+    data = files["tensors.safetensors"]
+    (size,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + size])
+    for tensor, array in content(seed, *who).items():
+        begin, end = header[tensor]["data_offsets"]
+        if data[8 + size + begin : 8 + size + end] != array.tobytes():
+            raise Lost(f"{name} holds wrong bytes of {tensor}")
