@@ -21,7 +21,7 @@ FLAGS = {LOG_FLUSHED: "log flushed", LOG_LOST: "log lost"}
 
 _SHUTDOWN = 0x8004587D  # FS_IOC_SHUTDOWN
 _MAKE = {  # the smallest that mkfs makes, with a journal that is soon read back
-    "ext4": (64 << 20, ("mkfs.ext4", "-q", "-F", "-b", "4096", "-J", "size=4")),
+    "ext4": (256 << 20, ("mkfs.ext4", "-q", "-F", "-b", "4096", "-J", "size=4")),
     "xfs": (320 << 20, ("mkfs.xfs", "-q", "-f")),
 }
 KINDS = tuple(_MAKE)
