@@ -98,6 +98,8 @@ class Ground:
         return {name: _Pieces(data, self.pieces * _PAGE) if self.pieces else data for name, data in files.items()}
 
     async def flush(self, spool: Spool, store: FileStore, which: PartId, lender: PartId | None = None) -> None:
+        if self.again and [info async for info in store.scan(which.manifest_key)]:
+            return  # no daemon would send it again
         with self.change([(TIER, which.path)]):
             lent = decode(bytes(await store.get(lender.manifest_key)), lender) if lender else None
             await flush(spool, which, Way(store, "tier", node(spool.root)), lender=lent)

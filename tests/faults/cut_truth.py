@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import xxhash
@@ -42,6 +43,7 @@ class Sizes:
     files: int = 3
     folder: str = ""
 
+    @lru_cache(64)  # noqa: B019  # few are made, and children find what their parent has worked out
     def files_of(self, name: str) -> dict[str, bytes]:
         """What the part of this name holds: half of the first file is the same at each step of a rank."""
         match = _STEP.fullmatch(name)

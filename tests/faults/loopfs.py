@@ -48,14 +48,11 @@ class LoopFs:
         _call("mount", "-t", self.kind, "-o", "loop,noatime", str(self.image), str(self.home))
 
     def unmount(self) -> None:
-        for tries in range(20):
-            try:
-                _call("umount", str(self.home))
+        for _ in range(50):
+            if not _libc.umount2(os.fsencode(self.home), 0):
                 return
-            except OSError:  # the last descriptor of a process that just ended is being closed
-                if tries == 19:
-                    raise
-                time.sleep(0.05)
+            time.sleep(0.05)  # the last descriptor of a process that just ended is being closed
+        raise OSError(ctypes.get_errno(), f"umount {self.home}: {os.strerror(ctypes.get_errno())}")
 
     def keep(self, name: str) -> Path:
         """A copy of the image, while it is not mounted, for `restore`."""
@@ -88,7 +85,7 @@ def missing(kind: str) -> str | None:
     """Why a file system cannot be had here, as far as can be told without mounting one."""
     if os.geteuid():
         return "mounting needs root"
-    for command in (_MAKE[kind][1][0], "mount", "umount", "fallocate"):
+    for command in (_MAKE[kind][1][0], "mount", "fallocate"):
         if not shutil.which(command):
             return f"there is no {command}"
     if not Path("/dev/loop-control").exists():

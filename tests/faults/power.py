@@ -16,6 +16,7 @@ What threads do at once in "saves of two ranks" is not the seed's to say.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -48,7 +49,7 @@ SHORT = 400
 GATE = 10_000
 
 _SHARES = 16  # seeds that share the cuts of a scene as it is
-_DRAWN = 12  # cuts of a seed that draws them
+_DRAWN = 11  # cuts of a seed that draws them
 _PATIENCE = 60.0  # seconds that a child may take
 _WORKERS = 2
 
@@ -153,9 +154,12 @@ class Plan:
             for flag in FLAGS
             if call.worked and (moment != "during" or call.pages > 1)
         ]
-        every += [Cut(len(calls), "before", flag) for flag in FLAGS]
+        ends = [Cut(len(calls), "before", flag) for flag in FLAGS]
+        if self.share is None:
+            return ends + self.rng.sample(every, min(_DRAWN, len(every)))
+        every += ends
         random.Random(f"{self.scene.name} {self.kind}").shuffle(every)
-        return every[self.share :: _SHARES] if self.share is not None else self.rng.sample(every, _DRAWN)
+        return every[self.share :: _SHARES]
 
 
 def window(kinds: Sequence[str]) -> int:
@@ -240,6 +244,9 @@ class Play:
             raise Lost(f"{plan.scene.name}: calls that are not hooked could not be cut: {odd}")
         with self._mounted():
             self._state = self._after(said)
+        for _, name in self._state["things"]:
+            if name.count("/") == 2:
+                plan.sizes.files_of(name)  # once, and not in every child
         return found
 
     def _cut(self, cut: Cut, where: Sequence[LoopFs]) -> None:
@@ -264,7 +271,7 @@ class Play:
         truth.hear(self._base)
         scene.expect(truth)
         truth.hear(said)
-        daemon_first = self._plan.rng.random() < 0.5
+        daemon_first = self._plan.rng.random() < 0.3
 
         def work(say: Say) -> None:
             ground = replace(self._for(lambda message: None), again=True)
@@ -330,6 +337,7 @@ def _set_up(room: Path, kinds: Sequence[str]) -> None:
     place = Path(tempfile.mkdtemp(dir=room))
     loopfs.mount_memory(place)
     _bench = Bench({kind: LoopFs(kind, place, kind) for kind in kinds}, place)
+    gc.freeze()  # what is there is not looked through again by every child
 
 
 def _trial(seed: int) -> Outcome:
@@ -390,6 +398,7 @@ def run(work: Round) -> None:
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(_WORKERS, fork, _set_up, (work.room, kinds)) as pool:
         under_way: dict[Future[Outcome], int] = {}
+        seeds = 0
 
         def take(enough: int) -> None:
             while len(under_way) > enough:
@@ -399,7 +408,9 @@ def run(work: Round) -> None:
         for seed in work.seeds():
             under_way[pool.submit(_trial, seed)] = seed
             take(_WORKERS)
+            seeds += 1
         take(0)
+    work.notes["times that every cut was made"] = seeds // window(kinds)
 
 
 def _note(work: Round, seed: int, outcome: Outcome) -> None:
@@ -408,4 +419,118 @@ def _note(work: Round, seed: int, outcome: Outcome) -> None:
         work.lost(seed, outcome.loss)
 
 
-MUTANTS: tuple[Mutant, ...] = ()
+_BY = "power --trials 500"
+
+MUTANTS = (
+    Mutant(
+        "a file is not durable before it is shown",
+        "tierd/persist.py",
+        """        os.fsync(self._fd)
+        return File(path=self._name""",
+        """        return File(path=self._name""",
+        _BY,
+    ),
+    Mutant(
+        "a commit is answered before it is durable",
+        "tierd/stage.py",
+        """        sync_directory(target.parent)
+        sync_directory(self.path.parent)
+""",
+        "",
+        _BY,
+    ),
+    Mutant(
+        "a part's spare is written over before its removal is durable",
+        "tierd/spool.py",
+        """            return None
+        _sync_left(path.parent)
+        return grave
+""",
+        """            return None
+        return grave
+""",
+        _BY,
+    ),
+    Mutant(
+        "a removal takes the files of what is visible",
+        "tierd/spool.py",
+        "grave = self._bury(self.path(part))",
+        "grave = self.path(part) if self.path(part).exists() else None",
+        _BY,
+    ),
+    Mutant(
+        "a quarantine is answered before it is durable",
+        "tierd/spool.py",
+        """        sync_directory(aside.parent)
+        _sync_left(home.parent)
+""",
+        "",
+        _BY,
+    ),
+    Mutant(
+        "a pin is answered before it is durable",
+        "tierd/spool.py",
+        """        if path.parent.is_dir():
+            sync_directory(path.parent)
+""",
+        "",
+        _BY,
+    ),
+    Mutant(
+        "a put is not durable before it is shown",
+        "tierd/stores/file.py",
+        "os.fsync(fd)  # never tried again",
+        "pass  # never tried again",
+        _BY,
+    ),
+    Mutant(
+        "a put is answered before it is durable",
+        "tierd/stores/file.py",
+        """dst_dir_fd=parent)
+                        sync_directory(parent)
+""",
+        """dst_dir_fd=parent)
+""",
+        _BY,
+    ),
+    Mutant(
+        "a tier's chunks go before the manifest that names them",
+        "tierd/daemon/prune.py",
+        """        await store.delete(keys)
+        doomed |= {info.key async for info in store.scan(f"{chunks_prefix(run)}{checkpoint.name}/")}
+        aside = [info.key async for info in store.scan(f"{quarantine_prefix(run)}{checkpoint.name}/")]
+        # After the marks and after the listing of chunks: whoever names one of these from now on sees the marks.
+        gone = sorted(doomed - await _survivors(store, checkpoint, doomed, known))
+        await store.delete(gone + aside)
+""",
+        """        doomed |= {info.key async for info in store.scan(f"{chunks_prefix(run)}{checkpoint.name}/")}
+        aside = [info.key async for info in store.scan(f"{quarantine_prefix(run)}{checkpoint.name}/")]
+        # After the marks and after the listing of chunks: whoever names one of these from now on sees the marks.
+        gone = sorted(doomed - await _survivors(store, checkpoint, doomed, known))
+        await store.delete(gone + aside)
+        await store.delete(keys)
+""",
+        _BY,
+    ),
+    Mutant(
+        "a fetched file is not durable before it is shown",
+        "tierd/daemon/download.py",
+        """        os.fsync(self.fd)
+        self.close()
+""",
+        """        self.close()
+""",
+        _BY,
+    ),
+    Mutant(
+        "a copy on a tier is set aside after it was taken away",
+        "tierd/daemon/prune.py",
+        """    await store.put(part.quarantine_key, data)
+    await store.delete([part.manifest_key])
+""",
+        """    await store.delete([part.manifest_key])
+    await store.put(part.quarantine_key, data)
+""",
+        _BY,
+    ),
+)
