@@ -45,8 +45,8 @@ from faults.loopfs import FLAGS, LoopFs
 from faults.rounds import Lost, Mutant, Round, say
 
 UNIT = "power cuts"
-SHORT = 400
-GATE = 10_000
+SHORT = 500
+GATE = 13_000  # all cuts of every scene as it is, and as many again that are drawn
 
 _SHARES = 16  # seeds that share the cuts of a scene as it is
 _DRAWN = 11  # cuts of a seed that draws them
