@@ -1,21 +1,19 @@
-"""What is being done when the power goes: the real code, on a spool and a tier, saying what it begins and has done.
+"""What is being done when the power goes.
 
-Law: whatever is said to be done was answered by tierd's own call; nothing is said that a caller of it could not know.
+Law: a scene begins from what is durable, and what it does can be done again, wherever it was cut off.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
+from faults.cut_ground import Ground, alone, manifest_of, settle
 from faults.cut_truth import (
     ASIDE,
     PAUSED,
@@ -25,97 +23,17 @@ from faults.cut_truth import (
     TIER_ASIDE,
     TIER_PINNED,
     Sizes,
-    Thing,
     Truth,
 )
-from faults.rounds import Lost
-from support.nodes import Inline
-from support.world import RUN, config, part
+from support.world import RUN, part
 
-import tierd.daemon.reconcile
-import tierd.daemon.together
-import tierd.daemon.turns
-import tierd.stores.file
-from tierd.commit import Source, write_part
-from tierd.core.errors import StepRefused
 from tierd.core.ids import PartId, pins_prefix
-from tierd.core.manifest import VERSION, Manifest, decode
-from tierd.core.plan import plan
-from tierd.core.resume import restore_candidates
 from tierd.daemon.fetch import Partial, fetch
-from tierd.daemon.flush import Way, flush
-from tierd.daemon.observe import look_around
 from tierd.daemon.pause import Pause
 from tierd.daemon.prune import prune, quarantine
-from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.turns import node
 from tierd.spool import Spool
 from tierd.stage import describe_directory
-from tierd.stores.file import FileStore
-
-Things = Iterable[Thing]
-_PAGE = 4096
-_TURNS = 200  # of a daemon that should come to rest after some tens
-
-
-@dataclass
-class Ground:
-    """Where a scene is played.
-
-    Attributes:
-        say: tells what is known outside, where no power is cut.
-        again: it was played before, cut off anywhere: what is done already may be refused.
-        pieces: saves come in pieces of so many pages; 0: as one.
-    """
-
-    spool: Path
-    tier: Path
-    sizes: Sizes
-    say: Callable[[list[Any]], None]
-    again: bool = False
-    pieces: int = 0
-
-    @contextmanager
-    def change(self, adds: Things = (), drops: Things = ()) -> Iterator[None]:
-        said = [list(adds), list(drops)]
-        self.say(["begun", *said])
-        yield
-        self.say(["done", *said])
-
-    def opened(self) -> tuple[Spool, FileStore]:
-        return Spool(self.spool), FileStore(self.tier)
-
-    def save(self, spool: Spool, which: PartId) -> None:
-        with self.change([(SPOOL, which.path)]):
-            try:
-                write_part(spool, _manifest(which), self._sources(which), self.sizes.chunk)
-            except StepRefused:
-                if not (self.again and spool.has(which)):
-                    raise
-
-    def _sources(self, which: PartId) -> dict[str, Source]:
-        files = self.sizes.files_of(which.path)
-        return {name: _Pieces(data, self.pieces * _PAGE) if self.pieces else data for name, data in files.items()}
-
-    async def flush(self, spool: Spool, store: FileStore, which: PartId, lender: PartId | None = None) -> None:
-        if self.again and [info async for info in store.scan(which.manifest_key)]:
-            return  # no daemon would send it again
-        with self.change([(TIER, which.path)]):
-            lent = decode(bytes(await store.get(lender.manifest_key)), lender) if lender else None
-            await flush(spool, which, Way(store, "tier", node(spool.root)), lender=lent)
-
-
-@dataclass
-class _Pieces:
-    data: bytes
-    size: int
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __iter__(self) -> Iterator[memoryview]:
-        view = memoryview(self.data)
-        return (view[at : at + self.size] for at in range(0, len(view), self.size))
 
 
 @dataclass(frozen=True)
@@ -139,79 +57,6 @@ class Scene:
     apart: bool = False
     keep: int = 100
     keep_local: int = 100
-
-
-def _manifest(which: PartId) -> Manifest:
-    checkpoint = which.checkpoint
-    return Manifest(
-        version=VERSION,
-        run=checkpoint.run,
-        step=checkpoint.step,
-        attempt=checkpoint.attempt,
-        resumed_from=None,
-        rank=which.rank,
-        world_size=which.world,
-        created=f"2026-01-01T00:00:{checkpoint.step:02}+00:00",
-        writer="test",
-        metrics={},
-        files=(),
-    )
-
-
-def alone(work: Coroutine[Any, Any, None]) -> None:
-    """Run what is asynchronous, with every call in a thread made where it is asked for: one order of events."""
-    inline = Inline(1)
-    tierd.daemon.together.POLITE = inline
-    tierd.stores.file.Pools.here = lambda pools: inline  # type: ignore[method-assign]
-
-    async def main() -> None:
-        asyncio.get_running_loop().set_default_executor(inline)
-        await work
-
-    asyncio.run(main())
-
-
-# -- the daemon -----------------------------------------------------------------------------------------------------
-
-
-async def _settle(ground: Ground, keep: int, keep_local: int) -> None:
-    spool, store = ground.opened()
-    with spool.lock():
-        daemon = Reconciler(config(spool, TIER, keep=keep, keep_local=keep_local), spool, {TIER: store})
-        daemon.writers = lambda: frozenset({part(1).lane})
-        if daemon.pause.paused:
-            await daemon.pause.end()
-        for _ in range(_TURNS):
-            await daemon.look(TIER)
-            await daemon.tiers.tidy(TIER, {RUN})
-            actions = plan(daemon.world(), daemon.config, {}, 0.0)
-            if not actions:
-                break
-            await daemon._act(actions[0])
-        else:
-            raise Lost(f"the daemon does not come to rest: {actions[0]}")
-    await store.aclose()
-
-
-def settle(ground: Ground, keep: int = 100, keep_local: int = 100) -> None:
-    """Start a daemon, with nothing worth waiting for, until it has nothing left to do."""
-    tierd.daemon.reconcile._ABANDONED = tierd.daemon.reconcile._TAKEN_UP = 0.0
-    tierd.daemon.turns._OWN_STALE = 0
-    tierd.daemon.turns._LOOKS = 3
-    alone(_settle(ground, keep, keep_local))
-
-
-def offered(ground: Ground) -> set[str]:
-    """The checkpoints that a restore would try."""
-    found: set[str] = set()
-
-    async def ask() -> None:
-        spool, store = ground.opened()
-        resume = restore_candidates(await look_around(spool, {TIER: store}, RUN), RUN)
-        found.update(f"{RUN}/{one.checkpoint.name}" for one in resume.candidates)
-
-    alone(ask())
-    return found
 
 
 # -- saving ---------------------------------------------------------------------------------------------------------
@@ -274,7 +119,7 @@ def _stage(ground: Ground) -> None:
                     (stage.path / name).parent.mkdir(parents=True, exist_ok=True)
                     (stage.path / name).write_bytes(data)
                 files = describe_directory(stage.path)
-                stage.commit(msgspec.structs.replace(_manifest(which), files=files))
+                stage.commit(msgspec.structs.replace(manifest_of(which), files=files))
 
 
 def _ranks(ground: Ground) -> None:
@@ -307,6 +152,7 @@ def _flush(ground: Ground) -> None:
         spool, store = ground.opened()
         await ground.flush(spool, store, part(1))
         await ground.flush(spool, store, part(2), part(1))
+        await ground.pin_there(store, part(2).checkpoint)
 
     alone(work())
 
@@ -384,12 +230,12 @@ def _expect_quarantine(truth: Truth) -> None:
 def _quarantine(ground: Ground) -> None:
     async def work() -> None:
         spool, store = ground.opened()
+        with ground.change([(TIER_ASIDE, part(2).path)], [(TIER, part(2).path)]):
+            await quarantine(store, part(2))
         for which in (part(1), part(3)):
             ground.say(["begun", [(ASIDE, which.path)], [(SPOOL, which.path), (ASIDE, which.path)]])
             spool.quarantine(which)
             ground.say(["done", [(ASIDE, which.path)], [(SPOOL, which.path)]])
-        with ground.change([(TIER_ASIDE, part(2).path)], [(TIER, part(2).path)]):
-            await quarantine(store, part(2))
 
     alone(work())
 
@@ -404,17 +250,16 @@ def _pin(ground: Ground) -> None:
         pause = Pause(spool)
         with ground.change([(PAUSED, "")]):
             await pause.begin(None)
-        for checkpoint in (one, two):
-            with ground.change([(PINNED, f"{RUN}/{checkpoint.name}")]):
-                spool.pin(checkpoint, pinned=True)
-            with ground.change([(TIER_PINNED, f"{RUN}/{checkpoint.name}")]):
-                await store.put(f"{pins_prefix(RUN)}{checkpoint.name}", b"")
-        with ground.change(drops=[(PINNED, f"{RUN}/{one.name}")]):
-            spool.pin(one, pinned=False)
-        with ground.change(drops=[(TIER_PINNED, f"{RUN}/{one.name}")]):
-            await store.delete([f"{pins_prefix(RUN)}{one.name}"])
         with ground.change(drops=[(PAUSED, "")]):
             await pause.end()
+        for checkpoint in (one, two):
+            await ground.pin_there(store, checkpoint)
+        with ground.change(drops=[(TIER_PINNED, f"{RUN}/{one.name}")]):
+            await store.delete([f"{pins_prefix(RUN)}{one.name}"])
+        for checkpoint, pinned in ((one, True), (one, False), (two, True)):
+            thing = PINNED, f"{RUN}/{checkpoint.name}"
+            with ground.change([thing] if pinned else [], [] if pinned else [thing]):
+                spool.pin(checkpoint, pinned=pinned)
 
     alone(work())
 
