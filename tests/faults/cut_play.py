@@ -23,7 +23,7 @@ from typing import Any
 from faults.cut_ground import Ground, offered, settle
 from faults.cut_scenes import SCENES, Scene, by_chance
 from faults.cut_truth import Seen, Sizes, Truth, look
-from faults.cutter import Call, Cut, Cutter, Trace, can_trace, uncounted
+from faults.cutter import Call, Cut, Cutter, Trace, can_trace, speech, uncounted
 from faults.loopfs import FLAGS, LoopFs
 from faults.rounds import Lost
 
@@ -85,8 +85,9 @@ def in_child(
 
 def _tell(fd: int, message: list[Any]) -> None:
     data = json.dumps(message).encode() + b"\n"
-    while data:
-        data = data[_write(fd, data) :]
+    with speech:
+        while data:
+            data = data[_write(fd, data) :]
 
 
 def _read_all(fd: int, patience: float) -> bytes:
