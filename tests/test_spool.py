@@ -377,6 +377,23 @@ def test_a_part_is_committed_while_the_last_other_one_of_its_checkpoint_goes(spo
     assert spool.parts() == [second] and is_whole(spool, second)
 
 
+@pytest.mark.parametrize("going", ["remove", "quarantine"])
+def test_a_part_goes_while_the_last_other_one_of_its_checkpoint_does(spool, monkeypatch, going):
+    first, second = part(100, 0, 2), part(100, 1, 2)
+    commit(spool, first)
+    commit(spool, second)
+    real = spool_module.sync_directory
+
+    def racing(path):
+        if path == spool.path(second).parent and spool.has(second):
+            spool.quarantine(second)
+        return real(path)
+
+    monkeypatch.setattr(spool_module, "sync_directory", racing)
+    spool.remove([first]) if going == "remove" else spool.quarantine(first)
+    assert spool.parts() == [] and not spool.path(first).parent.exists()
+
+
 def test_reading_while_the_checkpoint_is_removed_is_not_found_rather_than_corrupt(spool, monkeypatch):
     manifest = commit(spool, part())
     real = spool_module.read_file

@@ -218,7 +218,7 @@ class Spool:
         except FileNotFoundError:
             return
         sync_directory(aside.parent)
-        sync_directory(home.parent)
+        _sync_left(home.parent)
         self._drop_if_empty(home.parent)
 
     def _drop_if_empty(self, checkpoint: Path) -> None:
@@ -286,7 +286,7 @@ class Spool:
             path.rename(grave)
         except FileNotFoundError:
             return None
-        sync_directory(path.parent)
+        _sync_left(path.parent)
         return grave
 
     # -- pins, space, the daemon's lock -----------------------------------------------------------------------------
@@ -369,6 +369,16 @@ def _childless(base: Path) -> Iterator[tuple[str, str]]:
             except FileNotFoundError:
                 continue
             yield run, checkpoint
+
+
+def _sync_left(directory: Path) -> None:
+    """Make durable that something has left `directory`, which may itself be gone since, with its last other part."""
+    while True:
+        try:
+            sync_directory(directory)
+            return
+        except FileNotFoundError:
+            directory = directory.parent
 
 
 def _directories(path: Path) -> list[str]:

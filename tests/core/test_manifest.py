@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -329,3 +331,31 @@ def test_a_damaged_newer_format_is_corrupt():
     data[3] ^= 1
     with pytest.raises(ManifestError):
         decode(bytes(data))
+
+
+FIRST = """
+import os, sys, threading
+from tierd.core.manifest import VERSION, Manifest, encode
+one = Manifest(version=VERSION, run="r", step=1, attempt="0123456789ab-01234567", resumed_from=None, rank=0,
+               world_size=1, created="2026-01-01T00:00:00+00:00", writer="t", metrics={}, files=())
+sys.setswitchinterval(1e-6)
+died = 0
+for _ in range(40):
+    pid = os.fork()
+    if not pid:
+        gate = threading.Barrier(8)
+        threads = [threading.Thread(target=lambda: (gate.wait(), encode(one))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        os._exit(0)
+    died += os.waitpid(pid, 0)[1] != 0
+print(died)
+"""
+
+
+def test_the_first_manifests_of_a_process_may_come_from_several_threads():
+    """A daemon that takes over two ranks' first snapshots at once: some of these died of SIGSEGV."""
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "0\n"

@@ -227,12 +227,12 @@ def decode(data: bytes, expected: PartId | None = None) -> Manifest:
     where = f"manifest of {expected}" if expected else "manifest"
     body = _unsealed(data, where)
     try:
-        version = msgspec.json.decode(body, type=_Version).version
+        version = _version.decode(body).version
         if version == ENCRYPTED and (key_id := _key_id(body)):
             raise WrongKey(f"{where}: encrypted with key {key_id}: name its file by the tier's key_file, or --key-file")
         if version != VERSION:
             raise FormatTooNew(f"{where}: format version {version}; this tierd reads {VERSION}: use a newer one")
-        manifest = msgspec.json.decode(body, type=Manifest)
+        manifest = _decoder.decode(body)
         manifest.numbers  # noqa: B018  # every metric is a number, or a string that float() reads
         created = manifest.created_at
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -276,6 +276,11 @@ class _Version(msgspec.Struct):
     # Every version of the format keeps these two: a member `version`, and the seal. So a newer manifest is never
     # mistaken for a corrupt one.
     version: int
+
+
+# Made once, on import: msgspec looks a type up when it meets it first, and two threads that do so at once crash it.
+_version = msgspec.json.Decoder(_Version)
+_decoder = msgspec.json.Decoder(Manifest)
 
 
 def _check_files(manifest: Manifest, where: str) -> None:

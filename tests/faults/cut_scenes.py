@@ -1,0 +1,328 @@
+"""What is being done when the power goes.
+
+Law: a scene begins from what is durable, and what it does can be done again, wherever it was cut off.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from faults.cut_ground import Ground, alone, manifest_of, settle
+from faults.cut_truth import (
+    ASIDE,
+    PAUSED,
+    PINNED,
+    SPOOL,
+    TIER,
+    TIER_ASIDE,
+    TIER_PINNED,
+    Sizes,
+    Truth,
+)
+from support.world import RUN, part
+
+from tierd.core.ids import PartId, pins_prefix
+from tierd.daemon.fetch import Partial, fetch
+from tierd.daemon.pause import Pause
+from tierd.daemon.prune import prune, quarantine
+from tierd.daemon.turns import node
+from tierd.spool import Spool
+from tierd.stage import describe_directory
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One operation.
+
+    Attributes:
+        prepare: makes what is there before; all of it durable, and said.
+        act: is cut, and done again afterwards.
+        sizes: in the rounds where nothing is left to chance.
+        expect: adds to what must hold afterwards.
+        apart: whether the tier lies on another file system than the spool.
+        keep, keep_local: what the daemon's retention keeps.
+    """
+
+    name: str
+    prepare: Callable[[Ground], None]
+    act: Callable[[Ground], None]
+    sizes: Sizes
+    expect: Callable[[Truth], None] = lambda truth: None
+    apart: bool = False
+    keep: int = 100
+    keep_local: int = 100
+
+
+# -- saving ---------------------------------------------------------------------------------------------------------
+
+
+def _nothing(ground: Ground) -> None:
+    ground.tier.mkdir()
+
+
+def _saved(*steps: int, flushed: Sequence[int] = (), world: int = 1, gone: Sequence[int] = ()) -> Callable:
+    def prepare(ground: Ground) -> None:
+        ground.tier.mkdir()
+        spool, store = ground.opened()
+        parts = [part(step, rank=rank, world=world) for step in steps for rank in range(world)]
+        for which in parts:
+            ground.save(spool, which)
+
+        async def work() -> None:
+            lender: dict[int, PartId] = {}
+            for which in parts:
+                if which.checkpoint.step in flushed:
+                    await ground.flush(spool, store, which, lender.get(which.rank))
+                    lender[which.rank] = which
+
+        alone(work())
+        for which in parts:
+            if which.checkpoint.step in gone:
+                with ground.change(drops=[(SPOOL, which.path)]):
+                    spool.remove([which])
+
+    return prepare
+
+
+def _save(*steps: int) -> Callable[[Ground], None]:
+    def act(ground: Ground) -> None:
+        spool = Spool(ground.spool)
+        for step in steps:
+            ground.save(spool, part(step))
+
+    return act
+
+
+def _recycle(ground: Ground) -> None:
+    spool = Spool(ground.spool)
+    for old, new in ((1, 4), (2, 5)):
+        with ground.change(drops=[(SPOOL, part(old).path)]):
+            spool.remove([part(old)], {part(old).lane})
+        ground.save(spool, part(new))
+
+
+def _stage(ground: Ground) -> None:
+    """What another library writes, in directories of its own."""
+    spool = Spool(ground.spool)
+    for which in (part(1), part(2)):
+        with ground.change([(SPOOL, which.path)]):
+            if ground.again and spool.has(which):
+                continue
+            with spool.stage(which) as stage:
+                for name, data in ground.sizes.files_of(which.path).items():
+                    (stage.path / name).parent.mkdir(parents=True, exist_ok=True)
+                    (stage.path / name).write_bytes(data)
+                files = describe_directory(stage.path)
+                stage.commit(msgspec.structs.replace(manifest_of(which), files=files))
+
+
+def _ranks(ground: Ground) -> None:
+    """Two ranks save at once, and an older checkpoint goes meanwhile."""
+    failures: list[BaseException] = []
+
+    def saver(rank: int) -> None:
+        try:
+            spool = Spool(ground.spool)
+            with ground.change(drops=[(SPOOL, part(1, rank=rank, world=2).path)]):
+                spool.remove([part(1, rank=rank, world=2)], {part(1, rank=rank, world=2).lane})
+            ground.save(spool, part(3, rank=rank, world=2))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=saver, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+# -- the way to a tier and back -------------------------------------------------------------------------------------
+
+
+def _flush(ground: Ground) -> None:
+    async def work() -> None:
+        spool, store = ground.opened()
+        await ground.flush(spool, store, part(1))
+        await ground.flush(spool, store, part(2), part(1))
+        await ground.pin_there(store, part(2).checkpoint)
+
+    alone(work())
+
+
+def _prepare_fetch(ground: Ground) -> None:
+    _saved(1, 2, 3, 4, flushed=(1, 2, 3, 4), gone=(1, 2))(ground)
+    spool = Spool(ground.spool)
+    _damage(spool.path(part(3)) / "weights.bin")
+    (spool.path(part(4)) / "manifest.json").write_bytes(b"no manifest")
+
+
+def _damage(path: Path) -> None:
+    """Spoil what no other step holds: of a chunk that a tier has already, a flush does not read the spool's copy."""
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        [last] = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+
+
+def _expect_fetch(truth: Truth) -> None:
+    truth.damaged |= {(SPOOL, part(3).path), (SPOOL, part(4).path)}
+
+
+def _fetch(ground: Ground) -> None:
+    async def work() -> None:
+        spool, store = ground.opened()
+        for step in (1, 2, 3, 4):
+            which = part(step)
+            with ground.change([(SPOOL, which.path)]):
+                await fetch(spool, which, {TIER: store})
+            ground.say(["whole", [(SPOOL, which.path)]])
+
+    alone(work())
+
+
+# -- going ----------------------------------------------------------------------------------------------------------
+
+
+def _remove(ground: Ground) -> None:
+    spool = Spool(ground.spool)
+    for step in (1, 2):
+        parts = [part(step, rank=rank, world=2) for rank in range(2)]
+        with ground.change(drops=[(SPOOL, which.path) for which in parts]):
+            spool.remove(parts, {parts[0].lane})
+
+
+def _prune(ground: Ground) -> None:
+    async def work() -> None:
+        spool, store = ground.opened()
+        for step in (1, 2):
+            with ground.change(drops=[(TIER, part(step).path)]):
+                await prune(store, part(step).checkpoint, node(spool.root))
+
+    alone(work())
+
+
+def _prepare_quarantine(ground: Ground) -> None:
+    _saved(1, 2, 3, flushed=(2,))(ground)
+    spool, again = Spool(ground.spool), part(1)
+    with ground.change([(ASIDE, again.path)], [(SPOOL, again.path)]):
+        spool.quarantine(again)
+    ground.save(spool, again)
+    for which in (part(1), part(3)):
+        _damage(spool.path(which) / "weights.bin")
+
+
+def _expect_quarantine(truth: Truth) -> None:
+    truth.damaged |= {(SPOOL, part(1).path), (SPOOL, part(3).path)}
+    truth.together += [((SPOOL, part(1).path), (ASIDE, part(1).path)), ((SPOOL, part(3).path), (ASIDE, part(3).path))]
+    truth.together += [((TIER, part(2).path), (TIER_ASIDE, part(2).path))]
+    truth.apart += [((SPOOL, part(3).path), (ASIDE, part(3).path))]
+
+
+def _quarantine(ground: Ground) -> None:
+    async def work() -> None:
+        spool, store = ground.opened()
+        with ground.change([(TIER_ASIDE, part(2).path)], [(TIER, part(2).path)]):
+            await quarantine(store, part(2))
+        for which in (part(1), part(3)):
+            ground.say(["begun", [(ASIDE, which.path)], [(SPOOL, which.path), (ASIDE, which.path)]])
+            spool.quarantine(which)
+            ground.say(["done", [(ASIDE, which.path)], [(SPOOL, which.path)]])
+
+    alone(work())
+
+
+# -- small things, and a start --------------------------------------------------------------------------------------
+
+
+def _pin(ground: Ground) -> None:
+    async def work() -> None:
+        spool, store = ground.opened()
+        one, two = part(1).checkpoint, part(2).checkpoint
+        pause = Pause(spool)
+        with ground.change([(PAUSED, "")]):
+            await pause.begin(None)
+        with ground.change(drops=[(PAUSED, "")]):
+            await pause.end()
+        for checkpoint in (one, two):
+            await ground.pin_there(store, checkpoint)
+        with ground.change(drops=[(TIER_PINNED, f"{RUN}/{one.name}")]):
+            await store.delete([f"{pins_prefix(RUN)}{one.name}"])
+        for checkpoint, pinned in ((one, True), (one, False), (two, True)):
+            thing = PINNED, f"{RUN}/{checkpoint.name}"
+            with ground.change([thing] if pinned else [], [] if pinned else [thing]):
+                spool.pin(checkpoint, pinned=pinned)
+
+    alone(work())
+
+
+def _prepare_start(ground: Ground) -> None:
+    """What a daemon may find: stages and a fetch whose writers died, half-removed parts, a spare, parts to send."""
+    _saved(1, 2, 3, 4, flushed=(1, 2))(ground)
+    spool, files = Spool(ground.spool), ground.sizes.files_of(part(8).path)
+    spool.stage(part(7))
+    stage = spool.stage(part(8)).path
+    trash = spool.control / "trash" / "0123456789abcdef" / "deep"
+    trash.mkdir(parents=True)
+    partial = Partial(spool, part(9))
+    partial.take()
+    for room in (stage, trash, partial.path):
+        for name, data in files.items():
+            (room / name).parent.mkdir(parents=True, exist_ok=True)
+            (room / name).write_bytes(data)
+    partial.leave()
+
+
+def _expect_start(truth: Truth) -> None:
+    every = {(place, part(step).path) for place in (SPOOL, TIER) for step in (1, 2, 3, 4)}
+    truth.may |= every
+    truth.must -= every - {(SPOOL, part(4).path)}
+    truth.together += [((SPOOL, part(3).path), (TIER, part(3).path))]
+
+
+def _start(ground: Ground) -> None:
+    settle(ground, 2, 1)
+    ground.say(["done", [(TIER, part(3).path), (TIER, part(4).path)], [(SPOOL, part(step).path) for step in (1, 2, 3)]])
+
+
+_TINY = Sizes(0, 9_000, 300, 4096, files=2)
+_SMALL = Sizes(0, 9_000, 300, 4096)
+_LARGE = Sizes(0, (1 << 20) + 1234, 300, 512 << 10, files=2)
+
+SCENES = (
+    Scene("first saves", _nothing, _save(1, 2), _SMALL),
+    Scene("large saves", _saved(1), _save(2, 3), _LARGE),
+    Scene("saves over spares", _saved(1, 2, 3, flushed=(1, 2)), _recycle, _LARGE),
+    Scene("saves of two ranks", _saved(1, 2, world=2, flushed=(1, 2)), _ranks, _LARGE),
+    Scene("stages", _nothing, _stage, Sizes(0, 9_000, 300, 4096, files=4, folder="deep/er/")),
+    Scene("flushes", _saved(1, 2), _flush, _TINY),
+    Scene("flushes elsewhere", _saved(1, 2), _flush, _TINY, apart=True),
+    Scene("fetches", _prepare_fetch, _fetch, _TINY, _expect_fetch),
+    Scene("large fetches", _prepare_fetch, _fetch, _LARGE, _expect_fetch, apart=True),
+    Scene("removals", _saved(1, 2, 3, world=2, flushed=(1, 2, 3)), _remove, _LARGE),
+    Scene("prunes", _saved(1, 2, 3, flushed=(1, 2, 3), gone=(1, 2)), _prune, _TINY),
+    Scene("quarantines", _prepare_quarantine, _quarantine, _TINY, _expect_quarantine),
+    Scene("pins and pauses", _saved(1, 2, flushed=(1, 2)), _pin, _TINY),
+    Scene("starts", _prepare_start, _start, _TINY, _expect_start, keep=2, keep_local=1),
+)
+
+
+def by_chance(scene: Scene, rng: random.Random) -> Sizes:
+    """Other sizes than the scene's own."""
+    large = rng.choice((rng.randrange(2, 5000), rng.randrange(5000, 200_000), rng.randrange(1 << 20, 4 << 20)))
+    return Sizes(
+        seed=rng.randrange(1 << 30),
+        large=large,
+        small=rng.randrange(1, 6000),
+        chunk=max(4096, large // rng.randrange(1, 6)),
+        files=rng.randrange(1, 6),
+        folder=scene.sizes.folder,
+    )

@@ -1,0 +1,278 @@
+"""What must and may lie in a spool and on a tier, and what does: read by nobody's code but this.
+
+Law: nothing here asks tierd. What a file must hold is made from its part's name, again; what a manifest must say is in
+FORMAT.md.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import xxhash
+import zstandard
+from faults.rounds import Lost
+
+# A thing is (place, name). What a place is, and what its names look like:
+SPOOL = "spool"  # <run>/<checkpoint>/<part>
+ASIDE = "set aside in the spool"
+PINNED = "pinned in the spool"  # <run>/<checkpoint>
+PAUSED = "paused"  # the only name is ""
+TIER = "tier"
+TIER_ASIDE = "set aside on the tier"
+TIER_PINNED = "pinned on the tier"
+Thing = tuple[str, str]
+
+_STEP = re.compile(r"[^/]+/(\d{12})\.[^/]+/(\d{5})-of-(\d{5})")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much a scene's parts hold: all that a seed says about content, sizes in bytes."""
+
+    seed: int
+    large: int
+    small: int
+    chunk: int
+    files: int = 3
+    folder: str = ""
+
+    @lru_cache(64)  # noqa: B019  # few are made, and children find what their parent has worked out
+    def files_of(self, name: str) -> dict[str, bytes]:
+        """What the part of this name holds: half of the first file is the same at each step of a rank."""
+        match = _STEP.fullmatch(name)
+        if not match:
+            raise Lost(f"{name} is no part's name")
+        step, rank = int(match[1]), int(match[2])
+        kept, moved = (random.Random(f"{self.seed} {what}") for what in (f"rank {rank}", f"rank {rank} step {step}"))
+        half = self.large // 2
+        found = {
+            "weights.bin": kept.randbytes(half) + moved.randbytes(self.large - half),
+            "state.json": bytes([step % 256]) * self.small,
+            "empty": b"",
+        }
+        more = {f"more-{number}": moved.randbytes(self.small + number) for number in range(3, self.files)}
+        return {self.folder + file: data for file, data in list((found | more).items())[: self.files]}
+
+
+@dataclass(slots=True)
+class Truth:
+    """What is known of every thing from what was said before the cut: it must be there, or it may.
+
+    Attributes:
+        damaged: things whose bytes nobody promised.
+        together: of the things of each, at least one is there; and of those of `apart` at most one.
+    """
+
+    must: set[Thing] = field(default_factory=set)
+    may: set[Thing] = field(default_factory=set)
+    damaged: set[Thing] = field(default_factory=set)
+    together: list[tuple[Thing, ...]] = field(default_factory=list)
+    apart: list[tuple[Thing, ...]] = field(default_factory=list)
+
+    def hear(self, messages: Iterable[list]) -> None:
+        """`[verb, adds, drops]`, where a verb is "begun" or "done"; or `["whole", things]`."""
+        for verb, *rest in messages:
+            if verb == "whole":
+                self.damaged -= {(place, name) for place, name in rest[0]}
+                continue
+            adds, drops = ({(place, name) for place, name in things} for things in rest)
+            if verb == "begun":
+                self.may |= adds
+                self.must -= drops
+            elif verb == "done":
+                self.may |= adds
+                self.must |= adds
+                self.may -= drops
+                self.must -= drops
+
+    def check(self, seen: Seen) -> None:
+        """Compare with what is there after a cut: P1 and P2, P5."""
+        if lost := self.must - seen.things:
+            raise Lost(f"lost, though it was said to be there: {sorted(lost)}")
+        if odd := seen.things - self.may:
+            raise Lost(f"is there, and nobody put it there, or it was said to be gone: {sorted(odd)}")
+        for some in self.together:
+            if not seen.things.intersection(some):
+                raise Lost(f"none is left of {some}")
+        for some in self.apart:
+            if len(seen.things.intersection(some)) > 1:
+                raise Lost(f"it is in two places: {some}")
+        if bad := {thing: why for thing, why in seen.bad.items() if thing not in self.damaged}:
+            raise Lost(f"visible and not whole: {bad}")
+
+
+@dataclass(slots=True)
+class Seen:
+    """What lies there: `things`; why one is `bad`; chunks of the tier, those that something names; leftovers."""
+
+    things: set[Thing] = field(default_factory=set)
+    bad: dict[Thing, str] = field(default_factory=dict)
+    chunks: set[str] = field(default_factory=set)
+    named: set[str] = field(default_factory=set)
+    left: list[str] = field(default_factory=list)
+
+    def at_rest(self) -> None:
+        """P6: once a daemon has come to rest, nothing is left over."""
+        if self.left:
+            raise Lost(f"left over: {self.left}")
+        stays = {_owner(key) for key in self.named}  # what lends others something goes with those
+        # And of a part that was found corrupt while it was sent, some chunks are there: its checkpoint is hoped for.
+        stays |= {name.split("/")[1] for place, name in self.things if place == ASIDE}
+        if loose := {key for key in self.chunks - self.named if _owner(key) not in stays}:
+            raise Lost(f"chunks that no manifest names: {sorted(loose)}")
+
+    def complete(self, *, whole: bool) -> set[str]:
+        """Checkpoints every part of which is in the spool or on the tier; `whole`: and not bad."""
+        ranks: dict[tuple[str, int], set[int]] = {}
+        for place, name in self.things:
+            if place in (SPOOL, TIER) and not (whole and (place, name) in self.bad):
+                checkpoint, _, part = name.rpartition("/")
+                rank, world = map(int, part.split("-of-"))
+                ranks.setdefault((checkpoint, world), set()).add(rank)
+        return {checkpoint for (checkpoint, world), found in ranks.items() if found == set(range(world))}
+
+    def state(self) -> dict[str, list]:
+        """What must be the same whichever way led here. Who of two put first what both hold, nobody says."""
+        return {"things": sorted(self.things), "chunks": sorted({key.rpartition("/")[2] for key in self.named})}
+
+
+def _owner(key: str) -> str:
+    """The checkpoint under whose name a chunk lies."""
+    return key.split("/")[2]
+
+
+def look(spool: Path, tier: Path, sizes: Sizes) -> Seen:
+    """Read every byte that is visible."""
+    seen = Seen()
+    _look_at_spool(seen, spool, sizes)
+    _look_at_tier(seen, tier, sizes)
+    return seen
+
+
+def _look_at_spool(seen: Seen, spool: Path, sizes: Sizes) -> None:
+    control = spool / ".tierd"
+    for place, base in ((SPOOL, spool), (ASIDE, control / "quarantine")):
+        for home in base.glob("[!.]*/[!.]*/*"):
+            name = home.relative_to(base).as_posix()
+            if place == SPOOL and home.parent.name == "pins":
+                seen.things.add((PINNED, f"{home.parent.parent.name}/{home.name}"))
+                continue
+            seen.things.add((place, name))
+            if place == SPOOL and (why := _defect(home, sizes.files_of(name))):
+                seen.bad[place, name] = why
+            seen.left += [str(path) for path in home.glob("manifest.json.*")]
+    if (control / "paused").exists():
+        seen.things.add((PAUSED, ""))
+    for room in ("stage", "fetch", "trash"):
+        seen.left += [str(path) for path in (control / room).glob("*")]
+
+
+def _defect(home: Path, expected: Mapping[str, bytes]) -> str | None:
+    """Why a part of the spool is not whole."""
+    found = {path.relative_to(home).as_posix() for path in home.rglob("*") if not path.is_dir()}
+    if strange := found ^ {*expected, "manifest.json"}:
+        return f"files that are missing or too many: {sorted(strange)}"
+    for name, data in expected.items():
+        there = (home / name).read_bytes()
+        if there != data:
+            return f"{name} holds {_difference(there, data)}"
+    try:
+        manifest = _manifest((home / "manifest.json").read_bytes())
+    except ValueError as error:
+        return str(error)
+    for file, chunks in _files(manifest, expected):
+        for chunk, data in chunks:
+            if xxhash.xxh3_128_hexdigest(data) != chunk["xxh3_128"]:
+                return f"the manifest's digest of {file} is wrong"
+    return None
+
+
+def _manifest(data: bytes) -> dict:
+    if data[-46:-35] != b',"digest":"' or data[-3:] != b'"}\n':
+        raise ValueError(f"a manifest of {len(data)} bytes without a seal")
+    if xxhash.xxh3_128_hexdigest(data[:-46]).encode() != data[-35:-3]:
+        raise ValueError("a manifest with a broken seal")
+    return json.loads(data)
+
+
+def _files(manifest: dict, expected: Mapping[str, bytes]) -> Iterator[tuple[str, list[tuple[dict, bytes]]]]:
+    """Each file's chunks, with the bytes that they should hold."""
+    for file in manifest["files"]:
+        data, at, chunks = expected[file["path"]], 0, []
+        for chunk in file["chunks"]:
+            chunks.append((chunk, data[at : at + chunk["size"]]))
+            at += chunk["size"]
+        if at != len(data) or file["size"] != at:
+            raise Lost(f"a manifest describes {file['size']} bytes of {file['path']}, which has {len(data)}")
+        yield file["path"], chunks
+    if {file["path"] for file in manifest["files"]} != expected.keys():
+        raise Lost(f"a manifest of other files than {sorted(expected)}")
+
+
+def _look_at_tier(seen: Seen, tier: Path, sizes: Sizes) -> None:
+    for path in tier.rglob("*"):
+        if path.is_dir():
+            continue
+        key = path.relative_to(tier).as_posix()
+        match key.split("/"):
+            case ["README.md"]:
+                pass
+            case [run, "manifests", checkpoint, part]:
+                _look_at_manifest(seen, tier, f"{run}/{checkpoint}/{part.removesuffix('.json')}", path, sizes)
+            case [run, "quarantine", checkpoint, part]:
+                seen.things.add((TIER_ASIDE, f"{run}/{checkpoint}/{part.removesuffix('.json')}"))
+                manifest = _manifest(path.read_bytes())
+                found = [chunk["stored"]["key"] for file in manifest["files"] for chunk in file["chunks"]]
+                seen.named |= {f"{run}/{key}" for key in found}
+            case [run, "pins", checkpoint]:
+                seen.things.add((TIER_PINNED, f"{run}/{checkpoint}"))
+            case [_, "chunks", *_]:
+                seen.chunks.add(key)
+            case _:
+                seen.left.append(key)
+
+
+def _look_at_manifest(seen: Seen, tier: Path, name: str, path: Path, sizes: Sizes) -> None:
+    thing = TIER, name
+    seen.things.add(thing)
+    try:
+        manifest = _manifest(path.read_bytes())
+    except ValueError as error:
+        seen.bad[thing] = str(error)
+        return
+    for file, chunks in _files(manifest, sizes.files_of(name)):
+        for chunk, data in chunks:
+            key = f"{name.partition('/')[0]}/{chunk['stored']['key']}"
+            seen.named.add(key)
+            if why := _chunk_defect(tier / key, chunk["stored"], data):
+                seen.bad[thing] = f"{file}: {key} {why}"
+
+
+def _chunk_defect(path: Path, stored: dict, raw: bytes) -> str | None:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return "is not there"
+    if len(data) != stored["size"] or xxhash.xxh3_128_hexdigest(data) != stored["xxh3_128"]:
+        return f"is not what was stored: {len(data)} bytes of {stored['size']}"
+    if stored["codec"] == "zst":
+        data = zstandard.ZstdDecompressor().decompress(data)
+    elif stored["codec"] != "raw":
+        return f"is stored as {stored['codec']}, which nothing here should be"
+    return None if data == raw else f"holds {_difference(data, raw)}"
+
+
+def _difference(there: bytes, wanted: bytes) -> str:
+    if len(there) != len(wanted):
+        return f"{len(there)} bytes, not {len(wanted)}"
+    bad = [at for at in range(0, len(wanted), 4096) if there[at : at + 4096] != wanted[at : at + 4096]]
+    return (
+        f"{len(bad)} wrong pages, the first at byte {bad[0]}; {Counter(there[bad[0] : bad[0] + 4096]).most_common(1)}"
+    )

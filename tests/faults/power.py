@@ -1,0 +1,254 @@
+"""Power cuts: ext4 and xfs lose their power at the k-th call that changes anything, for every k of every scene.
+
+A trial is a seed: a scene of `cut_scenes` on one kind of file system, played once to its end, then again for each of
+the seed's cuts: before, during or after a call, with the journal's last part flushed or lost (FS_IOC_SHUTDOWN). Each
+time the file systems are mounted anew, and
+
+- what was said to be done is there, whole, byte by byte; all else is there whole or not at all (P1, P2, P5), and a
+  restore is offered the complete checkpoints and no half ones;
+- a daemon's start, and the same thing done again, lead to where they lead without a cut: the same parts, chunks, pins;
+  nothing left over (P6).
+
+Every other round of seeds takes each scene as it is, and each seed of a scene its share of all cuts that there are; so
+a window of `window()` seeds has made every one, wherever it begins. The rounds between draw sizes and cuts by chance.
+What threads do at once in "saves of two ranks" is not the seed's to say.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import cache
+from pathlib import Path
+
+from faults import loopfs
+from faults.cut_play import Bench, Outcome, Plan, Play, Say, in_child, window
+from faults.cutter import can_trace
+from faults.loopfs import LoopFs
+from faults.rounds import Lost, Mutant, Round, say
+
+UNIT = "power cuts"
+SHORT = 500
+GATE = 13_000  # all cuts of every scene as it is, and as many again that are drawn
+
+_WORKERS = 2
+
+
+_bench: Bench | None = None  # a worker's
+
+
+def _set_up(room: Path, kinds: Sequence[str]) -> None:
+    """Make a worker's file systems: in memory, and nobody else's."""
+    global _bench
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    loopfs.hide_mounts()
+    place = Path(tempfile.mkdtemp(dir=room))
+    loopfs.mount_memory(place)
+    _bench = Bench({kind: LoopFs(kind, place, kind) for kind in kinds}, place)
+    gc.freeze()  # what is there is not looked through again by every child
+
+
+def _trial(seed: int) -> Outcome:
+    assert _bench is not None
+    outcome = Outcome()
+    try:
+        Play(_bench, Plan.of(seed, list(_bench.systems))).run(outcome)
+    except Exception as error:
+        outcome.loss = str(error) if isinstance(error, Lost) else traceback.format_exc()
+    return outcome
+
+
+@cache
+def _kinds() -> dict[str, str | None]:
+    """Each kind of file system, and why it cannot be had here, by trying."""
+
+    def work(say: Say) -> None:
+        loopfs.hide_mounts()
+        for kind in loopfs.KINDS:
+            why = loopfs.missing(kind)
+            room = Path(tempfile.mkdtemp())
+            try:
+                if not why:
+                    loopfs.mount_memory(room)
+                    _try(LoopFs(kind, room, kind))
+            except OSError as error:
+                why = str(error)
+            finally:
+                shutil.rmtree(room, ignore_errors=True)
+            say([kind, why])
+
+    return dict(in_child(work))
+
+
+def _try(system: LoopFs) -> None:
+    for _ in range(2):  # the second time after a cut
+        system.mount()
+        home = os.open(system.home, os.O_RDONLY | os.O_DIRECTORY)
+        loopfs.cut(home, loopfs.LOG_LOST)
+        os.close(home)
+        system.unmount()
+
+
+def missing() -> str | None:
+    if all(_kinds().values()):
+        return "; ".join(f"{kind}: {why}" for kind, why in _kinds().items())
+    return None
+
+
+def run(work: Round) -> None:
+    kinds = [kind for kind, why in _kinds().items() if not why]
+    for kind, why in _kinds().items():
+        if why:
+            say(f"SKIPPED {kind}: {why}")
+            work.notes[f"SKIPPED {kind}"] += 1
+    if not can_trace():
+        say("SKIPPED the check of what is hooked: there is no strace")
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(_WORKERS, fork, _set_up, (work.room, kinds)) as pool:
+        under_way: dict[Future[Outcome], int] = {}
+        seeds = 0
+
+        def take(enough: int) -> None:
+            while len(under_way) > enough:
+                for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                    _note(work, under_way.pop(future), future.result())
+
+        for seed in work.seeds():
+            under_way[pool.submit(_trial, seed)] = seed
+            take(_WORKERS)
+            seeds += 1
+        take(0)
+    work.notes["times that every cut was made"] = seeds // window(kinds)
+
+
+def _note(work: Round, seed: int, outcome: Outcome) -> None:
+    work.passed(outcome.cuts, *outcome.notes.elements())
+    if outcome.loss:
+        work.lost(seed, outcome.loss)
+
+
+_BY = "power --trials 380 --seed 28"  # a round that draws, with every scene's end in it
+
+MUTANTS = (
+    Mutant(
+        "a file is not durable before it is shown",
+        "tierd/persist.py",
+        """        os.fsync(self._fd)
+        return File(path=self._name""",
+        """        return File(path=self._name""",
+        _BY,
+    ),
+    Mutant(
+        "a commit is answered before it is durable",
+        "tierd/stage.py",
+        """        sync_directory(target.parent)
+        sync_directory(self.path.parent)
+""",
+        "",
+        _BY,
+    ),
+    Mutant(
+        "a part's spare is written over before its removal is durable",
+        "tierd/spool.py",
+        """            return None
+        _sync_left(path.parent)
+        return grave
+""",
+        """            return None
+        return grave
+""",
+        _BY,
+    ),
+    Mutant(
+        "a removal takes the files of what is visible",
+        "tierd/spool.py",
+        "grave = self._bury(self.path(part))",
+        "grave = self.path(part) if self.path(part).exists() else None",
+        _BY,
+    ),
+    Mutant(
+        "a quarantine is answered before it is durable",
+        "tierd/spool.py",
+        """        sync_directory(aside.parent)
+        _sync_left(home.parent)
+""",
+        "",
+        _BY,
+    ),
+    Mutant(
+        "a pin is answered before it is durable",
+        "tierd/spool.py",
+        """        if path.parent.is_dir():
+            sync_directory(path.parent)
+""",
+        "",
+        _BY,
+    ),
+    Mutant(
+        "a put is not durable before it is shown",
+        "tierd/stores/file.py",
+        # With the hint, which has the kernel begin to write at once, so that on a quick disk nothing would show.
+        """                os.fsync(fd)  # never tried again: after an error the kernel calls the lost pages clean
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # a read-back should come from the device
+""",
+        "",
+        _BY,
+    ),
+    Mutant(
+        "a put is answered before it is durable",
+        "tierd/stores/file.py",
+        """dst_dir_fd=parent)
+                        sync_directory(parent)
+""",
+        """dst_dir_fd=parent)
+""",
+        _BY,
+    ),
+    Mutant(
+        "a tier's chunks go before the manifest that names them",
+        "tierd/daemon/prune.py",
+        """        await store.delete(keys)
+        doomed |= {info.key async for info in store.scan(f"{chunks_prefix(run)}{checkpoint.name}/")}
+        aside = [info.key async for info in store.scan(f"{quarantine_prefix(run)}{checkpoint.name}/")]
+        # After the marks and after the listing of chunks: whoever names one of these from now on sees the marks.
+        gone = sorted(doomed - await _survivors(store, checkpoint, doomed, known))
+        await store.delete(gone + aside)
+""",
+        """        doomed |= {info.key async for info in store.scan(f"{chunks_prefix(run)}{checkpoint.name}/")}
+        aside = [info.key async for info in store.scan(f"{quarantine_prefix(run)}{checkpoint.name}/")]
+        # After the marks and after the listing of chunks: whoever names one of these from now on sees the marks.
+        gone = sorted(doomed - await _survivors(store, checkpoint, doomed, known))
+        await store.delete(gone + aside)
+        await store.delete(keys)
+""",
+        _BY,
+    ),
+    Mutant(
+        "a fetched file is not durable before it is shown",
+        "tierd/daemon/download.py",
+        """        os.fsync(self.fd)
+        self.close()
+""",
+        """        self.close()
+""",
+        _BY,
+    ),
+    Mutant(
+        "a copy on a tier is set aside after it was taken away",
+        "tierd/daemon/prune.py",
+        """    await store.put(part.quarantine_key, data)
+    await store.delete([part.manifest_key])
+""",
+        """    await store.delete([part.manifest_key])
+    await store.put(part.quarantine_key, data)
+""",
+        _BY,
+    ),
+)
