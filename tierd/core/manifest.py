@@ -36,7 +36,7 @@ Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
 MetricName = Annotated[str, Meta(max_length=256, pattern=r"\A[^\x00-\x1f\x7f]+\Z")]  # they are printed
 _SEAL = b',"digest":"'
 _SEAL_SIZE = len(_SEAL) + 32 + len('"}\n')
-_CHUNK_KEY = re.compile(r"chunks/[0-9]{12}\.[0-9a-f]{12}-[0-9a-f]{8}/([0-9]{5})/[0-9a-f]{32}\.[a-z0-9]{1,16}")
+_CHUNK_KEY = re.compile(r"chunks/[0-9]{12}\.[0-9a-f]{12}-[0-9a-f]{8}/([0-9]{5})/([0-9a-f]{32})\.([a-z0-9]{1,16})")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -253,6 +253,8 @@ def _check_key(chunk: Chunk, rank: int, where: str) -> None:
     match = _CHUNK_KEY.fullmatch(chunk.stored.key)
     if match is None or int(match[1]) != rank:
         raise ManifestError(f"{where}: {chunk.stored.key!r} is no key of a chunk of rank {rank}")
+    if (match[2], match[3]) != (chunk.xxh3_128, chunk.stored.codec):  # whoever mends it would overwrite another one
+        raise ManifestError(f"{where}: {chunk.stored.key!r} is another chunk's key than {chunk.xxh3_128}'s")
 
 
 def check_path(path: str, where: str) -> None:
