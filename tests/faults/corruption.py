@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.world import hurry, reconciler, running, settle
-
 from faults import hands
 from faults.harms import LOCAL, Harms
 from faults.judge import Judge
 from faults.places import RUN, TIERS, WORLD, Places, build, noise_of
 from faults.rounds import Lost, Mutant, Round
+from support.world import hurry, reconciler, running, settle
+
 from tierd.core.errors import CheckpointNotFound, CorruptChunk, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.resume import restore_candidates
@@ -41,6 +41,7 @@ from tierd.daemon.prune import verify
 from tierd.daemon.repair import Repairer
 from tierd.daemon.reread import Reader
 from tierd.persist import bad_chunks
+from tierd.priority import hasten
 
 UNIT = "corruptions"
 SHORT = 4_000
@@ -82,6 +83,7 @@ class Trials:
 
     async def one(self, seed: int) -> tuple[int, list[str]]:
         """Harm, ask, compare, put back."""
+        hasten()  # a machine that others load has no idle time to give
         noise = noise_of(seed)
         kind = noise.choices(list(_KINDS), list(_KINDS.values()))[0]
         try:
@@ -111,7 +113,11 @@ class Trials:
                 raise Lost(f"{place}'s copy of {part} was right, and is not any more")
         for event in journal.events if journal else ():
             for (place, part), right in before.items():
-                if right and event.what in ("corrupt", "quarantined") and (event.place, event.subject) == (place, str(part)):
+                if (
+                    right
+                    and event.what in ("corrupt", "quarantined")
+                    and (event.place, event.subject) == (place, str(part))
+                ):
                     raise Lost(f"a false alarm: {event}")
 
     # -- verify and look ----------------------------------------------------------------------------------------------
@@ -224,9 +230,7 @@ class Trials:
         place = noise.choice(PLACES)
         judge, journal = self.judge, Journal()
         repairer = Repairer(self.places.spool, self.places.stores, journal, Budget())
-        reader = Reader(
-            self.places.spool, self.places.stores, repairer, journal, Budget(), 1 << 50, at_once, Counter()
-        )
+        reader = Reader(self.places.spool, self.places.stores, repairer, journal, Budget(), 1 << 50, at_once, Counter())
         before, lenient = self._whole(), judge.lenient(focus)
         there = judge.is_local(focus) if place == LOCAL else judge.manifest(place, focus) is not None
         must = self._mendable(place, focus)

@@ -7,15 +7,16 @@ import random
 from collections.abc import Callable, Iterable
 
 from faults.judge import SEAL, digest
-from faults.places import RUN, TIERS, Places
+from faults.places import TIERS, Places
+
 from tierd.core.ids import PartId
 
 LOCAL = "local"
 MANIFEST = "manifest.json"
-# Lies with an intact seal. A look at stored bytes cannot see the last ones; whoever decodes must.
+# Lies with an intact seal. What they say of raw bytes shows only where another manifest, or the bytes, are asked.
 FORGED_NAMES = ("rank", "world_size", "step", "attempt", "run")
-FORGED_FORMS = ("size", "xxh3_128", "key", "absent")
-FORGED_DEEP = ("raw", "codec", "consistent")
+FORGED_FORMS = ("size", "xxh3_128", "key", "absent", "codec", "home", "torn raw")
+FORGED_DEEP = ("raw",)
 
 
 def spoil(data: bytes, noise: random.Random, kind: str = "") -> bytes | None:
@@ -133,7 +134,7 @@ class Harms:
         """A right manifest that was made to say something else, with a seal of its own."""
         told = json.loads(data[:-SEAL] + b"}")
         chunks = [chunk for file in told["files"] for chunk in file["chunks"]]
-        deep = (FORGED_DEEP if stored else ("raw",)) if self._deep else ()
+        deep = FORGED_DEEP if self._deep else ()
         way = self._noise.choice([*FORGED_NAMES, *(FORGED_FORMS if stored else ()), *deep])
         self._forge(told, chunks[self._index(len(chunks))], way)
         body = json.dumps(told, separators=(",", ":")).encode()[:-1]
@@ -156,23 +157,23 @@ class Harms:
                 chunk["stored"]["size"] += self._noise.choice([-1, 1])
             case "xxh3_128":
                 chunk["stored"]["xxh3_128"] = f"{self._noise.getrandbits(128):032x}"
-            case "key":
+            case "key":  # another chunk's
                 key = other.partition("/")[2].split("/")
                 key[2] = f"{told['rank']:05}"
                 chunk["stored"]["key"] = "/".join(key)
+            case "home":  # under another checkpoint's name, where it may lie or not
+                chunk["stored"]["key"] = f"chunks/{other.split('/')[2]}/{chunk['stored']['key'].split('/', 2)[2]}"
             case "absent":
                 del chunk["stored"]
-            case "raw":
+            case "raw" | "torn raw":
                 chunk["xxh3_128"] = f"{self._noise.getrandbits(128):032x}"
+                if "stored" in chunk and way == "raw":
+                    home, _, name = chunk["stored"]["key"].rpartition("/")
+                    chunk["stored"]["key"] = f"{home}/{chunk['xxh3_128']}.{name.rpartition('.')[2]}"
             case "codec":
-                codecs = {"raw", "zst", "planes"} - {chunk["stored"]["codec"]}
-                chunk["stored"]["codec"] = self._noise.choice(sorted(codecs))
-            case "consistent":  # with another chunk, that is there and right
-                ours = [key for key in self._all_keys() if key.split("/")[3] == f"{told['rank']:05}"]
-                key = self._noise.choice([one for one in ours if one.startswith(f"{RUN}/")])
-                data = self._places.pristine["near"][key]
-                chunk["stored"] |= {"size": len(data), "xxh3_128": digest(data), "key": key.partition("/")[2]}
-                chunk["stored"]["codec"] = key.rpartition(".")[2]
+                stored = chunk["stored"]
+                stored["codec"] = self._noise.choice(sorted({"raw", "zst", "planes"} - {stored["codec"]}))
+                stored["key"] = f"{stored['key'].rpartition('.')[0]}.{stored['codec']}"
 
     # -- the spool ----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """What a harmed world can still give, worked out byte by byte: for `faults.corruption`.
 
-None of tierd's code is used: a manifest is its JSON, its seal is computed here, and a chunk is right where its bytes are
-the ones that were saved, or an encoding of them that the unharmed world had.
+None of tierd's code is used: a manifest is its JSON, its seal is computed here, and a chunk is right where its bytes
+are the ones that were saved, or an encoding of them that the unharmed world had.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import xxhash
 import zstandard
-
 from faults.places import ORIGIN, RUN, TIERS, WORLD, Places
+
 from tierd.core.ids import PartId
 
 SEAL = 46  # bytes, FORMAT.md
@@ -42,6 +42,10 @@ def said(data: bytes | None, part: PartId) -> dict[str, Any] | None:
     if found is None:
         return None
     names = (found["run"], found["attempt"], found["step"], found["rank"], found["world_size"])
+    for chunk in (chunk for file in found["files"] for chunk in file["chunks"]):
+        entry = chunk.get("stored")
+        if entry and entry["key"].rpartition("/")[2] != f"{chunk['xxh3_128']}.{entry['codec']}":
+            return None  # a key of something else, FORMAT.md
     own = part.checkpoint
     return found if names == (own.run, own.attempt, own.step, part.rank, part.world) else None
 
@@ -187,6 +191,8 @@ class Judge:
         spool = spool and self.is_local(part)
         if not any(self.honest(place, part) for place in (*(("local",) if spool else ()), *TIERS)):
             return False
+        if spool and self.readable("local", part) and not self.honest("local", part):
+            return False  # nobody can tell that an intact seal lies, and the spool's word counts
         return all(
             (spool and self.chunk_in_spool(part, number, index)) or self.chunk_on_tiers(part, number, index)
             for number, (_, pieces) in enumerate(self.truth[part].pieces)

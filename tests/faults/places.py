@@ -163,7 +163,9 @@ def build(root: Path) -> Places:
     """The world, right everywhere."""
     spool = Spool(root / "spool")
     stores = {tier: MemoryStore() for tier in TIERS}
-    parts = [PartId(CheckpointId(run, attempt(n), step), rank, WORLD) for run, n, step in CHECKPOINTS for rank in (0, 1)]
+    parts = [
+        PartId(CheckpointId(run, attempt(n), step), rank, WORLD) for run, n, step in CHECKPOINTS for rank in (0, 1)
+    ]
     held = {}
 
     async def work() -> None:
