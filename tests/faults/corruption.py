@@ -22,7 +22,7 @@ import pytest
 from faults import hands
 from faults.harms import LOCAL, Harms
 from faults.judge import Judge
-from faults.places import RUN, TIERS, WORLD, Places, build, noise_of
+from faults.places import OTHER, RUN, TIERS, WORLD, Places, build, noise_of
 from faults.rounds import Lost, Mutant, Round
 from support.world import hurry, reconciler, running, settle
 
@@ -46,7 +46,64 @@ from tierd.priority import hasten
 UNIT = "corruptions"
 SHORT = 4_000
 GATE = 100_000
-MUTANTS: tuple[Mutant, ...] = ()
+MUTANTS = (
+    Mutant(
+        "stored bytes are not compared with their digest",
+        "tierd/codec.py",
+        "    if digest(data) != stored.xxh3_128:\n",
+        "    if False:\n",
+        "corruption --trials 600",
+    ),
+    Mutant(
+        "decoded bytes are not compared with their digest",
+        "tierd/codec.py",
+        "    if len(raw) != chunk.size or digest(raw) != chunk.xxh3_128:\n",
+        "    if len(raw) != chunk.size:\n",
+        "corruption --trials 600",
+    ),
+    Mutant(
+        "bytes that are read from the spool are not compared",
+        "tierd/persist.py",
+        "    if digest(data) != chunk.xxh3_128:\n",
+        "    if False:\n",
+        "corruption --trials 600",
+    ),
+    Mutant(
+        "a manifest's seal is not checked",
+        "tierd/core/manifest.py",
+        "    if seal[len(_SEAL) : -3] != xxhash.xxh3_128_hexdigest(body).encode():\n",
+        "    if False:\n",
+        "corruption --trials 600",
+    ),
+    Mutant(
+        "a manifest is taken for whatever part it is found at",
+        "tierd/core/manifest.py",
+        "    if expected is not None and manifest.part != expected:\n",
+        "    if False:\n",
+        "corruption --trials 600",
+    ),
+    Mutant(
+        "a chunk's key may be another one's",
+        "tierd/core/manifest.py",
+        "    if (match[2], match[3]) != (chunk.xxh3_128, chunk.stored.codec):",
+        "    if False:",
+        "corruption --trials 2000",
+    ),
+    Mutant(
+        "tiers may tell of other content",
+        "tierd/daemon/copies.py",
+        "            if manifest.same_content(reference):\n",
+        "            if True:\n",
+        "corruption --trials 2000",
+    ),
+    Mutant(
+        "a mended chunk is shown where it lay before",
+        "tierd/daemon/mend.py",
+        "        if now is not manifest:\n",
+        "        if False:\n",
+        "corruption --trials 2000",
+    ),
+)
 
 _KINDS = {"verify": 20, "heal": 30, "scrub": 25, "restore": 15, "export": 8, "settle": 2}
 
@@ -348,6 +405,7 @@ class Trials:
         """Scrub every copy, and let the reconciler work until nothing is left to do: what can be right is."""
         can = {part: self.judge.can_be_had(part) for part in self.places.parts}
         daemon = reconciler(self.places.spool, self.places.stores, scrub="30d")
+        daemon.interest |= {RUN, OTHER}
         async with running(daemon):
             for _ in range(2):
                 for name in daemon.lanes:

@@ -13,7 +13,8 @@ from tierd.core.ids import PartId
 
 LOCAL = "local"
 MANIFEST = "manifest.json"
-# Lies with an intact seal. What they say of raw bytes shows only where another manifest, or the bytes, are asked.
+# Lies with an intact seal. What they say of raw bytes shows only where another manifest, or the bytes, are asked; of the
+# spool's own nobody can tell, whose word counts.
 FORGED_NAMES = ("rank", "world_size", "step", "attempt", "run")
 FORGED_FORMS = ("size", "xxh3_128", "key", "absent", "codec", "home", "torn raw")
 FORGED_DEEP = ("raw",)
@@ -134,7 +135,7 @@ class Harms:
         """A right manifest that was made to say something else, with a seal of its own."""
         told = json.loads(data[:-SEAL] + b"}")
         chunks = [chunk for file in told["files"] for chunk in file["chunks"]]
-        deep = FORGED_DEEP if self._deep else ()
+        deep = FORGED_DEEP if self._deep and stored else ()
         way = self._noise.choice([*FORGED_NAMES, *(FORGED_FORMS if stored else ()), *deep])
         self._forge(told, chunks[self._index(len(chunks))], way)
         body = json.dumps(told, separators=(",", ":")).encode()[:-1]

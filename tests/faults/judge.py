@@ -191,8 +191,6 @@ class Judge:
         spool = spool and self.is_local(part)
         if not any(self.honest(place, part) for place in (*(("local",) if spool else ()), *TIERS)):
             return False
-        if spool and self.readable("local", part) and not self.honest("local", part):
-            return False  # nobody can tell that an intact seal lies, and the spool's word counts
         return all(
             (spool and self.chunk_in_spool(part, number, index)) or self.chunk_on_tiers(part, number, index)
             for number, (_, pieces) in enumerate(self.truth[part].pieces)
