@@ -90,13 +90,6 @@ MUTANTS = (
         "corruption --trials 2000",
     ),
     Mutant(
-        "tiers may tell of other content",
-        "tierd/daemon/copies.py",
-        "            if manifest.same_content(reference):\n",
-        "            if True:\n",
-        "corruption --trials 2000",
-    ),
-    Mutant(
         "a mended chunk is shown where it lay before",
         "tierd/daemon/mend.py",
         "        if now is not manifest:\n",

@@ -149,3 +149,13 @@ def _over(number: int, frame: FrameType | None) -> None:
 def address_space() -> int:
     """Bytes of address space that this process has."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def resident() -> int:
+    """The most real memory that this process had at once, bytes, since `forget_peak`."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["VmHWM"].split()[0]) << 10
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")

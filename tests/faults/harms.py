@@ -13,8 +13,8 @@ from tierd.core.ids import PartId
 
 LOCAL = "local"
 MANIFEST = "manifest.json"
-# Lies with an intact seal. What they say of raw bytes shows only where another manifest, or the bytes, are asked; of the
-# spool's own nobody can tell, whose word counts.
+# Lies with an intact seal. What they say of raw bytes shows only where another manifest, or the bytes, are asked; of
+# the spool's own nobody can tell, whose word counts.
 FORGED_NAMES = ("rank", "world_size", "step", "attempt", "run")
 FORGED_FORMS = ("size", "xxh3_128", "key", "absent", "codec", "home", "torn raw")
 FORGED_DEEP = ("raw",)
