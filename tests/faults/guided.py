@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
 import subprocess
 import sys
@@ -26,7 +25,7 @@ def run(work: Round, inputs: int) -> None:
         corpus = work.room / f"guided-{what}"
         corpus.mkdir()
         command = [sys.executable, "-m", "faults.guided", what, str(each), str(seed), str(corpus)]
-        ended = subprocess.run(command, capture_output=True, text=True, env=os.environ, errors="replace", cwd=work.room)
+        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=900)
         if ended.returncode or f"Done {each} runs" not in ended.stderr:
             work.lost(seed, f"atheris, {' '.join(command[2:])}: {ended.stderr[-3000:]}", each)
         else:

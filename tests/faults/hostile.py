@@ -1,4 +1,4 @@
-"""Hostile input: whatever tierd reads that others wrote, made as bad as it gets. It is refused as documented, or harmless.
+"""Hostile input: what tierd reads that others wrote, made as bad as it gets, is refused as documented, or harmless.
 
 Most inputs go straight to what reads them (`faults.readers`), a few to a daemon's real sockets and to real directories
 (`faults.doors`), some are led by coverage (`faults.guided`, where atheris is installed), some made by Hypothesis.
@@ -111,6 +111,7 @@ def prepare(home: Path) -> hands.Trial:
     for one in (room, canary):
         one.mkdir()
     (canary / "mine").write_bytes(b"mine")
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(room / "hypothesis")
     watchman = Watchman(room)
 
     def trial(seed: int) -> tuple[int, list[str]]:

@@ -59,7 +59,11 @@ class Watchman:
         for path in given[: _PATHS.get(event, 0)]:
             if isinstance(path, (str, bytes, os.PathLike)):
                 name = os.fsdecode(path)
-                writes = event != "open" or (len(given) > 2 and bool((given[2] or 0) & (os.O_WRONLY | os.O_RDWR)))
+                writes = (
+                    bool((given[2] or 0) & (os.O_WRONLY | os.O_RDWR))
+                    if event == "open"
+                    else event not in ("os.listdir", "os.scandir")
+                )
                 if not self._allowed(name, writes):
                     self._seen.append(f"{event} {name!r}")
 
