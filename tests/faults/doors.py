@@ -21,7 +21,7 @@ from faults.rounds import Lost
 from support.world import Daemon, commit, part
 
 from tierd.client.tree import parse_tree
-from tierd.core.errors import ManifestError, StateMismatch, TierdError
+from tierd.core.errors import FormatTooNew, ManifestError, StateMismatch, TierdError
 from tierd.core.manifest import decode
 from tierd.core.wire import Status
 from tierd.daemon.observe import look_around
@@ -269,7 +269,7 @@ def hypothesis(noise: random.Random, room: Path, canary: Path) -> int:
         try:
             body = json.dumps(MANIFEST | {member: found}).encode("utf-8", "surrogatepass")
             decode(sealed(body))
-        except ManifestError:
+        except (ManifestError, FormatTooNew):
             pass
         try:
             parse_tree(json.dumps({"x": found, "y": TREE}).encode("utf-8", "surrogatepass"), {}.__getitem__)
