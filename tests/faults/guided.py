@@ -10,6 +10,7 @@ import sys
 from faults.rounds import Round
 
 WHAT = ("manifest", "config", "header", "tree", "planes", "wire")
+_STARTED = 10_000  # inputs of a round for each process that is started
 _MODULES = ["tierd.core.manifest", "tierd.core.config", "tierd.client.tensorfile", "tierd.client.tree", "tierd.planes"]
 
 
@@ -19,8 +20,9 @@ def missing() -> str | None:
 
 def run(work: Round, inputs: int) -> None:
     """So many inputs, shared among what reads them."""
-    each = max(100, inputs // len(WHAT))
-    for number, what in enumerate(WHAT):
+    count = min(len(WHAT), work.trials // _STARTED)  # starting one takes longer than a thousand inputs
+    for number in range(count):
+        what, each = WHAT[(work.first + number) % len(WHAT)], inputs // count
         seed = work.first + number
         corpus = work.room / f"guided-{what}"
         corpus.mkdir()
