@@ -105,12 +105,27 @@ def huge() -> list[bytes]:
     return [*found, sealed(body[:-1] + b" " * ((32 << 20) - 45 - len(body)) + b"}")]
 
 
+def _aimed(noise: random.Random) -> dict[str, Any]:
+    """A manifest that is right but for one path or one key, which lead where nobody may."""
+    tree: dict[str, Any] = json.loads(json.dumps(MANIFEST))
+    file = tree["files"][noise.randrange(2)]
+    if noise.random() < 0.5:
+        file["path"] = text(noise)
+    else:
+        stored = noise.choice(file["chunks"])["stored"]
+        pieces = stored["key"].split("/")
+        pieces[noise.randrange(4)] = noise.choice([text(noise), "00000", f"{9:032x}.zst", f"{1:032x}.raw", "..", ""])
+        stored["key"] = "/".join(pieces)
+    return tree
+
+
 def manifest(noise: random.Random) -> None:
     kind = noise.random()
     if kind < 0.003:
         data = noise.choice(huge())
     else:
-        data = sealed(dumped(mutated(MANIFEST, noise, noise.randrange(1, 4)), noise))
+        tree = mutated(MANIFEST, noise, noise.randrange(1, 4)) if kind < 0.7 else _aimed(noise)
+        data = sealed(dumped(tree, noise))
     if 0.1 < kind < 0.3:
         data = spoiled(data, noise)
     expected = noise.choice([PART, PART, None])
