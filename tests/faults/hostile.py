@@ -8,6 +8,7 @@ no more memory than what is read, or its documented cap, accounts for.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -77,7 +78,7 @@ MUTANTS = (
 _INPUTS = 40  # of one kind in a trial
 _KINDS = {"manifest": 16, "config": 8, "names": 10, "header": 14, "tree": 14, "metadata": 8, "chunk": 14, "message": 10}
 _KINDS |= {"control": 3, "entries": 3, "hypothesis": 2}
-_MEMORY = 1 << 30  # bytes of address space above what a process has before: three times the largest chunk, and threads
+_MEMORY = 3 << 30  # bytes of address space above what a process has before: some of the largest chunks, and threads
 _RESIDENT = 700 << 20  # bytes of real memory that one trial's largest input may add
 
 
@@ -117,6 +118,7 @@ def prepare(home: Path) -> hands.Trial:
     def trial(seed: int) -> tuple[int, list[str]]:
         noise = random.Random(f"hostile {seed}")
         kind = noise.choices(list(_KINDS), list(_KINDS.values()))[0]
+        gc.collect()  # errors hold frames, and those the last trial's memory
         hands.forget_peak()
         before = hands.resident()
         if kind in READERS:
