@@ -89,7 +89,7 @@ class Link:
         try:
             self._send(encode_line(request))
             while True:
-                reply = msgspec.json.decode(self._line(end))
+                reply = msgspec.json.decode(self._line(end), type=dict[str, Any])
                 if reply.get("working"):
                     told(reply)
                     continue
@@ -98,7 +98,7 @@ class Link:
                 return dict(reply)
         except TimeoutError:
             raise
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DaemonUnavailable(f"the daemon's connection broke: {error}") from error
 
     def _send(self, line: bytes) -> None:

@@ -347,6 +347,21 @@ def test_metadata_that_would_change_a_class_is_refused():
     assert not any(hasattr(one, "bad") for one in _MEM_FORMAT_ENCODING)
 
 
+@pytest.mark.parametrize("put", [b"r" + b"\xff" * 4, b"p4294967295\n"], ids=["binary", "text"])
+def test_metadata_does_not_fill_places_that_would_take_all_memory(put):
+    """Python makes room for every place of a pickle's memo up to the last: 64 GB for five bytes."""
+    with pytest.raises(ManifestError):
+        dcp_metadata.read_metadata(b"\x80\x04]" + put + b".", "here")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_metadata_of_every_protocol_that_torch_may_write_is_read(protocol):
+    index = dcp.metadata.MetadataIndex("w" * 300, torch.Size([0]), 0)
+    data = {f"key {n}": dcp.metadata.BytesStorageMetadata() for n in range(300)}
+    found = Metadata(data, {"w": ("w", 70_000)}, {index: "x" * 70_000})
+    assert dcp_metadata.read_metadata(pickle.dumps(found, protocol), "here") == found
+
+
 def test_metadata_that_is_none_is_refused(local, spool):
     save(local, 3)
     data = (spool.path(part_of(spool, 3)) / ".metadata").read_bytes()

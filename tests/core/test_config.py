@@ -148,3 +148,23 @@ def test_urls_alone_are_a_configuration_and_name_their_tiers():
 def test_urls_that_are_no_configuration(urls, said):
     with pytest.raises(ConfigError, match=said):
         from_urls("/s", urls)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = " + "[" * 2000 + "]" * 2000,
+        "min_free_percent = " + "9" * 5000,
+        'rescan = "' + "9" * 400 + 'd"',
+        "#" * 70_000,
+    ],
+    ids=["deep", "long number", "endless", "long"],
+)
+def test_what_no_operator_writes_is_refused_and_nothing_else_raised(line):
+    with pytest.raises(ConfigError):
+        from_toml(f'spool = "/s"\n{line}\n[[tier]]\nname = "a"\nurl = "/t"\n', "x.toml")
+
+
+def test_a_spool_with_a_nul_is_no_path():
+    with pytest.raises(ConfigError, match="spool"):
+        from_toml('spool = "/s\\u0000"\n[[tier]]\nname = "a"\nurl = "/t"\n', "x.toml")

@@ -236,6 +236,8 @@ HOSTILE = {
     "a digest with a newline": with_chunk(xxh3_128=DIGEST + "\n"),
     "a short digest": with_chunk(xxh3_128=DIGEST[1:]),
     "a codec that is a path": with_stored(codec="../x"),
+    "a key of another codec": with_stored(key=KEY.replace(".zst", ".raw")),
+    "a key of another chunk": with_stored(key=KEY.replace(DIGEST, DIGEST[::-1])),
     "a key of another rank": with_stored(key=KEY.replace("/00001/", "/00000/")),
     "a key of another run": with_stored(key=f"other/{KEY}"),
     "a key that climbs": with_stored(key=f"../other/{KEY}"),
@@ -302,7 +304,7 @@ def test_an_intact_manifest_in_another_ones_place_is_refused(other):
 
 def test_a_borrowed_chunk_of_an_older_checkpoint_of_the_same_rank_is_fine():
     older = PartId(CheckpointId("run", EARLIER, 100), 1, 2)
-    key = chunk_key(older, DIGEST, "raw")
+    key = chunk_key(older, DIGEST, "zst")
     assert decode(seal(with_stored(key=key))).files[0].chunks[0].stored.key == key
 
 

@@ -146,3 +146,9 @@ def test_a_timeout_is_pythons_own():
 def test_an_error_that_is_none_of_ours_says_that_the_daemon_failed(reply):
     with pytest.raises(DaemonUnavailable, match="the daemon failed"):
         wire.raise_error({"message": "x", **reply})
+
+
+@pytest.mark.parametrize("read", [wire.decode_request, wire.decode_handed])
+def test_a_message_that_is_nested_too_deeply_is_none(read):
+    with pytest.raises(msgspec.DecodeError):
+        read(b'{"x":' + b"[" * 8000 + b',"op":"status"}')

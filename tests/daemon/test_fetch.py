@@ -15,6 +15,8 @@ from support.world import CHUNK, RUN, commit, content, listing, part, read
 
 from tierd.core.errors import CorruptChunk, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Stored, decode, encode, seal
+from tierd.daemon.download import Progress
+from tierd.daemon.export import export
 from tierd.daemon.fetch import fetch
 from tierd.daemon.flush import Way, flush
 from tierd.persist import digest
@@ -206,6 +208,49 @@ def test_a_tier_whose_manifest_tells_of_other_content_is_not_believed(spool):
     asyncio.run(store.delete([key for key in keys(store, is_chunk) if digest(other) not in key]))
     with pytest.raises(CorruptChunk, match="other content"):
         asyncio.run(fetch(spool, PART, {"tier": store}))
+
+
+def test_one_tiers_lie_with_an_intact_seal_does_not_lose_what_another_has_right(spool, tmp_path):
+    commit(spool, PART)
+    stores = {"first": MemoryStore(), "second": MemoryStore()}
+    flushed(spool, *stores.values())
+    told = decode(bytes(asyncio.run(stores["first"].get(PART.manifest_key))))
+    *files, last = told.files
+    chunk, *rest = last.chunks
+    key = chunk.stored.key.replace(chunk.xxh3_128, "0" * 32)
+    false = Chunk(size=chunk.size, xxh3_128="0" * 32, stored=msgspec.structs.replace(chunk.stored, key=key))
+    files.append(msgspec.structs.replace(last, chunks=(false, *rest)))
+    lie = encode(msgspec.structs.replace(told, files=tuple(files)))
+    asyncio.run(stores["first"].put(PART.manifest_key, lie))
+    fresh = Spool(tmp_path / "fresh")
+    fetched = asyncio.run(fetch(fresh, PART, stores))
+    assert read(fresh, PART) == FILES and set(fetched.defects) == {"first"}
+    found = asyncio.run(export(stores, RUN, tmp_path / "to", None, None, Progress()))
+    assert found.step == PART.checkpoint.step and not found.skipped
+    for name, data in FILES.items():
+        assert (tmp_path / "to" / PART.name / name).read_bytes() == data
+
+
+def test_a_chunk_in_another_form_than_its_manifest_says_is_found(spool, tmp_path):
+    commit(spool, PART)
+    near, far = MemoryStore(), MemoryStore()
+    flushed(spool, near, far)
+    manifest = decode(bytes(asyncio.run(near.get(PART.manifest_key))))
+    packed = next(chunk for chunk in manifest.chunks() if chunk.stored.codec == "zst")
+    other = msgspec.structs.replace(
+        packed.stored, codec="raw", size=packed.size, xxh3_128=packed.xxh3_128, key=f"{packed.stored.key[:-4]}.raw"
+    )
+    files = tuple(
+        msgspec.structs.replace(
+            file,
+            chunks=tuple(msgspec.structs.replace(c, stored=other) if c == packed else c for c in file.chunks),
+        )
+        for file in manifest.files
+    )
+    asyncio.run(near.put(PART.manifest_key, encode(msgspec.structs.replace(manifest, files=files))))
+    fresh = Spool(tmp_path / "fresh")
+    asyncio.run(fetch(fresh, PART, {"near": near}))
+    assert read(fresh, PART) == FILES
 
 
 @pytest.mark.parametrize("harm", ["flip", "remove"])

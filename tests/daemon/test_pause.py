@@ -31,6 +31,7 @@ from tierd.core.errors import SpoolUnusable
 from tierd.core.wire import Attach, Candidates, Fetch, Pause, Resume, Status, Wait
 from tierd.daemon import service
 from tierd.daemon.pause import Pause as State
+from tierd.daemon.scrubbed import Scrubbed
 from tierd.link import Link
 from tierd.spool import Spool
 
@@ -307,3 +308,11 @@ def test_a_clock_that_was_set_back_makes_no_pause_longer(spool, monkeypatch):
 
     monkeypatch.setattr("tierd.daemon.pause.datetime", Back)
     assert 3500 < State(spool).left <= 3600
+
+
+@pytest.mark.parametrize("name", ["paused", "scrubbed.json"])
+@pytest.mark.timeout(60)
+def test_a_fifo_in_the_place_of_what_is_remembered_is_not_waited_for(spool, name):
+    os.mkfifo(spool.control / name)
+    State(spool)
+    Scrubbed(spool.control / "scrubbed.json").load()

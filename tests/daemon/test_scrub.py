@@ -409,6 +409,27 @@ def test_where_the_encoder_has_changed_a_chunk_is_stored_anew_and_the_manifest_s
     asyncio.run(work())
 
 
+def test_a_rebuilt_manifest_names_a_chunk_where_it_had_to_move(spool, monkeypatch):
+    """It was shown as it should be, and then once more as it was before: naming what is not there, or bad."""
+
+    async def work():
+        stores = {"first": MemoryStore(), "second": MemoryStore()}
+        commit(spool, part(1))
+        await converge(spool, stores)
+        pristine = await contents(stores["first"])
+        packed = next(key for key in chunk_keys(pristine) if key.endswith(".zst"))
+        for store in stores.values():
+            await flip(store, packed)
+        await flip(stores["first"], part(1).manifest_key)
+        corrupt(spool.path(part(1)) / MANIFEST_NAME)  # what it described is right
+        real = codec.zstandard.ZstdCompressor
+        monkeypatch.setattr(codec.zstandard, "ZstdCompressor", lambda **o: real(**{**o, "write_checksum": True}))
+        await scrub(scrubber(spool, stores), "first")
+        assert await is_right(stores["first"], part(1), content(1))
+
+    asyncio.run(work())
+
+
 def test_a_shared_chunk_is_told_once_and_its_sharers_are_read_again_at_once(spool):
     async def work():
         store, same = MemoryStore(), {"frozen.bin": random.Random(1).randbytes(900)}

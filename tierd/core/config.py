@@ -18,6 +18,7 @@ from tierd.core.rate import Rate, rate
 from tierd.core.retention import Duration, RetentionPolicy, seconds
 from tierd.core.urls import parse_url
 
+_LONGEST = 64 << 10  # characters of a file
 _RESERVED = frozenset({"local"})  # the spool's own name among the tiers
 
 
@@ -47,7 +48,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         scrub_rate: how fast, in each place.
     """
 
-    spool: Annotated[str, Meta(pattern="^/")]
+    spool: Annotated[str, Meta(pattern=r"^/[^\x00]*\Z")]
     tier: Annotated[tuple[TierConfig, ...], Meta(min_length=1)]
     retention: RetentionPolicy = RetentionPolicy()
     rescan: Duration = "30s"
@@ -67,12 +68,14 @@ def from_toml(text: str, where: str) -> Config:
     Raises:
         ConfigError: naming `where`, the key's path and what is wrong with it.
     """
+    if len(text) > _LONGEST:
+        raise ConfigError(f"{where}: {len(text)} characters; at most {_LONGEST} are read")
     try:
         config = msgspec.convert(tomllib.loads(text), Config)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where}: not TOML: {error}") from error
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {_readable(str(error))}") from error
+    except (ValueError, RecursionError) as error:  # not only TOMLDecodeError: a number of 5,000 digits, say
+        raise ConfigError(f"{where}: not TOML: {error}") from error
     return _checked(config, where)
 
 

@@ -37,7 +37,7 @@ Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
 MetricName = Annotated[str, Meta(max_length=256, pattern=r"\A[^\x00-\x1f\x7f]+\Z")]  # they are printed
 _SEAL = b',"digest":"'
 _SEAL_SIZE = len(_SEAL) + 32 + len('"}\n')
-_CHUNK_KEY = re.compile(r"chunks/[0-9]{12}\.[0-9a-f]{12}-[0-9a-f]{8}/([0-9]{5})/[0-9a-f]{32}\.[a-z0-9]{1,16}")
+_CHUNK_KEY = re.compile(r"chunks/[0-9]{12}\.[0-9a-f]{12}-[0-9a-f]{8}/([0-9]{5})/([0-9a-f]{32})\.([a-z0-9]{1,16})")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -196,12 +196,12 @@ def unwrap(data: bytes, where: str) -> Wrapped | None:
     """
     body = _unsealed(data, where)
     try:
-        version = msgspec.json.decode(body, type=_Version).version
+        version = _version.decode(body).version
         if version == VERSION:
             return None
         if version != ENCRYPTED:
             raise FormatTooNew(f"{where}: format version {version}; use a newer tierd")
-        return msgspec.json.decode(body, type=Wrapped)
+        return _wrapped.decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ManifestError(f"{where}: {error}") from error
 
@@ -267,7 +267,7 @@ def _unsealed(data: bytes, where: str) -> bytes:
 
 def _key_id(body: bytes) -> str:
     try:
-        return msgspec.json.decode(body, type=Wrapped).key_id
+        return _wrapped.decode(body).key_id
     except (msgspec.DecodeError, ValueError, RecursionError):
         return ""
 
@@ -281,6 +281,7 @@ class _Version(msgspec.Struct):
 # Made once, on import: msgspec looks a type up when it meets it first, and two threads that do so at once crash it.
 _version = msgspec.json.Decoder(_Version)
 _decoder = msgspec.json.Decoder(Manifest)
+_wrapped = msgspec.json.Decoder(Wrapped)
 
 
 def _check_files(manifest: Manifest, where: str) -> None:
@@ -306,6 +307,8 @@ def _check_key(chunk: Chunk, rank: int, where: str) -> None:
     match = _CHUNK_KEY.fullmatch(chunk.stored.key)
     if match is None or int(match[1]) != rank:
         raise ManifestError(f"{where}: {chunk.stored.key!r} is no key of a chunk of rank {rank}")
+    if (match[2], match[3]) != (chunk.xxh3_128, chunk.stored.codec):  # whoever mends it would overwrite another one
+        raise ManifestError(f"{where}: {chunk.stored.key!r} is another chunk's key than {chunk.xxh3_128}'s")
 
 
 def check_path(path: str, where: str) -> None:

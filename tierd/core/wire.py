@@ -7,7 +7,7 @@ the hand-off socket the daemon greets with `ok`; a message is one packet with it
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -127,6 +127,7 @@ class Leave(Request, frozen=True, kw_only=True, tag="leave"):
     """Hand-off: this trainer ends in order; nobody will recall what it lent. No answer."""
 
 
+T = TypeVar("T")
 AnyHanded = Lend | Persist | Recall | Leave
 AnyRequest = Attach | Status | Report | Candidates | Fetch | Wait | Pin | Pause | Resume
 _decoder: msgspec.json.Decoder[AnyRequest] = msgspec.json.Decoder(AnyRequest)
@@ -143,7 +144,7 @@ def decode_request(line: bytes) -> AnyRequest:
     Raises:
         msgspec.DecodeError: not a request, or a name in it is none.
     """
-    request = _decoder.decode(line)
+    request = _shallow(_decoder, line)
     try:
         match request:
             case Report(run=str(run)):
@@ -164,7 +165,7 @@ def decode_request(line: bytes) -> AnyRequest:
 
 def decode_handed(packet: bytes) -> AnyHanded:
     """Read one message of the hand-off socket; raises as `decode_request`."""
-    message = _handed.decode(packet)
+    message = _shallow(_handed, packet)
     if isinstance(message, Persist | Recall):
         try:
             _check_checkpoint(message.part.checkpoint)
@@ -178,6 +179,13 @@ def _in_order(runs: Ranges) -> bool:
     # So that what a request costs is bounded by its part's chunks, however often it names them.
     ends = (0, *(end for _, end in runs))
     return all(end > first >= before for (first, end), before in zip(runs, ends, strict=False))
+
+
+def _shallow(decoder: msgspec.json.Decoder[T], data: bytes) -> T:
+    try:
+        return decoder.decode(data)
+    except RecursionError as error:
+        raise msgspec.DecodeError("nested too deeply") from error
 
 
 def _check_checkpoint(checkpoint: CheckpointId) -> None:

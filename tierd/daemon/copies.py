@@ -80,6 +80,7 @@ class Copies:
     unavailable: dict[str, str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     reference: Manifest | None = None
+    _told: dict[str, Manifest] = field(default_factory=dict)  # every readable manifest, whatever it describes
     _others: dict[str, list[str]] = field(default_factory=dict)  # tier -> prefixes where the rank's chunks may lie
 
     async def ask(self) -> None:
@@ -108,12 +109,24 @@ class Copies:
     async def _manifest(self, store: Store) -> Manifest:
         return await read_manifest(store, self.part.manifest_key, self.part)
 
+    def contents(self) -> list[Manifest]:
+        """One manifest for each content that the tiers' describe: where two contradict each other, one lies."""
+        found: list[Manifest] = []
+        for manifest in (self._told or self.manifests).values():
+            if not any(manifest.same_content(other) for other in found):
+                found.append(manifest)
+        return found
+
     def agree(self, reference: Manifest) -> None:
         """Set aside tiers whose manifest describes other content than `reference`."""
         self.reference = reference
-        for name, manifest in list(self.manifests.items()):
-            if not manifest.same_content(reference):
-                del self.manifests[name]
+        self._told = self._told or dict(self.manifests)
+        for name, manifest in self._told.items():
+            if manifest.same_content(reference):
+                self.manifests[name] = manifest
+                self.defects.pop(name, None)
+            else:
+                self.manifests.pop(name, None)
                 self.defects[name] = f"{name}: its manifest describes other content than the other copies"
 
     def weight(self, file: int, index: int) -> int:
@@ -149,7 +162,7 @@ class Copies:
         wanted = self.reference.files[file].chunks[index]
         for elsewhere in (False, True):
             for name in self.stores:
-                if name not in self.unavailable and (elsewhere or name not in self.manifests):
+                if name not in self.unavailable:
                     found = await self._by_digest(name, wanted, unavailable, elsewhere=elsewhere)
                     if found is not None:
                         return found
@@ -172,7 +185,7 @@ class Copies:
         self, name: str, wanted: Chunk, unavailable: dict[str, str], *, elsewhere: bool
     ) -> Buffer | None:
         """A chunk that no manifest of this part leads to, by the digest in its key: under the part's own checkpoint,
-        or `elsewhere`, since equal chunks are shared."""
+        in whichever form, or `elsewhere`, since equal chunks are shared."""
         try:
             async for info in self._named(name, wanted, elsewhere=elsewhere):
                 found = await self._unnamed(name, info, wanted, unavailable)

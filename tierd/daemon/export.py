@@ -173,10 +173,23 @@ async def _all_ranks(
         if home.is_symlink() or not home.is_dir():
             home.unlink(missing_ok=True)
             home.mkdir()
-        await download(home, manifest, copies, budget, progress)
-        await to_the_end(_describe, home, manifest)
+        await to_the_end(_describe, home, await _whole(home, copies, budget, progress))
         used |= copies.used
     return [manifest for _, manifest in found], tuple(name for name in stores if name in used)
+
+
+async def _whole(home: Path, copies: Copies, budget: Budget, progress: Progress) -> Manifest:
+    """Bring a part; the manifest that it is right by, of those that contradict each other where some do."""
+    contents = copies.contents()
+    for manifest in contents:
+        copies.agree(manifest)
+        try:
+            await download(home, manifest, copies, budget, progress)
+            break
+        except CorruptChunk:
+            if manifest is contents[-1]:
+                raise
+    return manifest
 
 
 def _describe(home: Path, manifest: Manifest) -> None:

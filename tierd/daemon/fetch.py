@@ -65,30 +65,36 @@ async def fetch(
     copies = Copies(part, stores)
     await copies.ask()
     local, defect = await to_the_end(_local_manifest, spool, part)
-    reference = local or next(iter(copies.manifests.values()), None)
-    if reference is None:
+    contents = [local] if local else copies.contents()  # the spool's word counts
+    if not contents:
         if isinstance(defect, OSError):  # a disk that does not answer proves nothing about the bytes
             copies.unavailable[SPOOL] = f"local: {defect}"
         if not (defect or copies.unavailable or copies.defects):  # pruned since somebody saw it, say: nothing is wrong
             raise ObjectNotFound(f"{part}: neither the spool nor any tier has a copy")
         copies.give_up(str(defect or "the spool has no copy"), copies.unavailable)
         raise AssertionError
-    copies.agree(reference)
-    progress.begin(wanted_size(reference, wanted))
-    home = spool.path(part)
-    with translated(f"spool {home}"):
-        if home.is_dir():
-            needed = wanted if local else None  # a new manifest speaks for all of the part
-            await download(home, reference, copies, budget or Budget(), progress, committed=True, wanted=needed)
-            if local is None:
-                await to_the_end(_replace_manifest, spool, part, reference)
-        else:
-            place = partial or Partial(spool, part)
-            try:
-                await _download(spool, place, reference, copies, budget or Budget(), progress, wanted)
-            finally:
-                if partial is None:
-                    place.leave()
+    budget, home = budget or Budget(), spool.path(part)
+    for reference in contents:
+        copies.agree(reference)
+        progress.begin(wanted_size(reference, wanted))
+        try:
+            with translated(f"spool {home}"):
+                if home.is_dir():
+                    needed = wanted if reference is local else None  # a new manifest speaks for all of the part
+                    await download(home, reference, copies, budget, progress, committed=True, wanted=needed)
+                    if reference is not local:
+                        await to_the_end(_replace_manifest, spool, part, reference)
+                    break
+                place = partial or Partial(spool, part)
+                try:
+                    await _download(spool, place, reference, copies, budget, progress, wanted)
+                    break
+                finally:
+                    if partial is None:
+                        place.leave()
+        except CorruptChunk:
+            if reference is contents[-1]:
+                raise
     return Fetched(progress.tiers, copies.defects, progress.written)
 
 

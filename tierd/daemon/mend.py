@@ -80,6 +80,12 @@ class Mender:
             StoreUnavailable, StoreRefused: not known, or not done, since some place could not be asked. What was mended
                 before stays so, and nothing was called lost that might not be.
         """
+        now = await self._put_right(manifest, bad)
+        if now is not manifest:
+            await self._show(now)
+
+    async def _put_right(self, manifest: Manifest, bad: Iterable[Where]) -> Manifest:
+        """Put chunks right; what the manifest must say then, which is the same unless some now lie elsewhere."""
         await self._copies.ask()
         self._copies.agree(manifest)
         moved: dict[Chunk, Chunk] = {}
@@ -99,9 +105,10 @@ class Mender:
             if now is not chunk:
                 moved[chunk] = now
         self.left |= {where for where in asked if _chunk(manifest, where) in moved}
-        if moved and not self.lost:
-            await self._show(_with(manifest, {where: moved[_chunk(manifest, where)] for where in self.left}))
-            self.mended += len(moved)
+        if not moved or self.lost:
+            return manifest
+        self.mended += len(moved)
+        return _with(manifest, {where: moved[_chunk(manifest, where)] for where in self.left})
 
     async def rebuild(self) -> None:
         """Give the tier, whose manifest is proven bad, one that describes what lies there, after another tier's.
@@ -126,8 +133,7 @@ class Mender:
                 bad.append(where)
             elif found is not chunk:
                 kept[where] = found
-        manifest = _with(manifest, kept)
-        await self.mend(manifest, bad)
+        manifest = await self._put_right(_with(manifest, kept), bad)
         if not self.lost:
             await self._show(manifest)
 

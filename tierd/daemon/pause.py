@@ -21,6 +21,7 @@ from tierd.spool import Spool, translated
 
 log = logging.getLogger("tierd.daemon")
 
+_PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK
 _LONG = 64  # bytes of the file that are read
 
 
@@ -43,7 +44,8 @@ class Pause:
         self._end = 0.0  # monotonic seconds
         with translated(self._doing):
             try:
-                with self._path.open("rb") as file:
+                # O_NONBLOCK: a FIFO in its place would be waited for.
+                with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | _PLAIN)) as file:
                     self._load(file.read(_LONG).decode(errors="replace").strip(), os.fstat(file.fileno()).st_mtime)
             except FileNotFoundError:
                 pass

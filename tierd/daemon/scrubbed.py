@@ -7,6 +7,7 @@ period later, and nothing else.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,9 @@ class Scrubbed(dict[Copy, float]):
     def load(self) -> None:
         """Take up what the file holds, if anything, below what is known already."""
         try:
-            with self._path.open("rb") as file:
+            # O_NONBLOCK: a FIFO in its place would be waited for.
+            plain = os.O_NOFOLLOW | os.O_NONBLOCK
+            with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | plain)) as file:
                 data = file.read(_LARGEST + 1)
             found = msgspec.json.decode(data, type=dict[str, dict[str, float]])
         except FileNotFoundError:

@@ -53,6 +53,13 @@ _PLAIN: dict[tuple[str, str], Any] = {
 }
 
 
+# What follows an opcode: so many bytes; or a length of so many bytes, and that.
+_STOP, _GLOBAL, _LONG_BINPUT = ord("."), ord("c"), ord("r")
+_ARGUMENTS = dict(zip(b"GJKMhjqr\x80\x82\x83\x84\x95", (8, 4, 1, 2, 1, 4, 1, 4, 1, 1, 2, 4, 8), strict=True))
+_LENGTHS = dict(zip(b"TUXBC\x8c\x8d\x8e\x96\x8a\x8b", (4, 1, 4, 4, 1, 1, 8, 8, 8, 1, 4), strict=True))
+_LINES = frozenset(b"piFILSVP")
+
+
 class _Reader(pickle.Unpickler):
     """A pickle can set attributes of what it names, also of a class, for the whole process; `put_right` undoes that."""
 
@@ -93,6 +100,29 @@ class _Reader(pickle.Unpickler):
         return changed
 
 
+def _check_places(data: bytes | bytearray | memoryview) -> None:
+    """That no place of the memo is beyond what the pickle can have filled: Python makes room for all up to the last,
+    which five bytes can ask 64 GB for."""
+    raw = bytes(data)
+    at, end = 0, len(raw)
+    while at < end:
+        code = raw[at]
+        at += 1
+        if code == _LONG_BINPUT and int.from_bytes(raw[at : at + 4], "little") > end:
+            raise ValueError("it fills a place of its memo that no pickle of its length gets to")
+        fixed = _ARGUMENTS.get(code)
+        if fixed is not None:
+            at += fixed
+        elif (width := _LENGTHS.get(code)) is not None:
+            at += width + int.from_bytes(raw[at : at + width], "little")
+        elif code == _GLOBAL:
+            at = raw.index(b"\n", raw.index(b"\n", at) + 1) + 1
+        elif code in _LINES:
+            raise ValueError("it is of protocol 0, which DCP does not write")
+        elif code == _STOP:
+            return
+
+
 def check_readable(metadata: Metadata, where: str) -> None:
     """That what a planner of one's own put into the metadata will be read again. Raises as `read_metadata`."""
     rest = dataclasses.replace(metadata, state_dict_metadata={}, storage_data={})
@@ -109,6 +139,7 @@ def read_metadata(data: bytes | bytearray | memoryview, where: str) -> Metadata:
     """
     reader = _Reader(data)
     try:
+        _check_places(data)
         found = reader.load()
     except StateRefused as error:
         raise StateRefused(f"{where}: {error}") from None

@@ -1,0 +1,88 @@
+"""Inputs that coverage leads to, by atheris: `python -m faults.guided WHAT RUNS SEED CORPUS`, a process for each."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import subprocess
+import sys
+
+from faults.rounds import Round
+
+WHAT = ("manifest", "config", "header", "tree", "planes", "wire")
+_STARTED = 10_000  # inputs of a round for each process that is started
+_MODULES = ["tierd.core.manifest", "tierd.core.config", "tierd.client.tensorfile", "tierd.client.tree", "tierd.planes"]
+
+
+def missing() -> str | None:
+    return None if importlib.util.find_spec("atheris") else "it is not installed: pip install atheris"
+
+
+def run(work: Round, inputs: int) -> None:
+    """So many inputs, shared among what reads them."""
+    count = min(len(WHAT), work.trials // _STARTED)  # starting one takes longer than a thousand inputs
+    for number in range(count):
+        what, each = WHAT[(work.first + number) % len(WHAT)], inputs // count
+        seed = work.first + number
+        corpus = work.room / f"guided-{what}"
+        corpus.mkdir()
+        command = [sys.executable, "-m", "faults.guided", what, str(each), str(seed), str(corpus)]
+        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=900)
+        if ended.returncode or f"Done {each} runs" not in ended.stderr:
+            work.lost(seed, f"atheris, {' '.join(command[2:])}: {ended.stderr[-3000:]}", each)
+        else:
+            work.passed(each, *[f"input: atheris, {what}"] * each)
+
+
+def main() -> None:
+    import atheris
+
+    what, runs, seed, corpus = sys.argv[1:]
+    with atheris.instrument_imports(include=_MODULES, enable_loader_override=False):
+        from tierd import planes
+        from tierd.client.tensorfile import parse_layout
+        from tierd.client.tree import parse_tree
+        from tierd.core import wire
+        from tierd.core.config import from_toml
+        from tierd.core.manifest import decode
+    import msgspec
+    from faults import readers
+
+    from tierd.core.errors import ConfigError, FormatTooNew, ManifestError, StateMismatch
+
+    def config(data: bytes) -> object:
+        return from_toml(data.decode("utf-8", "replace"), "x")
+
+    given: dict[str, tuple[object, bytes]] = {
+        "manifest": (
+            lambda data: decode(readers.sealed(data or b"}")),
+            str(readers.MANIFEST).replace("'", '"').encode(),
+        ),
+        "config": (config, readers.CONFIG.encode()),
+        "header": (lambda data: parse_layout(bytearray(data)), readers.LAYOUT.header + bytes(8)),
+        "tree": (
+            lambda data: parse_tree(data, readers.STORED.__getitem__),
+            str(readers.TREE).replace("'", '"').encode(),
+        ),
+        "planes": (lambda data: planes.unpack(data, len(readers.RAW)), readers.PACKED),
+        "wire": (wire.decode_request, wire.encode_line(readers.REQUESTS[4])),
+    }
+    read, first = given[what]
+    with open(f"{corpus}/first", "wb") as file:
+        file.write(first)
+    allowed = (ConfigError, FormatTooNew, ManifestError, StateMismatch, ValueError, msgspec.DecodeError)
+
+    def one(data: bytes) -> None:
+        try:
+            read(data)  # type: ignore[operator]
+        except allowed:
+            pass
+
+    random.seed(int(seed))
+    options = [f"-runs={runs}", f"-seed={int(seed) + 1}", "-timeout=20", "-rss_limit_mb=4096", "-max_len=8192"]
+    atheris.Setup([sys.argv[0], *options, corpus], one)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Trials spread over two processes that are forked once: a trial is a call, and what it needs was made before.
+
+Law: a process that dies, or a trial that hangs, is a loss of that trial's seed and no end of the round.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import resource
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import FrameType
+
+from faults.rounds import Round
+
+HANDS = 2
+_BATCH = 8  # seeds that are handed out at once
+_DEADLINE = 120.0  # seconds that a batch may take without a word, on a machine that others load
+
+Trial = Callable[[int], tuple[int, list[str]]]  # a seed -> how many units it was worth, and notes
+
+
+class Hang(Exception):
+    """A trial passed its deadline."""
+
+
+def room(work: Round) -> Path:
+    """Where files cost least: a directory in memory, if this machine has one, else in the round's own."""
+    memory = Path("/dev/shm")
+    return Path(tempfile.mkdtemp(prefix="tierd-faults-", dir=memory if os.access(memory, os.W_OK) else work.room))
+
+
+def spread(work: Round, prepare: Callable[[], Trial], *, deadline_s: int = 60, memory: int = 0) -> None:
+    """Trials until the round has enough.
+
+    Args:
+        prepare: called once in each process; gives the trial.
+        deadline_s: of one trial, by an alarm.
+        memory: bytes of address space that a process may take beyond what it has after `prepare`; 0: any.
+    """
+    seeds = work.seeds()
+    hands = [_Hand(prepare, deadline_s, memory) for _ in range(1 if work.only is not None else HANDS)]
+    try:
+        for hand in hands:
+            hand.give(list(itertools.islice(seeds, _BATCH)))
+        while busy := [hand for hand in hands if hand.todo]:
+            ready = wait([hand.line for hand in busy], timeout=_DEADLINE)
+            for hand in busy:
+                if hand.line in ready:
+                    _hear(work, hand)
+                elif not ready:
+                    work.lost(hand.todo.pop(0), f"no word for {_DEADLINE:.0f} s: it hangs where no alarm ends it")
+                    hand.restart()
+                if not hand.todo:
+                    hand.give(list(itertools.islice(seeds, _BATCH)))
+    finally:
+        for hand in hands:
+            hand.end()
+
+
+def _hear(work: Round, hand: _Hand) -> None:
+    try:
+        seed, units, notes, why = hand.line.recv()
+    except (EOFError, ConnectionError):
+        work.lost(hand.todo.pop(0), f"its process died: exit {hand.restart()}")
+        return
+    hand.todo.remove(seed)
+    if why is None:
+        work.passed(units, *notes)
+    else:
+        work.lost(seed, why)
+
+
+class _Hand:
+    """One process; `todo` are the seeds that it was given and has not answered, in order."""
+
+    def __init__(self, prepare: Callable[[], Trial], deadline_s: int, memory: int) -> None:
+        self._prepare, self._deadline, self._memory = prepare, deadline_s, memory
+        self.todo: list[int] = []
+        self._start()
+
+    def _start(self) -> None:
+        self.line, theirs = multiprocessing.Pipe()
+        fork = multiprocessing.get_context("fork")
+        self._process = fork.Process(
+            target=_serve, args=(theirs, self.line, self._prepare, self._deadline, self._memory), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    def give(self, seeds: list[int]) -> None:
+        self.todo = seeds
+        if seeds:
+            self.line.send(seeds)
+
+    def restart(self) -> int | None:
+        """A new process, for what is left; how the old one ended."""
+        self._process.kill()
+        self._process.join()
+        code = self._process.exitcode
+        self.line.close()
+        self._start()
+        self.give(self.todo)
+        return code
+
+    def end(self) -> None:
+        self.line.close()
+        self._process.join(2)
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(line: Connection, parents: Connection, prepare: Callable[[], Trial], deadline_s: int, memory: int) -> None:
+    parents.close()
+    signal.signal(signal.SIGALRM, _over)
+    trial = prepare()
+    if memory:
+        resource.setrlimit(resource.RLIMIT_AS, (address_space() + memory,) * 2)
+    while True:
+        try:
+            seeds = line.recv()
+        except (EOFError, ConnectionError):
+            os._exit(0)
+        for seed in seeds:
+            line.send((seed, *_one(trial, seed, deadline_s)))
+
+
+def _one(trial: Trial, seed: int, deadline_s: int) -> tuple[int, list[str], str | None]:
+    signal.alarm(deadline_s)
+    try:
+        units, notes = trial(seed)
+        return units, notes, None
+    except Exception as error:
+        return 1, [], "".join(traceback.format_exception(error))[-6000:]
+    finally:
+        signal.alarm(0)
+
+
+def _over(number: int, frame: FrameType | None) -> None:
+    raise Hang("past its deadline")
+
+
+def address_space() -> int:
+    """Bytes of address space that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def resident() -> int:
+    """The most real memory that this process had at once, bytes, since `forget_peak`."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["VmHWM"].split()[0]) << 10
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")

@@ -1,0 +1,138 @@
+"""Hostile input: what tierd reads that others wrote, made as bad as it gets, is refused as documented, or harmless.
+
+Most inputs go straight to what reads them (`faults.readers`), a few to a daemon's real sockets and to real directories
+(`faults.doors`), some are led by coverage (`faults.guided`, where atheris is installed), some made by Hypothesis.
+Required: no other error than the documented ones, no hang, nothing opened or done outside of the trial's own room, and
+no more memory than what is read, or its documented cap, accounts for.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from faults import guided, hands
+from faults.rounds import Lost, Mutant, Round
+from support.world import hurry
+
+UNIT = "hostile inputs"
+SHORT = 10_000
+GATE = 200_000
+MUTANTS = (
+    Mutant(
+        "a file's path is not checked",
+        "tierd/core/manifest.py",
+        '    if any(piece in (b"", b".", b"..") or len(piece) > 255 for piece in pieces) or _CONTROL.search(path):\n',
+        "    if False:\n",
+        "hostile --trials 2500",
+    ),
+    Mutant(
+        "a manifest may be of any size",
+        "tierd/core/manifest.py",
+        "    if len(data) > MAX_MANIFEST_SIZE:\n",
+        "    if False:\n",
+        "hostile --trials 4000",
+    ),
+    Mutant(
+        "a frame may name any size",
+        "tierd/codec.py",
+        "    if zstandard.get_frame_parameters(bytes(data[:32])).content_size != chunk.size:\n",
+        "    if False:\n",
+        "hostile --trials 2500",
+    ),
+    Mutant(
+        "metadata may name whatever it likes",
+        "tierd/client/dcp/metadata.py",
+        "        if (module, name) in _OWN:\n",
+        "        if True:\n",
+        "hostile --trials 2500",
+    ),
+    Mutant(
+        "metadata may fill any place of its memo",
+        "tierd/client/dcp/metadata.py",
+        "        _check_places(data)\n",
+        "",
+        "hostile --trials 4000",
+    ),
+    Mutant(
+        "a message may be nested as deep as it likes",
+        "tierd/core/wire.py",
+        "    except RecursionError as error:\n",
+        "    except ZeroDivisionError as error:\n",
+        "hostile --trials 2500",
+    ),
+    Mutant(
+        "a chunk may name another one's key",
+        "tierd/core/manifest.py",
+        "    if (match[2], match[3]) != (chunk.xxh3_128, chunk.stored.codec):",
+        "    if False:",
+        "hostile --trials 4000",
+    ),
+)
+
+_INPUTS = 40  # of one kind in a trial
+_KINDS = {"manifest": 16, "config": 8, "names": 10, "header": 14, "tree": 14, "metadata": 8, "chunk": 14, "message": 10}
+_KINDS |= {"control": 3, "entries": 3, "hypothesis": 2}
+_MEMORY = 3 << 30  # bytes of address space above what a process has before: some of the largest chunks, and threads
+_RESIDENT = 700 << 20  # bytes of real memory that one trial's largest input may add
+
+
+def missing() -> str | None:
+    return None
+
+
+def run(work: Round) -> None:
+    if why := guided.missing():
+        from faults.rounds import say
+
+        say(f"SKIPPED atheris: {why}")
+    elif work.only is None:
+        guided.run(work, work.trials // 10)
+    home = hands.room(work)
+    try:
+        hands.spread(work, lambda: prepare(home), memory=_MEMORY, deadline_s=100)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def prepare(home: Path) -> hands.Trial:
+    from faults.doors import DOORS
+    from faults.readers import READERS
+    from faults.watchman import Watchman
+
+    logging.disable(logging.CRITICAL)
+    hurry(pytest.MonkeyPatch())
+    room = home / str(os.getpid())
+    canary = home / f"canary-{os.getpid()}"
+    for one in (room, canary):
+        one.mkdir()
+    (canary / "mine").write_bytes(b"mine")
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(room / "hypothesis")
+    watchman = Watchman(room)
+
+    def trial(seed: int) -> tuple[int, list[str]]:
+        noise = random.Random(f"hostile {seed}")
+        kind = noise.choices(list(_KINDS), list(_KINDS.values()))[0]
+        gc.collect()  # errors hold frames, and those the last trial's memory
+        hands.forget_peak()
+        before = hands.resident()
+        if kind in READERS:
+            units = _INPUTS
+            for _ in range(units):
+                with watchman.watching():
+                    READERS[kind](noise)
+        else:
+            with watchman.watching(cpu=60):
+                units = DOORS[kind](noise, room, canary)
+        if hands.resident() - before > _RESIDENT:
+            raise Lost(f"{kind}: {(hands.resident() - before) >> 20} MiB were taken")
+        if os.listdir(canary) != ["mine"] or (canary / "mine").read_bytes() != b"mine":
+            raise Lost(f"{kind}: what lies outside was touched")
+        return units, [f"input: {kind}"] * units
+
+    return trial

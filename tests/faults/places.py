@@ -1,0 +1,205 @@
+"""A small world on every kind of place, kept so that it can be harmed and put back: for `faults.corruption`.
+
+Two attempts with a rollback, two ranks, a second run: a spool on a file system and two tiers in memory, written by
+tierd's own flush. `near` holds planes, zstd and raw, `far` everything raw; chunks are shared between checkpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import random
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from support.world import attempt
+
+from tierd import codec
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import VERSION, Chunk, Manifest, Origin, decode
+from tierd.daemon.flush import Way, flush
+from tierd.daemon.pace import Pace
+from tierd.persist import write_file
+from tierd.spool import Spool
+from tierd.stores.memory import MemoryStore
+
+RUN, OTHER = "run", "other"
+TIERS = ("near", "far")
+WORLD = 2  # ranks
+CHUNK = 4096  # bytes, at most
+# (run, launch, step): the second launch of the first run resumed from its step 2, and saved step 3 again.
+CHECKPOINTS = ((RUN, 1, 1), (RUN, 1, 2), (RUN, 1, 3), (RUN, 2, 3), (RUN, 2, 4), (OTHER, 1, 4))
+ORIGIN = {attempt(1): None, attempt(2): (attempt(1), 2)}
+
+
+class Plain(Pace):
+    """An encoder that never finds packing worth it."""
+
+    def encode(self, part: PartId, chunk: Chunk, raw: bytes | bytearray | memoryview) -> codec.Encoded:
+        return codec.encode(part, chunk, raw, pack=False)
+
+
+def contents(run: str, launch: int, step: int, rank: int) -> dict[str, bytes]:
+    """What a part holds: numbers that change, some that never do, noise, text, and nothing."""
+    mine = np.random.default_rng([len(run), launch, step, rank])
+    still = np.random.default_rng([len(run), rank])
+    return {
+        "tensors.bin": mine.normal(size=2500).astype("<f4").tobytes() + mine.bytes(300),
+        "deep/frozen.bin": still.normal(size=1500).astype("<f4").tobytes(),
+        "deep/noise.bin": mine.bytes(700),
+        "state.json": b'{"step": %d, "rank": %d, "text": "%s"}' % (step, rank, b"again and " * 20),
+        "empty": b"",
+    }
+
+
+@dataclass
+class Places:
+    """The world as it is now, and as it was. Stores are dicts, and the spool is small: putting it back is cheap."""
+
+    spool: Spool
+    stores: dict[str, MemoryStore]
+    pristine: dict[str, dict[str, bytes]]  # tier -> key -> object
+    files: dict[str, bytes]  # path in the spool -> content
+    parts: list[PartId]
+    held: dict[PartId, dict[str, bytes]]
+    forms: dict[str, dict[str, bytes]] = field(default_factory=dict)  # raw digest -> codec -> the encoded bytes
+    gone: set[PartId] = field(default_factory=set)  # parts that the spool was relieved of in this trial
+
+    def objects(self, tier: str) -> dict[str, bytes]:
+        return {key: content for key, (content, _) in self.stores[tier]._objects.items()}
+
+    def get(self, tier: str, key: str) -> bytes | None:
+        found = self.stores[tier]._objects.get(key)
+        return found[0] if found else None
+
+    def put(self, tier: str, key: str, data: bytes | None) -> None:
+        store = self.stores[tier]
+        if data is not None:
+            store._puts += 1
+            store._objects[key] = data, store._puts
+        else:
+            store._objects.pop(key, None)
+        store._keys = sorted(store._objects)
+
+    def read(self, path: str) -> bytes | None:
+        try:
+            return (self.spool.root / path).read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    def write(self, path: str, data: bytes | None) -> None:
+        whole = self.spool.root / path
+        if data is None:
+            whole.unlink(missing_ok=True)
+        else:
+            whole.parent.mkdir(parents=True, exist_ok=True)
+            whole.write_bytes(data)
+
+    def drop(self, part: PartId) -> None:
+        """Take a part from the spool, as retention does once tiers have it."""
+        shutil.rmtree(self.spool.path(part))
+        if not any(self.spool.path(part).parent.iterdir()):
+            self.spool.path(part).parent.rmdir()
+        self.gone.add(part)
+
+    def reset(self) -> None:
+        """Everything as it was."""
+        for tier, objects in self.pristine.items():
+            store = self.stores[tier] = MemoryStore()
+            store._objects = {key: (data, number) for number, (key, data) in enumerate(objects.items())}
+            store._keys, store._puts = sorted(objects), len(objects)
+        self.gone.clear()
+        for room in ("fetch", "quarantine", "trash", "stage", "recycle"):
+            home = self.spool.control / room
+            if any(home.iterdir()):
+                shutil.rmtree(home)
+                home.mkdir()
+        for part in self.parts:
+            home = self.spool.path(part)
+            wanted = {path for path in self.files if path.startswith(f"{part.path}/")}
+            there = {str(path.relative_to(self.spool.root)) for path in walk(home)}
+            if there - wanted:
+                shutil.rmtree(home)
+            for path in wanted:
+                if self.read(path) != self.files[path]:
+                    self.write(path, self.files[path])
+
+
+def walk(home: Path) -> Iterator[Path]:
+    """Every file below a directory, and whatever else lies there in a file's place."""
+    for directory, _, names in os.walk(home):
+        yield from (Path(directory, name) for name in names)
+
+
+def commit(spool: Spool, part: PartId, files: Mapping[str, bytes], origin: tuple[str, int] | None) -> None:
+    with spool.stage(part) as stage:
+        described = []
+        for name, data in sorted(files.items()):
+            (stage.path / name).parent.mkdir(parents=True, exist_ok=True)
+            described.append(write_file(stage.path / name, name, data, CHUNK))
+        stage.commit(
+            Manifest(
+                version=VERSION,
+                run=part.checkpoint.run,
+                step=part.checkpoint.step,
+                attempt=part.checkpoint.attempt,
+                resumed_from=Origin(step=origin[1], attempt=origin[0]) if origin else None,
+                rank=part.rank,
+                world_size=part.world,
+                created=f"2026-01-01T00:{part.checkpoint.step:02}:00+00:00",
+                writer="test",
+                metrics={"loss": 1.0 / part.checkpoint.step},
+                files=tuple(described),
+            )
+        )
+
+
+def build(root: Path) -> Places:
+    """The world, right everywhere."""
+    spool = Spool(root / "spool")
+    stores = {tier: MemoryStore() for tier in TIERS}
+    parts = [
+        PartId(CheckpointId(run, attempt(n), step), rank, WORLD) for run, n, step in CHECKPOINTS for rank in (0, 1)
+    ]
+    held = {}
+
+    async def work() -> None:
+        lenders: dict[tuple[str, str, int], Manifest] = {}
+        for (run, launch, step), rank in ((one, rank) for one in CHECKPOINTS for rank in range(WORLD)):
+            part = PartId(CheckpointId(run, attempt(launch), step), rank, WORLD)
+            held[part] = contents(run, launch, step, rank)
+            commit(spool, part, held[part], ORIGIN[part.checkpoint.attempt] if run == RUN else None)
+            for tier, store in stores.items():
+                way = Way(store, tier=tier, pace=Pace() if tier == "near" else Plain())
+                await flush(spool, part, way, lender=lenders.get((tier, run, rank)))
+                lenders[tier, run, rank] = decode(bytes(await store.get(part.manifest_key)))
+
+    asyncio.run(work())
+    pristine = {tier: {key: one[0] for key, one in store._objects.items()} for tier, store in stores.items()}
+    files = {str(path.relative_to(spool.root)): path.read_bytes() for part in parts for path in walk(spool.path(part))}
+    found = Places(spool, copy.copy(stores), pristine, files, parts, held)
+    for objects in pristine.values():
+        for key, data in objects.items():
+            if "/chunks/" in key:
+                digest, _, form = key.rpartition("/")[2].partition(".")
+                found.forms.setdefault(digest, {})[form] = data
+    codecs = {form for forms in found.forms.values() for form in forms}
+    assert codecs == {"raw", "zst", "planes"}, codecs
+    shared = [part for part in parts if _borrows(pristine["near"][part.manifest_key])]
+    assert shared, "nothing is shared between checkpoints"
+    return found
+
+
+def _borrows(manifest: bytes) -> bool:
+    said = msgspec.json.decode(manifest)
+    own = f"chunks/{said['step']:012}.{said['attempt']}/"
+    return any(not chunk["stored"]["key"].startswith(own) for file in said["files"] for chunk in file["chunks"])
+
+
+def noise_of(seed: int) -> random.Random:
+    return random.Random(f"corruption {seed}")
