@@ -170,7 +170,8 @@ def test_what_a_put_says() -> None:
 
 def listing(*names: str, more: str = "") -> str:
     items = "".join(f"<Contents><Key>p/{name}</Key><Size>1</Size><ETag>e</ETag></Contents>" for name in names)
-    token = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{more}</NextContinuationToken>" if more else ""
+    token = f"<NextContinuationToken>{more}</NextContinuationToken>" if more else ""
+    token += f"<IsTruncated>{'true' if more else 'false'}</IsTruncated>"
     return f"<?xml version='1.0'?><ListBucketResult>{items}{token}</ListBucketResult>"
 
 
