@@ -26,8 +26,9 @@ from tierd.core.ids import (
     pins_prefix,
     quarantine_prefix,
 )
-from tierd.core.manifest import Manifest, decode
+from tierd.core.manifest import Manifest
 from tierd.core.world import Facts, Place, Seen, World
+from tierd.daemon.copies import read_manifest
 from tierd.daemon.manifests import Manifests
 from tierd.spool import Spool, condition
 from tierd.stores.base import Store, children
@@ -166,7 +167,7 @@ class TierEye:
                 continue
             try:
                 if key not in self._aside:
-                    self._aside[key] = Facts.of(decode(bytes(await self.store.get(info.key)), part))
+                    self._aside[key] = Facts.of(await read_manifest(self.store, part, info.key))
             except ObjectNotFound:
                 continue  # pruned between the listing and now
             except (ManifestError, FormatTooNew):

@@ -21,11 +21,11 @@ import msgspec
 
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, TierdError
 from tierd.core.ids import CheckpointId, PartId, chunk_owner
-from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Manifest, decode
+from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Manifest
 from tierd.core.scrub import Copy
 from tierd.core.world import SPOOL
 from tierd.daemon.budget import Budget
-from tierd.daemon.copies import surely
+from tierd.daemon.copies import read_manifest, surely
 from tierd.daemon.journal import Journal
 from tierd.daemon.mend import Where, get_stored, places
 from tierd.daemon.pause import Turn
@@ -110,10 +110,7 @@ class Reader:
     async def _manifest(self, store: Store, part: PartId) -> Manifest:
         """The tier's manifest; one that describes other content than the spool's is as wrong as a damaged one."""
 
-        async def get() -> Manifest:
-            return decode(bytes(await store.get(part.manifest_key)), part)
-
-        manifest = await surely(get)
+        manifest = await read_manifest(store, part)
         try:
             local = await self._local_manifest(part)
         except (ObjectNotFound, ManifestError, OSError):

@@ -118,9 +118,7 @@ class S3Store:
         wrong, name = await checksum.parameters(memoryview(b"other bytes")), self._base + _PROBE
         data = memoryview(b"a put with a wrong checksum, which a server should refuse")
         try:
-            answer = await self._put(
-                name, memoryview(b"a put with a wrong checksum, which a server should refuse"), wrong
-            )
+            answer = await self._put(name, data, wrong)
         except botocore.ClientError as error:
             code = error.response.get("Error", {}).get("Code")
             return "mismatch" if code in _MISMATCH else "unknown" if code in _UNKNOWN_CHECKSUM else None
