@@ -84,11 +84,11 @@ MUTANTS = (
         "s3 --only 19",
     ),
     Mutant(
-        "a head that breaks off is whole",
-        "tierd/stores/line.py",
-        "if self._answer.length is None and not self._answer.chunked:",
-        "if False:",
-        "s3 --only 105",
+        "what reads wrong once is corrupt",
+        "tierd/daemon/copies.py",
+        'log.warning("read once more: %s", error)',
+        "raise",
+        "s3 --only 43",
     ),
     Mutant(
         "no attempt has a deadline",

@@ -109,9 +109,11 @@ class Manifests:
                 here = listed[-1]
                 first, old = not here.ranks, found.get(name)
                 here.ranks.setdefault(world, set()).add(rank)  # type: ignore[union-attr]  # shared when it is done
-                if old and old[0] == info.token:
+                known = old is not None and old[0] == info.token
+                # Put anew, what was damaged has the token that it had on S3: it is read again until it can be used.
+                if old and known and not isinstance(old[1], ManifestError):
                     here.said[PartId(checkpoint, rank, world)] = old[1]
-                elif first or rank in mine:
+                elif first or known or rank in mine:
                     here.todo.append((info, PartId(checkpoint, rank, world)))
                 elif few:
                     spare.append((here, info, PartId(checkpoint, rank, world)))
