@@ -183,6 +183,17 @@ def test_a_listing_out_of_order_is_refused() -> None:
     against(lambda *_: (200, listing("b", "a")), use)
 
 
+@pytest.mark.parametrize(("whole", "damaged"), [("<Size>1<", "<Size>x<"), ("2026-01", "2 26-01"), ("<Key>", "<Kex>")])
+def test_a_damaged_listing_says_nothing(whole: str, damaged: str) -> None:
+    body = listing("a").replace("<Size>", "<LastModified>2026-01-01T00:00:00Z</LastModified><Size>")
+
+    async def use(store: S3Store) -> None:
+        with pytest.raises(StoreUnavailable):
+            await keys(store)
+
+    against(lambda *_: (200, body.replace(whole, damaged)), use)
+
+
 def test_pages_are_followed_even_when_one_is_empty() -> None:
     def respond(method: str, target: str, headers: Headers, body: bytes) -> Answer:
         if "continuation-token=two" in target:

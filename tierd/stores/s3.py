@@ -165,7 +165,12 @@ class S3Store:
         while True:
             with self._translated(f"scan {prefix}"):
                 client = await self._connected()
-                answer = await client.list_objects_v2(Bucket=self._url.bucket, Prefix=self._base + prefix, **page)
+                try:
+                    answer = await client.list_objects_v2(Bucket=self._url.bucket, Prefix=self._base + prefix, **page)
+                except _FOREIGN:
+                    raise
+                except ValueError as error:  # botocore's, over a size or a time that is none
+                    raise StoreUnavailable(f"{self._url}: scan {prefix}: what came is no listing: {error}") from None
                 self._check_whose(answer, "IsTruncated", f"scan {prefix}")
             for item in answer.get("Contents", ()):
                 key = item["Key"][len(self._base) :]
