@@ -286,6 +286,7 @@ def nginx() -> Iterator[str]:
             http {{ access_log off; sendfile on; client_max_body_size 0; client_body_temp_path {home}/body;
                    client_body_buffer_size 1m; keepalive_requests 1000000;
                    server {{ listen 127.0.0.1:{NGINX_PORT}; root {home}/root;
+                            add_header ETag x;
                             location / {{ dav_methods PUT DELETE; create_full_put_path on; }} }} }}""")
         process = subprocess.Popen([shutil.which("nginx") or "/usr/sbin/nginx", "-c", config])
         try:

@@ -13,7 +13,7 @@ from support.world import commit, converge, part, read, reconciler
 from tierd.core.errors import CorruptChunk, ManifestError
 from tierd.core.manifest import MAX_MANIFEST_SIZE, decode
 from tierd.core.urls import parse_url
-from tierd.daemon.manifests import read_manifest
+from tierd.daemon.copies import read_manifest
 from tierd.spool import Spool
 from tierd.stores.base import LARGEST
 from tierd.stores.file import FileStore
@@ -62,7 +62,7 @@ def test_an_object_larger_than_any_of_tierds_is_not_read(tmp_path, monkeypatch):
                 with pytest.raises(CorruptChunk, match="1001 bytes"):
                     await store.get("large")
                 with pytest.raises(ManifestError, match="1001 bytes"):
-                    await read_manifest(store, "large", None)
+                    await read_manifest(store, None, "large")
                 assert len(await store.get("large", memoryview(bytearray(1001)))) == 1001  # by who said how much
                 await store.aclose()
 

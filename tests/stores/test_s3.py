@@ -170,7 +170,8 @@ def test_what_a_put_says() -> None:
 
 def listing(*names: str, more: str = "") -> str:
     items = "".join(f"<Contents><Key>p/{name}</Key><Size>1</Size><ETag>e</ETag></Contents>" for name in names)
-    token = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{more}</NextContinuationToken>" if more else ""
+    token = f"<NextContinuationToken>{more}</NextContinuationToken>" if more else ""
+    token += f"<IsTruncated>{'true' if more else 'false'}</IsTruncated>"
     return f"<?xml version='1.0'?><ListBucketResult>{items}{token}</ListBucketResult>"
 
 
@@ -180,6 +181,17 @@ def test_a_listing_out_of_order_is_refused() -> None:
             await keys(store)
 
     against(lambda *_: (200, listing("b", "a")), use)
+
+
+@pytest.mark.parametrize(("whole", "damaged"), [("<Size>1<", "<Size>x<"), ("2026-01", "2 26-01"), ("<Key>", "<Kex>")])
+def test_a_damaged_listing_says_nothing(whole: str, damaged: str) -> None:
+    body = listing("a").replace("<Size>", "<LastModified>2026-01-01T00:00:00Z</LastModified><Size>")
+
+    async def use(store: S3Store) -> None:
+        with pytest.raises(StoreUnavailable):
+            await keys(store)
+
+    against(lambda *_: (200, body.replace(whole, damaged)), use)
 
 
 def test_pages_are_followed_even_when_one_is_empty() -> None:

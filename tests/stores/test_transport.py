@@ -66,7 +66,7 @@ class Server:
 
 
 async def answer(writer: Writer, body: bytes = b"", status: str = "200 OK") -> None:
-    writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    writer.write(f"HTTP/1.1 {status}\r\nETag: e\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
     await writer.drain()
 
 
@@ -201,7 +201,7 @@ def test_a_cancelled_get_leaves_its_buffer_alone(part: int) -> None:
 
     async def serve(_: int, reader: Reader, writer: Writer) -> None:
         await head(reader)
-        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {BIG}\r\n\r\n".encode() + b"x" * part)
+        writer.write(f"HTTP/1.1 200 OK\r\nETag: e\r\nContent-Length: {BIG}\r\n\r\n".encode() + b"x" * part)
         await writer.drain()
         await cancelled.wait()
         writer.write(b"x" * (BIG - part))
@@ -226,7 +226,7 @@ def test_a_get_is_cancelled_at_once_where_the_server_says_that_it_will_close() -
 
     async def serve(_: int, reader: Reader, writer: Writer) -> None:
         await head(reader)
-        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {BIG}\r\nConnection: close\r\n\r\nxxx".encode())
+        writer.write(f"HTTP/1.1 200 OK\r\nETag: e\r\nContent-Length: {BIG}\r\nConnection: close\r\n\r\nxxx".encode())
         await asyncio.sleep(3)
 
     async def use(store: S3Store) -> None:
@@ -261,7 +261,9 @@ def test_an_answer_in_pieces_without_a_size_has_an_end(sized: bool) -> None:
     async def serve(_: int, reader: Reader, writer: Writer) -> None:
         while True:
             await head(reader)
-            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n")
+            writer.write(
+                b"HTTP/1.1 200 OK\r\nETag: e\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+            )
 
     async def use(store: S3Store) -> None:
         for _ in range(3):
@@ -284,6 +286,51 @@ def test_an_answer_that_is_no_http_is_unavailable() -> None:
     async def use(store: S3Store) -> None:
         with pytest.raises(StoreUnavailable):
             await store.get("k")
+
+    Server(serve).use(use)
+
+
+LISTING = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+
+
+@pytest.mark.parametrize("cut", [0, 5, 17, 28, 36, 60])
+def test_an_answer_whose_head_breaks_off_is_none(cut: int) -> None:
+    """Python's parser takes the end of the stream for the end of the head: an empty object, or an empty listing."""
+
+    async def serve(_: int, reader: Reader, writer: Writer) -> None:
+        first, _ = await head(reader)
+        body = LISTING if "list-type" in first else b"data"
+        size = f"Content-Length: {len(body)}"
+        whole = f'HTTP/1.1 200 OK\r\nETag: "e"\r\nServer: somebody\r\n{size}\r\n\r\n'.encode() + body
+        writer.write(whole[:cut])
+        await writer.drain()
+
+    async def use(store: S3Store) -> None:
+        for into in (None, memoryview(bytearray(10))):
+            with pytest.raises(StoreUnavailable):
+                await store.get("k", into)
+        with pytest.raises(StoreUnavailable):
+            _ = [info async for info in store.scan("")]
+
+    Server(serve).use(use)
+
+
+@pytest.mark.parametrize("body", [b"", b"<html><body>come back later</body></html>"])
+def test_a_success_that_is_no_s3_servers_is_none(body: bytes) -> None:
+    """Of a gateway on the way, say: nothing was put, and what it says is no object and no listing."""
+
+    async def serve(_: int, reader: Reader, writer: Writer) -> None:
+        while True:
+            _, size = await head(reader)
+            await reader.readexactly(size)
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+    async def use(store: S3Store) -> None:
+        store._probe_at = 0.0
+        for call in (store.put("k", b"data"), store.get("k"), anext(store.scan(""))):
+            with pytest.raises(StoreUnavailable):
+                await call
+        assert store._probe_at > 0  # it is asked again: nothing is known of the server
 
     Server(serve).use(use)
 

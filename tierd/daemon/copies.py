@@ -24,8 +24,8 @@ from tierd.core.errors import (
     TierdError,
 )
 from tierd.core.ids import CheckpointId, PartId, chunks_prefix
-from tierd.core.manifest import Chunk, Manifest, Stored
-from tierd.daemon.manifests import read_manifest
+from tierd.core.manifest import MAX_MANIFEST_SIZE, Chunk, Manifest, Stored
+from tierd.core.manifest import decode as decode_manifest
 from tierd.daemon.together import to_the_end, together
 from tierd.device import memory_for
 from tierd.stores.base import Buffer, ObjectInfo, Store, children, weight
@@ -44,6 +44,29 @@ async def surely(read: Callable[[], Awaitable[T]]) -> T:
     except (CorruptChunk, ManifestError) as error:
         log.warning("read once more: %s", error)
     return await read()  # out here, where the error no longer holds what was read first
+
+
+async def read_manifest(store: Store, part: PartId | None, key: str = "", size: int = 0) -> Manifest:
+    """A part's manifest, from where it lies on a tier or from `key`. Nothing is read of what is, by its listed
+    `size`, too large for one.
+
+    Raises:
+        ObjectNotFound, ManifestError, FormatTooNew: it is not there or, read twice, cannot be used.
+        StoreUnavailable, StoreRefused: says nothing about it.
+    """
+    key = key or (part.manifest_key if part else "")
+
+    if size > MAX_MANIFEST_SIZE:
+        raise ManifestError(f"{key}: it has {size} bytes, and a manifest at most {MAX_MANIFEST_SIZE}")
+
+    async def read() -> Manifest:
+        try:
+            data = await store.get(key)
+        except CorruptChunk as error:  # larger than anything of tierd's
+            raise ManifestError(str(error)) from error
+        return decode_manifest(bytes(data), part)
+
+    return await surely(read)
 
 
 async def get_object(store: Store, key: str, stored: Stored, where: str = "", lead: int = 0) -> Buffer:
@@ -100,14 +123,11 @@ class Copies:
     async def _answer(self, name: str) -> Manifest | TierdError:
         try:
             async with asyncio.timeout(_ANSWER):
-                return await surely(partial(self._manifest, self.stores[name]))
+                return await read_manifest(self.stores[name], self.part)
         except TimeoutError:
             return StoreUnavailable(f"{name}: did not answer within {_ANSWER:.0f} s")
         except TierdError as error:
             return error
-
-    async def _manifest(self, store: Store) -> Manifest:
-        return await read_manifest(store, self.part.manifest_key, self.part)
 
     def contents(self) -> list[Manifest]:
         """One manifest for each content that the tiers' describe: where two contradict each other, one lies."""

@@ -14,10 +14,11 @@ from typing import TypeAlias
 
 import xxhash
 
-from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound
+from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
-from tierd.core.manifest import MAX_MANIFEST_SIZE, Manifest, decode
+from tierd.core.manifest import Manifest
 from tierd.core.world import Facts, Seen, is_complete
+from tierd.daemon.copies import read_manifest
 from tierd.daemon.together import each
 from tierd.stores.base import ObjectInfo, Store
 
@@ -56,17 +57,6 @@ class _Listed:
             {part: said for part, said in self.said.items() if isinstance(said, Facts)},
             {part: said for part, said in self.said.items() if not isinstance(said, Facts)},
         )
-
-
-async def read_manifest(store: Store, key: str, part: PartId | None, size: int = 0) -> Manifest:
-    """A manifest on a tier; raises as `decode`. Of what is too large for one, by its listed `size`, nothing is read."""
-    if size > MAX_MANIFEST_SIZE:
-        raise ManifestError(f"{key}: it has {size} bytes, and a manifest at most {MAX_MANIFEST_SIZE}")
-    try:
-        data = await store.get(key)
-    except CorruptChunk as error:  # larger than anything of tierd's
-        raise ManifestError(str(error)) from error
-    return decode(bytes(data), part)
 
 
 class Manifests:
@@ -119,9 +109,11 @@ class Manifests:
                 here = listed[-1]
                 first, old = not here.ranks, found.get(name)
                 here.ranks.setdefault(world, set()).add(rank)  # type: ignore[union-attr]  # shared when it is done
-                if old and old[0] == info.token:
+                known = old is not None and old[0] == info.token
+                # Put anew, what was damaged has the token that it had on S3: it is read again until it can be used.
+                if old and known and not isinstance(old[1], ManifestError):
                     here.said[PartId(checkpoint, rank, world)] = old[1]
-                elif first or rank in mine:
+                elif first or known or rank in mine:
                     here.todo.append((info, PartId(checkpoint, rank, world)))
                 elif few:
                     spare.append((here, info, PartId(checkpoint, rank, world)))
@@ -159,7 +151,7 @@ class Manifests:
 
     async def _hear(self, one: _Listed, info: ObjectInfo, part: PartId) -> None:
         try:
-            said: Facts | Unusable = Facts.of(await read_manifest(self.store, info.key, part, info.size))
+            said: Facts | Unusable = Facts.of(await read_manifest(self.store, part, info.key, info.size))
         except ObjectNotFound:  # pruned between the listing and now
             one.ranks[part.world] = one.ranks[part.world] - {part.rank}
             return
@@ -213,7 +205,7 @@ class Manifests:
         """
         part = PartId.parse_key(info.key)
         try:
-            manifest = await read_manifest(self.store, info.key, part, info.size)
+            manifest = await read_manifest(self.store, part, info.key, info.size)
         except (ManifestError, FormatTooNew) as error:
             if part:
                 self._read.setdefault(part.checkpoint, _Read()).found[_name(info)] = info.token, error

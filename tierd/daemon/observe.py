@@ -28,7 +28,8 @@ from tierd.core.ids import (
 )
 from tierd.core.manifest import Manifest
 from tierd.core.world import Facts, Place, Seen, World
-from tierd.daemon.manifests import Manifests, read_manifest
+from tierd.daemon.copies import read_manifest
+from tierd.daemon.manifests import Manifests
 from tierd.spool import Spool, condition
 from tierd.stores.base import Store, children
 
@@ -166,7 +167,7 @@ class TierEye:
                 continue
             try:
                 if key not in self._aside:
-                    self._aside[key] = Facts.of(await read_manifest(self.store, info.key, part, info.size))
+                    self._aside[key] = Facts.of(await read_manifest(self.store, part, info.key, info.size))
             except ObjectNotFound:
                 continue  # pruned between the listing and now
             except (ManifestError, FormatTooNew):

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, suppress
+from functools import partial
 
 from tierd.codec import check_stored
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId, chunk_owner, chunks_prefix, manifests_prefix, quarantine_prefix
-from tierd.core.manifest import Manifest
-from tierd.daemon.manifests import READERS, Manifests, read_manifest
+from tierd.core.manifest import Manifest, Stored
+from tierd.daemon.copies import read_manifest, surely
+from tierd.daemon.manifests import READERS, Manifests
 from tierd.daemon.observe import missing_chunks
 from tierd.daemon.together import each
 from tierd.daemon.turns import deleting, intents, sweep
@@ -83,7 +85,7 @@ async def _survivors(store: Store, checkpoint: CheckpointId, doomed: set[str], k
 
     async def coming(intent: tuple[str, PartId]) -> None:
         with suppress(ObjectNotFound):
-            spare(await read_manifest(store, intent[0], None))
+            spare(await read_manifest(store, None, intent[0]))
 
     async def there(info: ObjectInfo) -> None:
         with suppress(ObjectNotFound):
@@ -133,7 +135,7 @@ async def holds(store: Store, part: PartId, local: Manifest | None) -> bool | No
     The bytes were verified before the manifest was put; this is asked once more before the spool's copy goes.
     """
     try:
-        manifest = await read_manifest(store, part.manifest_key, part)
+        manifest = await read_manifest(store, part)
         if local is not None and not manifest.same_content(local):
             return False
         if all(chunk.stored for chunk in manifest.chunks()) and not await missing_chunks(store, manifest):
@@ -156,7 +158,7 @@ async def verify(store: Store, part: PartId, read: Callable[[int], None]) -> tup
         ObjectNotFound, ManifestError, FormatTooNew: the manifest is not there or cannot be used.
         StoreUnavailable, StoreRefused: says nothing about the bytes.
     """
-    manifest = await read_manifest(store, part.manifest_key, part)
+    manifest = await read_manifest(store, part)
     wrong: list[str] = []
     for chunk in manifest.chunks():
         if chunk.stored is None:
@@ -164,10 +166,14 @@ async def verify(store: Store, part: PartId, read: Callable[[int], None]) -> tup
             continue
         key = f"{part.checkpoint.run}/{chunk.stored.key}"
         try:
-            check_stored(chunk.stored, await store.get(key), part.checkpoint.run)
+            await surely(partial(_compare, store, key, chunk.stored))
         except ObjectNotFound:
             wrong.append(f"{key}: missing")
         except CorruptChunk as error:
             wrong.append(str(error))
         read(chunk.stored.size)
     return manifest, wrong
+
+
+async def _compare(store: Store, key: str, stored: Stored) -> None:
+    check_stored(stored, await store.get(key), key.partition("/")[0])

@@ -25,9 +25,8 @@ from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Manifest
 from tierd.core.scrub import Copy
 from tierd.core.world import SPOOL
 from tierd.daemon.budget import Budget
-from tierd.daemon.copies import surely
+from tierd.daemon.copies import read_manifest, surely
 from tierd.daemon.journal import Journal
-from tierd.daemon.manifests import read_manifest
 from tierd.daemon.mend import Where, get_stored, places
 from tierd.daemon.pause import Turn
 from tierd.daemon.repair import Repairer
@@ -111,10 +110,7 @@ class Reader:
     async def _manifest(self, store: Store, part: PartId) -> Manifest:
         """The tier's manifest; one that describes other content than the spool's is as wrong as a damaged one."""
 
-        async def get() -> Manifest:
-            return await read_manifest(store, part.manifest_key, part)
-
-        manifest = await surely(get)
+        manifest = await read_manifest(store, part)
         try:
             local = await self._local_manifest(part)
         except (ObjectNotFound, ManifestError, OSError):

@@ -18,10 +18,11 @@ from typing import TypeAlias
 from tierd.core.config import Config
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Manifest, decode
+from tierd.core.manifest import Manifest
 from tierd.core.plan import lender
 from tierd.core.world import Facts, Place
 from tierd.daemon.budget import FLUSHES, Budget
+from tierd.daemon.copies import read_manifest
 from tierd.daemon.flush import Flushed, Twin, Way, flush
 from tierd.daemon.observe import TierEye
 from tierd.daemon.pace import Pace
@@ -168,7 +169,7 @@ class Tiers:
         place = self.places[tier]
         whose = lender(place, part) if place else None
         try:
-            return decode(bytes(await self._stores[tier].get(whose.manifest_key)), whose) if whose else None
+            return await read_manifest(self._stores[tier], whose) if whose else None
         except (ObjectNotFound, ManifestError):
             return None  # pruned or damaged since the look
 
@@ -178,7 +179,7 @@ class Tiers:
             if name != tier and self.has(part, name):
                 try:
                     async with asyncio.timeout(_ANSWER):
-                        return Twin(store, decode(bytes(await store.get(part.manifest_key)), part))
+                        return Twin(store, await read_manifest(store, part))
                 except TimeoutError:
                     self.places[name] = None  # it is not asked for every part; its own lane finds out
                 except TierdError:

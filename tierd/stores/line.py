@@ -89,6 +89,9 @@ class Line:
             self._http.endheaders()
             cut = self._send(request.body)
             self._answer = self._http.getresponse()
+            if self._answer.length is None and not self._answer.chunked:
+                # The parser takes a head that breaks off for a whole one, and then all that came for all of the body.
+                raise http.client.HTTPException("an answer that does not say where it ends")
             if cut and self._answer.status < 300:
                 raise cut
             return self._answer

@@ -82,6 +82,7 @@ class S3Store:
             checksum, proven = self._checksum, self._proven
             parameters = await checksum.parameters(view)
             answer = await self._put(name, view, parameters)
+            self._check_whose(answer, "ETag", f"put {key}")
             echoed = answer.get(checksum.field)
             if echoed is not None and echoed != parameters[checksum.field]:
                 raise StoreUnavailable(f"{self._url}: put {key}: the server took other bytes than were sent")
@@ -115,12 +116,15 @@ class S3Store:
     async def _refuses(self, checksum: Checksum) -> str | None:
         """Put a wrong checksum: "mismatch", "unknown", "" when it was taken, None when that was not the question."""
         wrong, name = await checksum.parameters(memoryview(b"other bytes")), self._base + _PROBE
+        data = memoryview(b"a put with a wrong checksum, which a server should refuse")
         try:
-            await self._put(name, memoryview(b"a put with a wrong checksum, which a server should refuse"), wrong)
+            answer = await self._put(name, data, wrong)
         except botocore.ClientError as error:
             code = error.response.get("Error", {}).get("Code")
             return "mismatch" if code in _MISMATCH else "unknown" if code in _UNKNOWN_CHECKSUM else None
         except _FOREIGN:
+            return None
+        if "ETag" not in answer:
             return None
         try:
             client = await self._connected()
@@ -135,6 +139,7 @@ class S3Store:
             client = await self._connected()
             answer = await client.get_object(Bucket=self._url.bucket, Key=name)
             async with answer["Body"] as body:  # left unread and unclosed, it would keep its connection for good
+                self._check_whose(answer, "ETag", f"get {key}")
                 return await self._read(body.raw_stream, answer.get("ContentLength"), into, f"{self._url}: get {key}")
 
     @staticmethod
@@ -162,7 +167,13 @@ class S3Store:
         while True:
             with self._translated(f"scan {prefix}"):
                 client = await self._connected()
-                answer = await client.list_objects_v2(Bucket=self._url.bucket, Prefix=self._base + prefix, **page)
+                try:
+                    answer = await client.list_objects_v2(Bucket=self._url.bucket, Prefix=self._base + prefix, **page)
+                except _FOREIGN:
+                    raise
+                except ValueError as error:  # botocore's, over a size or a time that is none
+                    raise StoreUnavailable(f"{self._url}: scan {prefix}: what came is no listing: {error}") from None
+                self._check_whose(answer, "IsTruncated", f"scan {prefix}")
             for item in answer.get("Contents", ()):
                 key = item["Key"][len(self._base) :]
                 if last is not None and key <= last:
@@ -212,6 +223,11 @@ class S3Store:
                 client.meta.events.register("before-call.s3.HeadBucket", _without_redirect)
                 self._client = client
             return self._client
+
+    def _check_whose(self, answer: dict[str, Any], member: str, doing: str) -> None:
+        """Every S3 server says this of a success; "200 OK" from somebody else on the way means nothing."""
+        if member not in answer:
+            raise StoreUnavailable(f"{self._url}: {doing}: a success without {member}, which is no S3 server's")
 
     @contextmanager
     def _translated(self, doing: str) -> Iterator[None]:

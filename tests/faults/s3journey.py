@@ -1,0 +1,259 @@
+"""A reconciler at work over a storm of faults, and nodes that restore in one: what must come of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import shutil
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import xxhash
+import zstandard
+from faults.rounds import Lost
+from faults.s3proxy import BROKEN, DAMAGED, HARMLESS, LOST, REFUSALS, SAID, UNHEARD, Fault, Request
+from faults.s3slot import Slot, calm, chunks_of
+from support.world import commit, config, part, running
+
+import tierd
+from tierd.client.restore import Restored
+from tierd.core.errors import TierdError
+from tierd.core.ids import PartId
+from tierd.core.plan import plan
+from tierd.core.scrub import Copy
+from tierd.daemon.control import Control
+from tierd.daemon.handoff import HandOff
+from tierd.daemon.reconcile import Reconciler
+from tierd.spool import Spool
+
+_ALL = (*REFUSALS, *UNHEARD, *LOST, *BROKEN, *HARMLESS, *DAMAGED, *SAID)
+_SLOW = ("stall in request", "stall before answer", "stall in answer", "endless drip", "slow drip")
+_TIER = "s3"
+_CONVERGED_S = 60.0
+
+
+class Storm:
+    """Faults at random, each request by itself, until `left` were chosen.
+
+    A body is not flipped twice in a row on its way to one reader: whoever reads it wrong twice may call it corrupt.
+    """
+
+    def __init__(self, rng: random.Random, rate: float, left: int, *, stale: bool) -> None:
+        self._rng, self._rate, self.left, self._stale = rng, rate, left, stale
+        self._whole: set[str] = set()  # whose next answer is to come as it is
+
+    def __call__(self, request: Request) -> Fault | None:
+        rng = self._rng
+        spared = request.operation == "GetObject" and request.name in self._whole
+        if not self.left or rng.random() > self._rate:
+            self._whole.discard(request.name)
+            return None
+        name = rng.choice(_ALL)
+        if request.operation == "GetObject" and rng.random() < 0.2:
+            name = "flipped answer"
+        if name in _SLOW and rng.random() < 0.8:
+            name = rng.choice(list(REFUSALS))
+        if name == "stale" and not self._stale:
+            return None
+        if name == "hollow 200" and request.operation == "DeleteObjects":
+            return None  # no answer to it tells more
+        if name == "flipped answer":
+            if request.operation != "GetObject" or spared:
+                return None
+            self._whole.add(request.name)
+        self.left -= 1
+        return Fault(name, rng.random())
+
+
+async def trial(slot: Slot, seed: int, rng: random.Random) -> None:
+    home = slot.room / f"{seed}"
+    try:
+        await _Journey(slot, seed, rng, home).whole()
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+class _Journey:
+    def __init__(self, slot: Slot, seed: int, rng: random.Random, home: Path) -> None:
+        self.slot, self.rng, self.home = slot, rng, home
+        self.run = f"r{seed}"
+        self.world = rng.choice((1, 1, 2))
+        self.steps = list(range(10, 10 * (rng.randrange(2, 6) + 1), 10))
+        self.keep = rng.choice((1, 2, 2, 100))
+        self.files: dict[PartId, dict[str, bytes]] = {}
+        self.spool = Spool(home / "spool")
+        self.frozen = rng.randbytes(2500)  # the same in every step: shared chunks
+
+    async def whole(self) -> None:
+        await self._fill()
+        self._check_tier()
+        await self._scrub()
+        await self._restore()
+
+    def _storm(self, left: int, *, stale: bool = False) -> None:
+        self.slot.judge = Storm(self.rng, self.rng.choice((0.1, 0.2, 0.4)), left, stale=stale)
+
+    def _commit(self, step: int) -> None:
+        for rank in range(self.world):
+            one = part(step, rank=rank, world=self.world, run=self.run)
+            files = {
+                "weights.bin": self.rng.randbytes(self.rng.choice((900, 2500, 4000))),
+                "frozen.bin": self.frozen + bytes([rank]),
+                "state.json": b'{"step": %d}' % step * self.rng.choice((1, 200)),
+            }
+            self.files[one] = commit(self.spool, one, files)
+
+    def _reconciler(self, spool: Spool, keep: int) -> Reconciler:
+        return Reconciler(config(spool, _TIER, keep=keep, keep_local=1), spool, {_TIER: self.slot.store})
+
+    async def _fill(self) -> None:
+        """Flush and prune as checkpoints come, then let the storm pass."""
+        first = self.rng.randrange(1, len(self.steps) + 1)
+        for step in self.steps[:first]:
+            self._commit(step)
+        self._storm(self.rng.randrange(10, 60), stale=True)
+        async with running(self._reconciler(self.spool, self.keep)) as daemon:
+            for step in self.steps[first:]:
+                await asyncio.sleep(self.rng.random() * 0.3)
+                self._commit(step)
+                daemon.wake()
+            storm = self.slot.judge
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(6):
+                    while storm.left:  # type: ignore[attr-defined]
+                        await asyncio.sleep(0.02)
+                        daemon.wake()
+            self.slot.judge = calm
+            self.slot.told.append("calm")
+            await self._converge(daemon)
+            self._check_quiet(daemon)
+
+    async def _converge(self, daemon: Reconciler) -> None:
+        """Until, by a fresh look, nothing is left to do, and no turn is left over."""
+        quiet, end = 0, time.monotonic() + _CONVERGED_S
+        while quiet < 2:
+            for lane in daemon.lanes.values():
+                lane.retry_now()
+            daemon.wake()
+            await asyncio.sleep(0.05)
+            await daemon.look(_TIER)
+            world = daemon.world()
+            todo = plan(world, daemon.config, {}, 0.0)
+            turns = [*self.slot.below(f"{self.run}/flushing/"), *self.slot.below(f"{self.run}/pruning/")]
+            working = [lane.doing for lane in daemon.lanes.values() if lane.doing]
+            quiet = 0 if todo or turns or working or world.busy else quiet + 1
+            if time.monotonic() > end:
+                errors = [lane.last_error for lane in daemon.lanes.values()]
+                raise Lost(f"not converged {_CONVERGED_S:.0f} s after the last fault: {todo} {turns} {errors}")
+
+    def _check_quiet(self, daemon: Reconciler) -> None:
+        for counter in ("corruptions", "quarantined"):
+            if daemon.journal.counters[counter]:
+                raise Lost(f"{counter}, and nothing is corrupt: {[str(event) for event in daemon.journal.events][-5:]}")
+        if aside := daemon.spool.quarantined():
+            raise Lost(f"set aside in the spool: {list(aside)}")
+
+    def _check_tier(self) -> None:
+        """What a calm tier holds: whole checkpoints, those that the policy keeps, and nothing else."""
+        found = self.slot.below(f"{self.run}/")
+        manifests = {key: data for key, data in found.items() if "/manifests/" in key}
+        kept = self.steps[-self.keep :]
+        wanted = {one.manifest_key: one for one in self.files if one.checkpoint.step in kept}
+        if manifests.keys() != wanted.keys():
+            raise Lost(f"of steps {self.steps}, keeping {self.keep}, the tier holds {sorted(manifests)}")
+        named: set[str] = set()
+        for key, data in manifests.items():
+            named |= {name.removeprefix("p/") for name in chunks_of(f"p/{key}", data)}
+            self._check_content(wanted[key], data)
+        for key in found.keys() - manifests.keys() - named:
+            self._check_spare(key, manifests)
+
+    def _check_spare(self, key: str, manifests: dict[str, bytes]) -> None:
+        """What a flush that was cut off has put may lie beside an equal chunk that the next one named: it goes with its
+        checkpoint. Nothing else may be left over."""
+        pieces = key.split("/")
+        for name, data in manifests.items():
+            if pieces[1] == "chunks" and pieces[2] == name.split("/")[2]:
+                digests = {chunk["xxh3_128"] for file in json.loads(data)["files"] for chunk in file["chunks"]}
+                if pieces[-1].partition(".")[0] in digests:
+                    return
+        raise Lost(f"left over when all was calm, of {self.steps}, keeping {self.keep}: {key}")
+
+    def _check_content(self, one: PartId, manifest: bytes) -> None:
+        """Put a part together by hand, from what the server holds."""
+        seal = manifest.rindex(b',"digest":"')
+        if xxhash.xxh3_128_hexdigest(manifest[:seal]).encode() != manifest[seal + 11 : seal + 43]:
+            raise Lost(f"{one}: the seal is broken")
+        described = json.loads(manifest)
+        for file in described["files"]:
+            data = b""
+            for chunk in file["chunks"]:
+                stored = self.slot.mirror[f"p/{self.run}/{chunk['stored']['key']}"]
+                if xxhash.xxh3_128_hexdigest(stored) != chunk["stored"]["xxh3_128"]:
+                    raise Lost(f"{one}: {chunk['stored']['key']} holds other bytes")
+                data += zstandard.decompress(stored) if chunk["stored"]["codec"] == "zst" else stored
+            if data != self.files[one][file["path"]]:
+                raise Lost(f"{one}: {file['path']} is wrong on the tier")
+        if {file["path"] for file in described["files"]} != set(self.files[one]):
+            raise Lost(f"{one}: files are missing on the tier")
+
+    async def _scrub(self) -> None:
+        """Read all again in a storm: nothing that goes wrong on the way is called corrupt."""
+        daemon = self._reconciler(self.spool, self.keep)
+        self._storm(20)
+        for _ in range(2):
+            for name in (_TIER, "local"):
+                with contextlib.suppress(TierdError):
+                    await daemon.look(name)
+            for one in self.files:
+                if one.checkpoint.step in self.steps[-self.keep :]:
+                    with contextlib.suppress(TierdError):
+                        await daemon.scrubber.scrub(Copy(_TIER, one))
+        self.slot.judge = calm
+        self._check_quiet(daemon)
+
+    async def _restore(self) -> None:
+        """On new nodes, each in a storm of its own, and at last a calm one."""
+        for number in range(3):
+            with self._node(number) as spool:
+                async with self._serving(spool):
+                    if number < 2:
+                        self._storm(25)
+                    with contextlib.suppress(TierdError):
+                        self._check_restored(await asyncio.to_thread(self._restored, spool))
+                    self.slot.judge = calm
+                    self._check_restored(await asyncio.to_thread(self._restored, spool))
+
+    @contextlib.contextmanager
+    def _node(self, number: int) -> Iterator[Spool]:
+        home = self.home / f"node{number}"
+        yield Spool(home)
+        shutil.rmtree(home)
+
+    @contextlib.asynccontextmanager
+    async def _serving(self, spool: Spool) -> AsyncIterator[None]:
+        """A daemon of that spool, as `daemon/service.py` puts it together."""
+        with spool.lock():
+            daemon = self._reconciler(spool, 100)
+            handoff = HandOff(spool, lambda part, outcome: None)
+            control = Control(daemon, handoff)
+            with handoff.listening(5):
+                async with control.listening(), running(daemon):
+                    yield
+            self._check_quiet(daemon)
+
+    def _restored(self, spool: Spool) -> Restored | None:
+        attempt = tierd.new_attempt()
+        with tierd.Checkpointer(spool.root, self.run, 0, self.world, attempt=attempt) as checkpointer:
+            return checkpointer.restore()
+
+    def _check_restored(self, found: Restored | None) -> None:
+        newest = part(self.steps[-1], world=self.world, run=self.run)
+        if found is None or found.step != newest.checkpoint.step or found.skipped:
+            raise Lost(f"a restore found {found}, and the newest is {newest}")
+        for name, data in self.files[newest].items():
+            if (found.directory / name).read_bytes() != data:
+                raise Lost(f"a restore gave wrong bytes of {name}")
