@@ -59,7 +59,8 @@ class Control:
             for task in self._connections:
                 task.cancel()
             await asyncio.gather(*self._connections, return_exceptions=True)
-            spool.socket.unlink(missing_ok=True)
+            with suppress(OSError):  # a disk that fails must not keep a daemon from ending in order
+                spool.socket.unlink(missing_ok=True)
             os.close(directory)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

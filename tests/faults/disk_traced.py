@@ -1,0 +1,2 @@
+def trial(rng, home):
+    return "traced 0"
