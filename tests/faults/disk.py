@@ -1,7 +1,7 @@
 """Disks that fail: full at any byte, out of inodes, EIO at any call, read-only, gone; under the spool and under a tier.
 
-A trial is one fault in the life of a node: a trainer resumes, saves twice or restores or has copies scrubbed, while the
-disk of its spool or of one of its tiers fails; then the disk is well again. Required, in each:
+A trial is some faults in the life of a node, one after the other: a trainer saves twice, or restores, or has copies
+scrubbed, while the disk of its spool or of one of its tiers fails; then the disk is well again. Required, each time:
 
 - training goes on: `save` returns, and a failure is a value, a log line and a count that say where and why;
 - no error counts as corruption: nothing is quarantined, stepped back from, or deleted on its account;
@@ -34,10 +34,23 @@ from faults.rounds import Lost, Mutant, Round
 UNIT, SHORT, GATE = "disk faults", 60, 2_000
 
 _AT_ONCE = 4  # trials at a time: they mostly wait
-_LIMIT = 4 * DEADLINE  # seconds that a trial may take
+_LIFE = 4  # faults in a trial, one after the other
+_LIMIT = 6 * DEADLINE  # seconds that a trial may take
 _BASE = 3  # steps that were saved before
-_KINDS = ("calls",) * 8 + ("bytes",) * 3 + ("full",) * 2
-_KINDS += ("inodes", "size", "read-only", "vanished", "traced", "traced")
+_KINDS = ("calls",) * 6 + (
+    "bytes",
+    "bytes",
+    "full",
+    "ext4",
+    "ext4",
+    "inodes",
+    "size",
+    "read-only",
+    "vanished",
+    "traced",
+)
+_ON_TMPFS = ("calls",) * 8 + ("bytes", "bytes", "bytes", "full", "inodes", "size", "vanished", "vanished")
+_ON_EXT4 = ("full", "full", "inodes", "read-only", "vanished")
 
 MUTANTS: tuple[Mutant, ...] = ()
 
@@ -55,11 +68,9 @@ def run(work: Round) -> None:
         os.waitpid(child.pid, 0)
         if said := child.said():
             raise RuntimeError(f"no node to begin with: {said}")
-    for name, more in (("ext4", []), ("few", ["-N", "128"])):
-        image = work.room / f"{name}.img"
-        with image.open("wb") as file:
-            file.truncate(24 << 20)
-        subprocess.run(["mkfs.ext4", "-qF", "-m0", *more, str(image)], check=True, timeout=60)
+    with (work.room / "ext4.img").open("wb") as file:
+        file.truncate(24 << 20)
+    subprocess.run(["mkfs.ext4", "-qF", "-m0", "-N128", str(work.room / "ext4.img")], check=True, timeout=60)
     work.notes["SKIPPED quota of a file system: the kernel has no quota format, EDQUOT is injected"] = 0
     running: dict[int, _Trial] = {}
     for seed in work.seeds():
@@ -114,8 +125,9 @@ def _reap(work: Round, running: dict[int, _Trial]) -> None:
             if said.startswith("LOST"):
                 work.lost(seed, said)
             else:
-                note, reached = said.rsplit(" ", 1)
-                work.passed(int(reached), note if int(reached) else "not reached")
+                found = [line.rsplit(" ", 1) for line in said.splitlines()]
+                met = [note for note, reached in found if reached == "1"]
+                work.passed(len(met), *met)
             shutil.rmtree(trial.room, ignore_errors=True)
             trial.room.with_suffix(".said").unlink(missing_ok=True)
     time.sleep(0.01)
@@ -130,84 +142,88 @@ def _prepare(room: Path, large: bool) -> None:
     home = room / f"node-{large}"
     for path in (home / "nvme", home / "nfs" / "tier", home / "disk" / "other"):
         path.mkdir(parents=True)
-    node = Node(home, large=large)
+    node = Node(home, large=large, saved=0)
     node.start()
     for step in range(1, _BASE + 1):
-        assert node.save(step)
+        assert node.save() == step and not node.failed
     node.converge()
     node.stop()
-    node.daemon = None
 
 
 def _trial(seed: int, room: Path, prepared: Path) -> str:
-    """What was done to what, and whether it was reached."""
+    """What was done to what, a line for each fault, and whether it was met."""
     import torch
 
     torch.set_num_threads(1)
-    rng = random.Random(seed)
-    kind = _KINDS[seed % len(_KINDS)]
+    rng, kind = random.Random(seed), _KINDS[seed % len(_KINDS)]
     room.mkdir()
     own_mounts()
     home = Volume(room / "home", size=256 << 20).point
-    hurry()
-    large = rng.random() < 0.4
     if kind == "traced":
-        return traced.trial(rng, home)
-    where = rng.choice(("nvme", "nfs"))
-    doing = rng.choice(("save", "save", "restore", "scrub"))
-    system = rng.choice(("tmpfs", "ext4")) if kind in ("full", "inodes", "read-only") else "tmpfs"
-    if kind == "read-only" and where == "nvme":
-        system = "ext4"  # the daemon's lock is open for writing: a tmpfs would refuse
-    volume = None
-    for name in ("nvme", "nfs", "disk"):
-        image = None
-        if name == where and system == "ext4":
-            image = home / "image"
-            source = prepared / ("few.img" if kind == "inodes" else "ext4.img")
-            subprocess.run(["cp", "--sparse=always", str(source), str(image)], check=True, timeout=60)
-        if name == where:
-            volume = Volume(home / name, image)
-        shutil.copytree(prepared / f"node-{large}" / name, home / name, dirs_exist_ok=True)
-    assert volume
-    volume.sync()
+        return "\n".join(traced.trial(rng, home / str(number)) for number in range(_LIFE))
+    hurry()
+    large, where = rng.random() < 0.4, rng.choice(("nvme", "nfs"))
+    # A tmpfs turns read-only only when nothing is open for writing, as the daemon's lock in the spool is.
+    ext4 = kind == "ext4" or (kind == "read-only" and where == "nvme")
+    volume = _mounted(home, prepared, where, large=large, ext4=ext4)
     calls = Calls(volume.point)
     calls.hook()
-    size = 1_300_000 if large else 30_000
-    fault: faults.Fault
+    kinds = [kind, *(rng.choice(_ON_EXT4 if ext4 else _ON_TMPFS) for _ in range(_LIFE - 1))]
+    node = Node(home, large=large, saved=_BASE, alone=where == "nvme" and rng.random() < 0.2)
+    node.start()
+    met = []
+    for kind in kinds:
+        doing = "save" if node.alone else rng.choice(("save", "save", "restore", "scrub"))
+        alone = " alone" if node.alone else ""
+        fault = _fault(kind, volume, calls, rng, 1_300_000 if large else 30_000, doing)
+        _suffer(node, fault, doing, rng)
+        if calls.retried:
+            raise Lost(f"fsync was called again after it had failed on {calls.retried}")
+        place = "spool" if where == "nvme" else "tier"
+        met.append(f"{fault.kind}: {place}, {doing}{alone} {int(fault.hit)}")
+    _end(node)
+    return "\n".join(met)
+
+
+def _mounted(home: Path, prepared: Path, where: str, *, large: bool, ext4: bool) -> Volume:
+    """The node that was prepared, with a file system of its own at one place."""
+    image = home / "image" if ext4 else None
+    if image:
+        subprocess.run(["cp", "--sparse=always", str(prepared / "ext4.img"), str(image)], check=True, timeout=60)
+    volume = Volume(home / where, image)
+    for name in ("nvme", "nfs", "disk"):
+        shutil.copytree(prepared / f"node-{large}" / name, home / name, dirs_exist_ok=True)
+    volume.sync()
+    return volume
+
+
+def _fault(kind: str, volume: Volume, calls: Calls, rng: random.Random, size: int, doing: str) -> faults.Fault:
+    if kind == "ext4":
+        kind = rng.choice(_ON_EXT4)
     match kind:
-        case "calls":
-            fault = faults.Refused(volume, calls, rng, reading=doing == "scrub" or rng.random() < 0.4)
         case "bytes":
-            fault = faults.Bytes(volume, calls, rng, 2 * size)
+            return faults.Bytes(volume, calls, rng, size)
         case "full":
-            fault = faults.Full(volume, system, rng, 2 * size // 4096)
+            return faults.Full(volume, rng, 2 * size // 4096)
         case "inodes":
-            fault = faults.Inodes(volume, system, rng)
+            return faults.Inodes(volume, rng)
         case "size":
-            fault = faults.FileSize(volume, rng, size)
+            return faults.FileSize(volume, rng, size)
         case "read-only":
-            fault = faults.ReadOnly(volume, system, calls, rng)
+            return faults.ReadOnly(volume, calls, rng)
+        case "vanished":
+            return faults.Vanished(volume, calls, rng)
         case _:
-            fault = faults.Vanished(volume, calls, rng)
-    alone = where == "nvme" and doing == "save" and rng.random() < 0.3
-    node = Node(home, large=large, alone=alone)
-    _live(node, fault, doing, rng)
-    if calls.retried:
-        raise Lost(f"fsync was called again after it had failed on {calls.retried}")
-    place = "spool" if where == "nvme" else "tier"
-    return f"{fault.kind}: {place}, {doing}{' alone' if alone else ''} {int(fault.hit)}"
+            return faults.Refused(volume, calls, rng, reading=doing == "scrub" or rng.random() < 0.4)
 
 
-def _live(node: Node, fault: faults.Fault, doing: str, rng: random.Random) -> None:
-    newest, before = _BASE, set(range(1, _BASE + 1))
+def _suffer(node: Node, fault: faults.Fault, doing: str, rng: random.Random) -> None:
+    """A fault begins, meets what is being done, and ends; then all comes right."""
     if doing == "restore" and rng.random() < 0.7:
         _lose_newest(node)
-    node.start()
-    if doing != "restore":
-        node.restore(newest)
-    if node.daemon:
-        node.converge()
-    copies, begun = node.copies(), time.monotonic()
+    newest, copies = max(node.saved), node.copies()
+    node.begin()
+    begun = time.monotonic()
     fault.begin()
     try:
         match doing:
@@ -218,13 +234,13 @@ def _live(node: Node, fault: faults.Fault, doing: str, rng: random.Random) -> No
             case "scrub":
                 node.scrub(copies)
         if fault.lasting:
-            until(lambda: fault.hit or node.failed, 0.5)
-            time.sleep(rng.uniform(0.05, 0.4))
+            until(lambda: fault.hit or node.recent, 0.2)
+            time.sleep(rng.uniform(0.02, 0.3))
     finally:
         fault.end()
     node.check_tries(time.monotonic() - begun)
     node.check_failures(fault.texts)
-    fault.hit |= bool(node.failed) or any(text in line for line in node.lines for text in fault.texts)
+    fault.hit |= bool(node.recent) or any(text in line for line in node.lines for text in fault.texts)
     if fault.renew or node.alone:
         node.stop()
         _let_go(node)
@@ -232,44 +248,47 @@ def _live(node: Node, fault: faults.Fault, doing: str, rng: random.Random) -> No
             fault.volume.mount_anew()
         node.alone = False
         node.start()
-    node.restore(max({newest} | node.saved), or_newer=set(node.failed))
-    _afterwards(node, before)
+    node.restore(max(node.saved), or_newer=node.failed)
+    node.converge()
+    node.check()
 
 
 def _save(node: Node, fault: faults.Fault) -> None:
-    for step in (4, 5):
-        well = node.save(step)
+    for _ in range(2):
+        step = node.save()
         if fault.place.name == "nfs" and not isinstance(fault, faults.FileSize):
-            if not well:
-                raise Lost(f"a tier failed, and so did the save of step {step}: {node.failed}")
+            if step in node.failed:
+                raise Lost(f"a tier failed, and so did the save of step {step}: {node.recent}")
             node.wait_for(step, "other")
 
 
 def _lose_newest(node: Node) -> None:
-    newest = max(node.spool.glob("run/*.*"), key=lambda path: path.name)
-    shutil.rmtree(newest)
+    """As on a node that took another one's place."""
+    shutil.rmtree(max(node.spool.glob("run/*.*"), key=lambda path: path.name))
 
 
-def _afterwards(node: Node, before: set[int]) -> None:
-    """The disk is well: everything comes right by itself, and goes on."""
-    node.converge()
-    node.check(before)
-    if not node.save(9):
-        raise Lost(f"the next save failed, too: {node.failed[9]}")
+def _end(node: Node) -> None:
+    """The disk is well: all goes on."""
+    step = node.save()
+    if step in node.failed:
+        raise Lost(f"the next save failed, too: {node.recent}")
     for tier in node.tiers:
-        node.wait_for(9, tier)
+        node.wait_for(step, tier)
     node.converge()
-    node.check(before)
+    node.check()
     node.stop()
     _let_go(node)
 
 
 def _let_go(node: Node) -> None:
     """That nothing is open which nobody closes any more."""
-    links = [_link(fd) for fd in Path("/proc/self/fd").iterdir()]
-    held = [link for link in links if str(node.spool.parent.parent) in link]
-    if held:
-        raise Lost(f"still open: {held}")
+    home = str(node.spool.parent.parent)
+
+    def held() -> list[str]:
+        return [link for fd in Path("/proc/self/fd").iterdir() for link in [_link(fd)] if home in link]
+
+    if not until(lambda: not held(), 10):  # the thread of a call that was cancelled ends by itself
+        raise Lost(f"still open: {held()}")
 
 
 def _link(fd: Path) -> str:

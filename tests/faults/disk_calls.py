@@ -21,9 +21,9 @@ import aiofiles.threadpool
 
 from tierd import device
 
-WRITES = ("open", "pwrite", "write", "fsync", "fallocate", "ftruncate", "mkdir", "rename", "replace", "unlink", "rmdir")
-READS = ("open", "preadv", "pread", "read", "stat", "lstat", "fstat", "scandir", "statvfs", "listdir")
-ALL = tuple(dict.fromkeys((*WRITES, *READS, "flock", "utime")))
+WRITES = ("open", "pwrite", "write", "fsync", "fallocate", "mkdir", "rename", "unlink", "rmdir")
+READS = ("open", "preadv", "pread", "read", "stat", "lstat", "fstat", "scandir", "statvfs")
+ALL = tuple(dict.fromkeys((*WRITES, *READS, "flock", "utime", "ftruncate", "replace", "listdir")))
 
 _link, _inode = os.readlink, os.fstat
 Act = Callable[[str, str, int], int | None]

@@ -9,7 +9,6 @@ import errno
 import os
 import random
 import resource
-from pathlib import Path
 
 from faults.disk_calls import ALL, READS, WRITES, Calls
 from faults.disk_volumes import Volume
@@ -41,12 +40,12 @@ class Refused(Fault):
     """The k-th of some calls fails, or all from there on."""
 
     def __init__(self, volume: Volume, calls: Calls, rng: random.Random, reading: bool) -> None:
-        one = rng.choice(READS if reading else (*WRITES, *ALL))
-        self._names = (one,) if rng.random() < 0.8 else READS if reading else ALL
+        made = [name for name in (READS if reading else WRITES) if self._is_made(name, volume.point.name)]
+        self._names = (rng.choice(made),) if rng.random() < 0.8 else READS if reading else ALL
         self._code = rng.choice(_CODES)
         if reading and self._code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             self._code = errno.EIO
-        self._calls, self._left = calls, int(2 ** rng.uniform(0, 4 if len(self._names) == 1 else 6))
+        self._calls, self._left = calls, int(2 ** rng.uniform(0, 3 if len(self._names) == 1 else 6))
         lasting = rng.random() < 0.35
         what = f"{errno.errorcode[self._code]} on {self._names[0] if len(self._names) == 1 else 'any call'}"
         super().__init__(volume, what, {os.strerror(self._code)}, lasting=lasting)
@@ -57,6 +56,10 @@ class Refused(Fault):
     def end(self) -> None:
         with self._calls.turn:
             self._calls.act = None
+
+    def _is_made(self, name: str, place: str) -> bool:
+        """Whether tierd calls it there."""
+        return name not in (("write",) if place == "nvme" else ("pwrite", "preadv", "pread", "fallocate", "statvfs"))
 
     def _met(self, name: str, path: str, size: int) -> None:
         if name in self._names:
@@ -96,9 +99,11 @@ class Bytes(Fault):
 class Full(Fault):
     """A file system with so many pages left."""
 
-    def __init__(self, volume: Volume, kind: str, rng: random.Random, pages: int) -> None:
+    def __init__(self, volume: Volume, rng: random.Random, pages: int) -> None:
         self._pages = rng.choice((rng.randrange(pages), rng.randrange(16)))
-        super().__init__(volume, f"{kind} full", {os.strerror(errno.ENOSPC), "file system is full"}, lasting=True)
+        super().__init__(
+            volume, f"{volume.kind} full", {os.strerror(errno.ENOSPC), "file system is full"}, lasting=True
+        )
 
     def begin(self) -> None:
         self.volume.leave_pages(self._pages)
@@ -110,10 +115,10 @@ class Full(Fault):
 class Inodes(Fault):
     """A file system with so many inodes left."""
 
-    def __init__(self, volume: Volume, kind: str, rng: random.Random) -> None:
+    def __init__(self, volume: Volume, rng: random.Random) -> None:
         self._count = rng.randrange(14)
         texts = {os.strerror(errno.ENOSPC), "file system is full"}
-        super().__init__(volume, f"{kind} out of inodes", texts, lasting=True)
+        super().__init__(volume, f"{volume.kind} out of inodes", texts, lasting=True)
 
     def begin(self) -> None:
         self.volume.leave_inodes(self._count)
@@ -139,9 +144,9 @@ class FileSize(Fault):
 class ReadOnly(Fault):
     """The file system turns read-only at the k-th call."""
 
-    def __init__(self, volume: Volume, kind: str, calls: Calls, rng: random.Random) -> None:
-        self._calls, self._left, self._done = calls, int(2 ** rng.uniform(0, 5.5)), False
-        super().__init__(volume, f"{kind} read-only", {os.strerror(errno.EROFS)}, lasting=True, renew=True)
+    def __init__(self, volume: Volume, calls: Calls, rng: random.Random) -> None:
+        self._calls, self._left, self._done = calls, int(2 ** rng.uniform(0, 5)), False
+        super().__init__(volume, f"{volume.kind} read-only", {os.strerror(errno.EROFS)}, lasting=True, renew=True)
 
     def begin(self) -> None:
         self._calls.act = self._met
@@ -160,7 +165,7 @@ class Vanished(Fault):
     """The file system is unmounted, as by `umount -l`, at the k-th call, and comes back when it ends."""
 
     def __init__(self, volume: Volume, calls: Calls, rng: random.Random) -> None:
-        self._calls, self._left = calls, int(2 ** rng.uniform(0, 5.5))
+        self._calls, self._left = calls, int(2 ** rng.uniform(0, 5))
         super().__init__(volume, "vanished mount", _GONE, lasting=True)
 
     def begin(self) -> None:
@@ -181,8 +186,3 @@ class Vanished(Fault):
             self.hit = True
             self._calls.act = None
             self.volume.vanish()
-
-
-def place_of(root: Path) -> str:
-    """`nvme`, `nfs` or `disk`: which mount a place of the node lies on."""
-    return root.parent.name

@@ -174,16 +174,19 @@ class Node:
 
     Attributes:
         saved: steps whose `wait("local")` has returned.
-        failed: steps whose `Save` said why not.
+        failed: steps whose `Save` said that it failed.
+        recent: why, since `begin`.
+        lines: what was logged since then.
     """
 
-    def __init__(self, home: Path, *, large: bool, alone: bool = False, scrub: str = "0s") -> None:
+    def __init__(self, home: Path, *, large: bool, saved: int, alone: bool = False) -> None:
         self.spool, self.large, self.alone = home / "nvme" / "spool", large, alone
         self.tiers = {"tier": home / "nfs" / "tier", "other": home / "disk" / "other"}
-        self.saved: set[int] = set()
-        self.failed: dict[int, Exception] = {}
+        self.saved = set(range(1, saved + 1))
+        self.failed: set[int] = set()
+        self.recent: dict[int, Exception] = {}
+        self._counted = 0  # failures of this trainer before
         self.daemon: Daemon | None = None
-        self._scrub = scrub
         self._log = _Kept()
         for name in ("tierd", "tierd.daemon"):
             logging.getLogger(name).setLevel(logging.INFO)
@@ -194,12 +197,19 @@ class Node:
     def lines(self) -> list[str]:
         return self._log.lines
 
+    def begin(self) -> None:
+        self.recent.clear()
+        self.lines.clear()
+        self._counted = self.trainer.stats.failed
+
     def start(self) -> None:
         if not self.alone:
             stores = lambda: {name: FileStore(root) for name, root in self.tiers.items()}  # noqa: E731
-            options = {"keep": KEEP, "rescan": "1s", "scrub": self._scrub}
+            options = {"keep": KEEP, "rescan": "1s"}
             self.daemon = Daemon(self.spool, stores, **options).__enter__()
         self.trainer = tierd.Checkpointer(self.spool, "run", to=[] if self.alone else None, slots=2)
+        if self.saved:
+            self.restore(max(self.saved), or_newer=self.failed)
 
     def stop(self) -> None:
         with limited("close"):
@@ -244,32 +254,35 @@ class Node:
             raise Lost(f"restored {restored and restored.step}, not {step}: {restored and restored.skipped}")
         check_state(found, restored.step, self.large, f"restored from {restored.tier}")
 
-    def save(self, step: int) -> bool:
-        """Save and wait for it; whether it went well. It must not keep the trainer, and must say what failed."""
+    def save(self) -> int:
+        """Save and wait for it; its step. It must not keep the trainer, and must say what failed."""
+        step = max(self.saved | self.failed, default=0) + 1
         with limited("save"):
             save = self.trainer.save(step, state(step, self.large))
         try:
             save.wait(timeout=DEADLINE)
         except SaveFailed as error:
             assert error.__cause__
-            self.failed[step] = error.__cause__
+            self.failed.add(step)
+            self.recent[step] = error.__cause__
             if not any("save failed, training goes on" in line and f"step {step} " in line for line in self.lines):
                 raise Lost(f"step {step} failed, and no line says so: {error}") from error
-            return False
+            return step
         except TimeoutError as error:
             raise Lost(f"a save hangs: {error}") from error
         self.saved.add(step)
-        return True
+        return step
 
     def check_failures(self, why: set[str]) -> None:
         """That saves which failed say where and why, are counted, and are what the disk says: no more, no less."""
-        for step, error in self.failed.items():
+        for step, error in self.recent.items():
             if not isinstance(error, SpoolFull | SpoolUnusable):
                 raise Lost(f"step {step} failed with {error!r}")
             if str(self.spool) not in str(error) or not any(text in str(error) for text in why):
                 raise Lost(f"step {step} failed, and its error does not say where and why ({why}): {error}")
-        if self.trainer.stats.failed != len(self.failed):
-            raise Lost(f"{len(self.failed)} saves failed, and {self.trainer.stats.failed} were counted")
+        counted = self.trainer.stats.failed - self._counted
+        if counted != len(self.recent):
+            raise Lost(f"{len(self.recent)} saves failed, and {counted} were counted")
 
     def wait_for(self, step: int, tier: str) -> None:
         """A tier's copy has to come, in bounded time."""
@@ -290,7 +303,7 @@ class Node:
         except (AssertionError, TimeoutError) as error:
             raise Lost(f"not converged within {DEADLINE:.0f} s: {error}") from error
 
-    def check(self, before: set[int]) -> None:
+    def check(self) -> None:
         """That every checkpoint which was acknowledged, and that retention wants, lies where it should bit for bit, and
         nothing else does."""
         assert self.daemon
@@ -298,11 +311,11 @@ class Node:
         for name in ("quarantined", "corruptions", "scrub_findings"):
             if counters[name]:
                 raise Lost(f"an error counted as corruption: {name}; {self.lines[-20:]}")
-        known = before | self.saved
+        known = self.saved
         places = {name: on_tier(root, self.large) for name, root in self.tiers.items()}
         places["spool"] = in_spool(self.spool, self.large)
         for name, steps in places.items():
-            if steps - known - set(self.failed) or steps != set(sorted(known | steps)[-KEEP:]):
+            if steps - known - self.failed or steps != set(sorted(known | steps)[-KEEP:]):
                 raise Lost(f"{name} has {sorted(steps)}, of {sorted(known)} saved and {sorted(self.failed)} failed")
 
     def check_tries(self, seconds: float) -> None:

@@ -41,6 +41,7 @@ class Volume:
 
     def __init__(self, point: Path, image: Path | None = None, size: int = 24 << 20) -> None:
         self.point, self._image, self._size = point, image, size
+        self.kind = "ext4" if image else "tmpfs"
         self._away = point.with_name(point.name + ".elsewhere")
         self._taken = 0
         point.mkdir()
