@@ -42,7 +42,79 @@ _KINDS += ("inodes", "size", "read-only", "vanished", "traced")
 _ON_TMPFS = ("calls",) * 8 + ("bytes", "bytes", "bytes", "full", "inodes", "size", "vanished", "vanished")
 _ON_EXT4 = ("full", "full", "inodes", "read-only", "vanished")
 
-MUTANTS: tuple[Mutant, ...] = ()
+MUTANTS = (
+    Mutant(
+        "an fsync that failed is called again",
+        "tierd/persist.py",
+        "        os.fsync(self._fd)\n        return File(",
+        "        try:\n            os.fsync(self._fd)\n        except OSError:\n            os.fsync(self._fd)\n"
+        "        return File(",
+        "disk --trials 10 --seed 87",
+    ),
+    Mutant(
+        "a lane that failed does not rest",
+        "tierd/daemon/lane.py",
+        "await self._sleep(self._retry, self.retry_at - self.now())",
+        "await asyncio.sleep(0)",
+        "disk --trials 14 --seed 7",
+    ),
+    Mutant(
+        "a file that cannot be opened counts as no plain file",
+        "tierd/persist.py",
+        "if error.errno in (errno.ELOOP, errno.ENXIO):",
+        "if error.errno not in (errno.ENOSPC, errno.EMFILE):",
+        "disk --trials 14 --seed 7",
+    ),
+    Mutant(
+        "a part of the spool that cannot be read counts as corrupt",
+        "tierd/daemon/reconcile.py",
+        "except (CorruptChunk, ManifestError) as error:\n            self.journal",
+        "except (CorruptChunk, ManifestError, OSError) as error:\n            self.journal",
+        "disk --trials 14 --seed 7",
+    ),
+    Mutant(
+        "a tier whose mark has vanished is an empty tier",
+        "tierd/stores/file.py",
+        "                if marked:\n",
+        "                if marked and not self._seen:\n",
+        "disk --trials 14 --seed 7",
+    ),
+    Mutant(
+        "a spool that has vanished is an empty spool",
+        "tierd/spool.py",
+        "if self._made and not self.control.exists():",
+        "if not self._made:",
+        "disk --trials 14 --seed 7",
+    ),
+    Mutant(
+        "a directory that cannot be listed is an empty one",
+        "tierd/spool.py",
+        "    except FileNotFoundError:\n        return []\n",
+        "    except OSError:\n        return []\n",
+        "disk --trials 10 --seed 87",
+    ),
+    Mutant(
+        "a stage stays when its save fails",
+        "tierd/stage.py",
+        "        self.abandon()\n",
+        "        pass\n",
+        "disk --trials 14 --seed 7",
+    ),
+    Mutant(
+        "a save that failed is not counted",
+        "tierd/client/pipeline.py",
+        "        self._stats.failed += 1\n",
+        "",
+        "disk --trials 14 --seed 7",
+    ),
+    Mutant(
+        "half of a write is taken for all of it",
+        "tierd/stores/file.py",
+        "piece = piece[os.write(fd, piece) :]",
+        "piece = piece[os.write(fd, piece) and len(piece) :]",
+        "disk --trials 14 --seed 7",
+    ),
+)
 
 
 def missing() -> str | None:
@@ -155,7 +227,7 @@ def _trial(seed: int, room: Path, prepared: Path) -> str:
     large, where = rng.random() < 0.4, rng.choice(("nvme", "nfs"))
     # A tmpfs turns read-only only when nothing is open for writing, as the daemon's lock in the spool is.
     ext4 = kind == "ext4" or (kind == "read-only" and where == "nvme")
-    volume = _mounted(home, prepared, where, large=large, ext4=ext4)
+    volume = _mounted(home, prepared, where, large=large, ext4=ext4, root=rng.random() < 0.5)
     calls = Calls(volume.point)
     calls.hook()
     kinds = [kind, *(rng.choice(_ON_EXT4 if ext4 else _ON_TMPFS) for _ in range(_LIFE - 1))]
@@ -175,14 +247,15 @@ def _trial(seed: int, room: Path, prepared: Path) -> str:
     return "\n".join(met)
 
 
-def _mounted(home: Path, prepared: Path, where: str, *, large: bool, ext4: bool) -> Volume:
-    """The node that was prepared, with a file system of its own at one place."""
+def _mounted(home: Path, prepared: Path, where: str, *, large: bool, ext4: bool, root: bool) -> Volume:
+    """The node that was prepared, with a file system of its own at one place; `root`: the tier is all of it."""
     image = home / "image" if ext4 else None
     if image:
         subprocess.run(["cp", "--sparse=always", str(prepared / "ext4.img"), str(image)], check=True, timeout=60)
     volume = Volume(home / where, image)
     for name in ("nvme", "nfs", "disk"):
-        shutil.copytree(prepared / f"node-{large}" / name, home / name, dirs_exist_ok=True)
+        source = prepared / f"node-{large}" / name
+        shutil.copytree(source / "tier" if name == "nfs" and root else source, home / name, dirs_exist_ok=True)
     volume.sync()
     return volume
 
@@ -223,6 +296,8 @@ def _suffer(node: Node, fault: faults.Fault, doing: str, rng: random.Random) -> 
                 node.restore_or_raise(newest)
             case "scrub":
                 node.scrub(copies)
+        if fault.place.name == "nfs":
+            node.ask_tier(newest)
         if fault.lasting:
             until(lambda: fault.hit or node.recent, 0.2)
             time.sleep(rng.uniform(0.02, 0.3))

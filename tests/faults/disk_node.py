@@ -27,9 +27,12 @@ from tierd.core.errors import (
     CheckpointNotFound,
     CorruptChunk,
     ManifestError,
+    ObjectNotFound,
     SaveFailed,
     SpoolFull,
     SpoolUnusable,
+    StoreRefused,
+    StoreUnavailable,
     TierdError,
 )
 from tierd.core.ids import CheckpointId, PartId
@@ -167,7 +170,8 @@ class _Kept(logging.Handler):
 
 
 class Node:
-    """A spool at `home/nvme/spool`, tiers at `home/nfs/tier` and `home/disk/other`.
+    """A spool at `home/nvme/spool`, tiers at `home/nfs/tier`, or at `home/nfs` where that is not there, and at
+    `home/disk/other`.
 
     Args:
         alone: the trainer writes by itself; a daemon comes only afterwards.
@@ -181,7 +185,8 @@ class Node:
 
     def __init__(self, home: Path, *, large: bool, saved: int, alone: bool = False) -> None:
         self.spool, self.large, self.alone = home / "nvme" / "spool", large, alone
-        self.tiers = {"tier": home / "nfs" / "tier", "other": home / "disk" / "other"}
+        tier = home / "nfs" / "tier"
+        self.tiers = {"tier": tier if tier.exists() else home / "nfs", "other": home / "disk" / "other"}
         self.saved = set(range(1, saved + 1))
         self.failed: set[int] = set()
         self.recent: dict[int, Exception] = {}
@@ -276,9 +281,10 @@ class Node:
     def check_failures(self, why: set[str]) -> None:
         """That saves which failed say where and why, are counted, and are what the disk says: no more, no less."""
         for step, error in self.recent.items():
-            if not isinstance(error, SpoolFull | SpoolUnusable):
+            memory = isinstance(error, MemoryError)  # of a limit on files, which the snapshot's memory is, too
+            if not isinstance(error, SpoolFull | SpoolUnusable | MemoryError):
                 raise Lost(f"step {step} failed with {error!r}")
-            if str(self.spool) not in str(error) or not any(text in str(error) for text in why):
+            if (not memory and str(self.spool) not in str(error)) or not any(text in str(error) for text in why):
                 raise Lost(f"step {step} failed, and its error does not say where and why ({why}): {error}")
         counted = self.trainer.stats.failed - self._counted
         if counted != len(self.recent):
@@ -293,6 +299,25 @@ class Node:
             save.wait(tier, timeout=DEADLINE)
         except (TierdError, TimeoutError) as error:
             raise Lost(f"step {step} does not come to {tier}: {error!r}") from error
+
+    def ask_tier(self, newest: int) -> None:
+        """What the tier answers while its disk fails is true, or an error."""
+        assert self.daemon
+        store = self.daemon.reconciler.stores["tier"]
+
+        async def ask() -> None:
+            keys = [info.key async for info in store.scan("run/manifests/")]
+            found = [key for key in keys if f"/{newest:012}." in key]
+            if not found:
+                raise Lost(f"a listing of the tier lacks step {newest}, and is no error: {keys}")
+            await store.get(found[0])
+
+        try:
+            self.daemon.call(ask(), DEADLINE)
+        except ObjectNotFound as error:
+            raise Lost(f"a tier that cannot be read says that step {newest} is not there: {error}") from error
+        except (StoreUnavailable, StoreRefused) as error:
+            self.lines.append(f"asked: {error}")
 
     def converge(self) -> None:
         assert self.daemon

@@ -105,6 +105,7 @@ class Volume:
             for path in (self._away / "many").iterdir():
                 path.unlink()
             (self._away / "many").rmdir()
+        self.sync()  # an error of the file system later on must not bring the ballast back
 
     # -- read-only ----------------------------------------------------------------------------------------------------
 
