@@ -365,3 +365,18 @@ def test_one_file_after_the_other_is_direct_or_not_by_itself(spool, monkeypatch)
     """`direct` speaks of the largest file."""
     monkeypatch.setattr(persist, "set_direct", lambda fd, on: False)
     assert not write_part(spool, manifest(part()), files()).direct
+
+
+def test_eio_behind_the_rename_is_told_as_what_it_is(spool, monkeypatch):
+    """The second try finds the part in place, where it may not stay: that is no refusal of the step. (Seed 1207 of the
+    disk faults.)"""
+    real = os.fsync
+
+    def fail(fd):
+        if spool.parts():
+            raise OSError(errno.EIO, "Input/output error")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_part(spool, manifest(part()), files())

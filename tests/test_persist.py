@@ -809,3 +809,18 @@ def test_described_files_agree_with_xxhsum(path):
     except FileNotFoundError:
         pytest.skip("xxhsum is not installed")
     assert line.split()[0] == describe_file(path, "file").chunks[0].xxh3_128
+
+
+def test_a_file_whose_kind_cannot_be_told_is_closed(path, monkeypatch):
+    put(path)
+
+    def fail(fd):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fail)
+        with pytest.raises(OSError, match="Stale"):
+            persist.open_plain(path)
+        assert persist._open_spare(path) is None
+    assert os.listdir("/proc/self/fd") == before

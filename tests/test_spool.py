@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import signal
@@ -843,3 +844,28 @@ def test_a_directory_that_cannot_be_listed_is_an_error_and_not_an_empty_one(tmp_
     monkeypatch.setattr(os, "scandir", fail)
     with pytest.raises(OSError, match="Input/output error"):
         describe_directory(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["flock", "fstat"])
+def test_a_stage_that_could_not_be_locked_is_left_to_be_discarded(spool, monkeypatch, call):
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl if call == "flock" else os, call, fail)
+        with pytest.raises(OSError, match="Input/output error"):
+            spool.stage(part())
+    (left,) = spool.leftovers()
+    spool.discard(left)
+    assert spool.leftovers() == []
+
+
+def test_a_spool_that_vanished_is_not_an_empty_one(spool):
+    commit(spool, part())
+    spool.root.rename(spool.root.with_name("away"))
+    with pytest.raises(FileNotFoundError, match="mounted"):
+        spool.parts()
+    spool.root.mkdir()  # the mount point
+    with pytest.raises(FileNotFoundError, match="mounted"):
+        spool.parts()
+    assert Spool(spool.root, write=False).parts() == []

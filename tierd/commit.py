@@ -16,6 +16,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
+from tierd.core.errors import StepRefused
 from tierd.core.ids import PartId
 from tierd.core.manifest import CHUNK_SIZE, File, Manifest
 from tierd.device import LARGE
@@ -69,7 +70,10 @@ def write_part(spool: Spool, manifest: Manifest, files: Mapping[str, Source], ch
         if error.errno != errno.EIO:
             raise
         log.warning("%s: %s; writing it anew", manifest.part, error)
-        return _write(spool, manifest, sources, chunk_size, reuse=False)
+        try:
+            return _write(spool, manifest, sources, chunk_size, reuse=False)
+        except StepRefused:  # it was renamed into place, and may not stay there: the first try's error says so
+            raise error from None
 
 
 def _write(spool: Spool, manifest: Manifest, sources: Mapping[str, Pieces], chunk_size: int, *, reuse: bool) -> Written:

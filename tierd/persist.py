@@ -156,8 +156,12 @@ def _open_spare(path: Path) -> int | None:
     """Open a file to overwrite it; None, and it is gone, where that could change what somebody else holds."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        if is_spare(fd):
-            return fd
+        try:
+            if is_spare(fd):
+                return fd
+        except OSError:
+            os.close(fd)
+            raise
         os.close(fd)
     except OSError:
         pass
@@ -322,10 +326,14 @@ def open_plain(path: Path) -> int:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise CorruptChunk(f"{path}: not a plain file, which no writer leaves there") from error
         raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+    except OSError:
         os.close(fd)
-        raise CorruptChunk(f"{path}: not a plain file, which no writer leaves there")
-    return fd
+        raise
+    os.close(fd)
+    raise CorruptChunk(f"{path}: not a plain file, which no writer leaves there")
 
 
 def _open_direct(path: Path, size: int) -> int:

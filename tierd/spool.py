@@ -71,6 +71,7 @@ class Spool:
             raise SpoolUnusable("spool '': name a directory")
         self.root = Path(root).absolute()
         self.control = self.root / ".tierd"
+        self._made = write
         with translated(f"spool {self.root}"):
             if self.root.exists() and not self.root.is_dir():
                 raise SpoolUnusable(f"spool {self.root}: it is not a directory; name another, or move that file away")
@@ -96,12 +97,14 @@ class Spool:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def parts(self) -> list[PartId]:
-        """Every committed part, in order."""
+        """Every committed part, in order. Raises OSError where that cannot be told."""
         found = []
         for run, checkpoint, name in _descend(self.root):
             part = PartId.parse(run, checkpoint, name)
             if part:
                 found.append(part)
+        if self._made and not self.control.exists():  # what was listed is what lies under a file system that is gone
+            raise FileNotFoundError(errno.ENOENT, "it has vanished: is its file system still mounted?", str(self.root))
         return sorted(found)
 
     def has(self, part: PartId) -> bool:

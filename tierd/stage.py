@@ -117,12 +117,15 @@ def make_locked(path: Path) -> int:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             continue
-        fcntl.flock(fd, fcntl.LOCK_EX)
         try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
             if os.fstat(fd).st_ino == path.stat().st_ino:
                 return fd
         except FileNotFoundError:
             pass
+        except OSError:
+            os.close(fd)  # left open, it would keep what is there locked
+            raise
         os.close(fd)
 
 
@@ -134,7 +137,7 @@ def try_lock(path: Path) -> int | None:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError:  # held; or the disk does not say
         os.close(fd)
         return None
     return fd

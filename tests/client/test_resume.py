@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -19,6 +20,7 @@ from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
     DaemonUnavailable,
+    SpoolUnusable,
     StateMismatch,
     StepRefused,
     StoreUnavailable,
@@ -284,3 +286,33 @@ def test_a_step_that_is_not_there_is_an_error(spool):
         resume(spool, step=7)
     with pytest.raises(ConfigError), tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
         checkpointer.restore(attempt="../../etc")
+
+
+@pytest.mark.parametrize("below", [False, True], ids=["nothing is there", "an empty mount point is there"])
+def test_a_spool_that_vanished_is_no_fresh_start(spool, below):
+    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        checkpointer.save(1, tensors(1)).wait()
+        away = spool.root.rename(spool.root.with_name("away"))
+        if below:
+            spool.root.mkdir()
+        with pytest.raises(SpoolUnusable, match="mounted"):
+            checkpointer.restore(tensors(10**6))
+        if below:
+            spool.root.rmdir()
+        away.rename(spool.root)
+        assert checkpointer.restore(tensors(10**6)).step == 1
+
+
+def test_one_unreadable_manifest_hides_no_other_checkpoint(spool, monkeypatch):
+    save(spool, 1, 2)
+    real = Spool.manifest
+
+    def fail(self, part):
+        if part.checkpoint.step == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self, part)
+
+    monkeypatch.setattr(Spool, "manifest", fail)
+    assert resume(spool)[0].step == 2
+    with pytest.raises(StoreUnavailable, match="Input/output error"):
+        resume(spool, step=1)

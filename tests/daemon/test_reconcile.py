@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.doubles import Double, contents, flip, is_chunk, is_manifest
 from support.world import (
+    Daemon,
     commit,
     content,
     converge,
@@ -26,7 +28,9 @@ from support.world import (
 
 from tierd.core.errors import ManifestError, StoreRefused, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME, encode
+from tierd.daemon.handoff import HandOff
 from tierd.daemon.prune import quarantine
+from tierd.spool import Spool
 from tierd.stores.memory import MemoryStore
 
 
@@ -406,3 +410,37 @@ def test_blocks_are_not_kept_for_a_writer_that_left_while_they_were_set_aside(sp
     asyncio.run(work())
     assert steps_in(spool) == [1]
     assert (spool.recycled(part(2)) is None) == leaves
+
+
+def test_half_a_look_at_the_spool_is_no_look(tmp_path):
+    """Its file system goes away while it is looked at: nobody is told that what lay there is gone."""
+
+    async def whole() -> None:
+        spool = Spool(tmp_path / "spool")
+        commit(spool, part(1))
+        daemon = reconciler(spool, {"tier": MemoryStore()})
+        await daemon.look("local")
+        away = spool.root.rename(tmp_path / "away")
+        with pytest.raises(OSError):
+            await daemon.look("local")
+        assert daemon.world().spool.lists(part(1)) and not daemon.is_retired(part(1), "tier")
+        away.rename(spool.root)
+
+    asyncio.run(whole())
+
+
+def test_a_daemon_ends_in_order_where_its_sockets_cannot_be_removed(tmp_path, monkeypatch):
+    """As on a spool that has turned read-only: seed 34 of the disk faults."""
+    spool = Spool(tmp_path / "spool")
+    stopped, real = [], HandOff._stop
+    monkeypatch.setattr(HandOff, "_stop", lambda self, drain: (stopped.append(drain), real(self, drain)))
+    with Daemon(spool.root, {"tier": MemoryStore()}) as daemon:
+
+        def refuse(path, missing_ok=False):
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.undo()
+    assert stopped and daemon._failure is None
+    held = [Path("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
+    assert str(spool.control) not in [os.readlink(fd) for fd in held if fd.is_symlink()]

@@ -494,3 +494,22 @@ def test_a_mark_made_between_a_call_and_its_look_is_no_lost_one(
     monkeypatch.setattr(os, "stat", late)
     asyncio.run(store.put("k", b"1"))
     assert listed(tmp_path) == ["k", "other"]
+
+
+def test_an_object_whose_kind_cannot_be_told_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 39 of the disk faults: a stale NFS handle, say, and a descriptor was left open for every try."""
+    put(tmp_path, "k")
+
+    real = os.fstat
+
+    def fail(fd: int) -> os.stat_result:
+        if os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path / "k"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fail)
+        with pytest.raises(StoreUnavailable, match="Stale"):
+            get(tmp_path, "k")
+    held = [Path("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
+    assert str(tmp_path / "k") not in [os.readlink(fd) for fd in held if fd.is_symlink()]

@@ -33,7 +33,7 @@ from tierd.core.wire import Candidates, Fetch, Status, Wait
 from tierd.core.world import SPOOL, Facts, Place, World
 from tierd.link import Link
 from tierd.persist import bad_chunks, check_bytes
-from tierd.spool import Spool
+from tierd.spool import Spool, translated
 
 log = logging.getLogger("tierd")
 
@@ -97,16 +97,18 @@ class Source:
             time.sleep(0.1)
 
     def _look(self) -> Place:
+        """Raises `SpoolUnusable` where the spool cannot be listed: it is not empty then."""
         parts: dict[PartId, Facts | None] = {}
-        for part in self._spool.parts():
-            if part.checkpoint.run == self._run:
-                try:
-                    parts[part] = Facts.of(self._spool.manifest(part))
-                except ObjectNotFound:
-                    continue
-                except TierdError:
-                    parts[part] = None
-        aside = {part: Facts.of(found) if found else None for part, found in self._spool.quarantined().items()}
+        with translated(f"spool {self._spool.root}"):
+            for part in self._spool.parts():
+                if part.checkpoint.run == self._run:
+                    try:
+                        parts[part] = Facts.of(self._spool.manifest(part))
+                    except ObjectNotFound:
+                        continue
+                    except (TierdError, OSError):  # found out, and said, when it is read
+                        parts[part] = None
+            aside = {part: Facts.of(found) if found else None for part, found in self._spool.quarantined().items()}
         return Place.of(parts, quarantined=aside)
 
     def flush(self, checkpoint: CheckpointId) -> None:

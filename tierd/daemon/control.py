@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -54,7 +54,8 @@ class Control:
             for task in self._connections:
                 task.cancel()
             await asyncio.gather(*self._connections, return_exceptions=True)
-            spool.socket.unlink(missing_ok=True)
+            with suppress(OSError):  # a disk that fails must not keep a daemon from ending in order
+                spool.socket.unlink(missing_ok=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

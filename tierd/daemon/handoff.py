@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -134,7 +134,8 @@ class HandOff:
             listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
             accepting.join()
             listener.close()
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # a disk that fails must not keep what is in hand from its end
+                path.unlink(missing_ok=True)
             self._stop(drain)
 
     def _stop(self, drain: float) -> None:

@@ -254,10 +254,11 @@ class Reconciler:
     async def _look_at_spool(self) -> None:
         async with self._looking:
             before = set(self._place.parts())
-            self._place = await asyncio.to_thread(self._spool_eye.look)
+            place = await asyncio.to_thread(self._spool_eye.look)
             free, total = self.spool.free()
             self._free = free / total if total else 1.0
             self._leftovers = self._aged(await asyncio.to_thread(self.spool.leftovers))
+            self._place = place  # last: all that was asked was answered
             if set(self._place.parts()) != before:
                 self.wake()
 

@@ -168,10 +168,14 @@ class FileStore:
                 fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
         except (NotADirectoryError, FileNotFoundError) as error:
             raise FileNotFoundError(errno.ENOENT, "no such object") from error
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        try:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                return fd
+        except OSError:
             os.close(fd)
-            raise FileNotFoundError(errno.ENOENT, "not a regular file")
-        return fd
+            raise
+        os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, "not a regular file")
 
     def _list(self, directory: str, prefix: str, after: str) -> list[str]:
         """What of `directory` (empty, or ending in '/') a scan may show: keys, and directories, which end in '/'."""

@@ -1,0 +1,351 @@
+"""Disks that fail: full at any byte, out of inodes, EIO at any call, read-only, gone; under the spool and under a tier.
+
+A trial is some faults in the life of a node, one after the other: a trainer saves twice, or restores, or has copies
+scrubbed, while the disk of its spool or of one of its tiers fails; then the disk is well again. Required, each time:
+
+- training goes on: `save` returns, and a failure is a value, a log line and a count that say where and why;
+- no error counts as corruption: nothing is quarantined, stepped back from, or deleted on its account;
+- an fsync that failed is never called again on that file (P7);
+- the other tier gets every save meanwhile, and no lane tries without resting;
+- then, in bounded time: every acknowledged checkpoint that retention wants lies on each place bit for bit, nothing is
+  left over, and the next save goes everywhere.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from faults import disk_faults as faults
+from faults import disk_traced as traced
+from faults.disk_calls import Calls
+from faults.disk_node import DEADLINE, Node, hurry, until
+from faults.disk_volumes import Volume, own_mounts
+from faults.rounds import Lost, Mutant, Round
+
+UNIT, SHORT, GATE = "disk faults", 60, 2_000
+
+_AT_ONCE = 4  # trials at a time: they mostly wait
+_LIFE = 4  # faults in a trial, one after the other
+_LIMIT = 6 * DEADLINE  # seconds that a trial may take
+_BASE = 3  # steps that were saved before
+_KINDS = ("calls",) * 6 + ("bytes", "bytes", "full", "ext4", "ext4")
+_KINDS += ("inodes", "size", "read-only", "vanished", "traced")
+_ON_TMPFS = ("calls",) * 8 + ("bytes", "bytes", "bytes", "full", "inodes", "size", "vanished", "vanished")
+_ON_EXT4 = ("full", "full", "inodes", "read-only", "vanished")
+
+MUTANTS = (
+    Mutant(
+        "an fsync that failed is called again",
+        "tierd/persist.py",
+        "        os.fsync(self._fd)\n        return File(",
+        "        try:\n            os.fsync(self._fd)\n        except OSError:\n            os.fsync(self._fd)\n"
+        "        return File(",
+        "disk --only 87",
+    ),
+    Mutant(
+        "a lane that failed does not rest",
+        "tierd/daemon/lane.py",
+        "await self._sleep(self._retry, self.retry_at - self.now())",
+        "await asyncio.sleep(0)",
+        "disk --only 9",
+    ),
+    Mutant(
+        "a part of the spool that cannot be read counts as corrupt",
+        "tierd/daemon/reconcile.py",
+        "except (CorruptChunk, ManifestError) as error:\n            self.journal",
+        "except (CorruptChunk, ManifestError, OSError) as error:\n            self.journal",
+        "disk --only 1396",
+    ),
+    Mutant(
+        "a tier whose mark has vanished is an empty tier",
+        "tierd/stores/file.py",
+        "                if marked:\n",
+        "                if marked and not self._seen:\n",
+        "disk --only 9",
+    ),
+    Mutant(
+        "a spool that has vanished is an empty spool",
+        "tierd/spool.py",
+        "if self._made and not self.control.exists():",
+        "if not self._made:",
+        "disk --only 542",
+    ),
+    Mutant(
+        "a directory that cannot be listed is an empty one",
+        "tierd/spool.py",
+        "    except FileNotFoundError:\n        return []\n",
+        "    except OSError:\n        return []\n",
+        "disk --only 2707",
+    ),
+    Mutant(
+        "a stage stays when its save fails",
+        "tierd/stage.py",
+        "        self.abandon()\n",
+        "        pass\n",
+        "disk --only 6",
+    ),
+    Mutant(
+        "a save that failed is not counted",
+        "tierd/client/pipeline.py",
+        "        self._stats.failed += 1\n",
+        "",
+        "disk --only 6",
+    ),
+)
+
+
+def missing() -> str | None:
+    if os.geteuid():
+        return "mounting needs root"
+    lacking = [name for name in ("mkfs.ext4", "strace", "mount") if not shutil.which(name)]
+    return f"not installed: {', '.join(lacking)}" if lacking else None
+
+
+def run(work: Round) -> None:
+    for large in (False, True):
+        child = _fork(lambda large=large: _prepare(work.room, large) or "", work.room / f"prepared-{large}")
+        os.waitpid(child.pid, 0)
+        if said := child.said():
+            raise RuntimeError(f"no node to begin with: {said}")
+    with (work.room / "ext4.img").open("wb") as file:
+        file.truncate(24 << 20)
+    subprocess.run(["mkfs.ext4", "-qF", "-m0", "-N128", str(work.room / "ext4.img")], check=True, timeout=60)
+    work.notes["SKIPPED quota of a file system: the kernel has no quota format, EDQUOT is injected"] = 0
+    running: dict[int, _Trial] = {}
+    for seed in work.seeds():
+        room = work.room / str(seed)
+        running[seed] = _fork(lambda seed=seed, room=room: _trial(seed, room, work.room), room)
+        while len(running) >= _AT_ONCE or (running and work.only is not None):
+            _reap(work, running)
+    while running:
+        _reap(work, running)
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Trial:
+    """A child at work in `room`; what it has to say, it leaves in a file beside that."""
+
+    pid: int
+    room: Path
+    begun: float
+
+    def said(self) -> str:
+        try:
+            return self.room.with_suffix(".said").read_text()
+        except FileNotFoundError:
+            return "LOST it ended without a word"
+
+
+def _fork(work, room: Path) -> _Trial:
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            said = work()
+        except BaseException as error:
+            said = "LOST " + "".join(traceback.format_exception(error))
+        with open(room.with_suffix(".said"), "w") as file:
+            file.write(said)
+        os._exit(0)
+    return _Trial(pid, room, time.monotonic())
+
+
+def _reap(work: Round, running: dict[int, _Trial]) -> None:
+    for seed, trial in list(running.items()):
+        late = time.monotonic() - trial.begun > _LIMIT
+        if late:
+            os.kill(trial.pid, signal.SIGKILL)
+        if os.waitpid(trial.pid, 0 if late else os.WNOHANG)[0]:
+            said = "LOST it hangs" if late else trial.said()
+            del running[seed]
+            if said.startswith("LOST"):
+                work.lost(seed, said)
+            else:
+                found = [line.rsplit(" ", 1) for line in said.splitlines()]
+                met = [note for note, reached in found if reached == "1"]
+                work.passed(len(met), *met)
+            shutil.rmtree(trial.room, ignore_errors=True)
+            trial.room.with_suffix(".said").unlink(missing_ok=True)
+    time.sleep(0.01)
+
+
+# -- a trial ----------------------------------------------------------------------------------------------------------
+
+
+def _prepare(room: Path, large: bool) -> None:
+    """A node that has saved some steps, all of them on both tiers."""
+    hurry()
+    home = room / f"node-{large}"
+    for path in (home / "nvme", home / "nfs" / "tier", home / "disk" / "other"):
+        path.mkdir(parents=True)
+    node = Node(home, large=large, saved=0)
+    node.start()
+    for step in range(1, _BASE + 1):
+        assert node.save() == step and not node.failed
+    node.converge()
+    node.stop()
+
+
+def _trial(seed: int, room: Path, prepared: Path) -> str:
+    """What was done to what, a line for each fault, and whether it was met."""
+    import torch
+
+    torch.set_num_threads(1)
+    rng, kind = random.Random(seed), _KINDS[seed % len(_KINDS)]
+    room.mkdir()
+    own_mounts()
+    home = Volume(room / "home", size=256 << 20).point
+    if kind == "traced":
+        return "\n".join(traced.trial(rng, home / str(number)) for number in range(_LIFE))
+    hurry()
+    large, where = rng.random() < 0.4, rng.choice(("nvme", "nfs"))
+    # A tmpfs turns read-only only when nothing is open for writing, as the daemon's lock in the spool is.
+    ext4 = kind == "ext4" or (kind == "read-only" and where == "nvme")
+    volume = _mounted(home, prepared, where, large=large, ext4=ext4, root=rng.random() < 0.5)
+    calls = Calls(volume.point)
+    calls.hook()
+    kinds = [kind, *(rng.choice(_ON_EXT4 if ext4 else _ON_TMPFS) for _ in range(_LIFE - 1))]
+    node = Node(home, large=large, saved=_BASE, alone=where == "nvme" and rng.random() < 0.2)
+    node.start()
+    met = []
+    for kind in kinds:
+        doing = rng.choice(("save", "save", "restore", "save" if node.alone else "scrub"))
+        alone = " alone" if node.alone else ""
+        fault = _fault(kind, volume, calls, rng, 1_300_000 if large else 30_000, doing)
+        _suffer(node, fault, doing, rng)
+        if calls.retried:
+            raise Lost(f"fsync was called again after it had failed on {calls.retried}")
+        place = "spool" if where == "nvme" else "tier"
+        met.append(f"{fault.kind}: {place}, {doing}{alone} {int(fault.hit)}")
+    _end(node)
+    return "\n".join(met)
+
+
+def _mounted(home: Path, prepared: Path, where: str, *, large: bool, ext4: bool, root: bool) -> Volume:
+    """The node that was prepared, with a file system of its own at one place; `root`: the tier is all of it."""
+    image = home / "image" if ext4 else None
+    if image:
+        subprocess.run(["cp", "--sparse=always", str(prepared / "ext4.img"), str(image)], check=True, timeout=60)
+    volume = Volume(home / where, image)
+    for name in ("nvme", "nfs", "disk"):
+        source = prepared / f"node-{large}" / name
+        shutil.copytree(source / "tier" if name == "nfs" and root else source, home / name, dirs_exist_ok=True)
+    volume.sync()
+    return volume
+
+
+def _fault(kind: str, volume: Volume, calls: Calls, rng: random.Random, size: int, doing: str) -> faults.Fault:
+    if kind == "ext4":
+        kind = rng.choice(_ON_EXT4)
+    match kind:
+        case "bytes":
+            return faults.Bytes(volume, calls, rng, size)
+        case "full":
+            return faults.Full(volume, rng, 2 * size // 4096)
+        case "inodes":
+            return faults.Inodes(volume, rng)
+        case "size":
+            return faults.FileSize(volume, rng, size)
+        case "read-only":
+            return faults.ReadOnly(volume, calls, rng)
+        case "vanished":
+            return faults.Vanished(volume, calls, rng)
+        case _:
+            return faults.Refused(volume, calls, rng, reading=doing == "scrub" or rng.random() < 0.4)
+
+
+def _suffer(node: Node, fault: faults.Fault, doing: str, rng: random.Random) -> None:
+    """A fault begins, meets what is being done, and ends; then all comes right."""
+    if doing == "restore" and not node.alone and rng.random() < 0.7:
+        _lose_newest(node)
+    newest, copies = max(node.saved), node.copies()
+    node.begin()
+    begun = time.monotonic()
+    fault.begin()
+    try:
+        match doing:
+            case "save":
+                _save(node, fault)
+            case "restore":
+                node.restore_or_raise(newest)
+            case "scrub":
+                node.scrub(copies)
+        if fault.place.name == "nfs":
+            node.ask_tier(newest)
+        if fault.lasting:
+            until(lambda: fault.hit or node.recent, 0.2)
+            time.sleep(rng.uniform(0.02, 0.3))
+    finally:
+        fault.end()
+    node.check_tries(time.monotonic() - begun)
+    node.check_failures(fault.texts)
+    fault.hit |= bool(node.recent) or any(text in line for line in node.lines for text in fault.texts)
+    if fault.renew or node.alone:
+        node.stop()
+        _let_go(node)
+        if fault.renew:
+            fault.volume.mount_anew()
+        node.alone = False
+        node.start()
+    node.restore(max(node.saved), or_newer=node.failed)
+    node.converge()
+    node.check()
+
+
+def _save(node: Node, fault: faults.Fault) -> None:
+    for _ in range(2):
+        step = node.save()
+        if fault.place.name == "nfs" and not isinstance(fault, faults.FileSize):
+            if step in node.failed:
+                raise Lost(f"a tier failed, and so did the save of step {step}: {node.recent}")
+            node.wait_for(step, "other")
+
+
+def _lose_newest(node: Node) -> None:
+    """As on a node that took another one's place."""
+    shutil.rmtree(max(node.spool.glob("run/*.*"), key=lambda path: path.name))
+
+
+def _end(node: Node) -> None:
+    """The disk is well: all goes on."""
+    step = node.save()
+    if step in node.failed:
+        raise Lost(f"the next save failed, too: {node.recent}")
+    for tier in node.tiers:
+        node.wait_for(step, tier)
+    node.converge()
+    node.check()
+    node.stop()
+    _let_go(node)
+
+
+def _let_go(node: Node) -> None:
+    """That nothing is open which nobody closes any more."""
+    home = str(node.spool.parent.parent)
+
+    def held() -> list[str]:
+        gc.collect()  # a file that nobody knows any more is closed
+        return [link for fd in Path("/proc/self/fd").iterdir() for link in [_link(fd)] if home in link]
+
+    if not until(lambda: not held(), 10):  # the thread of a call that was cancelled ends by itself
+        raise Lost(f"still open: {held()}")
+
+
+def _link(fd: Path) -> str:
+    try:
+        return str(fd.readlink())
+    except OSError:
+        return ""

@@ -1,0 +1,370 @@
+"""A node for one trial: a spool, a tier on the disk that will fail, another that will not, a daemon and a trainer; and,
+by code of its own, what lies on each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import struct
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from faults.rounds import Lost
+from support.world import Daemon, settle
+
+import tierd
+from tierd.client import source
+from tierd.client.save import Save
+from tierd.core.errors import (
+    CheckpointNotFound,
+    CorruptChunk,
+    ManifestError,
+    ObjectNotFound,
+    SaveFailed,
+    SpoolFull,
+    SpoolUnusable,
+    StoreRefused,
+    StoreUnavailable,
+    TierdError,
+)
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.scrub import Copy
+from tierd.daemon import fetch, handoff, lane, reconcile, turns
+from tierd.daemon import tiers as tiering
+from tierd.stores.file import FileStore
+
+DEADLINE = 60.0  # seconds in which the daemon has to converge, and in which any call ends; the machine may be busy
+BACKOFF = 0.2  # seconds at most between two tries of a lane here; half of it at least after three failures
+KEEP = 3  # on each place: then a tier that was down gets all that it wants
+_PROGRAM = re.search(r"```python\n(.*?)\n```", Path("tierd/FORMAT.md").read_text(), re.DOTALL)
+
+
+def hurry() -> None:
+    """Waits of seconds become waits of milliseconds; their order stays."""
+    lane._LONGEST = BACKOFF
+    reconcile._ABANDONED, reconcile._STUCK, reconcile._AGAIN = 0.05, 0.05, 0.02
+    turns._OWN_STALE, turns._PAUSE = 0, 0.01
+    tiering._ANSWER = 0.5
+    source._PATIENCE = 0.5
+    handoff._TICK = 0.05
+    fetch._SPARE = 0  # a fetch begins, however full the disk is
+
+
+# -- what is saved, and what is found ---------------------------------------------------------------------------------
+
+
+def state(step: int, large: bool) -> dict[str, Any]:
+    """What is saved at a step: every value tells which; `large` takes the way past the page cache."""
+    found: dict[str, Any] = {
+        "a": torch.full((3000,), float(step)),
+        "b": torch.arange(step, step + 500),
+        "c": torch.full((7, 11), step % 2 == 0),
+        "epoch": step,
+    }
+    if large:
+        found["big"] = torch.arange(300_000, dtype=torch.float32) + step
+    return found
+
+
+def check_state(found: dict[str, Any], step: int, large: bool, where: str) -> None:
+    wanted = state(step, large)
+    for name, value in wanted.items():
+        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+        if not same:
+            raise Lost(f"{where}: {name} is not what was saved at step {step}")
+
+
+def _check_files(files: dict[str, bytes], step: int, large: bool, where: str) -> None:
+    """That what lies in a part is the state of its step, by the description of safetensors."""
+    data = files["tensors.safetensors"]
+    (length,) = struct.unpack_from("<Q", data)
+    for name, entry in json.loads(data[8 : 8 + length]).items():
+        if name == "__metadata__":
+            continue
+        begin, end = (8 + length + at for at in entry["data_offsets"])
+        if data[begin:end] != np.ascontiguousarray(state(step, large)[name].numpy()).tobytes():
+            raise Lost(f"{where}: {name} is not what was saved at step {step}")
+    if json.loads(files["state.json"])["epoch"] != step:
+        raise Lost(f"{where}: state.json is not that of step {step}")
+
+
+def _program() -> dict[str, Any]:
+    """The program in FORMAT.md by which one restores without tierd, up to where it begins to work."""
+    assert _PROGRAM
+    found: dict[str, Any] = {"__name__": "by_hand"}
+    exec(_PROGRAM[1].split("\ntier, run, target")[0], found)
+    return found
+
+
+def on_tier(root: Path, large: bool) -> set[int]:
+    """The steps of the checkpoints on a tier, all of them read and compared; nothing else may lie there."""
+    by_hand, home, named = _program(), root / "run", set[str]()
+    steps = set()
+    for path in sorted(home.glob("manifests/*/*.json")):
+        try:
+            manifest = by_hand["read_manifest"](path)
+            chunks = [chunk for file in manifest["files"] for chunk in file["chunks"]]
+            named |= {chunk["stored"]["key"] for chunk in chunks}
+            files = {
+                file["path"]: b"".join(by_hand["read_chunk"](home, chunk) for chunk in file["chunks"])
+                for file in manifest["files"]
+            }
+        except (SystemExit, OSError) as error:
+            raise Lost(f"{path}: {error}") from error
+        _check_files(files, manifest["step"], large, str(path))
+        steps.add(int(manifest["step"]))
+    stray = {str(path.relative_to(home)) for path in home.glob("chunks/**/*") if path.is_file()} - named
+    other = [str(path) for path in root.rglob("*") if path.is_file() and not _known(path.relative_to(root))]
+    if stray or other or any((root / ".tmp").iterdir()):
+        raise Lost(f"left over on {root}: {sorted(stray)} {other} {list((root / '.tmp').iterdir())}")
+    return steps
+
+
+def _known(path: Path) -> bool:
+    return str(path) == "README.md" or (path.parts[0] == "run" and path.parts[1] in ("manifests", "chunks"))
+
+
+def in_spool(root: Path, large: bool) -> set[int]:
+    """The steps of the parts in a spool, all of them read and compared; no stage and no grave may be left."""
+    by_hand, steps = _program(), set()
+    for path in sorted(root.glob("run/*/*/manifest.json")):
+        try:
+            manifest = by_hand["read_manifest"](path)
+        except SystemExit as error:
+            raise Lost(f"{path}: {error}") from error
+        files = {}
+        for file in manifest["files"]:
+            files[file["path"]] = data = (path.parent / file["path"]).read_bytes()
+            at = 0
+            for chunk in file["chunks"]:
+                if xxhash.xxh3_128_hexdigest(data[at : at + chunk["size"]]) != chunk["xxh3_128"]:
+                    raise Lost(f"{path.parent}: {file['path']} differs at {at}")
+                at += chunk["size"]
+        _check_files(files, manifest["step"], large, str(path))
+        steps.add(int(manifest["step"]))
+    rooms = [path for room in ("stage", "fetch", "trash", "quarantine") for path in (root / ".tierd" / room).iterdir()]
+    halves = [path for path in root.glob("run/*.*/*") if not (path / "manifest.json").exists()]
+    if rooms or halves:
+        raise Lost(f"left over in {root}: {rooms} {halves}")
+    return steps
+
+
+# -- the node ---------------------------------------------------------------------------------------------------------
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class Node:
+    """A spool at `home/nvme/spool`, tiers at `home/nfs/tier`, or at `home/nfs` where that is not there, and at
+    `home/disk/other`.
+
+    Args:
+        alone: the trainer writes by itself; a daemon comes only afterwards.
+
+    Attributes:
+        saved: steps whose `wait("local")` has returned.
+        failed: steps whose `Save` said that it failed.
+        recent: why, since `begin`.
+        lines: what was logged since then.
+    """
+
+    def __init__(self, home: Path, *, large: bool, saved: int, alone: bool = False) -> None:
+        self.spool, self.large, self.alone = home / "nvme" / "spool", large, alone
+        tier = home / "nfs" / "tier"
+        self.tiers = {"tier": tier if tier.exists() else home / "nfs", "other": home / "disk" / "other"}
+        self.saved = set(range(1, saved + 1))
+        self.failed: set[int] = set()
+        self.recent: dict[int, Exception] = {}
+        self._counted = 0  # failures of this trainer before
+        self.daemon: Daemon | None = None
+        self._log = _Kept()
+        for name in ("tierd", "tierd.daemon"):
+            logging.getLogger(name).setLevel(logging.INFO)
+            logging.getLogger(name).propagate = name != "tierd"
+        logging.getLogger("tierd").addHandler(self._log)
+
+    @property
+    def lines(self) -> list[str]:
+        return self._log.lines
+
+    def begin(self) -> None:
+        self.recent.clear()
+        self.lines.clear()
+        self._counted = self.trainer.stats.failed
+
+    def start(self) -> None:
+        if not self.alone:
+            stores = lambda: {name: FileStore(root) for name, root in self.tiers.items()}  # noqa: E731
+            options = {"keep": KEEP, "rescan": "1s"}
+            self.daemon = Daemon(self.spool, stores, **options).__enter__()
+        self.trainer = tierd.Checkpointer(self.spool, "run", to=[] if self.alone else None, slots=2)
+        if self.saved:
+            self.restore(max(self.saved), or_newer=self.failed)
+
+    def stop(self) -> None:
+        with limited("close"):
+            self.trainer.close()
+        if self.daemon:
+            self.daemon.stop()
+            self.daemon = None
+
+    def restore_or_raise(self, step: int) -> None:
+        """Resume under a fault: `step` comes, or an error that says that something could not be read or written."""
+        try:
+            self.restore(step)
+        except (CorruptChunk, CheckpointNotFound, ManifestError) as error:
+            raise Lost(f"an error is taken for corruption: {error!r}") from error
+        except TierdError as error:
+            self.lines.append(f"restore: {error}")
+        except OSError as error:
+            raise Lost(f"restore raises what is no error of tierd: {error!r}") from error
+
+    def scrub(self, copies: Collection[Copy]) -> None:
+        """Read these copies again."""
+        assert self.daemon
+        for copy in copies:
+            try:
+                self.daemon.call(self.daemon.reconciler.scrubber.scrub(copy), DEADLINE)
+            except (CorruptChunk, ManifestError) as error:
+                raise Lost(f"scrubbing takes an error for corruption: {error!r}") from error
+            except (TierdError, OSError) as error:  # its lane puts that off
+                self.lines.append(f"scrub: {error}")
+
+    def copies(self) -> list[Copy]:
+        """What lies in the spool, there and on the tier that will fail."""
+        found = [PartId.parse(*path.parts[-3:]) for path in sorted(self.spool.glob("run/*.*/*"))]
+        return [Copy(place, part) for part in found if part for place in ("local", "tier")]
+
+    def restore(self, step: int, or_newer: Collection[int] = ()) -> None:
+        """Resume; `step` and nothing older may come."""
+        found = state(10**6, self.large)
+        with limited("restore"):
+            restored = self.trainer.restore(found)
+        if restored is None or (restored.step != step and not (restored.step > step and restored.step in or_newer)):
+            raise Lost(f"restored {restored and restored.step}, not {step}: {restored and restored.skipped}")
+        check_state(found, restored.step, self.large, f"restored from {restored.tier}")
+
+    def save(self) -> int:
+        """Save and wait for it; its step. It must not keep the trainer, and must say what failed."""
+        step = max(self.saved | self.failed, default=0) + 1
+        with limited("save"):
+            save = self.trainer.save(step, state(step, self.large))
+        try:
+            save.wait(timeout=DEADLINE)
+        except SaveFailed as error:
+            assert error.__cause__
+            self.failed.add(step)
+            self.recent[step] = error.__cause__
+            if not any("save failed, training goes on" in line and f"step {step} " in line for line in self.lines):
+                raise Lost(f"step {step} failed, and no line says so: {error}") from error
+            return step
+        except TimeoutError as error:
+            raise Lost(f"a save hangs: {error}") from error
+        self.saved.add(step)
+        return step
+
+    def check_failures(self, why: set[str]) -> None:
+        """That saves which failed say where and why, are counted, and are what the disk says: no more, no less."""
+        for step, error in self.recent.items():
+            memory = isinstance(error, MemoryError)  # of a limit on files, which the snapshot's memory is, too
+            if not isinstance(error, SpoolFull | SpoolUnusable | MemoryError):
+                raise Lost(f"step {step} failed with {error!r}")
+            if (not memory and str(self.spool) not in str(error)) or not any(text in str(error) for text in why):
+                raise Lost(f"step {step} failed, and its error does not say where and why ({why}): {error}")
+        counted = self.trainer.stats.failed - self._counted
+        if counted != len(self.recent):
+            raise Lost(f"{len(self.recent)} saves failed, and {counted} were counted")
+
+    def wait_for(self, step: int, tier: str) -> None:
+        """A tier's copy has to come, in bounded time."""
+        part = PartId(CheckpointId("run", self.trainer.attempt, step), 0, 1)
+        save = Save(part, self.trainer._spool)
+        save.finish(None)
+        try:
+            save.wait(tier, timeout=DEADLINE)
+        except (TierdError, TimeoutError) as error:
+            raise Lost(f"step {step} does not come to {tier}: {error!r}") from error
+
+    def ask_tier(self, newest: int) -> None:
+        """What the tier answers while its disk fails is true, or an error."""
+        assert self.daemon
+        store = self.daemon.reconciler.stores["tier"]
+
+        async def ask() -> None:
+            keys = [info.key async for info in store.scan("run/manifests/")]
+            found = [key for key in keys if f"/{newest:012}." in key]
+            if not found:
+                raise Lost(f"a listing of the tier lacks step {newest}, and is no error: {keys}")
+            await store.get(found[0])
+
+        try:
+            self.daemon.call(ask(), DEADLINE)
+        except ObjectNotFound as error:
+            raise Lost(f"a tier that cannot be read says that step {newest} is not there: {error}") from error
+        except (StoreUnavailable, StoreRefused) as error:
+            self.lines.append(f"asked: {error}")
+
+    def converge(self) -> None:
+        assert self.daemon
+        for one in self.daemon.reconciler.lanes.values():
+            self.daemon.loop.call_soon_threadsafe(one.wake.set)
+        try:
+            self.daemon.call(settle(self.daemon.reconciler, DEADLINE), DEADLINE + 10)
+        except (AssertionError, TimeoutError) as error:
+            raise Lost(f"not converged within {DEADLINE:.0f} s: {error}") from error
+
+    def check(self) -> None:
+        """That every checkpoint which was acknowledged, and that retention wants, lies where it should bit for bit, and
+        nothing else does."""
+        assert self.daemon
+        counters = self.daemon.reconciler.journal.counters
+        for name in ("quarantined", "corruptions", "scrub_findings"):
+            if counters[name]:
+                raise Lost(f"an error counted as corruption: {name}; {self.lines[-20:]}")
+        known = self.saved
+        places = {name: on_tier(root, self.large) for name, root in self.tiers.items()}
+        places["spool"] = in_spool(self.spool, self.large)
+        for name, steps in places.items():
+            if steps - known - self.failed or steps != set(sorted(known | steps)[-KEEP:]):
+                raise Lost(f"{name} has {sorted(steps)}, of {sorted(known)} saved and {sorted(self.failed)} failed")
+
+    def check_tries(self, seconds: float) -> None:
+        """That no lane tried again and again without resting."""
+        for name in (*self.tiers, "local"):
+            tries = sum(line.startswith(f"{name}: ") and "failed, again in" in line for line in self.lines)
+            if tries > 6 + seconds / (BACKOFF / 2):
+                raise Lost(f"{name} was tried {tries} times in {seconds:.1f} s")
+
+
+@contextlib.contextmanager
+def limited(doing: str) -> Iterator[None]:
+    """What training calls must return, whatever the disk does."""
+    begun = time.monotonic()
+    yield
+    if time.monotonic() - begun > DEADLINE / 2:
+        raise Lost(f"{doing} took {time.monotonic() - begun:.0f} s")
+
+
+def until(condition: Callable[[], object], seconds: float) -> bool:
+    """Whether it came to hold."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True

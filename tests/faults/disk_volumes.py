@@ -1,0 +1,149 @@
+"""File systems of one trial's own: filled up to the page, out of inodes, read-only, taken away, and put right again.
+
+Law: everything is mounted in a mount namespace of the trial's process, so that it goes with it, however that ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from pathlib import Path
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_NEWNS, _REC, _PRIVATE, _BIND, _REMOUNT, _RDONLY, _DETACH = 0x20000, 0x4000, 0x40000, 0x1000, 0x20, 0x1, 0x2
+_PAGE = 4096
+
+
+def own_mounts() -> None:
+    """From here on, what this process mounts is seen by it and its children alone."""
+    _checked(_libc.unshare(_NEWNS), "unshare")
+    _mount("none", "/", None, _REC | _PRIVATE)
+
+
+def _checked(result: int, what: str) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+def _mount(source: str | Path, target: str | Path, kind: str | None, flags: int, data: str = "") -> None:
+    args = (os.fsencode(source), os.fsencode(target), kind.encode() if kind else None)
+    _checked(_libc.mount(*args, ctypes.c_ulong(flags), data.encode()), f"mount {target}")
+
+
+class Volume:
+    """A file system mounted at `point`; also somewhere else, so that one that is taken away is not lost.
+
+    Args:
+        image: of an ext4, that is mounted; without one it is a tmpfs.
+        size: of a tmpfs, bytes.
+    """
+
+    def __init__(self, point: Path, image: Path | None = None, size: int = 24 << 20) -> None:
+        self.point, self._image, self._size = point, image, size
+        self.kind = "ext4" if image else "tmpfs"
+        self._away = point.with_name(point.name + ".elsewhere")
+        self._taken = 0
+        point.mkdir()
+        self._away.mkdir()
+        self._up()
+
+    def _up(self) -> None:
+        if self._image:
+            what = ["mount", "-t", "ext4", "-o", "loop,errors=remount-ro", str(self._image), str(self._away)]
+            subprocess.run(what, check=True, timeout=60)
+        else:
+            _mount("tierd-faults", self._away, "tmpfs", 0, f"size={self._size}")
+        self.back()
+
+    def sync(self) -> None:
+        """What was put here is not lost by an error of the file system any more."""
+        fd = os.open(self._away, os.O_RDONLY)
+        try:
+            _checked(_libc.syncfs(fd), "syncfs")
+        finally:
+            os.close(fd)
+
+    # -- full ---------------------------------------------------------------------------------------------------------
+
+    def leave_pages(self, pages: int) -> None:
+        """Take all room but so many pages. (Of an ext4, a few go into what describes the file that takes it.)"""
+        found = os.statvfs(self._away)
+        want = found.f_bavail * found.f_frsize - pages * _PAGE
+        fd = os.open(self._away / "ballast", os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            while want > 0 and self._ballast(fd, want):
+                found = os.statvfs(self._away)
+                want = found.f_bavail * found.f_frsize - pages * _PAGE
+        finally:
+            os.close(fd)
+
+    def _ballast(self, fd: int, size: int) -> bool:
+        try:
+            os.posix_fallocate(fd, os.fstat(fd).st_size, max(size // _PAGE * _PAGE, 1))
+        except OSError:
+            return False
+        return size >= _PAGE
+
+    def leave_inodes(self, count: int) -> None:
+        """Take all inodes but so many."""
+        (self._away / "many").mkdir(exist_ok=True)
+        if not self._image:
+            used = os.statvfs(self._away)
+            inodes = used.f_files - used.f_ffree + count
+            _mount("tierd-faults", self._away, None, _REMOUNT, f"size={self._size},nr_inodes={inodes}")
+            return
+        for number in range(os.statvfs(self._away).f_favail - count):
+            os.close(os.open(self._away / "many" / str(number), os.O_CREAT | os.O_WRONLY, 0o600))
+
+    def make_room(self) -> None:
+        """There is room again."""
+        (self._away / "ballast").unlink(missing_ok=True)
+        if (self._away / "many").is_dir():
+            if not self._image:
+                _mount("tierd-faults", self._away, None, _REMOUNT, f"size={self._size},nr_inodes=100000")
+            for path in (self._away / "many").iterdir():
+                path.unlink()
+            (self._away / "many").rmdir()
+        self.sync()  # an error of the file system later on must not bring the ballast back
+
+    # -- read-only ----------------------------------------------------------------------------------------------------
+
+    def turn_read_only(self) -> bool:
+        """As an ext4 does by itself when it meets an error, whatever is open; a tmpfs only between two writes. Whether
+        it is."""
+        if self._image:
+            where = Path("/sys/fs/ext4") / Path(self._device()).name / "trigger_fs_error"
+            where.write_text("faults")
+            return True
+        try:
+            _mount("tierd-faults", self._away, None, _REMOUNT | _RDONLY, f"size={self._size}")
+        except OSError:
+            return False
+        return True
+
+    def mount_anew(self) -> None:
+        """Writable again; an ext4 must not be in use any more, for it is unmounted and mounted."""
+        if not self._image:
+            _mount("tierd-faults", self._away, None, _REMOUNT, f"size={self._size}")
+            return
+        self.vanish()
+        _checked(_libc.umount2(os.fsencode(self._away), 0), f"umount {self._away}: somebody holds it")
+        self._up()
+
+    def _device(self) -> str:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+        return next(words[0] for words in mounts if words[1] == str(self._away))
+
+    # -- away ---------------------------------------------------------------------------------------------------------
+
+    def vanish(self) -> None:
+        """Nothing is mounted here any more; who has files open keeps them."""
+        _checked(_libc.umount2(os.fsencode(self.point), _DETACH), f"umount {self.point}")
+
+    def below(self) -> list[str]:
+        """What lies under the mount point while nothing is mounted there."""
+        return os.listdir(self.point)
+
+    def back(self) -> None:
+        _mount(self._away, self.point, None, _BIND)
