@@ -271,6 +271,28 @@ def test_a_local_copy_stays_when_its_copy_on_the_tier_has_lost_a_chunk(spool, ha
     asyncio.run(work())
 
 
+def test_of_a_checkpoint_only_the_part_that_has_lost_a_chunk_is_set_aside(spool):
+    """The other ranks' copies are right, and maybe the last ones by tomorrow (simulation, seed 1012)."""
+
+    async def work():
+        store = Double()
+        for step in range(2):
+            for rank in range(2):
+                commit(spool, part(step, rank=rank, world=2))
+        async with running(reconciler(spool, {"tier": store})) as daemon:
+            await settle(daemon)
+        old = part(0).checkpoint.name
+        victim = next(key for key in await contents(store.inner) if is_chunk(key) and f"{old}/00001/" in key)
+        await store.inner.delete([victim])
+        store.calls = []
+        async with running(reconciler(spool, {"tier": store}, keep=100, keep_local=1)) as daemon:
+            await settle(daemon)
+        assert store.puts(lambda key: "/quarantine/" in key) == [part(0, rank=1, world=2).quarantine_key]
+        assert store.puts(is_chunk) == [victim] and steps_in(spool) == [1, 1]
+
+    asyncio.run(work())
+
+
 def test_what_is_being_restored_is_not_evicted(spool):
     async def work():
         store = MemoryStore()
