@@ -7,9 +7,10 @@ import os
 import random
 import shutil
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
-from support.doubles import Double, contents, flip, is_chunk, is_manifest
+from support.doubles import Double, contents, flip, flipped, is_chunk, is_manifest
 from support.world import (
     commit,
     content,
@@ -289,6 +290,36 @@ def test_of_a_checkpoint_only_the_part_that_has_lost_a_chunk_is_set_aside(spool)
             await settle(daemon)
         assert store.puts(lambda key: "/quarantine/" in key) == [part(0, rank=1, world=2).quarantine_key]
         assert store.puts(is_chunk) == [victim] and steps_in(spool) == [1, 1]
+
+    asyncio.run(work())
+
+
+def test_a_manifest_that_reads_wrong_once_is_not_set_aside(spool):
+    """A bit that flips on its way is no rot (simulation, seed 5060)."""
+
+    class Flipping(Double):
+        """Every first read of each manifest gives another bit."""
+
+        seen: ClassVar[set[str]] = set()
+
+        async def get(self, key, into=None):
+            found = await super().get(key, into)
+            if is_manifest(key) and key not in self.seen:
+                self.seen.add(key)
+                return flipped(bytes(found))
+            return found
+
+    async def work():
+        store = Flipping(MemoryStore())
+        for step in range(3):
+            commit(spool, part(step))
+        async with running(reconciler(spool, {"tier": store})) as daemon:
+            await settle(daemon)
+        store.seen.clear()
+        async with running(reconciler(spool, {"tier": store}, keep=100, keep_local=1)) as daemon:
+            await settle(daemon)
+            assert not daemon.journal.counters["corruptions"]
+        assert store.puts(lambda key: "/quarantine/" in key) == [] and steps_in(spool) == [2]
 
     asyncio.run(work())
 

@@ -59,7 +59,7 @@ LIFE: contextvars.ContextVar[Life | None] = contextvars.ContextVar("life", defau
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """Attributes: `steps`: callbacks that were run; `after`: called after each; `most`: of them, before it is a hang."""
+    """`steps` callbacks were run, `after` is called after each, and with `most` of them it is a hang."""
 
     def __init__(self, rng: random.Random, most: int) -> None:
         super().__init__()

@@ -20,20 +20,20 @@ from typing import Any
 from unittest import mock
 
 import msgspec
-from support.world import RUN, commit, config, part
-
 from faults.rounds import Lost
 from faults.simdisk import Disk, Watch
 from faults.simloop import Life, SimLoop
 from faults.simstore import Bucket, Line, Weather
 from faults.simtruth import Checkpoint, Part, Truth, content
+from support.world import RUN, commit, config, part
+
 from tierd.client import arriving, restore, source
 from tierd.client.launch import Clock
 from tierd.core import wire
 from tierd.core.errors import CheckpointNotFound, StepRefused, TierdError
 from tierd.core.ids import PartId
-from tierd.core.plan import plan
-from tierd.core.retention import RetentionPolicy
+from tierd.core.plan import Prune, plan
+from tierd.core.world import SPOOL
 from tierd.daemon.control import Control
 from tierd.daemon.reconcile import Reconciler
 from tierd.persist import digest
@@ -141,9 +141,7 @@ class Node:
         self.spool.truth, self.spool.life = world.truth, self.life
         self.lines = {one.name: Line(one, self.life, world.weather, world.rng, world.count) for one in world.buckets}
         stores = {name: RetryingStore(line, rng=world.rng.random) for name, line in self.lines.items()}
-        settings = config(
-            self.spool, *stores, keep=world.keep, keep_local=world.keep_local, **world.options
-        )
+        settings = config(self.spool, *stores, keep=world.keep, keep_local=world.keep_local, **world.options)
         self.daemon = Reconciler(settings, self.spool, stores)
         self.daemon._random = self.daemon.scrubber._random = random.Random(world.rng.random())
         self.daemon.scrubber._clock = lambda: __import__("time").time()
@@ -178,17 +176,18 @@ class Node:
 
     # -- quiet ------------------------------------------------------------------------------------------------------
 
-    def is_calm(self) -> bool:
-        """Whether nothing is left to do, as far as the daemon knows."""
+    def is_calm(self, *, strict: bool) -> bool:
+        """Whether nothing is left to do, as far as the daemon knows; if not `strict`, nothing but pruning a tier."""
         if not self.up:
             return False
         world = self.daemon.world()
         lanes = [*self.daemon.lanes.values(), *self.daemon.scrubber._lanes.values()]
         calm = all(one.doing is None and not one.wake.is_set() and not one.last_error for one in lanes)
-        return calm and None not in world.tiers.values() and not world.busy and not self._plan()
+        return calm and None not in world.tiers.values() and not world.busy and not self.planned(strict=strict)
 
-    def _plan(self) -> tuple[Any, ...]:
-        return plan(self.daemon.world(), self.daemon.config, {}, 0.0)
+    def planned(self, *, strict: bool = True) -> list[Any]:
+        found = plan(self.daemon.world(), self.daemon.config, {}, 0.0)
+        return [one for one in found if strict or not isinstance(one, Prune) or one.tier == SPOOL]
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
@@ -312,6 +311,7 @@ class Job:
         self.number = 0
         self.origin: Checkpoint | None = None
         self.step = 0
+        self.why: BaseException | None = None
 
     @property
     def broken(self) -> bool:
@@ -326,7 +326,7 @@ class Job:
             life.spawn(Caller().run(lambda rank=rank: self._restore(rank, meeting, keep)))  # type: ignore[misc]
             for rank, life in enumerate(self.lives)
         ]
-        done, late = await asyncio.wait(tasks, timeout=90_000.0)
+        _, late = await asyncio.wait(tasks, timeout=90_000.0)
         if self.broken:
             await self._drop(tasks)
             return "broken"
@@ -368,7 +368,9 @@ class Job:
         spool = Spool(node.root, write=False)
         spool.node = node  # type: ignore[attr-defined]
         ranks = _Ranks(rank, len(self.placing), meeting)
-        found = restore.Restorer(spool, RUN, ranks, tiers=True, keep=keep, clock=lambda: Clock(0, "0" * 8, None)).restore(  # type: ignore[arg-type]
+        found = restore.Restorer(
+            spool, RUN, ranks, tiers=True, keep=keep, clock=lambda: Clock(0, "0" * 8, None)
+        ).restore(  # type: ignore[arg-type]
             None, None
         )
         if found is None:
@@ -427,7 +429,7 @@ class Job:
 
 @contextlib.contextmanager
 def tierd_here(loop: SimLoop) -> Iterator[None]:
-    """What of tierd would reach outside of the simulation: threads, sockets, and what tells this machine's nodes apart."""
+    """What of tierd would reach outside: threads, sockets, and what tells this machine's nodes apart."""
 
     def name(home: Path) -> str:
         return digest(home.parent.name.partition(".")[0].encode())[:8]

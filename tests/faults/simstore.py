@@ -1,9 +1,9 @@
 """A place that holds objects, over a line that fails in every way in which one can.
 
 Law: a call that is answered well was done, and all of it. A call that is not, was done, will be within a minute, was
-done in part, or never is; so is one whose caller was cancelled or died. A deletion that was asked for again and answered
-is over, and has no late effect: no store that overwrites by key could be told apart from one that lost what was put
-since. What is there is always whole.
+done in part, or never is; so is one whose caller was cancelled or died. A deletion that was asked for again and then
+answered is over, and has no late effect: a store where it had one could not be told apart from one that loses what was
+put since. What is there is always whole.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
+from faults.simloop import Life
+
 from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.stores.base import Buffer, ObjectInfo, check_key, octets, room
-
-from faults.simloop import Life
 
 LATE = 60.0  # seconds after which a call whose answer was lost takes no effect any more
 

@@ -18,15 +18,16 @@ from typing import Any, TypeAlias
 
 import xxhash
 import zstandard
-from support.world import CHUNK, RUN
-
 from faults.rounds import Lost
 from faults.simstore import Bucket
+from support.world import CHUNK, RUN
 
 Part: TypeAlias = tuple[int, int, int]
 Checkpoint: TypeAlias = tuple[int, int]
 
-_KEY = re.compile(rf"{RUN}/(manifests|quarantine)/([0-9]{{12}})\.[0-9a-f]{{12}}-([0-9a-f]{{8}})/([0-9]{{5}})-of-[0-9]{{5}}\.json")
+_KEY = re.compile(
+    rf"{RUN}/(manifests|quarantine)/([0-9]{{12}})\.[0-9a-f]{{12}}-([0-9a-f]{{8}})/([0-9]{{5}})-of-[0-9]{{5}}\.json"
+)
 _DIRECTORY = re.compile(r"([0-9]{12})\.[0-9a-f]{12}-([0-9a-f]{8})")
 _SEALED = 46  # bytes of a manifest's end, behind what its seal is of
 
@@ -222,7 +223,9 @@ class Truth:
             if hurt.intersection(wrong):
                 self.excused.add(whose[1])
             if bad := [one for one in wrong if one not in hurt]:
-                raise Lost(f"{bucket.name}: {what}: the manifest of {whose[1]} names {bad[0]}, which is not right there")
+                raise Lost(
+                    f"{bucket.name}: {what}: the manifest of {whose[1]} names {bad[0]}, which is not right there"
+                )
 
     def never_goes_back(self, spools: list[tuple[Path, int]], what: str) -> None:
         """The newest checkpoint that can be restored is no older than it was."""

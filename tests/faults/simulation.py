@@ -1,5 +1,5 @@
-"""The real reconcile loop, flush, fetch, scrub, prune and restore, simulated: one seeded loop, a clock that jumps, disks
-that lose at a power cut what was not synced, and tiers whose answers get lost.
+"""The real reconcile loop, flush, fetch, scrub, prune and restore, simulated: one seeded loop, a clock that jumps,
+disks that lose at a power cut what was not synced, and tiers whose answers get lost.
 
 A trial is a small world of one to three nodes and one or two tiers. Its ranks save, die and restore; nodes lose power
 after any callback and before any call to the disk; lines fail in every way; bits rot. Of three trials, one is the same
@@ -12,7 +12,6 @@ A unit is one callback of the loop in the time in which faults happen.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -24,14 +23,17 @@ import tempfile
 import traceback
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from faults.rounds import Lost, Mutant, Round
 from faults.simdisk import Watch, watched
-from faults.simloop import SimLoop, clocked, run as run_loop
+from faults.simloop import SimLoop, clocked
+from faults.simloop import run as run_loop
 from faults.simnode import Job, Node, World, tierd_here
 from faults.simstore import Bucket, Weather
 from faults.simtruth import Truth, committed, named, part_of
+
+from tierd.core.errors import CheckpointNotFound
 
 UNIT = "simulated fault steps"
 SHORT = 100_000
@@ -73,7 +75,9 @@ class Trial:
         keep = 1 if self.short else rng.choice((1, 1, 2, 3))
         buckets = [Bucket(name) for name in ("near", "far")[:tiers]]
         truth = Truth(self.ranks, buckets, keep)
-        keep_local = 1 if self.short else rng.choice((1, 2))
+        keep_local = (
+            1 if self.short else rng.randint(1, keep)
+        )  # more would keep halves that nobody can tell from whole ones
         options: dict[str, Any] = {
             "rescan": rng.choice(("30s", "120s", "600s")),
             "scrub": rng.choice(("1h", "6h")),
@@ -96,7 +100,7 @@ class Trial:
             stalls=bad / 10,
             partial=2 * bad,
             spoils=rng.choice((0.0, 0.0, 0.01)),
-            flips=rng.choice((0.0, 0.0, 0.002)),
+            flips=rng.choice((0.0, 0.0, 0.004)),
             slow=rng.choice((0.001, 0.02, 0.3)),
         )
 
@@ -249,6 +253,9 @@ class Trial:
         placing = [world.nodes[rank % len(world.nodes)] for rank in range(self.ranks)]
         job = Job(world, placing)
         went = await job.resume()
+        if truth.injuries and truth.expected(world.spools()) is None and isinstance(job.why, CheckpointNotFound):
+            world.count["runs of which nothing was left right"] += 1
+            return  # it says so, and begins nothing anew by itself
         if went not in ("resumed", "anew"):
             raise Lost(f"a restore with no fault any more: {went}: {job.why}")
         await self._save_all(job)
@@ -256,7 +263,7 @@ class Trial:
         await self._settle()
         await self._save_all(job)
         self.loop.jump(3600.0)
-        await self._settle()
+        await self._settle(strict=True)
         self._at_rest(job)
         for node in world.nodes:
             world.count.update({f"daemon: {name}": many for name, many in node.daemon.journal.counters.items()})
@@ -266,7 +273,8 @@ class Trial:
             await job.save(range(self.ranks))
             await self._settle()
 
-    async def _settle(self) -> None:
+    async def _settle(self, *, strict: bool = False) -> None:
+        """Until nothing is left to do. Not `strict`: what waits for an intent that was left behind may wait a day."""
         end, quiet = self.loop.now + 6 * 3600, 0
         while quiet < 3:
             if self.loop.now > end:
@@ -275,14 +283,14 @@ class Trial:
                 if node.up:
                     node.daemon.wake()
             await asyncio.sleep(20.0)
-            quiet = quiet + 1 if all(node.is_calm() for node in self.world.nodes) else 0
+            quiet = quiet + 1 if all(node.is_calm(strict=strict) for node in self.world.nodes) else 0
 
     def _unrest(self) -> list[str]:
         found = []
         for node in self.world.nodes:
             lanes = [*node.daemon.lanes.values(), *node.daemon.scrubber._lanes.values()]
             said = [f"{one.name}: {one.doing} {one.last_error}" for one in lanes if one.doing or one.last_error]
-            found.append(f"{node.name}: {said} {node._plan()}")
+            found.append(f"{node.name}: {said} {node.planned()}")
         return found
 
     def _at_rest(self, job: Job) -> None:
@@ -315,7 +323,9 @@ class Trial:
             own = node.root / ".tierd"
             left = [path for room in ("stage", "fetch", "trash", "quarantine") for path in (own / room).rglob("*")]
             if left := [path for path in left if not path.is_dir() or path.parent.name != "quarantine"]:
-                files = [str(path.relative_to(own)) for path in left if not path.is_dir() or "quarantine" not in path.parts]
+                files = [
+                    str(path.relative_to(own)) for path in left if not path.is_dir() or "quarantine" not in path.parts
+                ]
                 if files:
                     raise Lost(f"{node.name}: {files[:5]} is left over")
 
@@ -395,7 +405,11 @@ def trial(seed: int) -> dict[str, Any]:
         steps, count = one.run()
         return {"lost": "", "steps": steps, "count": dict(count)}
     except Exception as error:
-        return {"lost": "".join(traceback.format_exception(error)), "steps": max(1, one.faulty or one.loop.steps), "count": {}}
+        return {
+            "lost": "".join(traceback.format_exception(error)),
+            "steps": max(1, one.faulty or one.loop.steps),
+            "count": {},
+        }
     finally:
         shutil.rmtree(home, ignore_errors=True)
 

@@ -46,6 +46,15 @@ async def surely(read: Callable[[], Awaitable[T]]) -> T:
     return await read()  # out here, where the error no longer holds what was read first
 
 
+async def get_manifest(store: Store, key: str, part: PartId | None) -> Manifest:
+    """A tier's manifest, which is called damaged only when it reads so twice. Raises as `Store.get` and `decode`."""
+
+    async def get() -> Manifest:
+        return decode_manifest(bytes(await store.get(key)), part)
+
+    return await surely(get)
+
+
 async def get_object(store: Store, key: str, stored: Stored, where: str = "", lead: int = 0) -> Buffer:
     """A chunk's object, not compared with `stored` yet, in memory of its own that begins `lead` bytes into a page.
 
@@ -99,14 +108,11 @@ class Copies:
     async def _answer(self, name: str) -> Manifest | TierdError:
         try:
             async with asyncio.timeout(_ANSWER):
-                return await surely(partial(self._manifest, self.stores[name]))
+                return await get_manifest(self.stores[name], self.part.manifest_key, self.part)
         except TimeoutError:
             return StoreUnavailable(f"{name}: did not answer within {_ANSWER:.0f} s")
         except TierdError as error:
             return error
-
-    async def _manifest(self, store: Store) -> Manifest:
-        return decode_manifest(bytes(await store.get(self.part.manifest_key)), self.part)
 
     def agree(self, reference: Manifest) -> None:
         """Set aside tiers whose manifest describes other content than `reference`."""

@@ -16,8 +16,9 @@ import xxhash
 
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
-from tierd.core.manifest import Manifest, decode
+from tierd.core.manifest import Manifest
 from tierd.core.world import Facts, Seen, is_complete
+from tierd.daemon.copies import get_manifest
 from tierd.daemon.together import each
 from tierd.stores.base import ObjectInfo, Store
 
@@ -148,7 +149,7 @@ class Manifests:
 
     async def _hear(self, one: _Listed, info: ObjectInfo, part: PartId) -> None:
         try:
-            said: Facts | Unusable = Facts.of(decode(bytes(await self.store.get(info.key)), part))
+            said: Facts | Unusable = Facts.of(await get_manifest(self.store, info.key, part))
         except ObjectNotFound:  # pruned between the listing and now
             one.ranks[part.world] = one.ranks[part.world] - {part.rank}
             return
@@ -202,7 +203,7 @@ class Manifests:
         """
         part = PartId.parse_key(info.key)
         try:
-            manifest = decode(bytes(await self.store.get(info.key)), part)
+            manifest = await get_manifest(self.store, info.key, part)
         except (ManifestError, FormatTooNew) as error:
             if part:
                 self._read.setdefault(part.checkpoint, _Read()).found[_name(info)] = info.token, error

@@ -14,6 +14,7 @@ from tierd.codec import check_stored
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId, chunk_owner, chunks_prefix, manifests_prefix, quarantine_prefix
 from tierd.core.manifest import Manifest, decode
+from tierd.daemon.copies import get_manifest
 from tierd.daemon.manifests import READERS, Manifests
 from tierd.daemon.observe import missing_chunks
 from tierd.daemon.together import each
@@ -129,7 +130,7 @@ async def holds(store: Store, part: PartId, local: Manifest | None) -> bool | No
     The bytes were verified before the manifest was put; this is asked once more before the spool's copy goes.
     """
     try:
-        manifest = decode(bytes(await store.get(part.manifest_key)), part)
+        manifest = await get_manifest(store, part.manifest_key, part)
         if local is not None and not manifest.same_content(local):
             return False
         if all(chunk.stored for chunk in manifest.chunks()) and not await missing_chunks(store, manifest):
