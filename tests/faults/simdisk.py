@@ -2,8 +2,9 @@
 
 Law: what an fsync returned for stays. Of a file that is all its bytes; of a directory its entries. Of everything else
 any part may be there: a file's new bytes block by block, in any order, or zeros in their place; any set of changed
-entries, as long as what one name went through is kept in order. A rename is one change, never half of it. On some
-disks, as with a journal, changes of entries are kept in the order in which they were made.
+entries, as long as what one name went through is kept in order. A rename is one change, never half of it, unless only
+the directory that something came from was synced. On some disks, as with a journal, changes of entries are kept in the
+order in which they were made.
 
 The node works on a real directory. `watched` sees what it changes there; `Disk.cut` makes a directory that a power cut
 could have left.
@@ -132,10 +133,20 @@ class Disk:
         if inode not in self._now:
             self._synced[inode] = content or b""
             return
-        kept = self._closure({number for number, one in enumerate(self._pending) if inode in one.homes})
-        for number in sorted(kept):
-            _apply(self._durable, self._pending[number])
-        self._pending = [one for number, one in enumerate(self._pending) if number not in kept]
+        pending = self._pending
+        kept = self._closure({number for number, one in enumerate(pending) if inode in one.homes})
+        left = []
+        for number, one in enumerate(pending):
+            if number not in kept:
+                left.append(one)
+            elif len(one.entries) == 2 and one.entries[1][0] != inode == one.entries[0][0] and not any(
+                _needs(pending[later], one) for later in kept if later > number
+            ):  # it is known to be gone from here, and not to have come there
+                _apply(self._durable, _Change(one.entries[:1]))
+                left.append(_Change(one.entries[1:]))
+            else:
+                _apply(self._durable, one)
+        self._pending = left
 
     def _closure(self, wanted: set[int]) -> set[int]:
         """These changes, and those that had to come before them."""

@@ -51,6 +51,7 @@ class Trial:
     def __init__(self, seed: int, home: Path) -> None:
         self.seed, self.rng = seed, random.Random(seed)
         self.short = seed % 3 == 0
+        self.failing = self.rng.choice((0.0, 0.05, 0.3))  # ranks that save nothing at a step
         self.loop = SimLoop(self.rng, _MOST)
         self.home = home
         self.faulty = 0  # steps while faults happened
@@ -99,7 +100,7 @@ class Trial:
             late=bad,
             stalls=bad / 10,
             partial=2 * bad,
-            spoils=rng.choice((0.0, 0.0, 0.01)),
+            spoils=rng.choice((0.0, 0.0, 0.04)),
             flips=rng.choice((0.0, 0.0, 0.004)),
             slow=rng.choice((0.001, 0.02, 0.3)),
         )
@@ -164,7 +165,7 @@ class Trial:
         for _ in range(times or rng.randint(1, 4)):
             if job.broken:
                 break
-            some = [rank for rank in range(self.ranks) if not ranks_fail or rng.random() < 0.95]
+            some = [rank for rank in range(self.ranks) if not ranks_fail or rng.random() >= self.failing]
             if some:
                 await job.save(some)
             await asyncio.sleep(rng.choice((0.1, 5.0, 60.0)))
@@ -174,7 +175,7 @@ class Trial:
         while True:
             await asyncio.sleep(rng.choice((0.05, 1.0, 10.0, 60.0)))
             node = rng.choice(self.world.nodes)
-            what = rng.choices(("crash", "cut", "slow", "rot", "lose", "wake"), (6, 6, 4, 3, 1, 2))[0]
+            what = rng.choices(("crash", "cut", "slow", "rot", "lose", "wake"), (6, 6, 5, 3, 1, 1))[0]
             if what == "crash" and node.up and node.cut_step is None:
                 node.cut_step = self.loop.steps + rng.randint(1, 300)
                 node.down_for = rng.choice((0.1, 5.0, 300.0))
@@ -185,7 +186,7 @@ class Trial:
                 rng.choice(list(node.lines.values())).until = self.loop.now + rng.choice((1.0, 30.0, 400.0))
             elif what == "rot":
                 self._rot()
-            elif what == "lose" and node.up and rng.random() < 0.3:
+            elif what == "lose" and node.up:
                 self._lose(node)
             elif what == "wake" and node.up:
                 node.daemon.wake()
