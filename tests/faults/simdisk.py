@@ -139,8 +139,10 @@ class Disk:
         for number, one in enumerate(pending):
             if number not in kept:
                 left.append(one)
-            elif len(one.entries) == 2 and one.entries[1][0] != inode == one.entries[0][0] and not any(
-                _needs(pending[later], one) for later in kept if later > number
+            elif (
+                len(one.entries) == 2
+                and one.entries[1][0] != inode == one.entries[0][0]
+                and not any(_needs(pending[later], one) for later in kept if later > number)
             ):  # it is known to be gone from here, and not to have come there
                 _apply(self._durable, _Change(one.entries[:1]))
                 left.append(_Change(one.entries[1:]))

@@ -339,8 +339,11 @@ class Job:
                 if isinstance(failure, Lost) or not isinstance(failure, TierdError):
                     raise failure
             self.world.count["restores that raised"] += 1
-            if any(isinstance(one, CheckpointNotFound) for one in failures):
-                self._check(None, before, str(failures[0]))
+            nothing = [str(one) for one in failures if isinstance(one, CheckpointNotFound)]
+            # What a launch resumed from is in its manifests alone; where the trial has hurt those, nobody can tell.
+            untold = "cannot be told any more" in "".join(nothing) and any(one[0] == before[1] for one in truth.excused)
+            if nothing and not untold:
+                self._check(None, before, nothing[0])
             self.why = failures[0]
             return "unavailable"
         answers = [task.result() for task in tasks]
