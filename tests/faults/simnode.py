@@ -67,21 +67,25 @@ def number(which: PartId) -> Part:
 
 
 class _Spool(Spool):
-    """Says what goes, before it does."""
+    """Says what goes, before it does. A daemon takes whatever is raised in it for a failure, so the loop is told."""
 
     truth: Truth
     life: Life
+    loop: SimLoop
 
     def remove(self, parts: Iterable[PartId], reuse: Collection[str] = ()) -> None:
         parts = list(parts)
         for one in parts:
             if not self.life.dead and self.has(one):
-                self.truth.may_go(number(one))
+                try:
+                    self.truth.may_go(number(one))
+                except Lost as error:
+                    self.loop.lose(error)
         super().remove(parts, reuse)
 
     def quarantine(self, one: PartId) -> None:
         if not self.life.dead and number(one) in self.truth.in_spool(self.root, -1):
-            raise Lost(f"{one} is set aside in the spool, and is right there")
+            self.loop.lose(Lost(f"{one} is set aside in the spool, and is right there"))
         super().quarantine(one)
 
 
@@ -138,7 +142,7 @@ class Node:
     def _start(self) -> None:
         world = self.world
         self.spool = _Spool(self.root)
-        self.spool.truth, self.spool.life = world.truth, self.life
+        self.spool.truth, self.spool.life, self.spool.loop = world.truth, self.life, world.loop
         self.lines = {one.name: Line(one, self.life, world.weather, world.rng, world.count) for one in world.buckets}
         stores = {name: RetryingStore(line, rng=world.rng.random) for name, line in self.lines.items()}
         settings = config(self.spool, *stores, keep=world.keep, keep_local=world.keep_local, **world.options)

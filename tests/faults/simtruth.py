@@ -58,7 +58,7 @@ def part_of(key: str) -> tuple[str, Part] | None:
 @lru_cache(maxsize=4096)
 def _parsed(data: bytes) -> dict[str, Any] | None:
     """A manifest whose seal holds."""
-    if digest(data[:-_SEALED]).encode() not in data[-_SEALED:]:
+    if data[-_SEALED:] != f',"digest":"{digest(data[:-_SEALED])}"}}\n'.encode():
         return None
     found = json.loads(data)
     return found if isinstance(found, dict) else None
