@@ -163,6 +163,18 @@ def test_every_directory_of_a_part_is_synced_and_the_manifest_is_written_last(sp
     assert {"sync ", "sync /r", f"sync {checkpoint}"} <= set(calls)
 
 
+def test_a_new_spool_stays_in_reach_after_a_power_cut(tmp_path, monkeypatch):
+    """Else all that is committed there later is lost with its entry (simulation, seed 2)."""
+    calls: list[str] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd)))
+    Spool(tmp_path / "a" / "b" / "spool")
+    assert calls == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
+    calls.clear()
+    Spool(tmp_path / "a" / "b" / "spool")  # whoever made it may have been killed before it was synced
+    assert calls == [str(tmp_path / "a" / "b")]
+
+
 # -- cut off anywhere -------------------------------------------------------------------------------------------------
 
 _CALLS = ("open", "fsync", "pwrite", "mkdir", "rename", "close")

@@ -77,9 +77,10 @@ class Spool:
                 raise SpoolUnusable(f"spool {self.root}: it is not a directory; name another, or move that file away")
             if not write:
                 return
-            self.root.parent.mkdir(parents=True, exist_ok=True)
+            _make_durably(self.root.parent)
             self.root.mkdir(mode=0o700, exist_ok=True)  # weights are nobody else's business
             keep_private(self.root)
+            _sync_entry(self.root)  # even if it was there: whoever made it may have been killed before this
             for directory in (self.control, *(self.control / name for name in _ROOMS)):
                 directory.mkdir(exist_ok=True)
                 check_room(directory)
@@ -346,6 +347,21 @@ class Spool:
     def handoff_socket(self) -> Path:
         """Where the daemon takes snapshots over."""
         return self.control / "handoff.sock"
+
+
+def _make_durably(directory: Path) -> None:
+    """Make a directory and what lacks above it, such that a power cut leaves what is put there in reach."""
+    if not directory.is_dir():
+        _make_durably(directory.parent)
+        directory.mkdir(exist_ok=True)
+        _sync_entry(directory)
+
+
+def _sync_entry(path: Path) -> None:
+    try:
+        sync_directory(path.parent)
+    except PermissionError:  # not ours to read, and so made by somebody else
+        pass
 
 
 _ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine")

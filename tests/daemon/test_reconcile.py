@@ -8,9 +8,10 @@ import os
 import random
 import shutil
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
-from support.doubles import Double, contents, flip, is_chunk, is_manifest
+from support.doubles import Double, contents, flip, flipped, is_chunk, is_manifest
 from support.world import (
     Daemon,
     commit,
@@ -271,6 +272,58 @@ def test_a_local_copy_stays_when_its_copy_on_the_tier_has_lost_a_chunk(spool, ha
             async with running(reconciler(spool, {"tier": store})) as daemon:
                 await daemon.fetch(part(step))
             assert read(spool, part(step)) == content(step)
+
+    asyncio.run(work())
+
+
+def test_of_a_checkpoint_only_the_part_that_has_lost_a_chunk_is_set_aside(spool):
+    """The other ranks' copies are right, and maybe the last ones by tomorrow (simulation, seed 1012)."""
+
+    async def work():
+        store = Double()
+        for step in range(2):
+            for rank in range(2):
+                commit(spool, part(step, rank=rank, world=2))
+        async with running(reconciler(spool, {"tier": store})) as daemon:
+            await settle(daemon)
+        old = part(0).checkpoint.name
+        victim = next(key for key in await contents(store.inner) if is_chunk(key) and f"{old}/00001/" in key)
+        await store.inner.delete([victim])
+        store.calls = []
+        async with running(reconciler(spool, {"tier": store}, keep=100, keep_local=1)) as daemon:
+            await settle(daemon)
+        assert store.puts(lambda key: "/quarantine/" in key) == [part(0, rank=1, world=2).quarantine_key]
+        assert store.puts(is_chunk) == [victim] and steps_in(spool) == [1, 1]
+
+    asyncio.run(work())
+
+
+def test_a_manifest_that_reads_wrong_once_is_not_set_aside(spool):
+    """A bit that flips on its way is no rot (simulation, seed 5060)."""
+
+    class Flipping(Double):
+        """Every first read of each manifest gives another bit."""
+
+        seen: ClassVar[set[str]] = set()
+
+        async def get(self, key, into=None):
+            found = await super().get(key, into)
+            if is_manifest(key) and key not in self.seen:
+                self.seen.add(key)
+                return flipped(bytes(found))
+            return found
+
+    async def work():
+        store = Flipping(MemoryStore())
+        for step in range(3):
+            commit(spool, part(step))
+        async with running(reconciler(spool, {"tier": store})) as daemon:
+            await settle(daemon)
+        store.seen.clear()
+        async with running(reconciler(spool, {"tier": store}, keep=100, keep_local=1)) as daemon:
+            await settle(daemon)
+            assert not daemon.journal.counters["corruptions"]
+        assert store.puts(lambda key: "/quarantine/" in key) == [] and steps_in(spool) == [2]
 
     asyncio.run(work())
 

@@ -342,10 +342,9 @@ class Reconciler:
         seen = self._place.checkpoints.get(checkpoint)
         parts = tuple(seen.parts()) if seen else ()
         lacking = await self.tiers.lacking({part: await asyncio.to_thread(self._readable, part) for part in parts})
-        for name in lacking or ():
-            for part in parts:
-                self.journal.tell("corrupt", name, part, "chunks are missing; it will be flushed again")
-                await quarantine(self.stores[name], part)
+        for name, part in lacking or ():
+            self.journal.tell("corrupt", name, part, "chunks are missing; it will be flushed again")
+            await quarantine(self.stores[name], part)
             self.tiers.doubt(name)
         if lacking is not None:
             return None

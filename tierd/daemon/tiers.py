@@ -214,21 +214,20 @@ class Tiers:
                     return False
         return True
 
-    async def lacking(self, local: Mapping[PartId, Manifest | None]) -> list[str] | None:
+    async def lacking(self, local: Mapping[PartId, Manifest | None]) -> list[tuple[str, PartId]] | None:
         """Look once more before the spool's copies go: None if a tier holds all of these parts, or no tier was seen to
-        have them; else the tiers that have lost some of what their manifests name.
+        have them; else the tiers and parts of which some that the manifest names is lost.
 
         Args:
             local: each part's manifest in the spool, None where it cannot be read.
         """
         seen = [name for name in self.places if all(self.has(part, name) for part in local)]
-        lost = []
+        lost: list[tuple[str, PartId]] = []
         for name in seen:
             found = [await holds(self._stores[name], part, manifest) for part, manifest in local.items()]
             if all(found):
                 return None
-            if False in found:
-                lost.append(name)
+            lost += [(name, part) for part, held in zip(local, found, strict=True) if held is False]
         return lost if seen else None
 
     def doubt(self, tier: str) -> None:

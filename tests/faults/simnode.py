@@ -1,0 +1,457 @@
+"""Simulated nodes: the real reconciler, scrubber, stores' retries and control on a simulated disk and line, and ranks
+that save and restore there by the client's own code.
+
+Law: a crash ends a life between two callbacks, or between two calls to the disk, and takes with it all but what the
+disk kept. What was on its way to a tier may still arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+from faults.rounds import Lost
+from faults.simdisk import Disk, Watch
+from faults.simloop import Life, SimLoop
+from faults.simstore import Bucket, Line, Weather
+from faults.simtruth import Checkpoint, Part, Truth, content
+from support.world import RUN, commit, config, part
+
+from tierd.client import arriving, restore, source
+from tierd.client.launch import Clock
+from tierd.core import wire
+from tierd.core.errors import CheckpointNotFound, StepRefused, TierdError
+from tierd.core.ids import PartId
+from tierd.core.plan import Prune, plan
+from tierd.core.world import SPOOL
+from tierd.daemon.control import Control
+from tierd.daemon.reconcile import Reconciler
+from tierd.persist import digest
+from tierd.spool import Spool
+from tierd.stores.retry import RetryingStore
+
+
+@dataclass
+class World:
+    """What all nodes of a trial share. `options` are the configuration's."""
+
+    loop: SimLoop
+    rng: random.Random
+    home: Path
+    watch: Watch
+    weather: Weather
+    buckets: list[Bucket]
+    truth: Truth
+    keep: int
+    keep_local: int
+    options: dict[str, Any]
+    count: Counter[str] = field(default_factory=Counter)
+    nodes: list[Node] = field(default_factory=list)
+
+    def spools(self, nodes: Iterable[Node] | None = None) -> list[tuple[Path, int]]:
+        return [(node.root, node.disk.version) for node in (self.nodes if nodes is None else nodes)]
+
+
+def number(which: PartId) -> Part:
+    return int(which.checkpoint.attempt[-8:], 16), which.checkpoint.step, which.rank
+
+
+class _Spool(Spool):
+    """Says what goes, before it does. A daemon takes whatever is raised in it for a failure, so the loop is told."""
+
+    truth: Truth
+    life: Life
+    loop: SimLoop
+
+    def remove(self, parts: Iterable[PartId], reuse: Collection[str] = ()) -> None:
+        parts = list(parts)
+        for one in parts:
+            if not self.life.dead and self.has(one):
+                try:
+                    self.truth.may_go(number(one))
+                except Lost as error:
+                    self.loop.lose(error)
+        super().remove(parts, reuse)
+
+    def quarantine(self, one: PartId) -> None:
+        if not self.life.dead and number(one) in self.truth.in_spool(self.root, -1):
+            self.loop.lose(Lost(f"{one} is set aside in the spool, and is right there"))
+        super().quarantine(one)
+
+
+class _NoHandOff:
+    """No trainer left anything in memory."""
+
+    busy = False
+
+    async def settled(self) -> None: ...
+
+    def lent_bytes(self) -> int:
+        return 0
+
+
+class Node:
+    """A disk, and the daemon that lives there now. `up`: whether it does."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.up = False
+        self.cut_step: int | None = None  # the loop's step after which the power goes
+        self.down_for = 0.0
+        self._lives = 0
+        self._required: set[Part] = set()
+        self.skew = world.rng.choice((0.0, 0.0, 0.0, 120.0, -3000.0, 3000.0))
+        self.mount(fresh=True)
+        world.nodes.append(self)
+
+    @property
+    def root(self) -> Path:
+        """Of its spool."""
+        return self.disk.root / "spool"
+
+    def _place(self) -> Path:
+        self._lives += 1
+        return self.world.home / f"{self.name}.{self._lives}"
+
+    def mount(self, *, fresh: bool) -> None:
+        """A disk with nothing on it."""
+        if not fresh:
+            self.world.watch.leave(self.disk)
+        home = self._place()
+        home.mkdir()
+        self._use(Disk(home, self.world.rng, self.world.watch))
+
+    def _use(self, disk: Disk) -> None:
+        self.disk = disk
+        disk.target = self._about_to_cut
+
+    def start(self) -> None:
+        self.life = Life(self.name, self.skew)
+        self.life.run(self._start)
+
+    def _start(self) -> None:
+        world = self.world
+        self.spool = _Spool(self.root)
+        self.spool.truth, self.spool.life, self.spool.loop = world.truth, self.life, world.loop
+        self.lines = {one.name: Line(one, self.life, world.weather, world.rng, world.count) for one in world.buckets}
+        stores = {name: RetryingStore(line, rng=world.rng.random) for name, line in self.lines.items()}
+        settings = config(self.spool, *stores, keep=world.keep, keep_local=world.keep_local, **world.options)
+        self.daemon = Reconciler(settings, self.spool, stores)
+        self.daemon._random = self.daemon.scrubber._random = random.Random(world.rng.random())
+        self.daemon.scrubber._clock = lambda: __import__("time").time()
+        self.control = Control(self.daemon, _NoHandOff())  # type: ignore[arg-type]
+        self.work = self.life.spawn(self.daemon.run())
+        self.up = True
+
+    # -- crashing ---------------------------------------------------------------------------------------------------
+
+    def _about_to_cut(self) -> Path:
+        truth = self.world.truth
+        self._required = truth.acked & truth.in_spool(self.root, self.disk.version)
+        return self._place()
+
+    def is_due(self) -> bool:
+        return self.disk.cut_off is not None or (self.cut_step is not None and self.world.loop.steps >= self.cut_step)
+
+    def crash(self) -> None:
+        """The power goes, and comes back after a while."""
+        old, truth = self.disk, self.world.truth
+        new = old.cut_off or old.cut()
+        self.life.end()
+        self.world.watch.leave(old)
+        self._use(new)
+        self.up, self.cut_step = False, None
+        self.world.count["crashes"] += 1
+        left = truth.in_spool(self.root, self.disk.version)
+        if lost := self._required - left - truth.excused:
+            raise Lost(f"{self.name}: acknowledged, and lost in a power cut: {sorted(lost)}")
+        truth.floor = max(truth.whole(self.world.spools(), excused=True), default=None)
+        self.world.loop.call_later(self.down_for, self.start)
+
+    # -- quiet ------------------------------------------------------------------------------------------------------
+
+    def is_calm(self, *, strict: bool) -> bool:
+        """Whether nothing is left to do, as far as the daemon knows; if not `strict`, nothing but pruning a tier."""
+        if not self.up:
+            return False
+        world = self.daemon.world()
+        lanes = [*self.daemon.lanes.values(), *self.daemon.scrubber._lanes.values()]
+        calm = all(one.doing is None and not one.wake.is_set() and not one.last_error for one in lanes)
+        return calm and None not in world.tiers.values() and not world.busy and not self.planned(strict=strict)
+
+    def planned(self, *, strict: bool = True) -> list[Any]:
+        found = plan(self.daemon.world(), self.daemon.config, {}, 0.0)
+        return [one for one in found if strict or not isinstance(one, Prune) or one.tier == SPOOL]
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+class Caller:
+    """Blocking code of a trainer, in a thread of its own that runs only while the loop waits for it."""
+
+    here = threading.local()
+
+    def __init__(self) -> None:
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._begin: Callable[[], Coroutine[Any, Any, Any]] | None = None
+        self._answer: Any = None
+        self._error: BaseException | None = None
+
+    async def run(self, work: Callable[[], Any]) -> Any:
+        outcome: list[Any] = []
+        context = contextvars.copy_context()
+        thread = threading.Thread(target=context.run, args=(self._main, work, outcome), daemon=True)
+        thread.start()
+        while True:
+            self._back.acquire()
+            if outcome:
+                break
+            assert self._begin is not None
+            try:
+                self._answer, self._error = await self._begin(), None
+            except BaseException as error:
+                self._answer, self._error = None, error
+            self._go.release()
+        thread.join()
+        if isinstance(outcome[0], BaseException):
+            raise outcome[0]
+        return outcome[1]
+
+    def _main(self, work: Callable[[], Any], outcome: list[Any]) -> None:
+        self.here.caller = self
+        try:
+            found = work()
+            outcome += [None, found]
+        except BaseException as error:
+            outcome.append(error)
+        self._back.release()
+
+    def ask(self, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """In the thread: have the loop do something."""
+        self._begin = begin
+        self._back.release()
+        self._go.acquire()
+        if self._error is not None:
+            raise self._error
+        return self._answer
+
+
+class _Link:
+    """The client's line to the daemon of its node."""
+
+    def __init__(self, spool: Any) -> None:
+        self._node: Node = spool.node
+        self._held: set[PartId] = set()
+        self._life = self._node.life
+
+    def ask(self, request: Any, timeout_s: float | None = None, told: Any = None) -> dict[str, Any]:
+        line = wire.encode_line(Caller.here.caller.ask(lambda: self._answer(request)))
+        reply = msgspec.json.decode(line)
+        if not reply.get("ok"):
+            wire.raise_error(reply)
+        return dict(reply)
+
+    async def _answer(self, request: Any) -> dict[str, Any]:
+        try:
+            return {"ok": True, **await self._life.spawn(self._node.control._do(request, self._held))}
+        except (TierdError, TimeoutError, OSError) as error:
+            return wire.error_reply(error)
+
+    def close(self) -> None:
+        for one in self._held:
+            self._node.daemon.release(one)
+        self._held.clear()
+
+
+class _Meeting:
+    """Where ranks tell each other."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self._said: dict[int, Any] = {}
+        self._heard: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+
+    async def tell(self, rank: int, value: Any) -> list[Any]:
+        self._said[rank] = value
+        heard = self._heard
+        if len(self._said) == self._world:
+            heard.set_result([self._said[one] for one in range(self._world)])
+            self._said, self._heard = {}, asyncio.get_running_loop().create_future()
+        return list(await asyncio.shield(heard))
+
+
+@dataclass
+class _Ranks:
+    rank: int
+    world: int
+    meeting: _Meeting
+    talk: bool = True
+
+    def gather(self, value: Any) -> list[Any]:
+        return list(Caller.here.caller.ask(lambda: self.meeting.tell(self.rank, value)))
+
+
+class _Lost(Exception):
+    """A node went while its ranks were at work."""
+
+
+class Job:
+    """One launch: a rank on each of these nodes."""
+
+    def __init__(self, world: World, placing: list[Node]) -> None:
+        self.world, self.placing = world, placing
+        self.lives = [node.life for node in placing]
+        self.number = 0
+        self.origin: Checkpoint | None = None
+        self.step = 0
+        self.why: BaseException | None = None
+
+    @property
+    def broken(self) -> bool:
+        return any(life.dead for life in self.lives)
+
+    async def resume(self) -> str:
+        """Restore, and begin a launch; how that went: "resumed", "anew", "unavailable" or "broken"."""
+        truth, nodes = self.world.truth, [*dict.fromkeys(self.placing)]
+        before = truth.expected(self.world.spools(nodes)), truth.newest(self.world.spools(nodes)), truth.injuries
+        meeting, keep = _Meeting(len(self.placing)), self.world.rng.random() < 0.5
+        tasks = [
+            life.spawn(Caller().run(lambda rank=rank: self._restore(rank, meeting, keep)))  # type: ignore[misc]
+            for rank, life in enumerate(self.lives)
+        ]
+        _, late = await asyncio.wait(tasks, timeout=90_000.0)
+        if self.broken:
+            await self._drop(tasks)
+            return "broken"
+        if late:
+            await self._drop(tasks)
+            raise Lost(f"a hang: {len(late)} ranks of {len(tasks)} did not come back from a restore within a day")
+        failures = [failure for task in tasks if (failure := task.exception())]
+        if failures:
+            for failure in failures:
+                if isinstance(failure, Lost) or not isinstance(failure, TierdError):
+                    raise failure
+            self.world.count["restores that raised"] += 1
+            nothing = [str(one) for one in failures if isinstance(one, CheckpointNotFound)]
+            # What a launch resumed from is in its manifests alone; where the trial has hurt those, nobody can tell.
+            untold = "cannot be told any more" in "".join(nothing) and any(one[0] == before[1] for one in truth.excused)
+            if nothing and not untold:
+                self._check(None, before, nothing[0])
+            self.why = failures[0]
+            return "unavailable"
+        answers = [task.result() for task in tasks]
+        if len({one and (one[0], one[1]) for one in answers}) != 1:
+            raise Lost(f"ranks restored different checkpoints: {answers}")
+        found = answers[0]
+        self._check(found, before, "a restore")
+        self._begin(found)
+        self.world.count["restores"] += 1
+        return "resumed" if found else "anew"
+
+    async def _drop(self, tasks: list[asyncio.Task[Any]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    def _begin(self, found: Checkpoint | None) -> None:
+        truth = self.world.truth
+        self.number = max(truth.origins, default=0) + 1
+        self.origin, self.step = found, found[1] if found else 0
+        truth.origins[self.number] = found
+
+    def _restore(self, rank: int, meeting: _Meeting, keep: bool) -> Checkpoint | None:
+        node = self.placing[rank]
+        spool = Spool(node.root, write=False)
+        spool.node = node  # type: ignore[attr-defined]
+        ranks = _Ranks(rank, len(self.placing), meeting)
+        found = restore.Restorer(
+            spool, RUN, ranks, tiers=True, keep=keep, clock=lambda: Clock(0, "0" * 8, None)
+        ).restore(  # type: ignore[arg-type]
+            None, None
+        )
+        if found is None:
+            return None
+        which = number(found.part)
+        for name, data in content(which).items():
+            given = bytes(found.files[name]) if keep else (found.directory / name).read_bytes()
+            if given != data:
+                raise Lost(f"a restore of {which} gave wrong bytes of {name}")
+        if found.hold:
+            found.hold.close()
+        return which[:2]
+
+    def _check(self, found: Checkpoint | None, before: tuple[Checkpoint | None, int | None, int], what: str) -> None:
+        """An answer is no older than what was there when it was asked for, and lies on a timeline."""
+        expected, newest, injuries = before
+        truth = self.world.truth
+        if found is not None:
+            if len({one for one in truth.begun if one[:2] == found}) != truth.world:
+                raise Lost(f"{what} gave {found}, which not every rank has saved")
+            now = truth.newest(self.world.spools())
+            paths = truth.path(newest), truth.path(now)
+            if not any(one == found[0] and found[1] <= limit for path in paths for one, limit in path):
+                raise Lost(f"{what} gave {found}, off the timeline of {newest}")
+        if expected is None or truth.injuries != injuries:
+            return
+        if found is None or (found != expected and found < expected):
+            raise Lost(f"{what} gave {found}, and {expected} was right there")
+
+    async def save(self, ranks: Collection[int]) -> None:
+        """One checkpoint of these ranks; each is told when its part is durable."""
+        self.step += self.world.rng.choice((1, 1, 5))
+        tasks = [self.lives[rank].spawn(self._save(rank, self.step)) for rank in ranks]
+        done, _ = await asyncio.wait(tasks)
+        for task in done:
+            if not task.cancelled() and (failure := task.exception()):
+                raise failure
+
+    async def _save(self, rank: int, step: int) -> None:
+        world, node, life = self.world, self.placing[rank], self.lives[rank]
+        await asyncio.sleep(world.rng.choice((0.0, 0.0, 0.1, 5.0)))
+        which = part(step, self.number, rank, len(self.placing))
+        origin = part(self.origin[1], self.origin[0]).checkpoint if self.origin else None
+        world.truth.begun.add(number(which))
+        try:
+            await asyncio.to_thread(commit, node.spool, which, content(number(which)), origin)
+        except StepRefused as error:
+            raise Lost(str(error)) from error
+        if life.dead or node.disk.cut_off is not None:
+            return
+        world.truth.acked.add(number(which))
+        world.count["saves"] += 1
+        if world.rng.random() < 0.8:  # else the event is lost
+            node.daemon.wake()
+
+
+@contextlib.contextmanager
+def tierd_here(loop: SimLoop) -> Iterator[None]:
+    """What of tierd would reach outside: threads, sockets, and what tells this machine's nodes apart."""
+
+    def name(home: Path) -> str:
+        return digest(home.parent.name.partition(".")[0].encode())[:8]
+
+    def no_thread(spool: Spool, which: PartId, worth: bool) -> arriving.Arriving:
+        return arriving.Arriving(spool, which, worth=False)
+
+    with contextlib.ExitStack() as stack:
+        for target, value in (
+            ("tierd.daemon.tiers.node", name),
+            ("tierd.daemon.mend.node", name),
+            ("tierd.persist.ahead", lambda items, worth: contextlib.nullcontext(items)),
+            ("tierd.device.ahead", lambda items, worth: contextlib.nullcontext(items)),
+        ):
+            stack.enter_context(mock.patch(target, value))
+        stack.enter_context(mock.patch.object(source, "Link", _Link))
+        stack.enter_context(mock.patch.object(source, "Arriving", no_thread))
+        yield

@@ -1,0 +1,310 @@
+"""What really happened in a simulated world, and whether that is what lies there. Nothing of tierd is asked.
+
+Law: what must hold is said from names, bytes and digests alone. A part is `(launch, step, rank)`; its bytes follow from
+its numbers, so that those of two attempts differ.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import xxhash
+import zstandard
+from faults.rounds import Lost
+from faults.simstore import Bucket
+from support.world import CHUNK, RUN
+
+Part: TypeAlias = tuple[int, int, int]
+Checkpoint: TypeAlias = tuple[int, int]
+
+_KEY = re.compile(
+    rf"{RUN}/(manifests|quarantine)/([0-9]{{12}})\.[0-9a-f]{{12}}-([0-9a-f]{{8}})/([0-9]{{5}})-of-[0-9]{{5}}\.json"
+)
+_DIRECTORY = re.compile(r"([0-9]{12})\.[0-9a-f]{12}-([0-9a-f]{8})")
+_SEALED = 46  # bytes of a manifest's end, behind what its seal is of
+
+
+@lru_cache(maxsize=4096)
+def content(part: Part) -> dict[str, bytes]:
+    """A part's files: one never changes, one sometimes, one always."""
+    launch, step, rank = part
+    noise = random.Random(f"{step} {launch} {rank}")
+    return {
+        "backbone": bytes([rank]) * (2 * CHUNK),
+        "deep/rows": bytes([rank, step // 3 % 251]) * (CHUNK // 2) + bytes([rank, launch % 251]) * (CHUNK // 2),
+        "news": noise.randbytes(CHUNK // 2),
+        "empty": b"",
+    }
+
+
+def digest(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def part_of(key: str) -> tuple[str, Part] | None:
+    """Where a manifest lies, and whose it is."""
+    found = _KEY.fullmatch(key)
+    return (found[1], (int(found[3], 16), int(found[2]), int(found[4]))) if found else None
+
+
+@lru_cache(maxsize=4096)
+def _parsed(data: bytes) -> dict[str, Any] | None:
+    """A manifest whose seal holds."""
+    if data[-_SEALED:] != f',"digest":"{digest(data[:-_SEALED])}"}}\n'.encode():
+        return None
+    found = json.loads(data)
+    return found if isinstance(found, dict) else None
+
+
+def _describes(manifest: dict[str, Any], part: Part) -> bool:
+    """Whether it describes the bytes that were saved."""
+    files = content(part)
+    if {file["path"] for file in manifest["files"]} != files.keys():
+        return False
+    for file in manifest["files"]:
+        at, data = 0, files[file["path"]]
+        for chunk in file["chunks"]:
+            if digest(data[at : at + chunk["size"]]) != chunk["xxh3_128"]:
+                return False
+            at += chunk["size"]
+        if at != len(data) or file["size"] != len(data):
+            return False
+    return True
+
+
+def named(data: bytes) -> set[str]:
+    """The keys of the chunks that a manifest on a tier names."""
+    manifest = _parsed(data)
+    if manifest is None:
+        return set()
+    return {f"{RUN}/{chunk['stored']['key']}" for file in manifest["files"] for chunk in file["chunks"]}
+
+
+@lru_cache(maxsize=16384)
+def _holds(data: bytes, codec: str, size: int, stored: str, raw: str) -> bool:
+    """Whether an object is what a manifest says of it."""
+    if len(data) != size or digest(data) != stored:
+        return False
+    if codec == "zst":
+        return digest(zstandard.ZstdDecompressor().decompress(data)) == raw
+    return codec != "raw" or stored == raw
+
+
+class Truth:
+    """All that was saved, and where it is right.
+
+    Attributes:
+        origins: launch -> the checkpoint that it resumed from.
+        acked: parts that the trainer was told are durable.
+        hurt: keys and files that the trial itself changed; `excused`: parts that may be lost for that.
+        floor: the newest checkpoint that can be restored; it never goes back by itself.
+    """
+
+    def __init__(self, world: int, buckets: list[Bucket], keep: int) -> None:
+        self.world, self.buckets, self.keep = world, buckets, keep
+        self.origins: dict[int, Checkpoint | None] = {}
+        self.begun: set[Part] = set()
+        self.acked: set[Part] = set()
+        self.hurt: dict[str, set[str]] = {bucket.name: set() for bucket in buckets}
+        self.excused: set[Part] = set()
+        self.revenants: dict[str, set[str]] = {bucket.name: set() for bucket in buckets}
+        self.deleted: dict[str, set[str]] = {bucket.name: set() for bucket in buckets}
+        self.ever: set[Part] = set()
+        self.injuries = 0
+        self.floor: Checkpoint | None = None
+        self._tiers: dict[str, tuple[int, dict[Part, bool]]] = {}
+        self._spools: dict[Path, tuple[int, set[Part]]] = {}
+
+    # -- what lies where --------------------------------------------------------------------------------------------
+
+    def on_tier(self, bucket: Bucket) -> dict[Part, bool]:
+        """Every part whose manifest is there, and whether all is right; what is hurt counts as what it was."""
+        version, found = self._tiers.get(bucket.name, (-1, {}))
+        if version != bucket.version:
+            found = {}
+            for key in bucket.keys:
+                whose = part_of(key)
+                if whose and whose[0] == "manifests":
+                    found[whose[1]] = self._is_right(bucket, key, whose[1])
+            self._tiers[bucket.name] = bucket.version, found
+        return found
+
+    def _is_right(self, bucket: Bucket, key: str, part: Part) -> bool:
+        manifest = _parsed(bucket.objects[key][0])
+        return manifest is not None and _describes(manifest, part) and not self.wrong(bucket, key)
+
+    def wrong(self, bucket: Bucket, key: str) -> list[str]:
+        """The keys of chunks that a manifest names and that are not what it says."""
+        found = []
+        for file in (_parsed(bucket.objects[key][0]) or {"files": ()})["files"]:
+            for chunk in file["chunks"]:
+                stored = chunk["stored"]
+                here = bucket.objects.get(f"{RUN}/{stored['key']}")
+                if here is None or not _holds(
+                    here[0], stored["codec"], stored["size"], stored["xxh3_128"], chunk["xxh3_128"]
+                ):
+                    found.append(f"{RUN}/{stored['key']}")
+        return found
+
+    def in_spool(self, spool: Path, version: int) -> set[Part]:
+        """The parts that are right there."""
+        known, found = self._spools.get(spool, (-1, set()))
+        if known != version:
+            found = {part for part, home in committed(spool) if _is_whole(home, part)}
+            self._spools[spool] = version, found
+        return found
+
+    def whole(self, spools: Iterable[tuple[Path, int]], *, excused: bool = False) -> set[Checkpoint]:
+        """The checkpoints of which every part is right somewhere."""
+        ranks: dict[Checkpoint, set[int]] = defaultdict(set)
+        places: list[Collection[Part]] = [self.in_spool(spool, version) for spool, version in spools]
+        places += [[part for part, right in self.on_tier(bucket).items() if right] for bucket in self.buckets]
+        for launch, step, rank in (part for place in [*places, self.excused if excused else ()] for part in place):
+            ranks[launch, step].add(rank)
+        return {checkpoint for checkpoint, found in ranks.items() if len(found) == self.world}
+
+    # -- what must hold ---------------------------------------------------------------------------------------------
+
+    def changed(self, bucket: Bucket, key: str, old: bytes | None, new: bytes | None, who: str) -> None:
+        """Something was put or deleted on a tier by a node."""
+        if new is None:
+            self.deleted[bucket.name].add(key)
+        whose = part_of(key)
+        if whose is None:
+            if "/chunks/" in key and new is not None and old != new and "spoiled" in who and self._namers(bucket, key):
+                self.hurt[bucket.name].add(key)  # over what others name: they were right when they were put
+            if "/chunks/" in key:
+                self.manifests_hold(bucket, [key], f"{who} {'put' if new is not None else 'deleted'} {key}")
+            return
+        kind, part = whose
+        if kind == "quarantine" and new is not None:
+            if self.on_tier(bucket).get(part):
+                raise Lost(f"{who} sets {part} aside on {bucket.name}, whose copy there is right")
+        elif kind == "manifests" and new is not None:
+            if self.wrong(bucket, key) and key in self.deleted[bucket.name]:
+                self.revenants[bucket.name].add(key)  # an earlier put that came late
+            elif key in self.revenants[bucket.name] and not self.wrong(bucket, key):
+                self.revenants[bucket.name].discard(key)
+            if "spoiled" in who:
+                self.hurt[bucket.name].add(key)
+            else:
+                self.hurt[bucket.name].discard(key)
+            self.manifests_hold(bucket, None, f"{who} put {key}")
+            if self.on_tier(bucket).get(part):
+                self.ever.add(part)
+        elif kind == "manifests":
+            self.revenants[bucket.name].discard(key)
+
+    def _namers(self, bucket: Bucket, key: str) -> list[str]:
+        return [
+            one
+            for one in bucket.keys
+            if (whose := part_of(one)) and whose[0] == "manifests" and key in named(bucket.objects[one][0])
+        ]
+
+    def manifests_hold(self, bucket: Bucket, keys: list[str] | None, what: str) -> None:
+        """Every manifest on a tier names only chunks that are there and right, unless the trial changed them."""
+        hurt, revenants = self.hurt[bucket.name], self.revenants[bucket.name]
+        for key in list(bucket.keys):
+            whose = part_of(key)
+            if not whose or whose[0] != "manifests" or key in revenants or key in hurt:
+                continue
+            if keys is not None and not named(bucket.objects[key][0]).intersection(keys):
+                continue
+            wrong = self.wrong(bucket, key)
+            if hurt.intersection(wrong):
+                self.excused.add(whose[1])
+            if bad := [one for one in wrong if one not in hurt]:
+                raise Lost(
+                    f"{bucket.name}: {what}: the manifest of {whose[1]} names {bad[0]}, which is not right there"
+                )
+
+    def never_goes_back(self, spools: list[tuple[Path, int]], what: str) -> None:
+        """The newest checkpoint that can be restored is no older than it was."""
+        best = max(self.whole(spools, excused=True), default=None)
+        if self.floor is not None and (best is None or best < self.floor):
+            raise Lost(f"{what}: {self.floor} could be restored, and now nothing newer than {best}")
+        self.floor = best
+
+    def may_go(self, part: Part) -> None:
+        """A local copy goes only after a tier's copy was verified, or once enough newer ones have retired it."""
+        kept = [self.on_tier(bucket) for bucket in self.buckets]
+        if any(place.get(part) for place in kept) or part in self.excused:
+            return
+        if part in self.ever and not any(part in place for place in kept):
+            return  # pruned there since
+        for bucket in self.buckets:
+            newer: dict[Checkpoint, set[int]] = defaultdict(set)
+            for (launch, step, rank), right in self.on_tier(bucket).items():
+                if (launch, step) > part[:2] and (right or (launch, step, rank) in self.excused):
+                    newer[launch, step].add(rank)
+            if sum(len(ranks) == self.world for ranks in newer.values()) < self.keep:
+                raise Lost(f"the spool's copy of {part} goes, which no tier has, and {bucket.name} has few newer ones")
+
+    def injured(self, spools: list[tuple[Path, int]]) -> None:
+        """The trial has taken something away: what is left is what can be asked for."""
+        self.injuries += 1
+        self._tiers.clear()
+        self.floor = max(self.whole(spools, excused=True), default=None)
+
+    # -- what a restore must give -----------------------------------------------------------------------------------
+
+    def path(self, launch: int | None) -> list[tuple[int, float]]:
+        """From a launch down: each launch and the largest step of it that counts."""
+        found: list[tuple[int, float]] = []
+        limit = float("inf")
+        while launch is not None:
+            found.append((launch, limit))
+            origin = self.origins[launch]
+            launch, limit = origin if origin else (None, 0)
+        return found
+
+    def newest(self, spools: list[tuple[Path, int]]) -> int | None:
+        """The newest launch that anything shows."""
+        shown = {part[0] for spool, _ in spools for part, _ in committed(spool)}
+        shown |= {part[0] for spool, _ in spools for part, _ in committed(spool / ".tierd" / "quarantine")}
+        shown |= {whose[1][0] for bucket in self.buckets for key in bucket.keys if (whose := part_of(key))}
+        return max(shown, default=None)
+
+    def expected(self, spools: list[tuple[Path, int]]) -> Checkpoint | None:
+        """What a restore gives, or something newer."""
+        whole = self.whole(spools)
+        for launch, limit in self.path(self.newest(spools)):
+            steps = [step for one, step in whole if one == launch and step <= limit]
+            if steps:
+                return launch, max(steps)
+        return None
+
+
+def committed(spool: Path) -> list[tuple[Part, Path]]:
+    """The parts that can be seen in a spool."""
+    found = []
+    try:
+        checkpoints = sorted(os.listdir(spool / RUN))
+    except FileNotFoundError:
+        return []
+    for checkpoint in checkpoints:
+        if match := _DIRECTORY.fullmatch(checkpoint):
+            for name in os.listdir(spool / RUN / checkpoint):
+                found.append(((int(match[2], 16), int(match[1]), int(name[:5])), spool / RUN / checkpoint / name))
+    return found
+
+
+def _is_whole(home: Path, part: Part) -> bool:
+    try:
+        manifest = _parsed((home / "manifest.json").read_bytes())
+        return (
+            manifest is not None
+            and _describes(manifest, part)
+            and all((home / name).read_bytes() == data for name, data in content(part).items())
+        )
+    except OSError:
+        return False
