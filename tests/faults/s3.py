@@ -98,7 +98,7 @@ MUTANTS = (
         "s3 --only 13",
     ),
     Mutant(
-        "stored bytes are not compared with their digest",
+        "what a server gives is not compared with its digest",
         "tierd/codec.py",
         "if digest(data) != stored.xxh3_128:\n        raise",
         "if False:\n        raise",
