@@ -107,7 +107,6 @@ MUTANTS = (
 )
 
 _MOST = 600_000  # steps of a trial: more is a hang
-_PATIENCE = 900.0  # real seconds that a worker is given for one trial
 
 
 class Trial:
