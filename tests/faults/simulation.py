@@ -77,6 +77,13 @@ MUTANTS = (
         _BY,
     ),
     Mutant(
+        "a local copy goes without another look at the tiers",
+        "tierd/daemon/reconcile.py",
+        "        return parts if on_one or await self.tiers.are_past(checkpoint) else None\n",
+        "        return parts\n",
+        _BY,
+    ),
+    Mutant(
         "what was put is not read back",
         "tierd/daemon/flush.py",
         "                await self._read_back(key, stored)\n",
@@ -100,7 +107,6 @@ MUTANTS = (
 )
 
 _MOST = 600_000  # steps of a trial: more is a hang
-_PATIENCE = 900.0  # real seconds that a worker is given for one trial
 
 
 class Trial:
