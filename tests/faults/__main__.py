@@ -30,11 +30,11 @@ def kit(kind: str) -> Kit:
 
 
 def trials(kind: str, number: int, seed: int, only: int | None = None, kept: Path | None = None) -> bool:
-    """A round of one kind; whether it succeeded."""
+    """A round of one kind; whether it succeeded. What this machine cannot do fails only if it is to be kept."""
     which = kit(kind)
     if why := which.missing():
         say(f"SKIPPED {kind}: {why}")
-        return False
+        return kept is None
     say(f"== {kind}: {number:,} {which.UNIT} from seed {seed}" if only is None else f"== {kind}: seed {only}")
     room = Path(tempfile.mkdtemp(prefix=f"tierd-{kind}-"))
     work = Round(kind, which.UNIT, seed, number, room, only)

@@ -53,11 +53,12 @@ _PLAIN: dict[tuple[str, str], Any] = {
 }
 
 
-# What follows an opcode: so many bytes; or a length of so many bytes, and that.
-_STOP, _GLOBAL, _LONG_BINPUT = ord("."), ord("c"), ord("r")
+# What follows an opcode: so many bytes; or a length of so many bytes, and that; or so many lines.
+_STOP, _PUT, _LONG_BINPUT = b".pr"
 _ARGUMENTS = dict(zip(b"GJKMhjqr\x80\x82\x83\x84\x95", (8, 4, 1, 2, 1, 4, 1, 4, 1, 1, 2, 4, 8), strict=True))
 _LENGTHS = dict(zip(b"TUXBC\x8c\x8d\x8e\x96\x8a\x8b", (4, 1, 4, 4, 1, 1, 8, 8, 8, 1, 4), strict=True))
-_LINES = frozenset(b"piFILSVP")
+_LINES = dict(zip(b"cipgFILSVP", (2, 2, 1, 1, 1, 1, 1, 1, 1, 1), strict=True))
+_BEYOND = "it fills a place of its memo that no pickle of its length gets to"
 
 
 class _Reader(pickle.Unpickler):
@@ -109,16 +110,17 @@ def _check_places(data: bytes | bytearray | memoryview) -> None:
         code = raw[at]
         at += 1
         if code == _LONG_BINPUT and int.from_bytes(raw[at : at + 4], "little") > end:
-            raise ValueError("it fills a place of its memo that no pickle of its length gets to")
+            raise ValueError(_BEYOND)
         fixed = _ARGUMENTS.get(code)
         if fixed is not None:
             at += fixed
         elif (width := _LENGTHS.get(code)) is not None:
             at += width + int.from_bytes(raw[at : at + width], "little")
-        elif code == _GLOBAL:
-            at = raw.index(b"\n", raw.index(b"\n", at) + 1) + 1
-        elif code in _LINES:
-            raise ValueError("it is of protocol 0, which DCP does not write")
+        elif lines := _LINES.get(code):
+            for _ in range(lines):
+                start, at = at, raw.index(b"\n", at) + 1
+            if code == _PUT and int(raw[start:at]) > end:
+                raise ValueError(_BEYOND)
         elif code == _STOP:
             return
 

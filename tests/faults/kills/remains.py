@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from faults.kills.victims import RUN, content, is_staged, staged, told
 from faults.rounds import Lost
-from faults.victims import RUN, content, is_staged, staged, told
 
-_FORMAT = Path(__file__).parent.parent.parent / "tierd" / "FORMAT.md"
+_FORMAT = Path(__file__).parents[3] / "tierd" / "FORMAT.md"
 _ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine")
 
 

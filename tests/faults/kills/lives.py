@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from faults.expected import Expected
-from faults.remains import check_remains, leftovers, waiting
+from faults.kills.expected import Expected
+from faults.kills.remains import check_remains, leftovers, waiting
+from faults.kills.victims import CALLS, RUN, Orders, Page, daemon, fork, rank
 from faults.rounds import Lost
-from faults.victims import CALLS, RUN, Orders, Page, daemon, fork, rank
 
 from tierd.core.config import Config, TierConfig
 from tierd.core.retention import RetentionPolicy

@@ -27,7 +27,7 @@ class Watchman:
 
     def __init__(self, *rooms: Path) -> None:
         self._rooms = tuple(f"{room}/" for room in rooms)
-        self._tree = f"{Path(__file__).parents[2]}/"
+        self._tree = f"{Path(__file__).parents[3]}/"
         self._armed = False
         self._seen: list[str] = []
         sys.addaudithook(self._hook)

@@ -15,8 +15,8 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from faults.mutation import dumped, mutated, spoiled, text
-from faults.readers import HANDED, MANIFEST, RAW, REQUESTS, TREE, sealed
+from faults.hostile.mutation import dumped, mutated, spoiled, text
+from faults.hostile.readers import HANDED, MANIFEST, RAW, REQUESTS, TREE, sealed
 from faults.rounds import Lost
 from support.world import Daemon, commit, part
 

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 import torch
 import zstandard
-from faults.judge import digest
-from faults.mutation import NUMBERS, dumped, mutated, spoiled, text
+from faults.corruption.judge import digest
+from faults.hostile.mutation import NUMBERS, dumped, mutated, spoiled, text
 from faults.rounds import Lost
 from support.world import attempt, part
 from torch.distributed.checkpoint import metadata as dcp

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
-from faults.simloop import Life
+from faults.simulation.loop import Life
 
 from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.stores.base import Buffer, ObjectInfo, check_key, octets, room

@@ -21,10 +21,10 @@ from unittest import mock
 
 import msgspec
 from faults.rounds import Lost
-from faults.simdisk import Disk, Watch
-from faults.simloop import Life, SimLoop
-from faults.simstore import Bucket, Line, Weather
-from faults.simtruth import Checkpoint, Part, Truth, content
+from faults.simulation.disk import Disk, Watch
+from faults.simulation.loop import Life, SimLoop
+from faults.simulation.store import Bucket, Line, Weather
+from faults.simulation.truth import Checkpoint, Part, Truth, content
 from support.world import RUN, commit, config, part
 
 from tierd.client import arriving, restore, source

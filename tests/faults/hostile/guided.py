@@ -1,4 +1,4 @@
-"""Inputs that coverage leads to, by atheris: `python -m faults.guided WHAT RUNS SEED CORPUS`, a process for each."""
+"""Inputs found by coverage (atheris): `python -m faults.hostile.guided WHAT RUNS SEED CORPUS`, each a process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(work: Round, inputs: int) -> None:
         seed = work.first + number
         corpus = work.room / f"guided-{what}"
         corpus.mkdir()
-        command = [sys.executable, "-m", "faults.guided", what, str(each), str(seed), str(corpus)]
+        command = [sys.executable, "-m", "faults.hostile.guided", what, str(each), str(seed), str(corpus)]
         ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=900)
         if ended.returncode or f"Done {each} runs" not in ended.stderr:
             work.lost(seed, f"atheris, {' '.join(command[2:])}: {ended.stderr[-3000:]}", each)
@@ -46,7 +46,7 @@ def main() -> None:
         from tierd.core.config import from_toml
         from tierd.core.manifest import decode
     import msgspec
-    from faults import readers
+    from faults.hostile import readers
 
     from tierd.core.errors import ConfigError, FormatTooNew, ManifestError, StateMismatch
 

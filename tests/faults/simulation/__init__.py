@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import random
 import shutil
@@ -26,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from faults.rounds import Lost, Mutant, Round
-from faults.simdisk import Watch, watched
-from faults.simloop import SimLoop, clocked
-from faults.simloop import run as run_loop
-from faults.simnode import Job, Node, World, tierd_here
-from faults.simstore import Bucket, Weather
-from faults.simtruth import Truth, committed, named, part_of
+from faults.simulation.disk import Watch, watched
+from faults.simulation.loop import SimLoop, clocked
+from faults.simulation.loop import run as run_loop
+from faults.simulation.node import Job, Node, World, tierd_here
+from faults.simulation.store import Bucket, Weather
+from faults.simulation.truth import Truth, committed, named, part_of
 
 from tierd.core.errors import CheckpointNotFound
 
@@ -438,8 +437,8 @@ def run(work: Round) -> None:
 
 class _Worker:
     def __init__(self, room: Path) -> None:
-        here = Path(__file__).parent.parent
-        path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+        tests = Path(__file__).parents[2]
+        path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "faults.simulation"],
             stdin=subprocess.PIPE,
@@ -489,16 +488,3 @@ def trial(seed: int) -> dict[str, Any]:
         }
     finally:
         shutil.rmtree(home, ignore_errors=True)
-
-
-def _serve() -> None:
-    logging.disable(logging.CRITICAL)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        answers.write(json.dumps(trial(int(line))) + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    _serve()

@@ -19,7 +19,7 @@ from typing import Any
 
 import xxhash
 from faults.rounds import Lost
-from faults.s3proxy import Answer, Fault, Proxy, Request
+from faults.s3.proxy import Answer, Fault, Proxy, Request
 
 from tierd.core.urls import parse_url
 from tierd.stores.limit import LimitedStore

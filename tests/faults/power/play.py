@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from faults.cut_ground import Ground, offered, settle
-from faults.cut_scenes import SCENES, Scene, by_chance
-from faults.cut_truth import Seen, Sizes, Truth, look
-from faults.cutter import Call, Cut, Cutter, Trace, can_trace, speech, uncounted
-from faults.loopfs import FLAGS, LoopFs
+from faults.power.cutter import Call, Cut, Cutter, Trace, can_trace, speech, uncounted
+from faults.power.ground import Ground, offered, settle
+from faults.power.loopfs import FLAGS, LoopFs
+from faults.power.scenes import SCENES, Scene, by_chance
+from faults.power.truth import Seen, Sizes, Truth, look
 from faults.rounds import Lost
 
 _SHARES = 16  # seeds that share the cuts of a scene as it is

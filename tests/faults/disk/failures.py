@@ -10,8 +10,8 @@ import os
 import random
 import resource
 
-from faults.disk_calls import ALL, READS, WRITES, Calls
-from faults.disk_volumes import Volume
+from faults.disk.calls import ALL, READS, WRITES, Calls
+from faults.disk.volumes import Volume
 
 _CODES = (errno.EIO,) * 6 + (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EUCLEAN)
 _GONE = {"mounted?", "No such file or directory", "does not exist", "unmounted"}

@@ -16,7 +16,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from faults import guided, hands
+from faults import hands
+from faults.hostile import guided
 from faults.rounds import Lost, Mutant, Round
 from support.world import hurry
 
@@ -101,9 +102,9 @@ def run(work: Round) -> None:
 
 
 def prepare(home: Path) -> hands.Trial:
-    from faults.doors import DOORS
-    from faults.readers import READERS
-    from faults.watchman import Watchman
+    from faults.hostile.doors import DOORS
+    from faults.hostile.readers import READERS
+    from faults.hostile.watchman import Watchman
 
     logging.disable(logging.CRITICAL)
     hurry(pytest.MonkeyPatch())

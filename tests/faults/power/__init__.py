@@ -28,10 +28,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from functools import cache
 from pathlib import Path
 
-from faults import loopfs
-from faults.cut_play import Bench, Outcome, Plan, Play, Say, in_child, window
-from faults.cutter import can_trace
-from faults.loopfs import LoopFs
+from faults.power import loopfs
+from faults.power.cutter import can_trace
+from faults.power.loopfs import LoopFs
+from faults.power.play import Bench, Outcome, Plan, Play, Say, in_child, window
 from faults.rounds import Lost, Mutant, Round, say
 
 UNIT = "power cuts"

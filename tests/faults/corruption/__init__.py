@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 from faults import hands
-from faults.harms import LOCAL, Harms
-from faults.judge import Judge
-from faults.places import OTHER, RUN, TIERS, WORLD, Places, build, noise_of
+from faults.corruption.harms import LOCAL, Harms
+from faults.corruption.judge import Judge
+from faults.corruption.places import OTHER, RUN, TIERS, WORLD, Places, build, noise_of
 from faults.rounds import Lost, Mutant, Round
 from support.world import hurry, reconciler, running, settle
 

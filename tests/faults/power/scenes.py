@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from faults.cut_ground import Ground, alone, manifest_of, settle
-from faults.cut_truth import (
+from faults.power.ground import Ground, alone, manifest_of, settle
+from faults.power.truth import (
     ASIDE,
     PAUSED,
     PINNED,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from faults import loopfs
+from faults.power import loopfs
 
 import tierd.device
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from faults.cut_truth import SPOOL, TIER, TIER_PINNED, Sizes, Thing
+from faults.power.truth import SPOOL, TIER, TIER_PINNED, Sizes, Thing
 from faults.rounds import Lost
 from support.nodes import Inline
 from support.world import RUN, config, part

@@ -25,11 +25,11 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from faults import disk_faults as faults
-from faults import disk_traced as traced
-from faults.disk_calls import Calls
-from faults.disk_node import DEADLINE, Node, hurry, until
-from faults.disk_volumes import Volume, own_mounts
+from faults.disk import failures as faults
+from faults.disk import traced
+from faults.disk.calls import Calls
+from faults.disk.node import DEADLINE, Node, hurry, until
+from faults.disk.volumes import Volume, own_mounts
 from faults.rounds import Lost, Mutant, Round
 
 UNIT, SHORT, GATE = "disk faults", 60, 2_000

@@ -14,8 +14,8 @@ from pathlib import Path
 import xxhash
 import zstandard
 from faults.rounds import Lost
-from faults.s3proxy import BROKEN, DAMAGED, HARMLESS, LOST, REFUSALS, SAID, UNHEARD, Fault, Request
-from faults.s3slot import Slot, calm, chunks_of
+from faults.s3.proxy import BROKEN, DAMAGED, HARMLESS, LOST, REFUSALS, SAID, UNHEARD, Fault, Request
+from faults.s3.slot import Slot, calm, chunks_of
 from support.world import commit, config, part, running
 
 import tierd

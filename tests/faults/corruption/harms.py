@@ -6,8 +6,8 @@ import json
 import random
 from collections.abc import Callable, Iterable
 
-from faults.judge import SEAL, digest
-from faults.places import TIERS, Places
+from faults.corruption.judge import SEAL, digest
+from faults.corruption.places import TIERS, Places
 
 from tierd.core.ids import PartId
 

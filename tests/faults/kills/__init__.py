@@ -15,9 +15,9 @@ import shutil
 import traceback
 from pathlib import Path
 
-from faults.lives import Life
+from faults.kills.lives import Life
+from faults.kills.victims import end_with_parent
 from faults.rounds import Mutant, Round
-from faults.victims import end_with_parent
 
 UNIT = "kills of live processes"
 SHORT = 60

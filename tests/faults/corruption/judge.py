@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 import zstandard
-from faults.places import ORIGIN, RUN, TIERS, WORLD, Places
+from faults.corruption.places import ORIGIN, RUN, TIERS, WORLD, Places
 
 from tierd.core.ids import PartId
 

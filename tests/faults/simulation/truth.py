@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import xxhash
 import zstandard
 from faults.rounds import Lost
-from faults.simstore import Bucket
+from faults.simulation.store import Bucket
 from support.world import CHUNK, RUN
 
 Part: TypeAlias = tuple[int, int, int]

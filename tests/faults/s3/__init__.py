@@ -1,6 +1,6 @@
 """Faults between S3's client and a real S3 server: every operation, every byte of a request and of its answer.
 
-Between the real `S3Store`, in its real wrappers, and a real Ceph RGW stands `s3proxy`, which refuses, breaks, stalls,
+Between the real `S3Store`, in its real wrappers, and a real Ceph RGW stands `proxy`, which refuses, breaks, stalls,
 damages, loses and repeats by the seed. Two kinds of trial:
 
 - a call: one method of the store, some faults in a row on its n-th request. It ends in time, with the right result
@@ -33,15 +33,17 @@ from pathlib import Path
 from unittest import mock
 
 from aiobotocore.session import get_session
-from faults import s3call, s3journey, s3proxy
 from faults.rounds import Lost, Mutant, Round
-from faults.s3slot import BUCKETS, Secrets, Slot, administer
+from faults.s3 import call
+from faults.s3 import journey as long
+from faults.s3.proxy import Proxy
+from faults.s3.slot import BUCKETS, Secrets, Slot, administer
 from support.world import hurry
 
 UNIT = "S3 faults"
 SHORT, GATE = 1_000, 6_000
 
-_SCRIPT = Path(__file__).parents[1] / "system" / "s3server.sh"
+_SCRIPT = Path(__file__).parents[2] / "system" / "s3server.sh"
 _VARIABLES = ("TIERD_TEST_S3_ENDPOINT", "TIERD_TEST_S3_ACCESS_KEY", "TIERD_TEST_S3_SECRET_KEY")
 _SLOTS = 10  # trials at once
 _JOURNEYS = 3  # of them, at most: they compute
@@ -147,7 +149,7 @@ async def _all(work: Round, endpoint: str, secrets: Secrets) -> None:
                 await admin.delete_objects(Bucket=bucket, Delete={"Objects": [{"Key": key} for key in keys]})
                 slots[bucket].gone(keys)
 
-        proxy = s3proxy.Proxy(
+        proxy = Proxy(
             endpoint.rpartition("/")[2],
             lambda request: slots[request.bucket].judge(request),
             lambda request, answer: slots[request.bucket].heard(request, answer),
@@ -175,7 +177,7 @@ async def _trials(work: Round, slot: Slot, seeds: Iterator[int], secrets: Secret
         slot.begin()
         try:
             async with journeys if journey else contextlib.nullcontext(), asyncio.timeout(_LONG):
-                await (s3journey.trial if journey else s3call.trial)(slot, seed, rng)
+                await (long.trial if journey else call.trial)(slot, seed, rng)
                 await slot.settled()
             _check(slot, secrets)
         except Exception as error:

@@ -9,8 +9,8 @@ from typing import Any
 
 import xxhash
 from faults.rounds import Lost
-from faults.s3proxy import BROKEN, HARMLESS, LOST, REFUSALS, UNHEARD, Fault, Request
-from faults.s3slot import ATTEMPTS, DEADLINE_S, PREFIX, Slot, calm
+from faults.s3.proxy import BROKEN, HARMLESS, LOST, REFUSALS, UNHEARD, Fault, Request
+from faults.s3.slot import ATTEMPTS, DEADLINE_S, PREFIX, Slot, calm
 
 from tierd.codec import check_stored
 from tierd.core.errors import CorruptChunk, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError

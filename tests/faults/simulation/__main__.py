@@ -1,0 +1,17 @@
+"""A worker: seeds come in, a line each, and what became of their trials goes out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+
+from faults.simulation import trial
+
+logging.disable(logging.CRITICAL)
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+for line in sys.stdin:
+    answers.write(json.dumps(trial(int(line))) + "\n")
+    answers.flush()
