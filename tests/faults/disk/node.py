@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import re
 import struct
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from faults import by_hand
 from faults.rounds import Lost
 from support.world import Daemon, settle
 
@@ -44,7 +44,6 @@ from tierd.stores.file import FileStore
 DEADLINE = 60.0  # seconds in which the daemon has to converge, and in which any call ends; the machine may be busy
 BACKOFF = 0.2  # seconds at most between two tries of a lane here; half of it at least after three failures
 KEEP = 3  # on each place: then a tier that was down gets all that it wants
-_PROGRAM = re.search(r"```python\n(.*?)\n```", Path("tierd/FORMAT.md").read_text(), re.DOTALL)
 
 
 def hurry() -> None:
@@ -96,25 +95,17 @@ def _check_files(files: dict[str, bytes], step: int, large: bool, where: str) ->
         raise Lost(f"{where}: state.json is not that of step {step}")
 
 
-def _program() -> dict[str, Any]:
-    """The program in FORMAT.md by which one restores without tierd, up to where it begins to work."""
-    assert _PROGRAM
-    found: dict[str, Any] = {"__name__": "by_hand"}
-    exec(_PROGRAM[1].split("\ntier, run, target")[0], found)
-    return found
-
-
 def on_tier(root: Path, large: bool) -> set[int]:
     """The steps of the checkpoints on a tier, all of them read and compared; nothing else may lie there."""
-    by_hand, home, named = _program(), root / "run", set[str]()
+    judge, home, named = by_hand.program(), root / "run", set[str]()
     steps = set()
     for path in sorted(home.glob("manifests/*/*.json")):
         try:
-            manifest = by_hand["read_manifest"](path)
+            manifest = judge.read_manifest(path)
             chunks = [chunk for file in manifest["files"] for chunk in file["chunks"]]
             named |= {chunk["stored"]["key"] for chunk in chunks}
             files = {
-                file["path"]: b"".join(by_hand["read_chunk"](home, chunk) for chunk in file["chunks"])
+                file["path"]: b"".join(judge.read_chunk(home, chunk) for chunk in file["chunks"])
                 for file in manifest["files"]
             }
         except (SystemExit, OSError) as error:
@@ -134,10 +125,10 @@ def _known(path: Path) -> bool:
 
 def in_spool(root: Path, large: bool) -> set[int]:
     """The steps of the parts in a spool, all of them read and compared; no stage and no grave may be left."""
-    by_hand, steps = _program(), set()
+    judge, steps = by_hand.program(), set()
     for path in sorted(root.glob("run/*/*/manifest.json")):
         try:
-            manifest = by_hand["read_manifest"](path)
+            manifest = judge.read_manifest(path)
         except SystemExit as error:
             raise Lost(f"{path}: {error}") from error
         files = {}

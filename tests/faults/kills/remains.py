@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import struct
-import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from faults import by_hand
 from faults.kills.victims import RUN, content, is_staged, staged, told
 from faults.rounds import Lost
 
-_FORMAT = Path(__file__).parents[3] / "tierd" / "FORMAT.md"
 _ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine")
 
 
@@ -72,23 +70,21 @@ def _chunks(path: Path) -> list[dict[str, Any]]:
 
 def check_remains(spool: Path, tiers: Mapping[str, Path], seed: int, keep: Mapping[str, int]) -> None:
     """Every byte of every part, on every tier and in the spool, is what its rank saved. Raises `Lost`."""
-    (program,) = re.findall(r"```python\n(.*?)```", _FORMAT.read_text(), re.DOTALL)
-    by_hand: Any = types.ModuleType("by_hand")
-    exec(program.partition("\ntier, run, target =")[0], by_hand.__dict__)  # the page's own program
+    judge = by_hand.program()
     try:
         for tier in tiers.values():
             for path in _files(tier / RUN / "manifests"):
-                manifest = by_hand.read_manifest(path)
+                manifest = judge.read_manifest(path)
                 _check_part(
                     manifest,
                     seed,
                     {
-                        file["path"]: b"".join(by_hand.read_chunk(tier / RUN, chunk) for chunk in file["chunks"])
+                        file["path"]: b"".join(judge.read_chunk(tier / RUN, chunk) for chunk in file["chunks"])
                         for file in manifest["files"]
                     },
                 )
         for path in (spool / RUN).glob("*/*/manifest.json"):
-            manifest = by_hand.read_manifest(path)
+            manifest = judge.read_manifest(path)
             _check_part(
                 manifest, seed, {file["path"]: (path.parent / file["path"]).read_bytes() for file in manifest["files"]}
             )
