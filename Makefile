@@ -3,7 +3,7 @@
 # make check   what every commit passes: ruff, mypy strict, the fast tests
 # make bench   measures what saving costs, beside its peers, an hour and a half on two cores; leaves benchmarks/overhead.*
 # make system  tests that need root or a real S3 server (.ci/run calls it)
-# make faults  a short round of every kind of fault, as root (.ci/run calls it); make gate: the full one, some hours
+# make faults  a short round of every kind of fault, as root (needs xfsprogs and strace); make gate: the full one, two hours
 
 PYTHON ?= python3
 VENV := .venv

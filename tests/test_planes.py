@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import random
-import re
 import struct
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support import by_hand
 
 from tierd import codec, layout, planes
 from tierd.core.errors import CorruptChunk
@@ -80,10 +80,7 @@ def crafted(raw_size: int, data: bytes) -> Chunk:
 @pytest.fixture(scope="module")
 def join_planes():
     """The decoder of FORMAT.md's own program."""
-    (program,) = re.findall(r"```python\n(.*?)```", FORMAT, re.DOTALL)
-    names: dict = {}
-    exec(program.split("tier, run, target =")[0], names)
-    return names["join_planes"]
+    return by_hand.program().join_planes
 
 
 @pytest.fixture

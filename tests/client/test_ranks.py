@@ -278,9 +278,10 @@ def test_what_earlier_processes_said_in_an_agents_store_is_not_taken_for_ours():
         met.append(found[0])
 
 
-def test_a_daemon_of_another_version_is_told_so():
+@pytest.mark.parametrize("answer", [{"resume": {}}, {"sight": {"\ud800": 1}}], ids=["other", "no text"])
+def test_a_daemon_of_another_version_is_told_so(answer):
     with pytest.raises(DaemonUnavailable, match="another version"):
-        told({"ok": True, "resume": {}})
+        told({"ok": True} | answer)
 
 
 def test_ranks_that_were_asked_for_different_steps_are_told(spool, group):

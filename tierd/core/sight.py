@@ -105,7 +105,7 @@ def told(answer: Mapping[str, Any]) -> Sight:
     """
     try:
         return msgspec.convert(answer["sight"], Sight, str_keys=True)
-    except (KeyError, msgspec.ValidationError) as error:
+    except (KeyError, msgspec.ValidationError, UnicodeError) as error:
         raise DaemonUnavailable(f"the daemon is of another version of tierd ({error}): restart it") from error
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from faults import by_hand
 from faults.rounds import Lost
+from support import by_hand
 from support.world import Daemon, settle
 
 import tierd

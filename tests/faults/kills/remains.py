@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from faults import by_hand
 from faults.kills.victims import RUN, content, is_staged, staged, told
 from faults.rounds import Lost
+from support import by_hand
 
 _ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine")
 

@@ -264,7 +264,7 @@ def _hurry() -> Iterator[None]:
             "tierd.stores.s3._FIRST_PAGE": 3,
             "tierd.stores.retry._FIRST_DELAY_S": 0.004,
             "tierd.stores.retry._LONGEST_DELAY_S": 0.02,
-            "tierd.stores.retry._LARGEST": 1_000_000,
+            "tierd.stores.retry.LARGEST": 1_000_000,
             "tierd.daemon.observe._RELIST": 0.0,
             "tierd.daemon.tiers._ANSWER": 5.0,
         }.items():
