@@ -881,3 +881,20 @@ def test_a_spool_that_vanished_is_not_an_empty_one(spool):
     with pytest.raises(FileNotFoundError, match="mounted"):
         spool.parts()
     assert Spool(spool.root, write=False).parts() == []
+
+
+def test_an_empty_directory_that_cannot_go_is_said(spool, monkeypatch):
+    """Or a lane would try again at once, for ever."""
+    (spool.root / "run" / part(1).checkpoint.name).mkdir(parents=True)
+    [name] = spool.leftovers()
+
+    def refuse(self):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "rmdir", refuse)
+    with pytest.raises(OSError, match="Read-only"):
+        spool.discard(name)
+    monkeypatch.undo()
+    spool.discard(name)
+    spool.discard(name)
+    assert spool.leftovers() == []

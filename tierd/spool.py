@@ -266,7 +266,11 @@ class Spool:
         path = self.control / name
         room, _, rest = name.partition("/")
         if room == _EMPTY:  # a writer whose directory goes before its rename makes it anew
-            self._drop_if_empty(self.root / rest)
+            try:
+                (self.root / rest).rmdir()
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                    raise
             return
         if room not in _LOCKED:
             self._trash(path)
@@ -360,8 +364,10 @@ def _make_durably(directory: Path) -> None:
 def _sync_entry(path: Path) -> None:
     try:
         sync_directory(path.parent)
-    except PermissionError:  # not ours to read, and so made by somebody else
-        pass
+    except OSError as error:
+        # Not ours to read, and so made by somebody else; or of a file system that has nothing to sync.
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP):
+            raise
 
 
 _ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine")

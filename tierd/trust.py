@@ -21,7 +21,6 @@ from tierd.core.errors import SpoolUnusable
 log = logging.getLogger("tierd")
 
 _OTHERS = 0o077
-_OTHERS_WRITE = 0o022
 _SET_DUMPABLE = 4  # prctl(2)
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -39,13 +38,13 @@ def keep_private(root: Path) -> None:
         found = os.fstat(fd)
         check_owner(root, found)
         mode = stat.S_IMODE(found.st_mode)
-        if mode & _OTHERS_WRITE and filled:
+        if mode & stat.S_IWOTH and filled:
             raise SpoolUnusable(
                 f"spool {root}: others may write to it (mode {mode:o}), so what lies there may be theirs; "
                 f"look through it, then chmod 700 {root}"
             )
         if mode & _OTHERS:
-            os.fchmod(fd, mode & ~_OTHERS)
+            os.fchmod(fd, mode & 0o700)  # without set-gid: RestrictSUIDSGID= lets nobody say it
             log.warning("spool %s: its mode was %o; it is closed to others now", root, mode)
     finally:
         os.close(fd)

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.doubles import Double, contents, damage, flip, flipped, is_chunk
-from support.world import CHUNK, RUN, commit, content, listing, part, read
+from support.world import CHUNK, RUN, commit, content, listing, part, read, reconciler
 
 from tierd.core.errors import CorruptChunk, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Stored, decode, encode, seal
@@ -229,6 +229,10 @@ def test_one_tiers_lie_with_an_intact_seal_does_not_lose_what_another_has_right(
     assert found.step == PART.checkpoint.step and not found.skipped
     for name, data in FILES.items():
         assert (tmp_path / "to" / PART.name / name).read_bytes() == data
+    daemon = reconciler(Spool(tmp_path / "some"), stores)
+    for some in ({}, {"weights.bin": ((0, 1),)}):  # proves nothing: the liar may be whoever was asked first
+        asyncio.run(daemon.fetch(PART, wanted=some))
+        assert asyncio.run(stores["second"].get(PART.manifest_key))
 
 
 def test_a_chunk_in_another_form_than_its_manifest_says_is_found(spool, tmp_path):

@@ -17,6 +17,7 @@ from tierd.daemon.copies import read_manifest
 from tierd.spool import Spool
 from tierd.stores.base import LARGEST
 from tierd.stores.file import FileStore
+from tierd.stores.memory import MemoryStore
 from tierd.stores.s3 import S3Store
 
 
@@ -43,6 +44,20 @@ def test_a_manifest_of_any_size_is_one_that_cannot_be_used(spool, tmp_path, size
         await converge(spool, {"tier": store})  # set aside, and put anew from the spool
         assert decode(bytes(await store.get(part(2).manifest_key)), part(2)).step == 2
         await store.aclose()
+
+    asyncio.run(work())
+
+
+def test_what_is_wrong_with_a_manifest_is_kept_without_what_was_read(spool):
+    commit(spool, part(1))
+
+    async def work():
+        store = MemoryStore()
+        daemon = await converge(spool, {"tier": store})
+        await store.put(part(1).manifest_key, bytes(1000))
+        await daemon.look("tier")
+        [(_, why)] = daemon.tiers.places["tier"].defects()
+        assert type(why) is ManifestError and why.__traceback__ is why.__context__ is why.__cause__ is None
 
     asyncio.run(work())
 

@@ -171,6 +171,9 @@ def cut_short(seed: int, home: Path) -> Shared:
     return shared
 
 
+AGE = turns._age
+
+
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     stamps = itertools.count(0x19_0000_0000)  # the same in every run of a seed
@@ -197,6 +200,21 @@ def test_a_flush_that_has_ended_leaves_another_nodes_intent_of_the_same_part():
             return [info.key[-8:] async for info in store.scan(f"{RUN}/flushing/")]
 
     assert asyncio.run(left()) == ["aaaaaaaa"]
+
+
+def test_a_mark_from_far_ahead_holds_nothing_up(monkeypatch):
+    """By a clock that was wrong, or by somebody who wants to."""
+    monkeypatch.setattr(turns, "_age", AGE)
+    store, own = MemoryStore(), part(1).checkpoint
+
+    async def work():
+        await store.put(f"{RUN}/pruning/{own.name}.ffffffffffff-00000000", b"")
+        async with turns.naming(store, part(2), b"manifest", [own], "aaaaaaaa"):
+            pass
+        assert await turns.sweep(store, RUN, "aaaaaaaa")
+        assert not [info.key async for info in store.scan(f"{RUN}/pruning/")]
+
+    asyncio.run(work())
 
 
 def most_in_memory(survivors: int) -> int:

@@ -138,10 +138,6 @@ def test_the_place_sees_neither_bytes_nor_digests_nor_what_is_equal():
         assert len({name.rpartition("/")[2] for name in lies if "/chunks/" in name}) == 3
         assert len(set(lies.values())) == len(names)
         assert not any(piece in found for found in lies.values() for piece in (b"what", b"nobody"))
-        await store.put(ONE, data)
-        first = bytes(await inner.get((await keys(inner, "run/chunks/"))[0]))
-        await store.put(names[0], data)
-        assert first not in (await contents(inner)).values() or len(lies) < len(await contents(inner))
 
     asyncio.run(work())
 
@@ -212,8 +208,6 @@ def test_every_flip_and_every_cut_is_noticed(key):
                 await store.get(key, memoryview(into))
             assert caught.type is not StoreRefused or len(one) > len(lies)
             assert bytes(into) == b"!" * len(data)  # nothing is handed on before it was verified
-            if caught.type is ManifestError:
-                assert caught.value.found == one
         await inner.put(name, b"")  # which whoever compares sizes or looks for a seal refuses
         assert bytes(await store.get(key)) == b""
 

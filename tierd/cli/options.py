@@ -16,7 +16,7 @@ from tierd.core.errors import ConfigError
 from tierd.core.retention import RetentionPolicy
 from tierd.spool import Spool
 
-_LARGEST = 1 << 20  # bytes of a configuration
+_LARGEST = 64 << 10  # bytes of a configuration
 
 SpoolOption = Annotated[
     Path | None, typer.Option("--spool", metavar="DIR", help="The node's spool.", show_default=False)

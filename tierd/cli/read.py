@@ -36,10 +36,11 @@ from tierd.core.errors import (
     TierdError,
 )
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Manifest, decode
+from tierd.core.manifest import Manifest
 from tierd.core.report import Report, report
 from tierd.core.resume import not_found, restore_candidates
 from tierd.core.world import SPOOL, World
+from tierd.daemon.copies import read_manifest
 from tierd.daemon.observe import look_around
 from tierd.daemon.prune import verify as verify_on_tier
 from tierd.daemon.service import open_tiers
@@ -241,7 +242,7 @@ async def _manifests(where: Places, world: World, checkpoint: CheckpointId) -> l
             seen = place.checkpoints.get(checkpoint) if place else None
             for part in seen.parts() if seen else ():
                 try:
-                    found.setdefault(part, decode(bytes(await store.get(part.manifest_key)), part))
+                    found.setdefault(part, await read_manifest(store, part))
                 except TierdError:
                     continue
     seen = world.spool.checkpoints.get(checkpoint)

@@ -45,15 +45,7 @@ class CorruptChunk(TierdError):
 
 
 class ManifestError(TierdError):
-    """A manifest is truncated, altered, oversized, or says something that no honest writer says: proven corruption.
-
-    Attributes:
-        found: what lies there, where a store could not make a manifest of it.
-    """
-
-    def __init__(self, message: str, found: bytes = b"") -> None:
-        super().__init__(message)
-        self.found = found
+    """A manifest is truncated, altered, oversized, or says something that no honest writer says: proven corruption."""
 
 
 class FormatTooNew(TierdError):

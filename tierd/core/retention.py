@@ -28,7 +28,7 @@ Origins: TypeAlias = Mapping[str, CheckpointId | None]  # attempt -> what it res
 HOPED_FOR = "incomplete: its other parts may still come"
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,9})?)([smhd])")
-Duration = Annotated[str, Meta(pattern=r"^[0-9]{1,6}(\.[0-9]{1,9})?[smhd]\Z")]  # "90s", "10m", "12h", "7d"
+Duration = Annotated[str, Meta(pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})?[smhd]\Z")]  # "90s", "10m", "12h", "7d"
 
 
 def seconds(duration: str) -> float:

@@ -156,7 +156,7 @@ class Manifests:
             one.ranks[part.world] = one.ranks[part.world] - {part.rank}
             return
         except (ManifestError, FormatTooNew) as error:
-            said = error
+            said = _bare(error)
         one.said[part] = said
         self._read.setdefault(one.id, _Read()).found[_name(info)] = info.token, said
 
@@ -208,7 +208,7 @@ class Manifests:
             manifest = await read_manifest(self.store, part, info.key, info.size)
         except (ManifestError, FormatTooNew) as error:
             if part:
-                self._read.setdefault(part.checkpoint, _Read()).found[_name(info)] = info.token, error
+                self._read.setdefault(part.checkpoint, _Read()).found[_name(info)] = info.token, _bare(error)
             raise
         borrowed = manifest.owners - {manifest.part.checkpoint}
         borrowed = self._kinds.setdefault(borrowed, borrowed)
@@ -233,6 +233,11 @@ class Manifests:
         except (ObjectNotFound, ManifestError, FormatTooNew):
             return False
         return is_complete(ranks)
+
+
+def _bare(error: Unusable) -> Unusable:
+    """The same without its traceback and causes, whose frames hold what was read."""
+    return type(error)(str(error))
 
 
 def _name(info: ObjectInfo) -> str:

@@ -229,7 +229,7 @@ class Mender:
                 await self._store.get(self._part.manifest_key)
             except ObjectNotFound:
                 return  # and nobody begins to delete it while this lasts
-            except ManifestError:
+            except (CorruptChunk, ManifestError):
                 pass  # there it is, damaged
             missing = await missing_chunks(self._store, manifest)
             if not missing:

@@ -119,10 +119,11 @@ async def quarantine(store: Store, part: PartId) -> bool:
         data = await store.get(part.manifest_key)
     except ObjectNotFound:
         return False
-    except CorruptChunk:  # larger than anything of tierd's: nobody wants to look at that
+    except (
+        CorruptChunk,
+        ManifestError,
+    ):  # larger than anything of tierd's, or not of this tier's key
         data = b""
-    except ManifestError as error:  # no manifest could be made of it: it is set aside as it lies there
-        data = error.found
     await store.put(part.quarantine_key, data)
     await store.delete([part.manifest_key])
     return True

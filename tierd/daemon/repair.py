@@ -72,7 +72,8 @@ class Repairer:
             for name in self._stores:
                 await self.set_aside(name, part, str(error))
             raise
-        for name, reason in fetched.defects.items():
+        # A copy is proven bad by one that was verified whole; of a few chunks' fetch, the liar may be the other.
+        for name, reason in fetched.defects.items() if wanted is None else ():
             self._journal.counters["corruptions"] += 1
             self._journal.tell("corrupt", name, part, f"it will be flushed again: {reason}")
             await quarantine(self._stores[name], part)

@@ -16,7 +16,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeAlias
 
 from tierd.core.config import Config
-from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
+from tierd.core.errors import (
+    FormatTooNew,
+    ManifestError,
+    ObjectNotFound,
+    StoreRefused,
+    StoreUnavailable,
+    TierdError,
+    WrongKey,
+)
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.plan import lender
@@ -160,9 +168,21 @@ class Tiers:
         self._untidy.add(tier)
 
     async def flush(self, part: PartId, tier: str) -> Flushed:
-        """`flush.flush` a part to a tier, going by what others have of it."""
+        """`flush.flush` a part to a tier, going by what others have of it.
+
+        Raises:
+            StoreRefused: what lies there could not be read with what was put, or what was put with what lies there.
+        """
+        self._check_readable(part, tier)
         twin, whose = await self._twin(part, tier), await self._lender(part, tier)
         return await flush(self._spool, part, self._ways[tier], twin=twin, lender=whose)
+
+    def _check_readable(self, part: PartId, tier: str) -> None:
+        place = self.places[tier]
+        for other, why in place.defects() if place else ():
+            alien = isinstance(why, WrongKey) and other.checkpoint.run == part.checkpoint.run
+            if alien or (isinstance(why, FormatTooNew) and other == part):
+                raise StoreRefused(f"{tier}: {part} is not put beside what cannot be read here: {why}")
 
     async def _lender(self, part: PartId, tier: str) -> Manifest | None:
         """The manifest on this tier whose chunks need not be sent again where they are equal."""

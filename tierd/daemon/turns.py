@@ -49,6 +49,11 @@ def _age(stamp: str) -> int:
     return time.time_ns() // 1_000_000 - int(stamp, 16)
 
 
+def _is_over(stamp: str, after: int) -> bool:
+    """Whether it is older than `after`, or from so far ahead that no clock can be trusted with it."""
+    return not -_STALE < _age(stamp) < after
+
+
 @asynccontextmanager
 async def naming(
     store: Store, part: PartId, manifest: bytes, owners: Collection[CheckpointId], who: str = ""
@@ -94,7 +99,11 @@ async def left_over(store: Store, run: str) -> set[CheckpointId]:
 
 async def _marked(store: Store, run: str, older: float = -math.inf) -> set[CheckpointId]:
     marks = [_STAMP.fullmatch(info.key.rpartition("/")[2]) async for info in store.scan(pruning_prefix(run))]
-    found = {CheckpointId.parse(run, mark[1]) for mark in marks if mark and older < _age(mark[2]) < _STALE}
+    found = {
+        CheckpointId.parse(run, mark[1])
+        for mark in marks
+        if mark and older < _age(mark[2]) and not _is_over(mark[2], _STALE)
+    }
     return {checkpoint for checkpoint in found if checkpoint}
 
 
@@ -129,7 +138,7 @@ async def sweep(store: Store, run: str, who: str) -> bool:
     for prefix in (flushing_prefix(run), pruning_prefix(run)):
         async for info in store.scan(prefix):
             match = _STAMP.fullmatch(info.key)
-            if match and _age(match[2]) >= (_OWN_STALE if match[3] == who else _STALE):
+            if match and _is_over(match[2], _OWN_STALE if match[3] == who else _STALE):
                 stale.append(info.key)
             elif match and match[3] == who:
                 tidy = False

@@ -77,7 +77,7 @@ class EncryptedStore:
 
         Raises:
             CorruptChunk, ManifestError: it is not what this key encrypted under this name; the latter of what is no
-                chunk, with what was `found`.
+                chunk.
             WrongKey: it is encrypted with another key, or not at all.
         """
         if check_key(key) in _PLAIN:
@@ -226,10 +226,10 @@ class EncryptedStore:
                 )
             padding = "=" * (-len(wrapped.encrypted) % 4)
             return self._decrypt(key, memoryview(base64.b64decode(wrapped.encrypted + padding, validate=True)))
-        except (CorruptChunk, ManifestError) as error:
-            raise ManifestError(str(error), found=data) from error
+        except CorruptChunk as error:
+            raise ManifestError(str(error)) from None
         except ValueError as error:
-            raise ManifestError(f"{key}: {error}", found=data) from error
+            raise ManifestError(f"{key}: {error}") from None
 
 
 def _sorted(page: list[ObjectInfo]) -> list[ObjectInfo]:

@@ -61,6 +61,7 @@ def read_key(path: Path) -> Key:
             data = file.read(66)
     except OSError as error:
         hint = f"; {_MAKE}" if isinstance(error, FileNotFoundError) else ""
+        hint = f"; chown it to user {os.geteuid()}" if isinstance(error, PermissionError) else hint
         raise ConfigError(f"{path}: {error.strerror}{hint}") from None
     if not _HEX.fullmatch(data):
         raise ConfigError(f"{path}: a key is exactly 64 hex digits and a newline; {_MAKE}")
