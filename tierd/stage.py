@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -42,6 +43,7 @@ class Stage:
 
         Raises:
             StepRefused: this attempt has committed the part before; the stage is left for `abandon`.
+            OSError: it is not durable, and out of sight again where the file system lets it.
         """
         target = self._target
         write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))
@@ -59,8 +61,13 @@ class Stage:
                     raise StepRefused(f"{self.part} is already committed; a checkpoint is never overwritten") from error
                 if not isinstance(error, FileNotFoundError) or not self.path.exists():
                     raise  # else the checkpoint's last other part went just now, and its directory with it
-        sync_directory(target.parent)
-        sync_directory(self.path.parent)
+        try:
+            sync_directory(target.parent)
+            sync_directory(self.path.parent)
+        except OSError:
+            with suppress(OSError):  # what may not last must not be seen, and would refuse another try
+                target.rename(self.path)
+            raise
         os.close(self._fd)
         self._fd = -1
 
