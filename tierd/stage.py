@@ -51,7 +51,8 @@ class Stage:
             sync_directory(Path(directory))
         while True:
             for parent in (target.parent.parent, target.parent):
-                parent.mkdir(exist_ok=True)
+                with suppress(FileExistsError):  # and no look whether it is one: it may go just then
+                    parent.mkdir()
                 sync_directory(parent.parent)  # even if it was there: another rank may have made and not synced it
             try:
                 self.path.rename(target)

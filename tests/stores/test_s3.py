@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import re
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -242,13 +243,24 @@ def test_a_delete_brings_an_md5_and_no_newer_checksum() -> None:
         seen.append(headers)
         assert headers["content-md5"] == base64.b64encode(hashlib.md5(body).digest()).decode()
         assert not any(name.startswith(("x-amz-checksum", "x-amz-sdk-checksum")) for name in headers)
-        return 200, "<DeleteResult><Error><Key>p/a</Key><Code>NoSuchKey</Code></Error></DeleteResult>"
+        first, *others = re.findall(r"<Key>([^<]+)</Key>", body.decode())
+        gone = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in others)
+        return 200, f"<DeleteResult>{gone}<Error><Key>{first}</Key><Code>NoSuchKey</Code></Error></DeleteResult>"
 
     async def use(store: S3Store) -> None:
         await store.delete([f"k{number}" for number in range(2001)])
 
     against(respond, use)
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize("answer", ["", "<html>please log in</html>", "<DeleteResult/>"])
+def test_a_200_that_does_not_say_what_was_deleted_is_no_answer(answer: str) -> None:
+    async def use(store: S3Store) -> None:
+        with pytest.raises(StoreUnavailable):
+            await store.delete(["k"])
+
+    against(lambda *_: (200, answer), use)
 
 
 def test_404_without_a_body_means_the_object() -> None:

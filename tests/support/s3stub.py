@@ -63,10 +63,11 @@ def serving(bucket: Bucket) -> Iterator[Bucket]:
 
         def do_POST(self) -> None:
             if asked := self._ask():
-                for element in ElementTree.fromstring(asked[2]).iter():
-                    if element.tag.endswith("Key"):
-                        bucket.objects.pop(element.text or "", None)
-                self._say(200, b"<DeleteResult/>")
+                found = [one.text or "" for one in ElementTree.fromstring(asked[2]).iter() if one.tag.endswith("Key")]
+                for key in found:
+                    bucket.objects.pop(key, None)
+                gone = "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in found)
+                self._say(200, f"<DeleteResult>{gone}</DeleteResult>".encode())
 
         def do_GET(self) -> None:
             asked = self._ask()

@@ -28,7 +28,7 @@ from tierd.core.manifest import MAX_MANIFEST_SIZE, Chunk, Manifest, Stored
 from tierd.core.manifest import decode as decode_manifest
 from tierd.daemon.together import to_the_end, together
 from tierd.device import memory_for
-from tierd.stores.base import Buffer, ObjectInfo, Store, children, weight
+from tierd.stores.base import Buffer, ObjectInfo, Store, children, is_authentic, weight
 
 log = logging.getLogger("tierd.daemon")
 T = TypeVar("T")
@@ -130,9 +130,11 @@ class Copies:
             return error
 
     def contents(self) -> list[Manifest]:
-        """One manifest for each content that the tiers' describe: where two contradict each other, one lies."""
+        """One manifest for each content that the tiers' describe: where two contradict each other, one lies. First what
+        only this node's key can have made."""
         found: list[Manifest] = []
-        for manifest in (self._told or self.manifests).values():
+        told = (self._told or self.manifests).items()
+        for _, manifest in sorted(told, key=lambda item: not is_authentic(self.stores[item[0]])):
             if not any(manifest.same_content(other) for other in found):
                 found.append(manifest)
         return found

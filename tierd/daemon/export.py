@@ -200,7 +200,7 @@ def _describe(home: Path, manifest: Manifest) -> None:
 async def _ask(stores: Mapping[str, Store], part: PartId) -> tuple[Copies, Manifest]:
     copies = Copies(part, stores)
     await copies.ask()
-    manifest = next(iter(copies.manifests.values()), None)
+    manifest = next(iter(copies.contents()), None)
     if manifest is None:
         copies.give_up("its manifest", copies.unavailable)
         raise AssertionError

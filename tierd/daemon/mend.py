@@ -119,7 +119,7 @@ class Mender:
         """
         copies = Copies(self._part, self._others)
         await copies.ask()
-        manifest = next(iter(copies.manifests.values()), None)
+        manifest = next(iter(copies.contents()), None)
         if manifest is None:
             copies.give_up("its manifest", copies.unavailable)
             raise AssertionError

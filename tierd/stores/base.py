@@ -128,7 +128,12 @@ def check_size(size: int, doing: str) -> None:
 
 def weight(store: Store, size: int) -> int:
     """The bytes that an object of `size` takes in memory while it is put or got."""
-    return 2 * size if getattr(store, "doubles", False) else size
+    return 2 * size if is_authentic(store) else size
+
+
+def is_authentic(store: Store) -> bool:
+    """Whether nobody without this node's key can have put what the store gives."""
+    return bool(getattr(store, "encrypts", False))
 
 
 async def children(store: Store, prefix: str) -> AsyncIterator[str]:

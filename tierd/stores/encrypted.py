@@ -48,10 +48,10 @@ class EncryptedStore:
     """`inner`, as it looks to who has `key`.
 
     Attributes:
-        doubles: an object is in memory twice while it is moved, as it is and encrypted.
+        encrypts: an object is in memory twice while it is moved, as it is and encrypted.
     """
 
-    doubles = True
+    encrypts = True
 
     def __init__(self, inner: Store, key: Key) -> None:
         self._inner, self._key = inner, key
@@ -64,10 +64,9 @@ class EncryptedStore:
         plain = octets(data)
         if check_key(key) in _PLAIN or not plain:
             return await self._inner.put(self._hidden(key), data)
-        encrypted = await _turned(self._encrypt, key, plain)
         if _CHUNK.fullmatch(key):
-            return await self._inner.put(self._hidden(key), encrypted)
-        wrapped = wrap(self._key.id, base64.b64encode(encrypted).rstrip(b"="))
+            return await self._inner.put(self._hidden(key), await _turned(self._encrypt, key, plain))
+        wrapped = await _turned(self._close, key, plain)
         if len(wrapped) > MAX_MANIFEST_SIZE:
             raise StoreRefused(f"{key}: {len(plain)} bytes, which are too many encrypted: no reader would take them")
         return await self._inner.put(key, wrapped)
@@ -93,7 +92,9 @@ class EncryptedStore:
         if into is None:
             return data
         filled = room(into, len(data), f"{self!r}: get {key}")
-        filled[:] = data  # on this thread: nothing writes there once the call is cancelled
+        for at in range(0, len(data), _PIECE):  # on this thread: nothing writes there once the call is cancelled
+            filled[at : at + _PIECE] = data[at : at + _PIECE]
+            await asyncio.sleep(0)
         return filled
 
     async def _get_chunk(self, key: str, into: memoryview | None) -> Buffer:
@@ -194,6 +195,9 @@ class EncryptedStore:
         assert isinstance(turn, AEADEncryptionContext)
         encrypted[end:] = turn.tag
         return encrypted
+
+    def _close(self, key: str, plain: memoryview) -> memoryview:
+        return memoryview(wrap(self._key.id, base64.b64encode(self._encrypt(key, plain)).rstrip(b"=")))
 
     def _decrypt(self, key: str, found: memoryview) -> memoryview:
         try:

@@ -188,14 +188,18 @@ class S3Store:
     async def delete(self, keys: Sequence[str]) -> None:
         names = [{"Key": self._base + check_key(key)} for key in keys]
         for start in range(0, len(names), _DELETE_BATCH):
-            batch = {"Objects": names[start : start + _DELETE_BATCH], "Quiet": True}
+            batch = names[start : start + _DELETE_BATCH]
             with self._translated("delete"):
                 client = await self._connected()
-                answer = await client.delete_objects(Bucket=self._url.bucket, Delete=batch)
-            for refusal in answer.get("Errors", ()):
+                answer = await client.delete_objects(Bucket=self._url.bucket, Delete={"Objects": batch})
+            refusals = answer.get("Errors", ())
+            for refusal in refusals:
                 code = refusal.get("Code", "")
                 if code != "NoSuchKey":
                     raise self._said(f"delete {refusal.get('Key')}", code, 0, refusal.get("Message", ""))
+            told = {one.get("Key") for one in (*answer.get("Deleted", ()), *refusals)}
+            if missing := [one["Key"] for one in batch if one["Key"] not in told]:  # whoever says so is no S3 server
+                raise StoreUnavailable(f"{self._url}: delete {missing[0]}: the answer does not say what became of it")
 
     async def aclose(self) -> None:
         await self._closing.aclose()
