@@ -64,6 +64,24 @@ def test_a_checkpoint_is_complete_when_both_ranks_have_saved(spool):
     first.close(), second.close()
 
 
+def test_what_became_whole_after_a_launch_began_anew_is_named_and_given_to_whoever_asks(spool):
+    """Its other part lay on a node that was down. To go back to it, or on without it, is not for tierd to decide."""
+    first, late = (rank(spool, number, attempt(1)) for number in (0, 1))
+    first.save(1, tensors(1)).wait()
+    with rank(spool, 0, attempt(2)) as anew:
+        assert anew.restore(tensors(0)) is None
+        anew.save(1, tensors(2)).wait()
+    late.save(1, tensors(10)).wait()
+    with rank(spool, 0, attempt(3)) as asking:
+        for _ in range(2):  # also when the launcher tries again
+            with pytest.raises(CheckpointNotFound, match=rf"off the timeline: step 1 of attempt {attempt(1)}"):
+                asking.restore(tensors(0))
+        state = tensors(0)
+        found = asking.restore(state, step=1, attempt=attempt(1))
+    assert (found.step, found.attempt) == (1, attempt(1)) and same(state, 1)
+    first.close(), late.close()
+
+
 def _alone(spool: Spool):
     with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
         return checkpointer.restore(tensors(0))

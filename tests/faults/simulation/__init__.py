@@ -327,11 +327,17 @@ class Trial:
         self.loop.jump(7 * 3600.0)
         await self._settle()
         placing = [world.nodes[rank % len(world.nodes)] for rank in range(self.ranks)]
-        job = Job(world, placing)
+        job, branch = Job(world, placing), truth.branch(world.spools())
         went = await job.resume()
         if truth.injuries and isinstance(job.why, CheckpointNotFound):  # `Job` has seen that it may say so
             world.count["runs of which nothing was left right"] += 1
             return  # it says so, and begins nothing anew by itself
+        if branch and not truth.injuries:
+            if not isinstance(job.why, CheckpointNotFound):
+                raise Lost(f"a restore with {branch} off the timeline: {went}: {job.why}")
+            world.count["runs that somebody sent back to a branch"] += 1
+            job = Job(world, placing)
+            went = await job.resume(branch)
         if went not in ("resumed", "anew"):
             raise Lost(f"a restore with no fault any more: {went}: {job.why}")
         await self._save_all(job)

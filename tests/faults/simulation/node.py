@@ -321,13 +321,14 @@ class Job:
     def broken(self) -> bool:
         return any(life.dead for life in self.lives)
 
-    async def resume(self) -> str:
-        """Restore, and begin a launch; how that went: "resumed", "anew", "unavailable" or "broken"."""
+    async def resume(self, asked: Checkpoint | None = None) -> str:
+        """Restore what is `asked` for by name, or the newest, and begin a launch; how that went: "resumed", "anew",
+        "unavailable" or "broken"."""
         truth, nodes = self.world.truth, [*dict.fromkeys(self.placing)]
         before = truth.expected(self.world.spools(nodes)), truth.newest(self.world.spools(nodes)), truth.injuries
         meeting, keep = _Meeting(len(self.placing)), self.world.rng.random() < 0.5
         tasks = [
-            life.spawn(Caller().run(lambda rank=rank: self._restore(rank, meeting, keep)))  # type: ignore[misc]
+            life.spawn(Caller().run(lambda rank=rank: self._restore(rank, meeting, keep, asked)))  # type: ignore[misc]
             for rank, life in enumerate(self.lives)
         ]
         _, late = await asyncio.wait(tasks, timeout=90_000.0)
@@ -354,7 +355,10 @@ class Job:
         if len({one and (one[0], one[1]) for one in answers}) != 1:
             raise Lost(f"ranks restored different checkpoints: {answers}")
         found = answers[0]
-        self._check(found, before, "a restore")
+        if asked is None:
+            self._check(found, before, "a restore")
+        elif found != asked:
+            raise Lost(f"a restore gave {found}, and was asked for {asked}")
         self._begin(found)
         self.world.count["restores"] += 1
         return "resumed" if found else "anew"
@@ -370,16 +374,15 @@ class Job:
         self.origin, self.step = found, found[1] if found else 0
         truth.origins[self.number] = found
 
-    def _restore(self, rank: int, meeting: _Meeting, keep: bool) -> Checkpoint | None:
+    def _restore(self, rank: int, meeting: _Meeting, keep: bool, asked: Checkpoint | None) -> Checkpoint | None:
+        step, attempt = (asked[1], part(asked[1], asked[0]).checkpoint.attempt) if asked else (None, None)
         node = self.placing[rank]
         spool = Spool(node.root, write=False)
         spool.node = node  # type: ignore[attr-defined]
         ranks = _Ranks(rank, len(self.placing), meeting)
         found = restore.Restorer(
             spool, RUN, ranks, tiers=True, keep=keep, clock=lambda: Clock(0, "0" * 8, None)
-        ).restore(  # type: ignore[arg-type]
-            None, None
-        )
+        ).restore(step, attempt)  # type: ignore[arg-type]
         if found is None:
             return None
         which = number(found.part)

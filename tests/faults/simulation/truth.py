@@ -10,7 +10,7 @@ import json
 import os
 import random
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -283,6 +283,15 @@ class Truth:
             if steps:
                 return launch, max(steps)
         return None
+
+    def branch(self, spools: list[tuple[Path, int]]) -> Checkpoint | None:
+        """What a restore only names, and gives to whoever asks for it: the newest that is whole, where the newest
+        launch began from nothing, since all lacked a part then, and has nothing whole itself."""
+        newest = self.newest(spools)
+        if newest is None or self.origins[newest] or self.expected(spools):
+            return None
+        ranks = Counter(step for launch, step, _ in self.acked if launch == newest)
+        return max(self.whole(spools), default=None) if self.world not in ranks.values() else None
 
 
 def committed(spool: Path) -> list[tuple[Part, Path]]:
