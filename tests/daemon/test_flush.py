@@ -18,6 +18,7 @@ from tierd.daemon import turns
 from tierd.daemon.budget import Budget
 from tierd.daemon.fetch import fetch
 from tierd.daemon.flush import Twin, Way, flush
+from tierd.daemon.prune import quarantine
 from tierd.spool import Spool
 
 PART = part(7)
@@ -63,6 +64,38 @@ def test_what_does_not_read_back_as_it_was_put_is_never_shown(spool, spoil):
     store.spoil = None
     flushed(spool, store)
     assert asyncio.run(restored(spool, store)) == FILES
+
+
+def test_a_manifest_spoiled_on_its_way_is_no_copy_and_the_one_set_aside_stays_until_it_is_right(spool):
+    """It may be all that tells of its launch, once the node is gone. Seed 100255 of `python -m faults simulation`."""
+    commit(spool, PART)
+    store = Double()
+    flushed(spool, store)
+    assert asyncio.run(quarantine(store, PART))
+    aside = asyncio.run(contents(store.inner))[PART.quarantine_key]
+    store.spoil = lambda key, data: flipped(data) if is_manifest(key) else data
+    with pytest.raises(StoreUnavailable, match="read back"):
+        flushed(spool, store)
+    assert asyncio.run(contents(store.inner))[PART.quarantine_key] == aside
+    assert asyncio.run(quarantine(store, PART))  # as another node does, which finds it damaged
+    assert asyncio.run(contents(store.inner))[PART.quarantine_key] == aside
+    store.spoil = None
+    flushed(spool, store)
+    assert decode(asyncio.run(contents(store.inner))[PART.manifest_key], PART)
+    assert PART.quarantine_key not in asyncio.run(contents(store.inner))
+
+
+def test_a_manifest_goes_only_once_what_was_set_aside_of_it_is_right(spool):
+    commit(spool, PART)
+    store = Double()
+    flushed(spool, store)
+    store.spoil = lambda key, data: flipped(data)
+    with pytest.raises(StoreUnavailable, match="read back"):
+        asyncio.run(quarantine(store, PART))
+    assert keys(store.inner, is_manifest) == [PART.manifest_key]
+    store.spoil = None
+    assert asyncio.run(quarantine(store, PART))
+    assert decode(asyncio.run(contents(store.inner))[PART.quarantine_key], PART)
 
 
 async def restored(spool: Spool, *stores) -> dict[str, bytes]:
@@ -155,6 +188,7 @@ def test_what_a_server_verified_is_read_back_only_where_that_is_wanted(spool, re
     store.verifies = "crc64nvme"
     asyncio.run(flush(spool, PART, Way(store, reread=reread)))
     assert len([key for operation, key in store.calls if operation == "get" and is_chunk(key)]) == reads
+    assert (("get", PART.manifest_key) in store.calls) == reread
     recorded = {chunk.stored.checked for chunk in manifest_on(store).chunks()}
     assert recorded == ({""} if reread else {"crc64nvme"})
 

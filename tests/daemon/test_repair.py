@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from support.doubles import Double, contents, flip, is_chunk, is_manifest
+from support.doubles import Double, contents, flip, flipped, is_chunk, is_manifest
 from support.world import (
     commit,
     content,
@@ -22,7 +22,7 @@ from support.world import (
 )
 
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
-from tierd.core.manifest import MANIFEST_NAME
+from tierd.core.manifest import MANIFEST_NAME, decode
 from tierd.spool import Spool
 from tierd.stores.memory import MemoryStore
 
@@ -125,6 +125,23 @@ def test_a_corrupt_manifest_that_only_a_tier_has_is_set_aside_there(spool, tmp_p
         await converge(fresh, {"tier": store})
         objects = await contents(store)
         assert steps_on(objects) == [2, 3] and part(1).quarantine_key in objects
+
+    asyncio.run(work())
+
+
+def test_a_manifest_that_is_spoiled_on_its_way_again_is_not_rebuilt(spool):
+    async def work():
+        first, second = Double(), MemoryStore()
+        commit(spool, part(1))
+        daemon = await converge(spool, {"first": first, "second": second})
+        spool.remove([part(1)])
+        await flip(first.inner, part(1).manifest_key)
+        first.spoil = lambda key, data: flipped(data) if is_manifest(key) else data
+        with pytest.raises(StoreUnavailable, match="read back"):
+            await daemon._repairer.rebuild("first", part(1), "damaged")
+        first.spoil = None
+        assert await daemon._repairer.rebuild("first", part(1), "damaged")
+        assert decode(bytes(await first.get(part(1).manifest_key)), part(1))
 
     asyncio.run(work())
 

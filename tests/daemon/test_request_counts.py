@@ -53,7 +53,7 @@ def test_a_look(spool, checkpoints, ranks, mine):
 
 @pytest.mark.parametrize("page", [1, 1000])
 def test_a_flush(spool, page):
-    """C + 2 PUT; GET: 1 for the lender, and C where the server does not verify; LIST: 5 and the chunks twice."""
+    """C + 2 PUT; GET: 1 for the lender, and C + 1 where the server does not verify; LIST: 5 and the chunks twice."""
 
     async def work():
         store = Counting(page, page)
@@ -63,13 +63,13 @@ def test_a_flush(spool, page):
         store.taken()
         commit(spool, part(2, rank=0, world=2))
         await tiers.flush(part(2, rank=0, world=2), "tier")
-        assert store.taken() == {"PUT": C + 2, "GET": C + 1, "LIST": 5 + 2 * store.pages(C), "DELETE": 2}
+        assert store.taken() == {"PUT": C + 2, "GET": C + 2, "LIST": 5 + 2 * store.pages(C), "DELETE": 2}
         await flush(spool, part(2, rank=0, world=2), Way(store))  # again: what lies there is compared
-        assert store.taken() == {"PUT": 2, "GET": C, "LIST": 3 + 2 * store.pages(C), "DELETE": 2}
+        assert store.taken() == {"PUT": 2, "GET": C + 1, "LIST": 3 + 2 * store.pages(C), "DELETE": 2}
         await store.delete([key for key in await contents(store) if part(2).checkpoint.name in key])
         store.taken()
         await flush(spool, part(2, rank=0, world=2), Way(store))
-        assert store.taken() == {"PUT": C + 2, "GET": C, "LIST": 4 + store.pages(C), "DELETE": 2}
+        assert store.taken() == {"PUT": C + 2, "GET": C + 1, "LIST": 4 + store.pages(C), "DELETE": 2}
 
     asyncio.run(work())
 

@@ -28,7 +28,7 @@ from tierd.core.manifest import MAX_MANIFEST_SIZE, Chunk, Manifest, Stored
 from tierd.core.manifest import decode as decode_manifest
 from tierd.daemon.together import to_the_end, together
 from tierd.device import memory_for
-from tierd.stores.base import Buffer, ObjectInfo, Store, children, is_authentic, weight
+from tierd.stores.base import Buffer, ObjectInfo, Store, children, is_authentic, octets, weight
 
 log = logging.getLogger("tierd.daemon")
 T = TypeVar("T")
@@ -67,6 +67,26 @@ async def read_manifest(store: Store, part: PartId | None, key: str = "", size: 
         return decode_manifest(bytes(data), part)
 
     return await surely(read)
+
+
+async def put_manifest(store: Store, key: str, data: Buffer, *, reread: bool = False) -> None:
+    """Put a manifest, or what is left of one, and make sure of it. It may be all that tells of its attempt, once the
+    node that wrote it is gone.
+
+    Args:
+        reread: read it back, even where the server shows that it verifies.
+
+    Raises:
+        StoreUnavailable: it is not there as it should be, or that is not known.
+    """
+    if await store.put(key, data) and not reread:
+        return
+    try:
+        if octets(await store.get(key)) == octets(data):
+            return
+    except (ObjectNotFound, CorruptChunk, ManifestError):
+        pass
+    raise StoreUnavailable(f"{key}: what was read back differs from what was put")
 
 
 async def get_object(store: Store, key: str, stored: Stored, where: str = "", lead: int = 0) -> Buffer:

@@ -1,9 +1,10 @@
 """Spool -> tier: read, verify, encode, put, make sure, manifest last.
 
 Law: a manifest is put only after every chunk that it names is known to lie on the tier as it should: read back and
-compared, or taken by a server that has shown that it checks what it takes against a checksum. So a manifest on a tier
-means a verified copy, whoever looks and whenever. A flush that was cut off goes on where it stopped: a chunk that
-already lies there is compared, not sent. What the newest complete checkpoint has is named, not sent.
+compared, or taken by a server that has shown that it checks what it takes against a checksum. The same is known of the
+manifest before a part counts as flushed. So a manifest on a tier means a verified copy, whoever looks and whenever. A
+flush that was cut off goes on where it stopped: a chunk that already lies there is compared, not sent. What the newest
+complete checkpoint has is named, not sent.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tierd.core.ids import PartId, chunk_key
 from tierd.core.manifest import Chunk, File, Manifest, Stored
 from tierd.core.manifest import encode as encode_manifest
 from tierd.daemon.budget import Budget
+from tierd.daemon.copies import put_manifest
 from tierd.daemon.observe import chunks_there, missing_chunks
 from tierd.daemon.pace import Pace
 from tierd.daemon.pause import Turn, at_once
@@ -71,7 +73,7 @@ class Way:
         store: the tier's.
         tier: its name.
         who: 8 hex digits, this node's own; random where nobody comes back to sweep.
-        reread: read every chunk back, even where the server shows that it verifies.
+        reread: read everything back, even where the server shows that it verifies.
         budget, pace: what all flushes of a daemon share.
         turn: awaited before each chunk: the daemon may be paused.
     """
@@ -236,7 +238,7 @@ async def _lent(store: Store, part: PartId, lender: Manifest | None) -> dict[tup
 
 
 async def _show(way: Way, part: PartId, manifest: Manifest) -> None:
-    """Put the manifest, while nobody deletes what it names, if all of that is still there."""
+    """Put the manifest and make sure of it, while nobody deletes what it names, if all of that is still there."""
     try:
         data = encode_manifest(manifest)
     except ManifestError as error:  # as the spool has it, it is right; with keys it is more than a reader takes
@@ -244,7 +246,7 @@ async def _show(way: Way, part: PartId, manifest: Manifest) -> None:
     async with naming(way.store, part, data, manifest.owners, way.who):
         missing = await missing_chunks(way.store, manifest)
         if not missing:
-            await way.store.put(part.manifest_key, data)
+            await put_manifest(way.store, part.manifest_key, data, reread=way.reread)
     if missing:
         raise StoreUnavailable(f"{part}: {len(missing)} chunks were deleted while it was being flushed")
 

@@ -20,7 +20,7 @@ from tierd.core.manifest import Chunk, Manifest, Stored
 from tierd.core.manifest import encode as encode_manifest
 from tierd.core.world import SPOOL
 from tierd.daemon.budget import Budget
-from tierd.daemon.copies import Copies, get_object, surely
+from tierd.daemon.copies import Copies, get_object, put_manifest, surely
 from tierd.daemon.observe import missing_chunks
 from tierd.daemon.pause import Turn, at_once
 from tierd.daemon.together import to_the_end
@@ -233,7 +233,7 @@ class Mender:
                 pass  # there it is, damaged
             missing = await missing_chunks(self._store, manifest)
             if not missing:
-                await self._store.put(self._part.manifest_key, data)
+                await put_manifest(self._store, self._part.manifest_key, data, reread=True)
         if missing:
             raise StoreUnavailable(f"{self._part}: {len(missing)} chunks were deleted while it was being mended")
 

@@ -12,10 +12,10 @@ from contextlib import aclosing, suppress
 from functools import partial
 
 from tierd.codec import check_stored
-from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound
+from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId, chunk_owner, chunks_prefix, manifests_prefix, quarantine_prefix
 from tierd.core.manifest import Manifest, Stored
-from tierd.daemon.copies import read_manifest, surely
+from tierd.daemon.copies import put_manifest, read_manifest, surely
 from tierd.daemon.manifests import READERS, Manifests
 from tierd.daemon.observe import missing_chunks
 from tierd.daemon.together import each
@@ -119,12 +119,12 @@ async def quarantine(store: Store, part: PartId) -> bool:
         data = await store.get(part.manifest_key)
     except ObjectNotFound:
         return False
-    except (
-        CorruptChunk,
-        ManifestError,
-    ):  # larger than anything of tierd's, or not of this tier's key
+    except (CorruptChunk, ManifestError):  # larger than any manifest, or not of this tier's key: a mark is enough
         data = b""
-    await store.put(part.quarantine_key, data)
+    try:  # what was set aside before stays, if it can be read: it may be all that tells where its attempt came from
+        await read_manifest(store, part, part.quarantine_key)
+    except (ObjectNotFound, ManifestError, FormatTooNew):
+        await put_manifest(store, part.quarantine_key, data)
     await store.delete([part.manifest_key])
     return True
 

@@ -90,6 +90,13 @@ MUTANTS = (
         _BY,
     ),
     Mutant(
+        "a manifest that was put is not read back",
+        "tierd/daemon/copies.py",
+        "    if await store.put(key, data) and not reread:\n",
+        "    if await store.put(key, data) or not reread:\n",
+        _BY,
+    ),
+    Mutant(
         "a prune deletes chunks before the manifests",
         "tierd/daemon/prune.py",
         "        await store.delete(keys)\n        doomed |= {",

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import contextvars
 import random
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
@@ -35,10 +36,14 @@ from tierd.core.ids import PartId
 from tierd.core.plan import Prune, plan
 from tierd.core.world import SPOOL
 from tierd.daemon.control import Control
+from tierd.daemon.journal import Event
 from tierd.daemon.reconcile import Reconciler
 from tierd.persist import digest
 from tierd.spool import Spool
 from tierd.stores.retry import RetryingStore
+
+_FLUSHED = re.compile(r"\S+ step (\d+) \(attempt \S+-([0-9a-f]{8})\) rank (\d+) of ")
+_UNTOLD = re.compile(r"what attempt \S+-([0-9a-f]{8}) resumed from cannot be told any more")
 
 
 @dataclass
@@ -146,12 +151,20 @@ class Node:
         self.lines = {one.name: Line(one, self.life, world.weather, world.rng, world.count) for one in world.buckets}
         stores = {name: RetryingStore(line, rng=world.rng.random) for name, line in self.lines.items()}
         settings = config(self.spool, *stores, keep=world.keep, keep_local=world.keep_local, **world.options)
-        self.daemon = Reconciler(settings, self.spool, stores)
+        self.daemon = Reconciler(settings, self.spool, stores, self._heard)
         self.daemon._random = self.daemon.scrubber._random = random.Random(world.rng.random())
         self.daemon.scrubber._clock = lambda: __import__("time").time()
         self.control = Control(self.daemon, _NoHandOff())  # type: ignore[arg-type]
         self.work = self.life.spawn(self.daemon.run())
         self.up = True
+
+    def _heard(self, event: Event) -> None:
+        """Told that a part lies on a tier, a trainer counts on it: this node may be lost the next moment."""
+        if event.what == "flushed" and (found := _FLUSHED.match(event.subject)):
+            try:
+                self.world.truth.flushed(event.place, (int(found[2], 16), int(found[1]), int(found[3])), self.name)
+            except Lost as error:
+                self.world.loop.lose(error)
 
     # -- crashing ---------------------------------------------------------------------------------------------------
 
@@ -326,6 +339,7 @@ class Job:
         "unavailable" or "broken"."""
         truth, nodes = self.world.truth, [*dict.fromkeys(self.placing)]
         before = truth.expected(self.world.spools(nodes)), truth.newest(self.world.spools(nodes)), truth.injuries
+        tells = truth.tells(self.world.spools(nodes))
         meeting, keep = _Meeting(len(self.placing)), self.world.rng.random() < 0.5
         tasks = [
             life.spawn(Caller().run(lambda rank=rank: self._restore(rank, meeting, keep, asked)))  # type: ignore[misc]
@@ -345,9 +359,9 @@ class Job:
                     raise failure
             self.world.count["restores that raised"] += 1
             nothing = [str(one) for one in failures if isinstance(one, CheckpointNotFound)]
-            # What a launch resumed from is in its manifests alone; where the trial has hurt those, nobody can tell.
-            untold = "cannot be told any more" in "".join(nothing) and any(one[0] == before[1] for one in truth.excused)
-            if nothing and not untold:
+            # What a launch resumed from is in its manifests alone: while one of them can be read, it must be told.
+            untold = [int(one, 16) for one in _UNTOLD.findall("".join(nothing))]
+            if nothing and not any(one not in tells and truth.is_hurt(one) for one in untold):
                 self._check(None, before, nothing[0])
             self.why = failures[0]
             return "unavailable"

@@ -29,6 +29,7 @@ _KEY = re.compile(
     rf"{RUN}/(manifests|quarantine)/([0-9]{{12}})\.[0-9a-f]{{12}}-([0-9a-f]{{8}})/([0-9]{{5}})-of-[0-9]{{5}}\.json"
 )
 _DIRECTORY = re.compile(r"([0-9]{12})\.[0-9a-f]{12}-([0-9a-f]{8})")
+_ASIDE = ".tierd/quarantine"
 _SEALED = 46  # bytes of a manifest's end, behind what its seal is of
 
 
@@ -118,6 +119,7 @@ class Truth:
         self.revenants: dict[str, set[str]] = {bucket.name: set() for bucket in buckets}
         self.deleted: dict[str, set[str]] = {bucket.name: set() for bucket in buckets}
         self.ever: set[Part] = set()
+        self.putters: dict[tuple[str, Part], str] = {}  # who put a manifest last, and whether it was spoiled
         self.injuries = 0
         self.floor: Checkpoint | None = None
         self._tiers: dict[str, tuple[int, dict[Part, bool]]] = {}
@@ -190,6 +192,7 @@ class Truth:
             if self.on_tier(bucket).get(part) and part not in self.excused:
                 raise Lost(f"{who} sets {part} aside on {bucket.name}, whose copy there is right")
         elif kind == "manifests" and new is not None:
+            self.putters[bucket.name, part] = who
             if self.wrong(bucket, key) and key in self.deleted[bucket.name]:
                 self.revenants[bucket.name].add(key)  # an earlier put that came late
             elif key in self.revenants[bucket.name] and not self.wrong(bucket, key):
@@ -203,6 +206,11 @@ class Truth:
                 self.ever.add(part)
         elif kind == "manifests":
             self.revenants[bucket.name].discard(key)
+
+    def flushed(self, tier: str, part: Part, who: str) -> None:
+        """A node says that it flushed a part: the manifest that it put last is the one that it had."""
+        if self.putters.get((tier, part)) == f"{who} spoiled":
+            raise Lost(f"{who} says that {part} lies on {tier}, and its manifest there was spoiled on the way")
 
     def _namers(self, bucket: Bucket, key: str) -> list[str]:
         return [
@@ -271,9 +279,23 @@ class Truth:
     def newest(self, spools: list[tuple[Path, int]]) -> int | None:
         """The newest launch that anything shows."""
         shown = {part[0] for spool, _ in spools for part, _ in committed(spool)}
-        shown |= {part[0] for spool, _ in spools for part, _ in committed(spool / ".tierd" / "quarantine")}
+        shown |= {part[0] for spool, _ in spools for part, _ in committed(spool / _ASIDE)}
         shown |= {whose[1][0] for bucket in self.buckets for key in bucket.keys if (whose := part_of(key))}
         return max(shown, default=None)
+
+    def tells(self, spools: list[tuple[Path, int]]) -> set[int]:
+        """The launches of which a manifest can be read somewhere, set aside or not: it says what they resumed from."""
+        homes = [one for spool, _ in spools for base in (spool, spool / _ASIDE) for one in committed(base)]
+        found = {part[0] for part, home in homes if _parsed(_manifest(home))}
+        for bucket in self.buckets:
+            whose = [(key, one[1][0]) for key in bucket.keys if (one := part_of(key))]
+            found |= {launch for key, launch in whose if _parsed(bucket.objects[key][0])}
+        return found
+
+    def is_hurt(self, launch: int) -> bool:
+        """Whether the trial, or a line, spoiled a part of a launch."""
+        spoiled = {one[1][0] for keys in self.hurt.values() for key in keys if (one := part_of(key))}
+        return launch in spoiled | {part[0] for part in self.excused}
 
     def expected(self, spools: list[tuple[Path, int]]) -> Checkpoint | None:
         """What a restore gives, or something newer."""
@@ -308,9 +330,16 @@ def committed(spool: Path) -> list[tuple[Part, Path]]:
     return found
 
 
+def _manifest(home: Path) -> bytes:
+    try:
+        return (home / "manifest.json").read_bytes()
+    except OSError:
+        return b""
+
+
 def _is_whole(home: Path, part: Part) -> bool:
     try:
-        manifest = _parsed((home / "manifest.json").read_bytes())
+        manifest = _parsed(_manifest(home))
         return (
             manifest is not None
             and _describes(manifest, part)
