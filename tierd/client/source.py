@@ -41,6 +41,7 @@ MEMORY = "memory"  # where a tier's name can stand
 _PATIENCE = 5.0  # seconds to wait for a daemon that may be starting, as at a node's boot
 _FLUSH = 600.0  # seconds for what other nodes need of this spool to get to a tier
 _TURN = 2.0  # of them, for which one part and one tier are waited for at a time
+_REST = 0.2  # of them, between two rounds
 
 Part = tuple[Manifest, Mapping[str, memoryview], str]
 
@@ -124,13 +125,14 @@ class Source:
             while left and tiers and time.monotonic() < end:
                 log.info("%s: other nodes find it only on a tier; %d parts are flushed first", checkpoint, len(left))
                 left = [part for part in left if not any(self._is_on(part, tier) for tier in tiers)]
+                time.sleep(_REST if left else 0.0)  # what a tier refuses is answered at once
         except (TierdError, OSError) as error:
             log.warning("%s: %s", checkpoint, error)
 
     def _is_on(self, part: PartId, tier: str) -> bool:
         assert self.link is not None
         try:
-            self.link.ask(Wait(part=part, tier=tier, timeout_s=_TURN))
+            self.link.ask(Wait(part=part, tier=tier, timeout_s=_TURN, needed=True))
         except (CheckpointNotFound, StoreRefused, TimeoutError) as error:  # another tier may have it, or this one later
             log.debug("%s: %s", part, error)
             return False

@@ -124,8 +124,11 @@ def _flushes(
     begun = _begun(tier, run)
     wanted = {verdict.id for verdict in judge_tier(world, tier, policy, run, pending=True) if verdict.keep}
     wanted |= set(begun)
+    # A restore elsewhere waits for it, and does not hope for anything newer.
+    needed = judge_tier(world, tier, policy, run, pending=True, hoped=world.needed) if world.needed else ()
+    wanted |= {verdict.id for verdict in needed if verdict.keep and verdict.id in world.needed}
     # Ranks that never come must not keep what is whole already from the tier.
-    for verdict in judge_tier(world, tier, policy, run, pending=True, hoping=False):
+    for verdict in judge_tier(world, tier, policy, run, pending=True, hoped=()):
         both = [place.checkpoints[verdict.id] for place in (world.spool, tier) if verdict.id in place.checkpoints]
         if verdict.keep and is_complete(union(*(seen.ranks for seen in both))):
             wanted.add(verdict.id)
@@ -161,16 +164,23 @@ def lender(tier: Place, part: PartId) -> PartId | None:
 
 
 def judge_tier(
-    world: World, tier: Place, policy: RetentionPolicy, run: str, *, pending: bool = False, hoping: bool = True
+    world: World,
+    tier: Place,
+    policy: RetentionPolicy,
+    run: str,
+    *,
+    pending: bool = False,
+    hoped: Collection[CheckpointId] | None = None,
 ) -> tuple[Verdict, ...]:
     """Retention's verdicts over what a tier holds of `run`; with `pending`, as if the spool's parts were there too, and
-    when `hoping`, also the other ranks' parts that other spools may hold."""
+    of what is `hoped` for also the other ranks' parts, that other spools may hold. If nothing is said of that, then of
+    all that may still become complete."""
     over = _over(tier, policy, run)
     if pending:
         # A pin or a restore that the janitor does not know of keeps nothing on the tier: it would be sent and pruned.
         pins = tier.pins | world.spool.pins if is_janitor(world, tier, run) else tier.pins
-        local = {seen.id for seen in world.spool.copies(run)}
-        hoped = {one for one in local if one.attempt >= over} if hoping else set()
+        if hoped is None:
+            hoped = {seen.id for seen in world.spool.copies(run) if seen.id.attempt >= over}
         return decide(_infos(tier, run, world.spool, pins, hoped), policy, world.origins(run))
     infos = _infos(tier, run, Place(), _pins(world) | world.held)
     verdicts = _patient(infos, policy, world.origins(run), over)

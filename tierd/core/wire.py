@@ -69,11 +69,13 @@ class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):
 
 
 class Wait(Request, frozen=True, kw_only=True, tag="wait"):
-    """Answer when a tier holds the verified part; `StoreRefused` when it says no, `TimeoutError` when time is up."""
+    """Answer when a tier holds the verified part; `StoreRefused` when it says no, `TimeoutError` when time is up.
+    `needed`: a restore elsewhere needs it, so it is sent whatever retention says."""
 
     part: PartId
     tier: str
     timeout_s: float | None = None
+    needed: bool = False
 
 
 class Pin(Request, frozen=True, kw_only=True, tag="pin"):

@@ -195,6 +195,7 @@ class World:
     free: float = 1.0  # share of the spool's file system that is free, 0..1
     leftovers: tuple[str, ...] = ()  # stages whose writer is gone
     held: frozenset[CheckpointId] = frozenset()  # being restored
+    needed: frozenset[CheckpointId] = frozenset()  # by a restore on another node, which finds them only on a tier
     busy: frozenset[PartId] = frozenset()  # being flushed
 
     @property

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -127,8 +128,12 @@ class Control:
                     self._reconciler.hold(part)
                     held.add(part)
                 return {"tiers": await self._reconciler.fetch(part, wanted=wanted)}
-            case wire.Wait(part=part, tier=tier, timeout_s=timeout):
-                return await self._wait(part, tier, timeout)
+            case wire.Wait(part=part, tier=tier, timeout_s=timeout, needed=needed):
+                self._reconciler.needed.update([part.checkpoint] * needed)
+                try:
+                    return await self._wait(part, tier, timeout)
+                finally:
+                    self._reconciler.needed -= Counter([part.checkpoint] * needed)
             case wire.Pin(checkpoint=checkpoint, pinned=pinned):
                 return await self._pin(checkpoint, pinned)
             case wire.Pause(for_s=for_s):

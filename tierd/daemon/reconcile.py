@@ -72,6 +72,7 @@ class Reconciler:
         self.pause = Pause(spool)
         self.tiers = Tiers(config, spool, stores, self.pause)
         self.held: Counter[CheckpointId] = Counter()
+        self.needed: Counter[CheckpointId] = Counter()
         self.scrubber = Scrubber(
             config,
             spool,
@@ -147,6 +148,7 @@ class Reconciler:
             self._free,
             self._leftovers,
             frozenset(self.held),
+            frozenset(self.needed),
             frozenset(self._busy),
         )
 
