@@ -8,6 +8,7 @@ import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -32,7 +33,9 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
 
 
 async def _flush_all(spool: Path, tier: Path) -> None:
-    config = from_urls(str(spool), [str(tier)])
+    config = msgspec.structs.replace(
+        from_urls(str(spool), [str(tier)]), min_free_percent=0.0
+    )  # however full this disk is
     async with AsyncExitStack() as stack:
         reconciler = Reconciler(config, Spool(spool), await open_tiers(config, stack))
         work = asyncio.ensure_future(reconciler.run())
