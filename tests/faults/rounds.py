@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 import traceback
@@ -31,7 +32,8 @@ class Lost(AssertionError):
 class Mutant:
     """One line of tierd made wrong, which `by`, the arguments of a short run of its kit, must find.
 
-    `old` stands once in the file at `path`, below the project's root, and becomes `new`.
+    `old` stands once in the file at `path`, below the project's root, and becomes `new`. What a kit says of its loss
+    contains `told`, so that nothing else that is red is taken for it.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Mutant:
     old: str
     new: str
     by: str
+    told: str = ""
 
 
 class Kit(Protocol):
@@ -47,6 +50,7 @@ class Kit(Protocol):
     UNIT: str  # what is counted: "power cuts"
     SHORT: int  # how many of it in a short round
     GATE: int  # and in the full one
+    MET: tuple[str, ...]  # notes that no full round is without: what else would show that it happened at all?
     MUTANTS: tuple[Mutant, ...]
 
     def missing(self) -> str | None:
@@ -63,6 +67,7 @@ class Round:
     Attributes:
         room: an empty directory, removed afterwards.
         notes: how often what happened, for the page: "cuts during a prune".
+        skipped: what this machine could not do; a round that is kept has none.
     """
 
     kind: str
@@ -74,6 +79,7 @@ class Round:
     done: int = 0
     losses: list[dict[str, Any]] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
+    skipped: list[str] = field(default_factory=list)
     _begun: float = field(default_factory=time.monotonic)
     _told: float = field(default_factory=time.monotonic)
     _used: int = 0
@@ -101,6 +107,11 @@ class Round:
         self.losses.append({"seed": seed, "why": said})
         print(f"LOST {self.kind} seed {seed}: {said}\n   again: python -m faults {self.kind} --only {seed}", flush=True)
 
+    def skip(self, why: str) -> None:
+        """A part of the round that cannot be done here."""
+        self.skipped.append(why)
+        print(f"SKIPPED in {self.kind}: {why}", flush=True)
+
     def attempt(self, seed: int, trial: Callable[[int], int | None]) -> None:
         """One trial that answers how many units it was worth (None: one), and raises what it lost."""
         try:
@@ -123,16 +134,31 @@ class Round:
             "kind": self.kind,
             "unit": self.unit,
             "seeds": [self.first, self.first + self._used - 1],
+            "asked": self.trials,
             "trials": self.done,
             "losses": self.losses,
+            "skipped": self.skipped,
+            "tierd": tree(),
             "seconds": round(self._seconds, 1),
             "notes": dict(sorted(self.notes.items())),
             "machine": f"{os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}",
         }
 
 
+def tree() -> str | None:
+    """Git's name of what `tierd/` holds; None if it is not what was committed, or this is no checkout."""
+    try:
+        if subprocess.check_output(["git", "status", "--porcelain", "tierd"], text=True, stderr=subprocess.DEVNULL):
+            return None
+        return subprocess.check_output(["git", "rev-parse", "HEAD:tierd"], text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def bound(trials: int, losses: int = 0) -> float:
     """The probability of a loss in one trial that is excluded with 95 % confidence when none was lost: 1 - 0.05^(1/n).
+
+    Trials must be independent of each other: seeds, not what one of them is counted for.
 
     Source: Clopper-Pearson with no events; 3/n, the rule of three, for large n.
     """

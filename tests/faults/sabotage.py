@@ -34,6 +34,7 @@ def collect() -> tuple[Mutant, ...]:
 
 
 MUTANTS: tuple[Mutant, ...] = ()
+MET = tuple(f"by {kind}" for kind in (*KITS, "pytest"))
 GATE = len(collect())
 SHORT = GATE // 10
 
@@ -50,7 +51,7 @@ def run(work: Round) -> None:
 
     @functools.cache
     def green(by: str) -> bool:
-        return not _reds(by, tree)
+        return not _reds(by, "", tree)
 
     def trial(seed: int) -> None:
         step = next(step for step in (7, 5, 3, 1) if len(mutants) % step)
@@ -58,7 +59,7 @@ def run(work: Round) -> None:
         if not green(mutant.by):
             raise Lost(f"{mutant.by} is red without any mutant")
         with _planted(mutant, tree):
-            if not _reds(mutant.by, tree):
+            if not _reds(mutant.by, mutant.told, tree):
                 raise Lost(f"mutant survived: {mutant.name} ({mutant.path}), by {mutant.by}")
         work.notes[f"by {mutant.by.split()[0]}"] += 1
 
@@ -79,8 +80,8 @@ def _planted(mutant: Mutant, tree: Path) -> Iterator[None]:
         path.write_text(source)
 
 
-def _reds(by: str, tree: Path) -> bool:
-    """Whether what `by` names fails in `tree`, because of what it found there."""
+def _reds(by: str, told: str, tree: Path) -> bool:
+    """Whether what `by` names fails in `tree`, because of what it found there, and says `told` of it."""
     what, *arguments = by.split()
     plain = what == "pytest"
     command = [*("pytest", "-q", "-x", "-p", "no:cacheprovider"), *arguments] if plain else ["faults", what, *arguments]
@@ -92,4 +93,6 @@ def _reds(by: str, tree: Path) -> bool:
         return False
     if (plain and done.returncode != 1) or (not plain and "\nLOST " not in done.stdout):
         raise Lost(f"{by} did not come to an answer:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    if told not in done.stdout:
+        raise Lost(f"{by} is red, but not by {told!r}:\n{done.stdout[-2000:]}")
     return True

@@ -46,6 +46,7 @@ from tierd.priority import hasten
 UNIT = "corruptions"
 SHORT = 4_000
 GATE = 100_000
+MET: tuple[str, ...] = ()  # what no full round is without
 MUTANTS = (
     Mutant(
         "stored bytes are not compared with their digest",

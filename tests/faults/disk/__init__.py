@@ -33,6 +33,7 @@ from faults.disk.volumes import Volume, own_mounts
 from faults.rounds import Lost, Mutant, Round
 
 UNIT, SHORT, GATE = "disk faults", 60, 2_000
+MET: tuple[str, ...] = ()  # what no full round is without
 
 _AT_ONCE = 4  # trials at a time: they mostly wait
 _LIFE = 4  # faults in a trial, one after the other

@@ -37,6 +37,7 @@ from faults.rounds import Lost, Mutant, Round, say
 UNIT = "power cuts"
 SHORT = 500
 GATE = 13_000  # all cuts of every scene as it is, and as many again that are drawn
+MET: tuple[str, ...] = ()  # what no full round is without
 
 _WORKERS = 2
 

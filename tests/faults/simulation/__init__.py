@@ -37,6 +37,7 @@ from tierd.core.errors import CheckpointNotFound
 UNIT = "simulated fault steps"
 SHORT = 200_000
 GATE = 1_000_000
+MET: tuple[str, ...] = ()  # what no full round is without
 
 _BY = "simulation --trials 30000"
 MUTANTS = (
