@@ -1,4 +1,4 @@
-"""200 seeded corruptions, on the spool, on tiers or on both: each is noticed, and answered with the right checkpoint.
+"""80 seeded corruptions, on the spool, on tiers or on both: each is noticed, and answered with the right checkpoint.
 
 A world of two attempts is built once. For each seed it is copied and harmed, and what a restore must answer is worked
 out here, from the pristine copy and byte by byte, by none of tierd's code: a checkpoint can be had if somewhere a
@@ -29,7 +29,7 @@ from tierd.daemon import handoff
 from tierd.stores.file import FileStore
 
 CHUNK = 8192  # bytes, at most
-SEEDS = 200
+SEEDS = 80
 RUN = "run"
 FILES = ("tensors.safetensors", "state.json")
 
@@ -294,8 +294,8 @@ def test_every_corruption_is_noticed_and_answered_with_the_right_checkpoint(worl
         shutil.rmtree(root)
     # The matrix is worth its name: whole, healed, stepped back, across the rollback.
     steps = [step for step, _ in answers]
-    assert steps.count(5) > 30 and steps.count(4) > 15 and steps.count(3) > 3 and steps.count(2) > 1, steps
-    assert healed > 40 and sum(1 for _, passed in answers if passed) > 40
+    assert steps.count(5) > 12 and steps.count(4) > 6 and steps.count(3) > 1 and steps.count(2) > 0, steps
+    assert healed > 16 and sum(1 for _, passed in answers if passed) > 16
 
 
 def locally_whole(world: World, root: Path, step: int) -> bool:
