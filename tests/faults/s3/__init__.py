@@ -187,7 +187,7 @@ async def _trials(work: Round, slot: Slot, seeds: Iterator[int], secrets: Secret
             work.lost(seed, why, max(1, slot.count))
             await slot.renew()
         else:
-            work.passed(slot.count, *slot.notes)
+            work.passed(slot.count, *slot.notes.elements())
 
 
 def _check(slot: Slot, secrets: Secrets) -> None:
