@@ -135,6 +135,8 @@ class Slot:
     def heard(self, request: Request, answer: Answer) -> None:
         """What the server did with a request, whatever became of its answer."""
         self.told.append(f"{answer.status} to {request.operation} {request.name}")
+        if request.operation == "DeleteObjects" and any("/chunks/" in key for key in request.keys):
+            self.notes["chunks deleted by a prune"] += answer.status < 300
         self._place(request)
         if answer.status >= 300:
             return
