@@ -15,6 +15,8 @@ import torch
 import tierd
 from tierd.cli import run
 from tierd.core.config import from_urls
+from tierd.core.ids import PartId
+from tierd.core.manifest import decode, seal
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.service import open_tiers
 from tierd.spool import Spool
@@ -103,6 +105,26 @@ def test_verify_finds_one_flipped_bit_and_changes_nothing(
     flip(next(spool.glob("r/*10.*/*/tensors.safetensors")))
     assert run(["verify", "--spool", str(spool), "--run", "r", "--step", "10"]) == 5
     assert "differ from their digest" in " ".join(capsys.readouterr().out.split())
+
+
+def test_verify_goes_on_past_what_it_cannot_check(
+    places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, tier = places
+    path = next((tier / "r" / "manifests").glob("*30.*/*.json"))
+    which = PartId.parse_key(path.relative_to(tier).as_posix())
+    assert which
+    path.write_bytes(seal(msgspec.structs.replace(decode(path.read_bytes(), which), version=2)))
+    assert run(["verify", str(tier), "--json"]) == 6
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [(check["step"], bool(check["unchecked"]), check["wrong"]) for check in checks] == [
+        (30, True, []),
+        (20, False, []),
+        (10, False, []),
+    ]
+    flip(a_chunk(tier, 10))
+    assert run(["verify", str(tier)]) == 5, "what is corrupt comes first"
+    assert "not checked" in capsys.readouterr().out
 
 
 def test_restore_needs_no_daemon_and_falls_back(

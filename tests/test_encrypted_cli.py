@@ -94,7 +94,6 @@ def test_without_the_key_one_line_names_it_and_nothing_is_called_corrupt(tier, t
     out = tmp_path / "out"
     for arguments, code in (
         (["restore", tier, "--run", RUN, "--to", str(out)], 6),
-        (["verify", tier], 3),
         (["restore", tier, "--run", RUN, "--step", "1", "--to", str(out)], 6),
     ):
         assert run([*arguments, *options]) == code
@@ -103,6 +102,9 @@ def test_without_the_key_one_line_names_it_and_nothing_is_called_corrupt(tier, t
         assert f"encrypted with key {ID}" in line
         assert (OTHER if wrong else "--key-file") in line
     assert not out.exists()
+    assert run(["verify", tier, "--json", *options]) == 6
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [(one["step"], one["wrong"], ID in one["unchecked"]) for one in checks] == [(2, [], True), (1, [], True)]
     assert run(["ls", tier, "--json", *options]) == 0
     found = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [copy["state"] for one in found for copy in one["copies"]] == ["unreadable"] * 2

@@ -199,6 +199,20 @@ def test_what_came_is_as_open_as_the_umask_says(tmp_path, tier):
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o750
 
 
+def test_a_directory_keeps_its_mode_and_a_new_one_gets_its_groups(tmp_path, tier):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o2775)
+    (shared / "old").mkdir()
+    (shared / "old").chmod(0o2710)
+    for name in ("old", "new"):
+        assert run(["restore", str(tier), "--run", RUN, "--to", str(shared / name)]) == 0
+    (shared / "like").mkdir()
+    assert stat.S_IMODE((shared / "old").stat().st_mode) == 0o2710
+    assert (shared / "new").stat().st_mode == (shared / "like").stat().st_mode
+    assert all(path.stat().st_mode & stat.S_ISGID for path in shared.glob("*/0*"))
+
+
 @pytest.mark.parametrize("kind", ["link", "file", "foreign"])
 def test_what_somebody_else_put_in_its_place_is_not_used(tmp_path, tier, capsys, kind):
     aside = tmp_path / ".out.partial"

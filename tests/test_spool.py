@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from tierd import spool as spool_module
+from tierd import stage as stage_module
 from tierd.core.errors import (
     CorruptChunk,
     FormatTooNew,
@@ -490,6 +491,21 @@ def test_a_directory_that_a_cut_off_commit_or_removal_left_is_a_leftover(spool, 
         spool.discard(name)
     assert spool.leftovers() == [] and not (spool.root / part(1).path).parent.exists()
     assert spool.parts() == [part(2)]
+
+
+def test_the_empty_directory_of_a_commit_whose_disk_is_slow_is_no_leftover(spool, monkeypatch):
+    """Behind the commit's mkdir, for as long as its fsync takes."""
+    seen, real = [], stage_module.sync_directory
+
+    def slow(path):
+        real(path)
+        if spool.path(part()).parent.exists() and not spool.path(part()).exists():
+            seen.append(Spool(spool.root).leftovers())
+
+    monkeypatch.setattr(stage_module, "sync_directory", slow)
+    commit(spool, part())
+    assert seen and not any(seen)
+    assert is_whole(spool, part())
 
 
 # -- blocks for the next save -----------------------------------------------------------------------------------------

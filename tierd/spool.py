@@ -250,15 +250,23 @@ class Spool:
 
     def leftovers(self) -> list[str]:
         """Stages and fetches whose writer is gone, what a removal left half-way, and directories of checkpoints that
-        hold no part; by name, for `discard`."""
+        hold no part and that nobody writes one for; by name, for `discard`."""
         found = [f"trash/{path.name}" for path in (self.control / "trash").iterdir()]
-        found += [f"{_EMPTY}/{run}/{name}" for run, name in _childless(self.root) if CheckpointId.parse(run, name)]
+        empty = [(run, name) for run, name in _childless(self.root) if CheckpointId.parse(run, name)]
+        living: list[str] = []  # whose commit may have made such a directory, and wait for a slow disk to sync it
         for room in _LOCKED:
             for path in (self.control / room).iterdir():
                 fd = try_lock(path)
                 if fd is not None:
                     os.close(fd)
                     found.append(f"{room}/{path.name}")
+                else:
+                    living.append(path.name)
+        found += [
+            f"{_EMPTY}/{run}/{name}"
+            for run, name in empty
+            if not any(one.startswith(f"{run}.{name}.") for one in living)
+        ]
         return sorted(found)
 
     def discard(self, name: str) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+
 import msgspec
 import pytest
 import torch
+from support.world import commit
 
 import tierd
 from tierd.client.ranks import Ranks
 from tierd.client.restore import Restorer
 from tierd.client.source import Source
 from tierd.core.errors import StoreUnavailable
+from tierd.core.ids import CheckpointId, PartId
 from tierd.core.sight import see
 from tierd.core.wire import Candidates, Fetch
 from tierd.core.world import World
@@ -55,3 +59,28 @@ def test_what_was_healed_and_reads_back_wrong_is_an_error_and_not_a_step_back(tm
     found = restorer.restore(None, None)
     assert found is not None
     assert (found.part.checkpoint.step, found.tier) == (2, "local")
+
+
+def test_a_manifest_that_cannot_be_read_is_no_missing_one(tmp_path, monkeypatch):
+    """The one manifest of the newest launch, whose other rank wrote none, is all that tells what it resumed from."""
+    with tierd.Checkpointer(tmp_path, "r", to=[]) as ckpt:
+        ckpt.save(1, {"x": torch.zeros(3)}).wait()
+    spool = Spool(tmp_path)
+    (old,) = spool.parts()
+    newest = PartId(CheckpointId("r", tierd.new_attempt(), 2), 0, 2)
+    commit(spool, newest, {"x": b"x"}, origin=old.checkpoint)
+    real = Spool.manifest
+
+    def manifest(self, part):
+        if part == newest:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self, part)
+
+    monkeypatch.setattr(Spool, "manifest", manifest)
+    restorer = Restorer(spool, "r", Ranks(0, 1), tiers=False)
+    with pytest.raises(StoreUnavailable, match="lacks parts in the places that answered, and local did not"):
+        restorer.restore(None, None)
+    monkeypatch.undo()
+    found = restorer.restore(None, None)
+    assert found is not None
+    assert found.part == old

@@ -21,7 +21,7 @@ from support.world import Daemon
 import tierd
 from tierd.arena import Arena
 from tierd.client import handoff as client
-from tierd.core.errors import SaveFailed, SpoolFull
+from tierd.core.errors import DaemonUnavailable, SaveFailed, SpoolFull
 from tierd.daemon import handoff
 from tierd.link import connect
 from tierd.stores.memory import MemoryStore
@@ -278,6 +278,17 @@ def test_what_the_daemon_committed_before_it_died_counts(spool, daemon, monkeypa
         checkpointer.save(1, tensors(1)).wait(timeout=20)
         assert checkpointer.stats.failed == 0
     assert same(restored(spool, 1)[1], 1)
+
+
+def test_who_asks_on_a_connection_that_is_closed_is_told_that_the_daemon_is_gone(spool):
+    """Of two that wait for one daemon's answers, the first finds it ended, and closes the connection."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    line = client.HandOff(spool)
+    for _ in range(2):
+        with pytest.raises(DaemonUnavailable, match="the daemon closed the connection"):
+            line.answer(client.Given(ours, 0))
+    assert line._not_before == 0.0, "nor does it count as one that hangs"
 
 
 def test_a_full_spool_is_told_by_the_daemon(spool, daemon, monkeypatch, caplog):

@@ -157,8 +157,10 @@ def test_urls_that_are_no_configuration(urls, said):
         "min_free_percent = " + "9" * 5000,
         'rescan = "' + "9" * 400 + 'd"',
         "#" * 70_000,
+        "a." * 30_000 + "a = 1",
+        "x = {" + "a." * 30_000 + "a = 1}",
     ],
-    ids=["deep", "long number", "endless", "long"],
+    ids=["deep", "long number", "endless", "long", "dotted", "dotted within"],
 )
 def test_what_no_operator_writes_is_refused_and_nothing_else_raised(line):
     with pytest.raises(ConfigError):

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from core.worlds import cases, checkpoint, facts, histories, part, places, solo
+from core.worlds import cases, checkpoint, facts, histories, part, places, remade, solo
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tierd.core.errors import CheckpointNotFound
+from tierd.core.errors import CheckpointNotFound, ManifestError, SpoolUnusable
 from tierd.core.resume import Candidate, Resume, agree, not_found, own_part, restore_candidates
 from tierd.core.sight import Sight, see, told
 from tierd.core.world import Place, World
@@ -143,6 +143,17 @@ def test_the_error_says_what_was_asked_what_was_skipped_and_what_else_there_is()
     assert str(not_found(Resume((), (), (), None, (), ()), "r", 7, [])) == "run 'r' step 7: there is no such checkpoint"
     lost = restore_candidates(World(replace(solo(Place(), A100), quarantined={part(B210): None}), {}), "r")
     assert f"what attempt {B} resumed from cannot be told any more" in str(not_found(lost, "r", None, []))
+
+
+@pytest.mark.parametrize(("error", "expected"), [(SpoolUnusable("EIO"), ("local",)), (ManifestError("cut short"), ())])
+def test_a_place_whose_disk_hides_where_the_newest_attempt_came_from_has_not_answered(error, expected):
+    newest = part(B210, 0, 2)
+    place = remade(solo(Place(), A100), {part(A100): facts(), newest: None}, {newest: error})
+    found = restore_candidates(World(place, {"a": Place()}), "r")
+    assert (found.unreached, found.lost, tried(found)) == (expected, B, [])
+    told_elsewhere = Place.of({part(B210, 1, 2): facts(origin=A100)})
+    found = restore_candidates(World(place, {"a": told_elsewhere}), "r")
+    assert found.unreached == ()
 
 
 # -- by what several ranks see ----------------------------------------------------------------------------------------

@@ -315,6 +315,21 @@ def test_an_answer_whose_head_breaks_off_is_none(cut: int) -> None:
     Server(serve).use(use)
 
 
+def test_an_answer_whose_head_breaks_off_in_a_time_says_nothing() -> None:
+    """Seed 10706 of `python -m faults s3`: botocore raises what is no error of its own over a time that is none."""
+
+    async def serve(_: int, reader: Reader, writer: Writer) -> None:
+        await head(reader)
+        writer.write(b'HTTP/1.1 200 OK\r\nETag: "e"\r\nContent-Length: 4\r\nLast-Modified: Sat, 21 N')
+        await writer.drain()
+
+    async def use(store: S3Store) -> None:
+        with pytest.raises(StoreUnavailable):
+            await store.get("k")
+
+    Server(serve).use(use)
+
+
 @pytest.mark.parametrize("body", [b"", b"<html><body>come back later</body></html>"])
 def test_a_success_that_is_no_s3_servers_is_none(body: bytes) -> None:
     """Of a gateway on the way, say: nothing was put, and what it says is no object and no listing."""

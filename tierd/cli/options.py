@@ -11,12 +11,10 @@ from typing import Annotated
 
 import typer
 
-from tierd.core.config import Config, from_toml, from_urls
+from tierd.core.config import LONGEST, Config, from_toml, from_urls
 from tierd.core.errors import ConfigError
 from tierd.core.retention import RetentionPolicy
 from tierd.spool import Spool
-
-_LARGEST = 64 << 10  # bytes of a configuration
 
 SpoolOption = Annotated[
     Path | None, typer.Option("--spool", metavar="DIR", help="The node's spool.", show_default=False)
@@ -91,10 +89,7 @@ def _spool(path: Path) -> Spool:
 def load_config(path: Path) -> Config:
     """Read a configuration file; raises `ConfigError`."""
     try:
-        with path.open("rb") as file:
-            text = file.read(_LARGEST + 1)
-        if len(text) > _LARGEST:
-            raise ConfigError(f"--config {path}: it has more than {_LARGEST} bytes; is it the right file?")
-        return from_toml(text.decode(), str(path))
+        with path.open(encoding="utf-8", newline="") as file:
+            return from_toml(file.read(LONGEST + 1), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: {error}") from error

@@ -30,6 +30,7 @@ from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
     DaemonUnavailable,
+    FormatTooNew,
     ManifestError,
     ObjectNotFound,
     StoreUnavailable,
@@ -153,7 +154,8 @@ def show(
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What re-reading one copy of one part found: `wrong` is empty when every byte is right."""
+    """What re-reading one copy of one part found: `wrong` is empty when every byte is right; or why it could not be
+    checked at all."""
 
     place: str
     run: str
@@ -162,6 +164,7 @@ class Check:
     rank: int
     size: int
     wrong: tuple[str, ...]
+    unchecked: str = ""
 
 
 def verify(
@@ -179,17 +182,18 @@ def verify(
     if json:
         print_json({"checks": checks, "unreached": unreached})
     else:
-        rows = [
-            (c.place, c.run, str(c.step), c.attempt, str(c.rank), size(c.size), "; ".join(c.wrong) or "right")
-            for c in checks
-        ]
+        rows = [(c.place, c.run, str(c.step), c.attempt, str(c.rank), size(c.size), _found(c)) for c in checks]
         console().print(table(None, ("WHERE", "RUN", "STEP", "ATTEMPT", "RANK", "BYTES", "BYTES ARE"), rows))
     if any(check.wrong for check in checks):
         raise typer.Exit(5)
-    if unreached:
+    if unreached or any(check.unchecked for check in checks):
         raise typer.Exit(6)
     if not checks:
         raise CheckpointNotFound("nothing to verify: no such checkpoint there")
+
+
+def _found(check: Check) -> str:
+    return f"not checked: {check.unchecked}" if check.unchecked else "; ".join(check.wrong) or "right"
 
 
 def choose(world: World, run: str, step: int, attempt: str | None) -> CheckpointId:
@@ -277,6 +281,7 @@ async def _verify(where: Places, run: str | None, step: int | None) -> tuple[lis
 
 async def _check(spool: Spool | None, stores: dict[str, Store], name: str, part: PartId, read: Any) -> Check:
     manifest: Manifest | None = None
+    unchecked = ""
     try:
         if name == SPOOL:
             assert spool is not None
@@ -287,6 +292,8 @@ async def _check(spool: Spool | None, stores: dict[str, Store], name: str, part:
             manifest, wrong = await verify_on_tier(stores[name], part, read)
     except (ManifestError, ObjectNotFound) as error:
         wrong = [str(error)]
+    except FormatTooNew as error:  # who has the newer tierd, or the key, checks it
+        wrong, unchecked = [], str(error)
     checkpoint = part.checkpoint
     total = manifest.size if manifest else 0
-    return Check(name, checkpoint.run, checkpoint.step, checkpoint.attempt, part.rank, total, tuple(wrong))
+    return Check(name, checkpoint.run, checkpoint.step, checkpoint.attempt, part.rank, total, tuple(wrong), unchecked)

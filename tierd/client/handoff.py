@@ -208,6 +208,8 @@ def _send(connection: socket.socket, message: AnyHanded, *fds: int) -> None:
 
 def _receive(connection: socket.socket, silence: float) -> tuple[dict[str, Any], list[int]]:
     ready = select.poll()
+    if connection.fileno() < 0:  # who waited for an earlier answer has found it ended, and closed it
+        raise _Ended("the daemon closed the connection")
     try:
         ready.register(connection, select.POLLIN)
         end = time.monotonic() + silence

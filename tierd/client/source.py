@@ -33,7 +33,7 @@ from tierd.core.wire import Candidates, Fetch, Status, Wait
 from tierd.core.world import SPOOL, Facts, Place, World
 from tierd.link import Link
 from tierd.persist import bad_chunks, check_bytes
-from tierd.spool import Spool, translated
+from tierd.spool import Spool, condition, translated
 
 log = logging.getLogger("tierd")
 
@@ -100,6 +100,7 @@ class Source:
     def _look(self) -> Place:
         """Raises `SpoolUnusable` where the spool cannot be listed: it is not empty then."""
         parts: dict[PartId, Facts | None] = {}
+        defects: dict[PartId, TierdError] = {}
         with translated(f"spool {self._spool.root}"):
             for part in self._spool.parts():
                 if part.checkpoint.run == self._run:
@@ -107,10 +108,11 @@ class Source:
                         parts[part] = Facts.of(self._spool.manifest(part))
                     except ObjectNotFound:
                         continue
-                    except (TierdError, OSError):  # found out, and said, when it is read
-                        parts[part] = None
+                    except (TierdError, OSError) as error:  # found out, and said, when it is read
+                        bad = condition(error, f"manifest of {part}") if isinstance(error, OSError) else error
+                        parts[part], defects[part] = None, bad
             aside = {part: Facts.of(found) if found else None for part, found in self._spool.quarantined().items()}
-        return Place.of(parts, quarantined=aside)
+        return Place.of(parts, defects, quarantined=aside)
 
     def flush(self, checkpoint: CheckpointId) -> None:
         """See that what the spool holds of `checkpoint` gets to a tier, where other nodes find it. Best effort: whoever

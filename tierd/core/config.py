@@ -18,7 +18,8 @@ from tierd.core.rate import Rate, rate
 from tierd.core.retention import Duration, RetentionPolicy, seconds
 from tierd.core.urls import parse_url
 
-_LONGEST = 64 << 10  # characters of a file
+LONGEST = 64 << 10  # characters of a file
+_DEEP = re.compile(r"^(?:[^.#\n]*\.){65}", re.MULTILINE)  # a dotted key costs tomllib its length squared, or more
 _RESERVED = frozenset({"local"})  # the spool's own name among the tiers
 
 
@@ -68,8 +69,10 @@ def from_toml(text: str, where: str) -> Config:
     Raises:
         ConfigError: naming `where`, the key's path and what is wrong with it.
     """
-    if len(text) > _LONGEST:
-        raise ConfigError(f"{where}: {len(text)} characters; at most {_LONGEST} are read")
+    if len(text) > LONGEST:
+        raise ConfigError(f"{where}: it has more than {LONGEST} characters; is it the right file?")
+    if _DEEP.search(text):
+        raise ConfigError(f"{where}: a line with more than 64 dots; is it the right file?")
     try:
         config = msgspec.convert(tomllib.loads(text), Config)
     except msgspec.ValidationError as error:

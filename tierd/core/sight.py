@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from tierd.core.errors import DaemonUnavailable
+from tierd.core.errors import DaemonUnavailable, SpoolUnusable
 from tierd.core.ids import CheckpointId
-from tierd.core.world import World, complete_worlds, union
+from tierd.core.world import SPOOL, Place, World, complete_worlds, union
 
 Steps = dict[str, list[int]]  # attempt -> steps
 
@@ -28,7 +28,8 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         parts: attempt -> step -> world size -> ranks, for checkpoints that are not whole. Ranks are pairs: from, to.
         aside: set aside as corrupt, whole or in part, and not whole.
         origins: attempt -> the attempt and step that it resumed from, null where it began from nothing.
-        unreached: tiers that did not answer.
+        unreached: tiers that did not answer; and a place where a manifest could not be read that alone may tell what an
+            attempt resumed from.
         alone: why no tier at all could be asked, where that is so.
     """
 
@@ -86,14 +87,28 @@ def see(world: World, run: str) -> Sight:
         for part in place.quarantined
         if part.checkpoint.run == run and not any(other.lists(part) for other in places)
     }
-    origins = world.origins(run).items()
+    origins = world.origins(run)
     return Sight(
         whole={size: _steps(found) for size, found in sorted(whole.items())},
         mixed=_steps(mixed),
         parts=parts,
         aside=_steps(aside - {one for found in whole.values() for one in found}),
-        origins={attempt: (origin.attempt, origin.step) if origin else None for attempt, origin in origins},
-        unreached=tuple(name for name, place in world.tiers.items() if place is None),
+        origins={attempt: (origin.attempt, origin.step) if origin else None for attempt, origin in origins.items()},
+        unreached=tuple(
+            name
+            for name, place in {SPOOL: world.spool, **world.tiers}.items()
+            if place is None or _is_mute(place, run, origins)
+        ),
+    )
+
+
+def _is_mute(place: Place, run: str, origins: Mapping[str, CheckpointId | None]) -> bool:
+    """Whether a disk's error, which says nothing about what is there, hides where an attempt came from."""
+    return any(
+        isinstance(error, SpoolUnusable)
+        for seen in place.copies(run)
+        if seen.id.attempt not in origins
+        for error in seen.defects.values()
     )
 
 

@@ -120,7 +120,7 @@ def _held(aside: Path) -> Iterator[Path]:
         found = os.fstat(lock)
         if found.st_uid != os.geteuid() or found.st_mode & 0o022:
             raise ConfigError(f"{aside}: others may write to it, or own it; look at it, and remove it")
-        os.fchmod(lock, 0o700)
+        os.fchmod(lock, 0o700 | found.st_mode & stat.S_ISGID)
         if any(home.iterdir()):
             log.info("going on with what an interrupted restore left in %s", aside)
         yield home
@@ -139,15 +139,22 @@ def _held(aside: Path) -> Iterator[Path]:
 def _publish(home: Path, aside: Path, target: Path, parts: set[str]) -> None:
     _clear(home, parts)  # of what another checkpoint, by more ranks, left that was begun before
     sync_directory(home)
-    mask = os.umask(0o077)
-    os.umask(mask)
-    home.chmod(0o777 & ~mask)
+    home.chmod(_mode(home, target))
     aside.replace(target)
     sync_directory(target.parent)
     if not os.path.samestat(home.stat(), target.lstat()):
         raise ConfigError(
             f"--to {target}: somebody who may write to {target.parent} put another directory in its place"
         )
+
+
+def _mode(home: Path, target: Path) -> int:
+    """That of the directory which is replaced; without one, what mkdir would give it here, where `home` was made."""
+    if target.exists():
+        return stat.S_IMODE(target.stat().st_mode)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return 0o777 & ~mask | home.stat().st_mode & stat.S_ISGID
 
 
 def _clear(home: Path, keep: set[str]) -> None:

@@ -137,7 +137,8 @@ class S3Store:
         name = self._base + check_key(key)
         with self._translated(f"get {key}"):
             client = await self._connected()
-            answer = await client.get_object(Bucket=self._url.bucket, Key=name)
+            with self._parsed(f"get {key}"):
+                answer = await client.get_object(Bucket=self._url.bucket, Key=name)
             async with answer["Body"] as body:  # left unread and unclosed, it would keep its connection for good
                 self._check_whose(answer, "ETag", f"get {key}")
                 return await self._read(body.raw_stream, answer.get("ContentLength"), into, f"{self._url}: get {key}")
@@ -167,12 +168,8 @@ class S3Store:
         while True:
             with self._translated(f"scan {prefix}"):
                 client = await self._connected()
-                try:
+                with self._parsed(f"scan {prefix}"):
                     answer = await client.list_objects_v2(Bucket=self._url.bucket, Prefix=self._base + prefix, **page)
-                except _FOREIGN:
-                    raise
-                except ValueError as error:  # botocore's, over a size or a time that is none
-                    raise StoreUnavailable(f"{self._url}: scan {prefix}: what came is no listing: {error}") from None
                 self._check_whose(answer, "IsTruncated", f"scan {prefix}")
             for item in answer.get("Contents", ()):
                 key = item["Key"][len(self._base) :]
@@ -232,6 +229,16 @@ class S3Store:
         """Every S3 server says this of a success; "200 OK" from somebody else on the way means nothing."""
         if member not in answer:
             raise StoreUnavailable(f"{self._url}: {doing}: a success without {member}, which is no S3 server's")
+
+    @contextmanager
+    def _parsed(self, doing: str) -> Iterator[None]:
+        """Around what brings sizes and times, which botocore raises a ValueError over where they are none."""
+        try:
+            yield
+        except _FOREIGN:
+            raise
+        except ValueError as error:
+            raise StoreUnavailable(f"{self._url}: {doing}: what came is no answer of S3's: {error}") from None
 
     @contextmanager
     def _translated(self, doing: str) -> Iterator[None]:

@@ -24,6 +24,10 @@ _MORE = {
     "ListObjectsV2": ("error in 200", "hollow 200", "flipped answer"),
     "DeleteObjects": ("flipped request", "wrong checksum sent", "error in 200", "refused keys", "denied keys"),
 }
+NEVER = {"GetObject: cut upload", "ListObjectsV2: cut upload"}  # what sends no body is not cut off in one
+EVERY = tuple(
+    name for one, more in _MORE.items() for fault in (*_ALL, *more) if (name := f"{one}: {fault}") not in NEVER
+)
 _REFUSED = ("denied", "denied keys")
 _SLOW = ("stall in request", "stall before answer", "stall in answer")
 _SIZES = (0, 1, 100, 5_000, 70_000, 300_000)

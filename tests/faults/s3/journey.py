@@ -15,12 +15,12 @@ import xxhash
 import zstandard
 from faults.rounds import Lost
 from faults.s3.proxy import BROKEN, DAMAGED, HARMLESS, LOST, REFUSALS, SAID, UNHEARD, Fault, Request
-from faults.s3.slot import Slot, calm, chunks_of
+from faults.s3.slot import PREFIX, Slot, calm, chunks_of
 from support.world import commit, config, part, running
 
 import tierd
 from tierd.client.restore import Restored
-from tierd.core.errors import TierdError
+from tierd.core.errors import CheckpointNotFound, CorruptChunk, ManifestError, ObjectNotFound, TierdError
 from tierd.core.ids import PartId
 from tierd.core.plan import plan
 from tierd.core.scrub import Copy
@@ -68,6 +68,31 @@ class Storm:
         return Fault(name, rng.random())
 
 
+@contextlib.contextmanager
+def _no_fallback(doing: str) -> Iterator[None]:
+    """What goes wrong in a storm may be raised, and is never called corrupt or absent: all of it passes."""
+    try:
+        yield
+    except (CheckpointNotFound, CorruptChunk, ManifestError, ObjectNotFound) as error:
+        raise Lost(f"{doing} takes what passes for corrupt or gone: {error!r}") from error
+    except TierdError:
+        pass
+
+
+class Siege:
+    """One object that no GET gives, `left` times: the same fault each time."""
+
+    def __init__(self, rng: random.Random, key: str, left: int) -> None:
+        self._rng, self._key, self.left = rng, key, left
+        self._fault = rng.choice((*REFUSALS, *LOST, "reset after request", "reset in answer", "hollow 200"))
+
+    def __call__(self, request: Request) -> Fault | None:
+        if not self.left or (request.operation, request.name) != ("GetObject", self._key):
+            return None
+        self.left -= 1
+        return Fault(self._fault, self._rng.random())
+
+
 async def trial(slot: Slot, seed: int, rng: random.Random) -> None:
     home = slot.room / f"{seed}"
     try:
@@ -89,9 +114,12 @@ class _Journey:
 
     async def whole(self) -> None:
         await self._fill()
+        await self.slot.compared()  # from here on the mirror is what the server itself says
         self._check_tier()
         await self._scrub()
         await self._restore()
+        await self.slot.compared()
+        self._check_tier()
 
     def _storm(self, left: int, *, stale: bool = False) -> None:
         self.slot.judge = Storm(self.rng, self.rng.choice((0.1, 0.2, 0.4)), left, stale=stale)
@@ -111,13 +139,13 @@ class _Journey:
 
     async def _fill(self) -> None:
         """Flush and prune as checkpoints come, then let the storm pass."""
-        first = self.rng.randrange(1, len(self.steps) + 1)
+        first = self.rng.choice((1, 1, 1, len(self.steps) - 1))
         for step in self.steps[:first]:
             self._commit(step)
         self._storm(self.rng.randrange(10, 60), stale=True)
         async with running(self._reconciler(self.spool, self.keep)) as daemon:
             for step in self.steps[first:]:
-                await asyncio.sleep(self.rng.random() * 0.3)
+                await self._sent(self.rng.choice((0.1, 5.0, 5.0)))
                 self._commit(step)
                 daemon.wake()
             storm = self.slot.judge
@@ -130,6 +158,13 @@ class _Journey:
             self.slot.told.append("calm")
             await self._converge(daemon)
             self._check_quiet(daemon)
+
+    async def _sent(self, patience_s: float) -> None:
+        """Let the newest step get to the tier, where the next one may then have it pruned."""
+        end, newest = time.monotonic() + patience_s, max(one.checkpoint for one in self.files)
+        wanted = {one.manifest_key for one in self.files if one.checkpoint == newest}
+        while time.monotonic() < end and not wanted <= self.slot.below(f"{self.run}/manifests/").keys():
+            await asyncio.sleep(0.02)
 
     async def _converge(self, daemon: Reconciler) -> None:
         """Until, by a fresh look, nothing is left to do, and no turn is left over."""
@@ -210,22 +245,33 @@ class _Journey:
                     await daemon.look(name)
             for one in self.files:
                 if one.checkpoint.step in self.steps[-self.keep :]:
-                    with contextlib.suppress(TierdError):
+                    with _no_fallback("a scrub"):
                         await daemon.scrubber.scrub(Copy(_TIER, one))
         self.slot.judge = calm
         self._check_quiet(daemon)
 
     async def _restore(self) -> None:
-        """On new nodes, each in a storm of its own, and at last a calm one."""
+        """On new nodes: in a storm, with one object that nobody gets, and at last a calm one."""
         for number in range(3):
             with self._node(number) as spool:
                 async with self._serving(spool):
-                    if number < 2:
+                    if number == 0:
                         self._storm(25)
-                    with contextlib.suppress(TierdError):
+                    elif number == 1:
+                        self.slot.judge = Siege(self.rng, self.rng.choice(self._newest()), 60)
+                    with _no_fallback("a restore"):
                         self._check_restored(await asyncio.to_thread(self._restored, spool))
+                        self.slot.notes["a restore came through its storm"] += number < 2
                     self.slot.judge = calm
                     self._check_restored(await asyncio.to_thread(self._restored, spool))
+
+    def _newest(self) -> list[str]:
+        """The keys in the bucket of what a restore on rank 0 needs of the newest checkpoint: the manifest as often as
+        all its chunks."""
+        one = part(self.steps[-1], world=self.world, run=self.run)
+        name = f"{PREFIX}{one.manifest_key}"
+        chunks = sorted(chunks_of(name, self.slot.mirror[name]))
+        return [*chunks, *[name] * len(chunks)]
 
     @contextlib.contextmanager
     def _node(self, number: int) -> Iterator[Spool]:

@@ -230,6 +230,8 @@ class _Line:
         done = await self._harm(request, name, at)
         if done is None:
             return await self._pass_on(request)
+        if isinstance(done, bytes):
+            return await self._say(done)
         self._proxy._injected(request, fault)
         return await done()
 
@@ -243,8 +245,9 @@ class _Line:
             return self._reset()
         return await self._stall()
 
-    async def _harm(self, request: Request, name: str, at: float) -> Callable[[], Awaitable[bool]] | None:
-        """What is still to be done to the client, the server's part being over; None where the fault does not apply."""
+    async def _harm(self, request: Request, name: str, at: float) -> Callable[[], Awaitable[bool]] | bytes | None:
+        """What is still to be done to the client, the server's part being over; None where the fault does not apply,
+        and the server's answer where it would not change that."""
         if name in REFUSALS:
             return lambda: self._say(_refusal(*REFUSALS[name], close=at < 0.5), keep=at >= 0.5)
         if name in UNHEARD:
@@ -269,7 +272,7 @@ class _Line:
         self._note(request, answer)
         return self._with_answer(answer, name, at)
 
-    def _with_answer(self, answer: Answer, name: str, at: float) -> Callable[[], Awaitable[bool]] | None:
+    def _with_answer(self, answer: Answer, name: str, at: float) -> Callable[[], Awaitable[bool]] | bytes:
         raw = answer.raw
         match name:
             case "flipped request" | "wrong checksum sent":
@@ -281,10 +284,14 @@ class _Line:
             case "500 after success":
                 return lambda: self._say(_refusal(500, "InternalError"))
             case "flipped answer":
-                changed = answer.with_payload(flipped(answer.payload, at)) if answer.payload else raw
+                if not answer.payload:
+                    return raw
+                changed = answer.with_payload(flipped(answer.payload, at))
                 return lambda: self._say(changed)
             case "wrong checksum answered":
                 changed = re.sub(rb"(?mi)^(x-amz-checksum-crc\w+: *)(\S)", _other, raw[: len(answer.head)])
+                if changed == answer.head:
+                    return raw
                 return lambda: self._say(changed + raw[len(answer.head) :])
             case "garbage behind":
                 return lambda: self._say(raw + b"HTTP/1.1 \0\xff garbage\r\n\r\n"[: 1 + int(at * 25)])
@@ -295,13 +302,17 @@ class _Line:
         end = {"reset in answer": self._resets, "close in answer": self._close, "stall in answer": self._stall}[name]
         return lambda: self._part(raw[: place(at, len(raw), len(answer.head))], end)
 
-    async def _saying(self, request: Request, name: str, at: float) -> Callable[[], Awaitable[bool]] | None:
+    async def _saying(self, request: Request, name: str, at: float) -> Callable[[], Awaitable[bool]] | bytes | None:
         keys = list(request.keys)
         if name == "stale":
             shown = self._proxy._listings.get(request.target, [])
             if request.operation != "ListObjectsV2" or not shown:
                 return None
             old = shown[int(at * len(shown))]
+            answer = await self._ask(request)
+            self._note(request, answer)
+            if answer.payload == old:
+                return answer.raw
             return lambda: self._say(_answer(200, "OK", old))
         if name == "error in 200":
             if request.operation not in ("ListObjectsV2", "DeleteObjects"):

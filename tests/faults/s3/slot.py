@@ -80,7 +80,7 @@ class Slot:
         self.told: list[str] = []
         self.count = 0
         self.notes: Counter[str] = Counter()
-        self.asked: Counter[str] = Counter()
+        self._uploads: dict[str, list[str]] = {}
         self._open()
 
     def _open(self) -> None:
@@ -101,7 +101,7 @@ class Slot:
     def begin(self) -> None:
         self.judge, self.count = calm, 0
         self.broken, self.told = [], []
-        self.notes, self.asked = Counter(), Counter()
+        self.notes, self._uploads = Counter(), {}
         self.proxy.forget(self.bucket)
 
     def story(self) -> str:
@@ -112,11 +112,32 @@ class Slot:
     def injected(self, request: Request, fault: Fault) -> None:
         self.count += 1
         self.notes[f"{request.operation}: {fault.name}"] += 1
+        self.notes.update([place] if (place := self._place(request)) else [])
         self.told.append(f"{fault.name} ({fault.at:.3f}) on {request.operation} {request.name}")
+
+    def _place(self, request: Request) -> str:
+        """Which of several requests of a kind that one is, where it matters: tierd puts a part object by object."""
+        if request.operation == "ListObjectsV2":
+            return f"page {'2 or later' if 'continuation-token=' in request.target else '1'} of a listing"
+        if request.operation != "PutObject":
+            return ""
+        if request.name == _PROBE:
+            return "the probe of checksums"
+        if "/manifests/" in request.name:
+            return "a manifest's upload"
+        if "/chunks/" not in request.name:
+            return ""
+        known = self._uploads.setdefault(request.name.rpartition("/")[0], [])
+        if request.name not in known:
+            known.append(request.name)
+        return f"upload {known.index(request.name) + 1} of a part"
 
     def heard(self, request: Request, answer: Answer) -> None:
         """What the server did with a request, whatever became of its answer."""
         self.told.append(f"{answer.status} to {request.operation} {request.name}")
+        if request.operation == "DeleteObjects" and any("/chunks/" in key for key in request.keys):
+            self.notes["chunks deleted by a prune"] += answer.status < 300
+        self._place(request)
         if answer.status >= 300:
             return
         match request.operation:
@@ -148,27 +169,30 @@ class Slot:
     # -- how it stands ----------------------------------------------------------------------------------------------
 
     async def settled(self) -> None:
-        """Wait until no request is on its way, then compare the mirror with the server."""
+        """As `compared`; then all goes, for the next trial."""
+        await self.compared()
+        await self.empty()
+
+    async def compared(self) -> None:
+        """Wait until no request is on its way; then the server itself says that it holds what the mirror does, and
+        nothing else, and that no upload is open."""
         self.judge = calm
-        for _ in range(400):
+        for _ in range(12_000):
             if not self.proxy.busy[self.bucket]:
                 break
             await asyncio.sleep(0.01)
+        else:
+            raise Lost("a request that never ends")
         found: dict[str, str] = {}
-        more: dict[str, str] = {}
-        while True:
-            page = await self.admin.list_objects_v2(Bucket=self.bucket, **more)
+        async for page in self.admin.get_paginator("list_objects_v2").paginate(Bucket=self.bucket):
             found |= {item["Key"]: item["ETag"].strip('"') for item in page.get("Contents", ())}
-            if not page.get("IsTruncated"):
-                break
-            more = {"ContinuationToken": page["NextContinuationToken"]}
-        found.pop(_PROBE, None)
         wanted = {key: hashlib.md5(data, usedforsecurity=False).hexdigest() for key, data in self.mirror.items()}
-        wanted.pop(_PROBE, None)
         if found != wanted:
             wrong = sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
             raise Lost(f"the server does not hold what it took: {wrong[:5]}")
-        await self.empty()
+        if odd := [key for key in found if key.startswith(_PROBE)]:
+            raise Lost(f"left over: {odd}")
+        await check_uploads(self.admin, self.bucket)
 
     async def empty(self) -> None:
         """Remove all that the server is known to hold here, for the next trial."""
@@ -190,11 +214,15 @@ def chunks_of(name: str, manifest: bytes) -> dict[str, tuple[int, str]]:
     return {f"{PREFIX}{run}/{one['key']}": (one["size"], one["xxh3_128"]) for one in stored}
 
 
+async def check_uploads(admin: Any, bucket: str) -> None:
+    """No upload is open there, by the server's word."""
+    if left := (await admin.list_multipart_uploads(Bucket=bucket)).get("Uploads"):
+        raise Lost(f"{len(left)} uploads were left open: {[one['Key'] for one in left[:5]]}")
+
+
 async def administer(admin: Any, bucket: str) -> None:
-    """Remove a bucket with all that is in it; no upload may be open there."""
-    uploads = await admin.list_multipart_uploads(Bucket=bucket)
-    if left := uploads.get("Uploads"):
-        raise Lost(f"{len(left)} uploads were left open")
+    """Remove a bucket with all that is in it."""
+    await check_uploads(admin, bucket)
     async for page in admin.get_paginator("list_objects_v2").paginate(Bucket=bucket):
         if keys := [{"Key": item["Key"]} for item in page.get("Contents", ())]:
             await admin.delete_objects(Bucket=bucket, Delete={"Objects": keys})
