@@ -77,21 +77,26 @@ class _Spool(Spool):
     truth: Truth
     life: Life
     loop: SimLoop
+    node: str
 
     def remove(self, parts: Iterable[PartId], reuse: Collection[str] = ()) -> None:
         parts = list(parts)
         for one in parts:
             if not self.life.dead and self.has(one):
                 try:
-                    self.truth.may_go(number(one))
+                    self.truth.may_go(self.node, number(one))
                 except Lost as error:
                     self.loop.lose(error)
         super().remove(parts, reuse)
+        if not self.life.dead:
+            self.truth.excused -= {(self.node, number(one)) for one in parts}
 
     def quarantine(self, one: PartId) -> None:
         if not self.life.dead and number(one) in self.truth.in_spool(self.root, -1):
             self.loop.lose(Lost(f"{one} is set aside in the spool, and is right there"))
         super().quarantine(one)
+        if not self.life.dead:
+            self.truth.excused.discard((self.node, number(one)))
 
 
 class _NoHandOff:
@@ -148,6 +153,7 @@ class Node:
         world = self.world
         self.spool = _Spool(self.root)
         self.spool.truth, self.spool.life, self.spool.loop = world.truth, self.life, world.loop
+        self.spool.node = self.name
         self.lines = {one.name: Line(one, self.life, world.weather, world.rng, world.count) for one in world.buckets}
         stores = {name: RetryingStore(line, rng=world.rng.random) for name, line in self.lines.items()}
         settings = config(self.spool, *stores, keep=world.keep, keep_local=world.keep_local, **world.options)
@@ -186,9 +192,9 @@ class Node:
         self.up, self.cut_step = False, None
         self.world.count["crashes"] += 1
         left = truth.in_spool(self.root, self.disk.version)
-        if lost := self._required - left - truth.excused:
+        if lost := {one for one in self._required - left if (self.name, one) not in truth.excused}:
             raise Lost(f"{self.name}: acknowledged, and lost in a power cut: {sorted(lost)}")
-        truth.floor = max(truth.whole(self.world.spools(), excused=True), default=None)
+        truth.floor = max(truth.whole(self.world.spools()), default=None)
         self.world.loop.call_later(self.down_for, self.start)
 
     # -- quiet ------------------------------------------------------------------------------------------------------
