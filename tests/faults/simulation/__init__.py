@@ -37,9 +37,15 @@ from faults.simulation.truth import Truth, committed, named, part_of
 from tierd.core.errors import CheckpointNotFound
 
 UNIT = "simulated fault steps"
-SHORT = 200_000
+SHORT = 80_000
 GATE = 1_000_000
-MET: tuple[str, ...] = ()  # what no full round is without
+MET = (
+    *("crashes", "crashes while flushing", "crashes while pruning", "crashes while restoring", "nodes lost"),
+    *("rot on a tier", "rot in a spool", "restores", "restores elsewhere", "restores that another node was asked for"),
+    *("restores that raised", "daemon: pruned", "daemon: quarantined", "daemon: scrub_findings"),
+    *("daemon: repaired_chunks", "daemon: healed_chunks", "daemon: flushed_shared_bytes"),
+    *(f"store faults: {one}" for one in ("fails", "lost", "late", "stalls", "partial", "spoils", "flips", "slow down")),
+)
 
 _BY = "simulation --trials 30000"
 MUTANTS = (
@@ -102,8 +108,11 @@ MUTANTS = (
     Mutant(
         "a prune deletes chunks before the manifests",
         "tierd/daemon/prune.py",
-        "        await store.delete(keys)\n        doomed |= {",
-        "        doomed |= {",
+        "        await store.delete(keys)\n"
+        '        doomed |= {info.key async for info in store.scan(f"{chunks_prefix(run)}{checkpoint.name}/")}\n',
+        '        doomed |= {info.key async for info in store.scan(f"{chunks_prefix(run)}{checkpoint.name}/")}\n'
+        "        await store.delete(sorted(doomed - await _survivors(store, checkpoint, doomed, known)))\n"
+        "        await store.delete(keys)\n",
         _BY,
     ),
     Mutant(

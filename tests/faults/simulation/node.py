@@ -25,7 +25,7 @@ from faults.rounds import Lost
 from faults.simulation.disk import Disk, Watch
 from faults.simulation.loop import Life, SimLoop
 from faults.simulation.store import Bucket, Line, Weather
-from faults.simulation.truth import Checkpoint, Part, Truth, content
+from faults.simulation.truth import Checkpoint, Part, Truth, committed, content
 from support.world import RUN, commit, config, part
 
 from tierd.client import arriving, restore, source
@@ -118,6 +118,7 @@ class Node:
         self.up = False
         self.cut_step: int | None = None  # the loop's step after which the power goes
         self.down_for = 0.0
+        self.restoring = False
         self._lives = 0
         self._required: set[Part] = set()
         self.skew = world.rng.choice((0.0, 0.0, 0.0, 120.0, -3000.0, 3000.0))
@@ -185,6 +186,9 @@ class Node:
     def crash(self) -> None:
         """The power goes, and comes back after a while."""
         old, truth = self.disk, self.world.truth
+        doing = {lane.doing.split()[0] for lane in self.daemon.lanes.values() if lane.doing}
+        self.world.count.update(f"crashes while {one}" for one in doing | ({"restoring"} if self.restoring else set()))
+        self.restoring = False
         new = old.cut_off or old.cut()
         self.life.end()
         self.world.watch.leave(old)
@@ -282,6 +286,8 @@ class _Link:
         return dict(reply)
 
     async def _answer(self, request: Any) -> dict[str, Any]:
+        if isinstance(request, wire.Wait):
+            self._node.world.count["restores that another node was asked for"] += 1
         try:
             return {"ok": True, **await self._life.spawn(self._node.control._do(request, self._held))}
         except (TierdError, TimeoutError, OSError) as error:
@@ -347,11 +353,16 @@ class Job:
         before = truth.expected(self.world.spools(nodes)), truth.newest(self.world.spools(nodes)), truth.injuries
         tells = truth.tells(self.world.spools(nodes))
         meeting, keep = _Meeting(len(self.placing)), self.world.rng.random() < 0.5
+        local = [{one for one, _ in committed(node.root)} for node in self.placing]
         tasks = [
             life.spawn(Caller().run(lambda rank=rank: self._restore(rank, meeting, keep, asked)))  # type: ignore[misc]
             for rank, life in enumerate(self.lives)
         ]
+        for node in nodes:
+            node.restoring = True
         _, late = await asyncio.wait(tasks, timeout=90_000.0)
+        for node in nodes:
+            node.restoring = False
         if self.broken:
             await self._drop(tasks)
             return "broken"
@@ -381,6 +392,8 @@ class Job:
             raise Lost(f"a restore gave {found}, and was asked for {asked}")
         self._begin(found)
         self.world.count["restores"] += 1
+        if found and any((*found, rank) not in parts for rank, parts in enumerate(local)):
+            self.world.count["restores elsewhere"] += 1
         return "resumed" if found else "anew"
 
     async def _drop(self, tasks: list[asyncio.Task[Any]]) -> None:
