@@ -108,6 +108,7 @@ class Truth:
         hurt: keys on tiers that are not as they were put, by the trial's doing, until they are put again or deleted.
         excused: copies, by place and part, that may be lost for that, or be set aside though somebody was faster and
             put them right: until then, or until all is at rest. `scarred`: the launches that ever had one.
+        doomed: chunks that were there when a manifest went that named them, or lay under their name.
         floor: the newest checkpoint that can be restored; it never goes back by itself.
     """
 
@@ -122,6 +123,7 @@ class Truth:
         self._falls = False  # whether what was just done may take from what can be restored
         self.revenants: dict[str, set[str]] = {bucket.name: set() for bucket in buckets}
         self.deleted: dict[str, set[str]] = {bucket.name: set() for bucket in buckets}
+        self.doomed: dict[str, set[str]] = {bucket.name: set() for bucket in buckets}
         self.ever: set[Part] = set()
         self.putters: dict[tuple[str, Part], str] = {}  # who put a manifest last, and whether it was spoiled
         self.injuries = 0
@@ -213,6 +215,7 @@ class Truth:
         if whose is None:
             if "/chunks/" in key:
                 self.hurt[bucket.name].discard(key)
+                self.doomed[bucket.name].discard(key)
             if "/chunks/" in key and new is not None and old != new and "spoiled" in who and self._namers(bucket, key):
                 self.hurt[bucket.name].add(key)  # over what others name: they were right when they were put
                 self._falls = True
@@ -244,6 +247,10 @@ class Truth:
             self.revenants[bucket.name].discard(key)
             self.hurt[bucket.name].discard(key)
             self._ended(bucket.name, part)
+            if key.replace("/manifests/", "/quarantine/") not in bucket.objects:
+                home = key.replace("/manifests/", "/chunks/").rpartition("/")[0]
+                under = {one for one in bucket.keys if one.startswith(f"{home}/")}
+                self.doomed[bucket.name] |= under | (named(old or b"") & bucket.objects.keys())
 
     def flushed(self, tier: str, part: Part, who: str) -> None:
         """A node says that it flushed a part: the manifest that it put last is the one that it had."""
