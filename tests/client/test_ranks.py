@@ -541,6 +541,35 @@ def test_a_copy_that_is_corrupt_everywhere_steps_all_back_and_each_says_whose(no
         assert "local" in skipped.reason and "tier" in skipped.reason
 
 
+def test_what_is_corrupt_on_the_tier_and_right_in_another_nodes_spool_is_flushed_again_and_restored(nodes):
+    """Seeds 200120 and 200195 of the simulation: ranks came to other nodes, and all stepped back."""
+    nodes.save(1, 2)
+    nodes.settle()
+    nodes.order = [1, 0]
+    daemon = nodes.daemons[0]
+    for key in daemon.call(contents(nodes.inner)):
+        if is_chunk(key) and "/000000000002." in key and "/00001/" in key:
+            daemon.call(flip(nodes.inner, key))
+    found = nodes.restore()
+    assert [(one.step, one.skipped) for one in found] == [(2, ())] * 2 and found[1].tier == "tier"
+
+
+def test_corrupt_on_the_tier_and_in_every_spool_many_are_stepped_back_over(nodes):
+    nodes.save(1, 2, 3, 4, 5)
+    nodes.settle()
+    nodes.order = [1, 0]
+    daemon = nodes.daemons[0]
+    for step in (2, 3, 4, 5):
+        harm(nodes.spools[1], step, 1, 2)
+        for key in daemon.call(contents(nodes.inner)):
+            if is_chunk(key) and f"/{step:012}." in key and "/00001/" in key:
+                daemon.call(flip(nodes.inner, key))
+    found = nodes.restore()
+    assert [one.step for one in found] == [1, 1]
+    assert [[skipped.step for skipped in one.skipped] for one in found] == [[5, 4, 3, 2]] * 2
+    assert all(skipped.reason.startswith("rank 1: ") for one in found for skipped in one.skipped)
+
+
 def test_a_node_that_did_not_see_the_newest_attempt_resumes_from_no_abandoned_branch(nodes):
     """Restored at 200, went on at 210; 210 lies in one spool only. The other node still has the whole of 300."""
     nodes.save(100, 200, 300)

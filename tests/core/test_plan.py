@@ -269,6 +269,12 @@ def test_chunks_that_no_manifest_names_retire_with_age_unless_a_survivor_borrows
     assert [p.checkpoint for p in found] == ([] if lent else [A100])
 
 
+def test_a_deletion_that_was_cut_off_is_done_again_though_a_survivor_borrows_of_what_is_left():
+    tier = solo(Place(owners=frozenset({A100, A200}), cut=frozenset({A100, A200})), A200, borrowed=[A100])
+    found = prunes(planned(World(solo(Place(), A200), {"a": tier}), config(LAST1)))
+    assert [p.checkpoint for p in found] == [A100]
+
+
 def test_an_incomplete_checkpoint_is_not_sent_and_pruned_in_turn():
     """Found by the executor above: rank 1 never came, keep_every_steps wants the step, age retires it."""
     every = RetentionPolicy(keep_last=1, keep_every_steps=100)

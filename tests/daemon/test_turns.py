@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 import pytest
-from support.doubles import is_manifest
-from support.world import CHUNK, RUN, commit, config, part
+from support.doubles import Double, is_manifest
+from support.world import CHUNK, RUN, commit, config, converge, part, reconciler, running, until
 
-from tierd.core.errors import TierdError
+from tierd.core.errors import StoreUnavailable, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import VERSION, Chunk, File, Manifest, Stored, decode, encode
 from tierd.core.plan import Flush, Prune, lender, plan
@@ -211,8 +211,37 @@ def test_a_mark_from_far_ahead_holds_nothing_up(monkeypatch):
         await store.put(f"{RUN}/pruning/{own.name}.ffffffffffff-00000000", b"")
         async with turns.naming(store, part(2), b"manifest", [own], "aaaaaaaa"):
             pass
-        assert await turns.sweep(store, RUN, "aaaaaaaa")
+        assert (await turns.sweep(store, RUN, "aaaaaaaa"))[0]
+        assert not await prune(store, own)
         assert not [info.key async for info in store.scan(f"{RUN}/pruning/")]
+
+    asyncio.run(work())
+
+
+def test_what_a_prune_left_under_a_name_that_still_lends_goes_when_its_mark_is_over(spool, quick, monkeypatch):
+    """The manifest is gone, a chunk that nobody names is not, and a later checkpoint borrows another one of there."""
+    store = Double()
+
+    def refuse(operation: str, key: str) -> None:
+        if operation == "delete" and "/chunks/" in key:
+            raise StoreUnavailable("cut off")
+
+    async def work() -> None:
+        for step in (1, 2):
+            commit(spool, part(step), {"same": bytes(CHUNK), "other": bytes([step]) * CHUNK})
+            if step == 1:
+                await converge(spool, {"tier": store}, keep=1)
+        store.before = refuse
+        async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
+            await until(lambda: ("delete", part(1).manifest_key) in store.calls and daemon.lanes["tier"].last_error)
+        store.before = None
+        monkeypatch.setattr(turns, "_OWN_STALE", 0)
+        await converge(spool, {"tier": store}, keep=1)
+        keys = [info.key async for info in store.inner.scan(RUN)]
+        (manifest,) = [decode(bytes(await store.inner.get(key))) for key in keys if is_manifest(key)]
+        named = {f"{RUN}/{chunk.stored.key}" for chunk in manifest.chunks() if chunk.stored}
+        assert {key for key in keys if not is_manifest(key)} == named, "or a chunk, or a mark, is left"
+        assert manifest.owners == {part(1).checkpoint, part(2).checkpoint}
 
     asyncio.run(work())
 

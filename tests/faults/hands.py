@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -21,7 +22,7 @@ from faults.rounds import Round
 
 HANDS = 2
 _BATCH = 8  # seeds that are handed out at once
-_DEADLINE = 120.0  # seconds that a batch may take without a word, on a machine that others load
+_DEADLINE = 120.0  # seconds, at least, that a process may take for an answer, on a machine that others load
 
 Trial = Callable[[int], tuple[int, list[str]]]  # a seed -> how many units it was worth, and notes
 
@@ -50,12 +51,13 @@ def spread(work: Round, prepare: Callable[[], Trial], *, deadline_s: int = 60, m
         for hand in hands:
             hand.give(list(itertools.islice(seeds, _BATCH)))
         while busy := [hand for hand in hands if hand.todo]:
-            ready = wait([hand.line for hand in busy], timeout=_DEADLINE)
+            ready = wait([hand.line for hand in busy], timeout=max(min(hand.left() for hand in busy), 0.0))
             for hand in busy:
                 if hand.line in ready:
                     _hear(work, hand)
-                elif not ready:
-                    work.lost(hand.todo.pop(0), f"no word for {_DEADLINE:.0f} s: it hangs where no alarm ends it")
+                elif hand.left() <= 0.0 and not hand.line.poll():
+                    silent = time.monotonic() - hand.heard
+                    work.lost(hand.todo.pop(0), f"no word for {silent:.0f} s: it hangs where no alarm ends it")
                     hand.restart()
                 if not hand.todo:
                     hand.give(list(itertools.islice(seeds, _BATCH)))
@@ -67,6 +69,7 @@ def spread(work: Round, prepare: Callable[[], Trial], *, deadline_s: int = 60, m
 def _hear(work: Round, hand: _Hand) -> None:
     try:
         seed, units, notes, why = hand.line.recv()
+        hand.heard = time.monotonic()
     except (EOFError, ConnectionError):
         work.lost(hand.todo.pop(0), f"its process died: exit {hand.restart()}")
         return
@@ -78,7 +81,8 @@ def _hear(work: Round, hand: _Hand) -> None:
 
 
 class _Hand:
-    """One process; `todo` are the seeds that it was given and has not answered, in order."""
+    """One process; `todo` are the seeds that it was given and has not answered, in order. `heard`: when it last gave
+    an answer, or was given work."""
 
     def __init__(self, prepare: Callable[[], Trial], deadline_s: int, memory: int) -> None:
         self._prepare, self._deadline, self._memory = prepare, deadline_s, memory
@@ -94,8 +98,12 @@ class _Hand:
         self._process.start()
         theirs.close()
 
+    def left(self) -> float:
+        """Seconds that it may still take for its next answer."""
+        return self.heard + max(_DEADLINE, 2 * self._deadline) - time.monotonic()
+
     def give(self, seeds: list[int]) -> None:
-        self.todo = seeds
+        self.todo, self.heard = seeds, time.monotonic()
         if seeds:
             self.line.send(seeds)
 

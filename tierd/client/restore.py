@@ -112,7 +112,8 @@ class Restorer:
         self.agreement = Agreement(ranks, run, self.source.sight, clock)
         self._passed: dict[CheckpointId, str] = {}
         self._asked_for: set[CheckpointId] = set()
-        self._gone = False  # whether the last candidate's parts had vanished, as `settle` told all ranks
+        self._sent: set[CheckpointId] = set()  # of these, those that were not tried since
+        self._gone = self._bad = False  # whether the last candidate's parts had vanished, or some were proven corrupt
         self.resume = Resume((), (), (), None, (), ())  # as last looked at
 
     def restore(
@@ -156,7 +157,7 @@ class Restorer:
     def settle(self, candidate: Candidate, error: Exception | None, *, unfit: bool = False) -> Settled:
         """Tell all ranks how this one fared with `candidate`; raises as `Agreement.settle`."""
         settled = self.agreement.settle(error, unfit=unfit)
-        self._gone = settled.gone
+        self._gone, self._bad = settled.gone, bool(settled.corrupt)
         if settled.corrupt:
             log.error("restore skips %s: %s", candidate.checkpoint, settled.corrupt)
             self._passed[candidate.checkpoint] = settled.corrupt
@@ -174,18 +175,25 @@ class Restorer:
         self.source.close()
 
     def _candidates(self, step: int | None, attempt: str | None, *, everything: bool) -> Iterator[Candidate]:
-        for _ in range(_LOOKS):
+        vanished = 0
+        while vanished < _LOOKS:
             self.resume = resume = self.agreement.look(step, attempt, everything=everything)
             self._check_incomplete(step is None and attempt is None)
             again = False
             for candidate in resume.candidates:
-                if candidate.checkpoint in self._passed:
+                one = candidate.checkpoint
+                asked = one in self._asked_for
+                if one in self._passed and one not in self._sent and (asked or not candidate.lacking):
                     continue
                 if again := self._scattered(candidate):
                     break
-                self._gone = False
+                self._sent.discard(one)
+                self._passed.pop(one, None)
+                self._gone = self._bad = False
                 yield candidate
-                if again := self._gone:
+                vanished += self._gone
+                # Proven corrupt where one rank can look, and set aside there: another node's spool may have it right.
+                if again := self._gone or (self._bad and not asked and self._ranks.world > 1):
                     break
             if not again:
                 self._nothing(step, attempt)
@@ -207,6 +215,7 @@ class Restorer:
                 "it is flushed. Restoring an older step is your decision: restore(state, step=…)"
             )
         self._asked_for.add(checkpoint)
+        self._sent.add(checkpoint)
         self.source.flush(checkpoint)
         self.agreement.settle(None)  # nobody looks before the others have flushed
         return True

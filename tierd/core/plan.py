@@ -207,7 +207,7 @@ def _infos(
     for."""
     lent = {owner for seen in tier.copies(run) for facts in seen.facts.values() for owner in facts.borrowed}
     aside = {part.checkpoint for part in tier.quarantined}
-    extra = aside | (tier.owners - lent - tier.lent)
+    extra = aside | (tier.owners - lent - tier.lent) | tier.cut
     own = {seen.id: seen for seen in tier.copies(run)}
     local = {seen.id: _readable(seen) for seen in spool.copies(run)}
     infos = [

@@ -95,7 +95,8 @@ class Place:
     """What one place, the spool or a tier, was seen to hold.
 
     `owners` are the checkpoints under whose name chunks lie on a tier, `lent` those of which some manifest, read for a
-    prune and not among the facts, names chunks. Quarantined parts still tell the timeline where they can.
+    prune and not among the facts, names chunks, `cut` those whose deletion was cut off. Quarantined parts still tell
+    the timeline where they can.
     """
 
     checkpoints: Mapping[CheckpointId, Seen] = field(default_factory=dict)
@@ -103,6 +104,7 @@ class Place:
     owners: frozenset[CheckpointId] = frozenset()
     quarantined: Mapping[PartId, Facts | None] = field(default_factory=dict)
     lent: frozenset[CheckpointId] = frozenset()
+    cut: frozenset[CheckpointId] = frozenset()
 
     @staticmethod
     def of(
@@ -183,7 +185,7 @@ class Place:
     def without(self, checkpoint: CheckpointId) -> Place:
         """The same, after a checkpoint was pruned there."""
         left = {owner: seen for owner, seen in self.checkpoints.items() if owner != checkpoint}
-        return replace(self, checkpoints=left, owners=self.owners - {checkpoint})
+        return replace(self, checkpoints=left, owners=self.owners - {checkpoint}, cut=self.cut - {checkpoint})
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,10 +60,11 @@ class _Listed:
 
 
 class Manifests:
-    """One tier's, as far as they were listed and read."""
+    """One tier's, as far as they were listed and read. `cut`: by run, what was being deleted when that was cut off."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.cut: dict[str, set[CheckpointId]] = {}
         self._read: dict[CheckpointId, _Read] = {}
         self._whole: dict[int, frozenset[int]] = {}  # world size -> all of its ranks
         self._kinds: dict[frozenset[CheckpointId], frozenset[CheckpointId]] = {}

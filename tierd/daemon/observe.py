@@ -155,7 +155,9 @@ class TierEye:
                 CheckpointId.parse(run, info.key.rsplit("/", 1)[1]) async for info in self.store.scan(pins_prefix(run))
             }
         held = frozenset(pin for pin in pins if pin)
-        return Place(checkpoints, held, frozenset(owners), aside, self.manifests.lent(checkpoints.keys()))
+        lent = self.manifests.lent(checkpoints.keys())
+        cut = frozenset[CheckpointId]().union(*(self.manifests.cut.get(run, ()) for run in runs))
+        return Place(checkpoints, held, frozenset(owners), aside, lent, cut)
 
     async def _quarantined(self, run: str) -> dict[PartId, Facts | None]:
         """What was set aside; None where that cannot be read."""

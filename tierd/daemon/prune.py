@@ -2,7 +2,7 @@
 
 Law: the manifest first, then what it names, minus what a surviving manifest names, or one that is about to be put
 (`turns`). Cut off anywhere, the next look finds either a whole checkpoint or chunks that no manifest names, and the
-plan comes back for those.
+plan comes back for those; under a name that still lends, by the mark that stands there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ async def prune(store: Store, checkpoint: CheckpointId, who: str = "", known: Ma
         FormatTooNew: or one of the checkpoint's own; nothing was deleted.
     """
     run, known = checkpoint.run, known or Manifests(store)
-    await sweep(store, run, who)
+    _, cut = await sweep(store, run, who)
+    known.cut[run] = set(cut)
     own = await _own(store, checkpoint)
     named = await _named_by(known, own)
     doomed = named - await _survivors(store, checkpoint, named, known)
@@ -56,7 +57,8 @@ async def prune(store: Store, checkpoint: CheckpointId, who: str = "", known: Ma
         aside = [info.key async for info in store.scan(f"{quarantine_prefix(run)}{checkpoint.name}/")]
         # After the marks and after the listing of chunks: whoever names one of these from now on sees the marks.
         gone = sorted(doomed - await _survivors(store, checkpoint, doomed, known))
-        await store.delete(gone + aside)
+        await store.delete(gone + aside + cut.get(checkpoint, []))
+    known.cut[run].discard(checkpoint)
     return bool(own or gone or aside)
 
 

@@ -159,8 +159,18 @@ class Tiers:
         return True
 
     async def tidy(self, tier: str, runs: Iterable[str]) -> None:
-        """Remove what turns of this node that were cut off have left, after a start or a failure."""
-        if tier in self._untidy and all([await sweep(self._stores[tier], run, self._who) for run in runs]):
+        """Remove what turns of this node that were cut off have left, after a start or a failure; what was being
+        deleted is known to the next look."""
+        if tier not in self._untidy:
+            return
+        store, place, tidy = self._stores[tier], self.places[tier] or Place(), True
+        for run in runs:
+            done, cut = await sweep(store, run, self._who)
+            # Where a manifest is there, the plan decides anew.
+            await store.delete([mark for one, marks in cut.items() if one in place.checkpoints for mark in marks])
+            self._eyes[tier].manifests.cut[run] = cut.keys() - place.checkpoints.keys()
+            tidy = tidy and done
+        if tidy:
             self._untidy.discard(tier)
 
     def failed(self, tier: str) -> None:

@@ -8,8 +8,9 @@ flush that finds a mark on a checkpoint waits until the mark is gone, and then l
     <run>/flushing/<checkpoint>/<part>.<when>-<who>     an intent: the manifest that is about to be put
     <run>/pruning/<checkpoint>.<when>-<who>             a mark, empty: chunks under this checkpoint are being deleted
 
-Both stand for seconds. One whose writer was cut off stands on, and only keeps something from being deleted or named:
-the node that wrote it removes it after a quarter of an hour, whoever else prunes the run once it is a day old.
+Both stand for seconds. One whose writer was cut off stands on, and only keeps something from being deleted or named.
+It is over for the node that wrote it after a quarter of an hour, and for whoever prunes the run once it is a day old:
+they remove an intent, and take a mark for a deletion that is to be done again.
 """
 
 from __future__ import annotations
@@ -132,18 +133,26 @@ async def intents(store: Store, run: str) -> list[tuple[str, PartId]]:
     return found
 
 
-async def sweep(store: Store, run: str, who: str) -> bool:
-    """Remove what turns that were cut off have left; False where something of `who` has still to come of age."""
-    stale, tidy = [], True
+async def sweep(store: Store, run: str, who: str) -> tuple[bool, dict[CheckpointId, list[str]]]:
+    """Remove the intents of turns that were cut off.
+
+    Returns:
+        False where something of `who` has still to come of age; and the marks of deletions that were cut off, by
+        checkpoint. They stand until all of it is deleted: nothing else may tell that something is left.
+    """
+    stale: list[str] = []
+    cut: dict[CheckpointId, list[str]] = {}
+    tidy = True
     for prefix in (flushing_prefix(run), pruning_prefix(run)):
         async for info in store.scan(prefix):
             match = _STAMP.fullmatch(info.key)
             if match and _is_over(match[2], _OWN_STALE if match[3] == who else _STALE):
-                stale.append(info.key)
+                marked = CheckpointId.parse(run, match[1].removeprefix(pruning_prefix(run)))
+                (cut.setdefault(marked, []) if marked else stale).append(info.key)
             elif match and match[3] == who:
                 tidy = False
     await store.delete(stale)
-    return tidy
+    return tidy, cut
 
 
 @asynccontextmanager

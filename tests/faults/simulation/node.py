@@ -25,7 +25,7 @@ from faults.rounds import Lost
 from faults.simulation.disk import Disk, Watch
 from faults.simulation.loop import Life, SimLoop
 from faults.simulation.store import Bucket, Line, Weather
-from faults.simulation.truth import Checkpoint, Part, Truth, content
+from faults.simulation.truth import Checkpoint, Part, Truth, committed, content
 from support.world import RUN, commit, config, part
 
 from tierd.client import arriving, restore, source
@@ -77,21 +77,26 @@ class _Spool(Spool):
     truth: Truth
     life: Life
     loop: SimLoop
+    node: str
 
     def remove(self, parts: Iterable[PartId], reuse: Collection[str] = ()) -> None:
         parts = list(parts)
         for one in parts:
             if not self.life.dead and self.has(one):
                 try:
-                    self.truth.may_go(number(one))
+                    self.truth.may_go(self.node, number(one))
                 except Lost as error:
                     self.loop.lose(error)
         super().remove(parts, reuse)
+        if not self.life.dead:
+            self.truth.excused -= {(self.node, number(one)) for one in parts}
 
     def quarantine(self, one: PartId) -> None:
         if not self.life.dead and number(one) in self.truth.in_spool(self.root, -1):
             self.loop.lose(Lost(f"{one} is set aside in the spool, and is right there"))
         super().quarantine(one)
+        if not self.life.dead:
+            self.truth.excused.discard((self.node, number(one)))
 
 
 class _NoHandOff:
@@ -113,6 +118,7 @@ class Node:
         self.up = False
         self.cut_step: int | None = None  # the loop's step after which the power goes
         self.down_for = 0.0
+        self.restoring = False
         self._lives = 0
         self._required: set[Part] = set()
         self.skew = world.rng.choice((0.0, 0.0, 0.0, 120.0, -3000.0, 3000.0))
@@ -148,6 +154,7 @@ class Node:
         world = self.world
         self.spool = _Spool(self.root)
         self.spool.truth, self.spool.life, self.spool.loop = world.truth, self.life, world.loop
+        self.spool.node = self.name
         self.lines = {one.name: Line(one, self.life, world.weather, world.rng, world.count) for one in world.buckets}
         stores = {name: RetryingStore(line, rng=world.rng.random) for name, line in self.lines.items()}
         settings = config(self.spool, *stores, keep=world.keep, keep_local=world.keep_local, **world.options)
@@ -179,6 +186,9 @@ class Node:
     def crash(self) -> None:
         """The power goes, and comes back after a while."""
         old, truth = self.disk, self.world.truth
+        doing = {lane.doing.split()[0] for lane in self.daemon.lanes.values() if lane.doing}
+        self.world.count.update(f"crashes while {one}" for one in doing | ({"restoring"} if self.restoring else set()))
+        self.restoring = False
         new = old.cut_off or old.cut()
         self.life.end()
         self.world.watch.leave(old)
@@ -186,9 +196,9 @@ class Node:
         self.up, self.cut_step = False, None
         self.world.count["crashes"] += 1
         left = truth.in_spool(self.root, self.disk.version)
-        if lost := self._required - left - truth.excused:
+        if lost := {one for one in self._required - left if (self.name, one) not in truth.excused}:
             raise Lost(f"{self.name}: acknowledged, and lost in a power cut: {sorted(lost)}")
-        truth.floor = max(truth.whole(self.world.spools(), excused=True), default=None)
+        truth.floor = max(truth.whole(self.world.spools()), default=None)
         self.world.loop.call_later(self.down_for, self.start)
 
     # -- quiet ------------------------------------------------------------------------------------------------------
@@ -276,6 +286,8 @@ class _Link:
         return dict(reply)
 
     async def _answer(self, request: Any) -> dict[str, Any]:
+        if isinstance(request, wire.Wait):
+            self._node.world.count["restores that another node was asked for"] += 1
         try:
             return {"ok": True, **await self._life.spawn(self._node.control._do(request, self._held))}
         except (TierdError, TimeoutError, OSError) as error:
@@ -341,11 +353,16 @@ class Job:
         before = truth.expected(self.world.spools(nodes)), truth.newest(self.world.spools(nodes)), truth.injuries
         tells = truth.tells(self.world.spools(nodes))
         meeting, keep = _Meeting(len(self.placing)), self.world.rng.random() < 0.5
+        local = [{one for one, _ in committed(node.root)} for node in self.placing]
         tasks = [
             life.spawn(Caller().run(lambda rank=rank: self._restore(rank, meeting, keep, asked)))  # type: ignore[misc]
             for rank, life in enumerate(self.lives)
         ]
+        for node in nodes:
+            node.restoring = True
         _, late = await asyncio.wait(tasks, timeout=90_000.0)
+        for node in nodes:
+            node.restoring = False
         if self.broken:
             await self._drop(tasks)
             return "broken"
@@ -375,6 +392,8 @@ class Job:
             raise Lost(f"a restore gave {found}, and was asked for {asked}")
         self._begin(found)
         self.world.count["restores"] += 1
+        if found and any((*found, rank) not in parts for rank, parts in enumerate(local)):
+            self.world.count["restores elsewhere"] += 1
         return "resumed" if found else "anew"
 
     async def _drop(self, tasks: list[asyncio.Task[Any]]) -> None:

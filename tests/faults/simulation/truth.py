@@ -105,7 +105,10 @@ class Truth:
     Attributes:
         origins: launch -> the checkpoint that it resumed from.
         acked: parts that the trainer was told are durable.
-        hurt: keys and files that the trial itself changed; `excused`: parts that may be lost for that.
+        hurt: keys on tiers that are not as they were put, by the trial's doing, until they are put again or deleted.
+        excused: copies, by place and part, that may be lost for that, or be set aside though somebody was faster and
+            put them right: until then, or until all is at rest. `scarred`: the launches that ever had one.
+        doomed: chunks that were there when a manifest went that named them, or lay under their name.
         floor: the newest checkpoint that can be restored; it never goes back by itself.
     """
 
@@ -115,9 +118,12 @@ class Truth:
         self.begun: set[Part] = set()
         self.acked: set[Part] = set()
         self.hurt: dict[str, set[str]] = {bucket.name: set() for bucket in buckets}
-        self.excused: set[Part] = set()
+        self.excused: set[tuple[str, Part]] = set()
+        self.scarred: set[int] = set()
+        self._falls = False  # whether what was just done may take from what can be restored
         self.revenants: dict[str, set[str]] = {bucket.name: set() for bucket in buckets}
         self.deleted: dict[str, set[str]] = {bucket.name: set() for bucket in buckets}
+        self.doomed: dict[str, set[str]] = {bucket.name: set() for bucket in buckets}
         self.ever: set[Part] = set()
         self.putters: dict[tuple[str, Part], str] = {}  # who put a manifest last, and whether it was spoiled
         self.injuries = 0
@@ -128,7 +134,7 @@ class Truth:
     # -- what lies where --------------------------------------------------------------------------------------------
 
     def on_tier(self, bucket: Bucket) -> dict[Part, bool]:
-        """Every part whose manifest is there, and whether all is right; what is hurt counts as what it was."""
+        """Every part whose manifest is there, and whether all is right."""
         version, found = self._tiers.get(bucket.name, (-1, {}))
         if version != bucket.version:
             found = {}
@@ -164,14 +170,40 @@ class Truth:
             self._spools[spool] = version, found
         return found
 
-    def whole(self, spools: Iterable[tuple[Path, int]], *, excused: bool = False) -> set[Checkpoint]:
+    def whole(self, spools: Iterable[tuple[Path, int]]) -> set[Checkpoint]:
         """The checkpoints of which every part is right somewhere."""
         ranks: dict[Checkpoint, set[int]] = defaultdict(set)
         places: list[Collection[Part]] = [self.in_spool(spool, version) for spool, version in spools]
         places += [[part for part, right in self.on_tier(bucket).items() if right] for bucket in self.buckets]
-        for launch, step, rank in (part for place in [*places, self.excused if excused else ()] for part in place):
+        for launch, step, rank in (part for place in places for part in place):
             ranks[launch, step].add(rank)
         return {checkpoint for checkpoint, found in ranks.items() if len(found) == self.world}
+
+    def excuse(self, place: str, parts: Iterable[Part]) -> None:
+        """The trial has hurt these parts' copies in a place."""
+        parts = list(parts)
+        self.excused |= {(place, part) for part in parts}
+        self.scarred |= {part[0] for part in parts}
+
+    def _is_excused(self, place: str, part: Part) -> bool:
+        return (place, part) in self.excused
+
+    def _ended(self, place: str, part: Part) -> None:
+        """A copy was set aside, deleted or written anew: nothing that was done to it before excuses what is there."""
+        if self._is_excused(place, part):
+            self.excused.discard((place, part))
+            self._falls = True
+
+    def at_rest(self, spools: dict[str, tuple[Path, int]]) -> None:
+        """Nobody does anything: whatever is right, or gone, has nothing to be excused for."""
+        wrong = {
+            name: {part for part, _ in committed(spool)} - self.in_spool(spool, version)
+            for name, (spool, version) in spools.items()
+        }
+        wrong |= {
+            bucket.name: {part for part, right in self.on_tier(bucket).items() if not right} for bucket in self.buckets
+        }
+        self.excused = {(place, part) for place, part in self.excused if part in wrong[place]}
 
     # -- what must hold ---------------------------------------------------------------------------------------------
 
@@ -181,24 +213,31 @@ class Truth:
             self.deleted[bucket.name].add(key)
         whose = part_of(key)
         if whose is None:
+            if "/chunks/" in key:
+                self.hurt[bucket.name].discard(key)
+                self.doomed[bucket.name].discard(key)
             if "/chunks/" in key and new is not None and old != new and "spoiled" in who and self._namers(bucket, key):
                 self.hurt[bucket.name].add(key)  # over what others name: they were right when they were put
+                self._falls = True
             if "/chunks/" in key:
                 self.manifests_hold(bucket, [key], f"{who} {'put' if new is not None else 'deleted'} {key}")
             return
         kind, part = whose
         if kind == "quarantine" and new is not None:
             # What the trial has hurt may be put right by one lane while another that found it wrong sets it aside.
-            if self.on_tier(bucket).get(part) and part not in self.excused:
+            if self.on_tier(bucket).get(part) and not self._is_excused(bucket.name, part):
                 raise Lost(f"{who} sets {part} aside on {bucket.name}, whose copy there is right")
         elif kind == "manifests" and new is not None:
             self.putters[bucket.name, part] = who
+            self._ended(bucket.name, part)
             if self.wrong(bucket, key) and key in self.deleted[bucket.name]:
                 self.revenants[bucket.name].add(key)  # an earlier put that came late
             elif key in self.revenants[bucket.name] and not self.wrong(bucket, key):
                 self.revenants[bucket.name].discard(key)
             if "spoiled" in who:
                 self.hurt[bucket.name].add(key)
+                self.scarred.add(part[0])
+                self._falls = True
             else:
                 self.hurt[bucket.name].discard(key)
             self.manifests_hold(bucket, None, f"{who} put {key}")
@@ -206,6 +245,12 @@ class Truth:
                 self.ever.add(part)
         elif kind == "manifests":
             self.revenants[bucket.name].discard(key)
+            self.hurt[bucket.name].discard(key)
+            self._ended(bucket.name, part)
+            if key.replace("/manifests/", "/quarantine/") not in bucket.objects:
+                home = key.replace("/manifests/", "/chunks/").rpartition("/")[0]
+                under = {one for one in bucket.keys if one.startswith(f"{home}/")}
+                self.doomed[bucket.name] |= under | (named(old or b"") & bucket.objects.keys())
 
     def flushed(self, tier: str, part: Part, who: str) -> None:
         """A node says that it flushed a part: the manifest that it put last is the one that it had."""
@@ -230,7 +275,7 @@ class Truth:
                 continue
             wrong = self.wrong(bucket, key)
             if hurt.intersection(wrong):
-                self.excused.add(whose[1])
+                self.excuse(bucket.name, [whose[1]])
             if bad := [one for one in wrong if one not in hurt]:
                 raise Lost(
                     f"{bucket.name}: {what}: the manifest of {whose[1]} names {bad[0]}, which is not right there"
@@ -238,22 +283,26 @@ class Truth:
 
     def never_goes_back(self, spools: list[tuple[Path, int]], what: str) -> None:
         """The newest checkpoint that can be restored is no older than it was."""
-        best = max(self.whole(spools, excused=True), default=None)
-        if self.floor is not None and (best is None or best < self.floor):
+        best = max(self.whole(spools), default=None)
+        falls, self._falls = self._falls, False
+        if self.floor is not None and (best is None or best < self.floor) and not falls:
             raise Lost(f"{what}: {self.floor} could be restored, and now nothing newer than {best}")
         self.floor = best
 
-    def may_go(self, part: Part) -> None:
+    def may_go(self, node: str, part: Part) -> None:
         """A local copy goes only after a tier's copy was verified, or once enough newer ones have retired it."""
         kept = [self.on_tier(bucket) for bucket in self.buckets]
-        if any(place.get(part) for place in kept) or part in self.excused:
+        if any(place.get(part) for place in kept):
+            return
+        if any(self._is_excused(place, part) for place in (node, *(bucket.name for bucket in self.buckets))):
+            self._falls = True  # a tier had it right, for all that anybody knows; or it is the hurt one itself
             return
         if part in self.ever and not any(part in place for place in kept):
             return  # pruned there since
         for bucket in self.buckets:
             newer: dict[Checkpoint, set[int]] = defaultdict(set)
             for (launch, step, rank), right in self.on_tier(bucket).items():
-                if (launch, step) > part[:2] and (right or (launch, step, rank) in self.excused):
+                if (launch, step) > part[:2] and (right or self._is_excused(bucket.name, (launch, step, rank))):
                     newer[launch, step].add(rank)
             if sum(len(ranks) == self.world for ranks in newer.values()) < self.keep:
                 raise Lost(f"the spool's copy of {part} goes, which no tier has, and {bucket.name} has few newer ones")
@@ -262,7 +311,7 @@ class Truth:
         """The trial has taken something away: what is left is what can be asked for."""
         self.injuries += 1
         self._tiers.clear()
-        self.floor = max(self.whole(spools, excused=True), default=None)
+        self.floor = max(self.whole(spools), default=None)
 
     # -- what a restore must give -----------------------------------------------------------------------------------
 
@@ -294,8 +343,7 @@ class Truth:
 
     def is_hurt(self, launch: int) -> bool:
         """Whether the trial, or a line, spoiled a part of a launch."""
-        spoiled = {one[1][0] for keys in self.hurt.values() for key in keys if (one := part_of(key))}
-        return launch in spoiled | {part[0] for part in self.excused}
+        return launch in self.scarred
 
     def expected(self, spools: list[tuple[Path, int]]) -> Checkpoint | None:
         """What a restore gives, or something newer."""
