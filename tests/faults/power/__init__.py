@@ -29,15 +29,21 @@ from functools import cache
 from pathlib import Path
 
 from faults.power import loopfs
-from faults.power.cutter import can_trace
-from faults.power.loopfs import LoopFs
+from faults.power.cutter import MOMENTS, can_trace
+from faults.power.loopfs import FLAGS, LoopFs
 from faults.power.play import Bench, Outcome, Plan, Play, Say, in_child, window
-from faults.rounds import Lost, Mutant, Round, say
+from faults.power.scenes import SCENES
+from faults.rounds import Lost, Mutant, Round
 
 UNIT = "power cuts"
 SHORT = 500
-GATE = 13_000  # all cuts of every scene as it is, and as many again that are drawn
-MET: tuple[str, ...] = ()  # what no full round is without
+GATE = 11_800  # all cuts of every scene as it is, and half as many again that are drawn
+MET = (
+    "times that every cut was made",
+    *(f"{scene.name} on {kind}" for scene in SCENES for kind in loopfs.KINDS),
+    *(f"{moment} a call, {flag}, {kind}" for moment in MOMENTS for flag in FLAGS.values() for kind in loopfs.KINDS),
+    "plays seen by strace, too",
+)
 
 _WORKERS = 2
 
@@ -107,10 +113,9 @@ def run(work: Round) -> None:
     kinds = [kind for kind, why in _kinds().items() if not why]
     for kind, why in _kinds().items():
         if why:
-            say(f"SKIPPED {kind}: {why}")
-            work.notes[f"SKIPPED {kind}"] += 1
+            work.skip(f"{kind}: {why}")
     if not can_trace():
-        say("SKIPPED the check of what is hooked: there is no strace")
+        work.skip("the check of what is hooked: there is no strace")
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(_WORKERS, fork, _set_up, (work.room, kinds)) as pool:
         under_way: dict[Future[Outcome], int] = {}
@@ -138,6 +143,14 @@ def _note(work: Round, seed: int, outcome: Outcome) -> None:
 _BY = "power --trials 380 --seed 28"  # a round that draws, with every scene's end in it
 
 MUTANTS = (
+    Mutant(
+        "a hand-off is answered before it is durable",
+        "tierd/daemon/handoff.py",
+        "                self._reply(line, self._persist(line, message, box))",
+        """                self._reply(line, {"ok": True, "direct": False, "recycled": False})
+                self._persist(line, message, box)""",
+        _BY,
+    ),
     Mutant(
         "a file is not durable before it is shown",
         "tierd/persist.py",
