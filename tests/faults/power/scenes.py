@@ -167,6 +167,7 @@ def _hand_off(ground: Ground) -> None:
     """Snapshots that a daemon takes over, on its own threads: what it answers for is durable, the trainer does nothing
     more for it. The second one goes over a spare."""
     giving._GREETING = giving._SILENCE = 60.0
+    taking._TICK = 0.01  # that its end waits for
     spool = Spool(ground.spool)
     daemon = taking.HandOff(spool, lambda which, written: None)
     with daemon.listening(60.0):
