@@ -12,7 +12,10 @@ import gc
 import json
 import os
 import shutil
+import signal
+import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 from faults.kills.lives import Life
@@ -26,10 +29,25 @@ MET: tuple[str, ...] = ()  # what no full round is without
 
 _KILLS = 25  # in one life
 _BESIDE = 3  # lives at a time: most of their time they wait
+_LIMIT = 1200.0  # seconds that a life may take: it gives up long before where nothing moves
 
 _BY = "kills --trials 50 --seed {}"
 
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "what was left in memory is believed",
+        "tierd/client/source.py",
+        "                check_bytes(found.files[file.path], file)\n",
+        "                pass\n",
+        _BY.format(0),
+    ),
+    Mutant(
+        "two daemons hold one spool",
+        "tierd/spool.py",
+        "                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n            except BlockingIOError",
+        "                pass\n            except BlockingIOError",
+        _BY.format(0),
+    ),
     Mutant(
         "a slot is free again before its snapshot is durable",
         "tierd/client/pipeline.py",
@@ -94,7 +112,7 @@ def run(work: Round) -> None:
     torch.set_num_threads(1)  # a forked child has none of OpenMP's others
     gc.collect()
     gc.freeze()
-    lives: dict[int, tuple[int, Path, int]] = {}  # pid -> seed, where its answer is, kills asked for
+    lives: dict[int, _Begun] = {}
     asked = 0
     for seed in work.seeds():
         kills = _KILLS if work.only is not None else min(_KILLS, max(5, work.trials - work.done - asked))
@@ -108,12 +126,22 @@ def run(work: Round) -> None:
         _end_one(work, lives)
 
 
-def _begin(seed: int, room: Path, kills: int) -> dict[int, tuple[int, Path, int]]:
+@dataclass(frozen=True)
+class _Begun:
+    """A life under way; its answer will be a file; `kills` were asked for."""
+
+    seed: int
+    answer: Path
+    kills: int
+    at: float  # monotonic seconds
+
+
+def _begin(seed: int, room: Path, kills: int) -> dict[int, _Begun]:
     answer, home = room / f"{seed}.json", room / str(seed)
     home.mkdir()
     pid = os.fork()
     if pid:
-        return {pid: (seed, answer, kills)}
+        return {pid: _Begun(seed, answer, kills, time.monotonic())}
     try:
         end_with_parent()
         life = Life(seed, home)
@@ -127,11 +155,18 @@ def _begin(seed: int, room: Path, kills: int) -> dict[int, tuple[int, Path, int]
         os._exit(0)
 
 
-def _end_one(work: Round, lives: dict[int, tuple[int, Path, int]]) -> int:
+def _end_one(work: Round, lives: dict[int, _Begun]) -> int:
     """Wait for a life's end; how many kills it was asked for."""
-    pid, _ = os.wait()
-    seed, answer, asked = lives.pop(pid)
-    told = json.loads(answer.read_text()) if answer.exists() else {"kills": 0, "notes": {}, "lost": "it vanished"}
+    vanished = "it vanished"
+    while not (ended := next((pid for pid in lives if os.waitpid(pid, os.WNOHANG)[0]), 0)):
+        for pid, life in lives.items():
+            if time.monotonic() > life.at + _LIMIT:
+                os.kill(pid, signal.SIGKILL)  # and all of its victims with it
+                vanished = f"it hangs, or was not done in {_LIMIT:.0f} s"
+        time.sleep(0.02)
+    life = lives.pop(ended)
+    seed, answer, asked = life.seed, life.answer, life.kills
+    told = json.loads(answer.read_text()) if answer.exists() else {"kills": 0, "notes": {}, "lost": vanished}
     work.notes.update(told["notes"])
     if told["lost"]:
         work.lost(seed, told["lost"], told["kills"])
