@@ -162,10 +162,10 @@ MUTANTS = (
     Mutant(
         "a commit is answered before it is durable",
         "tierd/stage.py",
-        """        sync_directory(target.parent)
-        sync_directory(self.path.parent)
+        """            sync_directory(target.parent)
+            sync_directory(self.path.parent)
 """,
-        "",
+        "            pass\n",
         _BY,
     ),
     Mutant(
@@ -257,11 +257,14 @@ MUTANTS = (
     Mutant(
         "a copy on a tier is set aside after it was taken away",
         "tierd/daemon/prune.py",
-        """    await store.put(part.quarantine_key, data)
+        """        await put_manifest(store, part.quarantine_key, data)
     await store.delete([part.manifest_key])
+    return True
 """,
-        """    await store.delete([part.manifest_key])
-    await store.put(part.quarantine_key, data)
+        """        pass
+    await store.delete([part.manifest_key])
+    await put_manifest(store, part.quarantine_key, data)
+    return True
 """,
         _BY,
     ),
