@@ -60,6 +60,7 @@ MUTANTS = (
         "        try:\n            os.fsync(self._fd)\n        except OSError:\n            os.fsync(self._fd)\n"
         "        return File(",
         "disk --only 87",
+        "fsync was called again after it had failed",
     ),
     Mutant(
         "a lane that failed does not rest",
@@ -67,6 +68,7 @@ MUTANTS = (
         "await self._sleep(self._retry, self.retry_at - self.now())",
         "await asyncio.sleep(0)",
         "disk --only 9",
+        "did not rest",
     ),
     Mutant(
         "a part of the spool that cannot be read counts as corrupt",
@@ -74,6 +76,7 @@ MUTANTS = (
         "except (CorruptChunk, ManifestError) as error:\n            self.journal",
         "except (CorruptChunk, ManifestError, OSError) as error:\n            self.journal",
         "disk --only 1396",
+        "counted as corruption",
     ),
     Mutant(
         "a tier whose mark has vanished is an empty tier",
@@ -81,6 +84,7 @@ MUTANTS = (
         "                if marked:\n",
         "                if marked and not self._seen:\n",
         "disk --only 9",
+        "lacks step",
     ),
     Mutant(
         "a spool that has vanished is an empty spool",
@@ -88,6 +92,7 @@ MUTANTS = (
         "if self._made and not self.control.exists():",
         "if not self._made:",
         "disk --only 542",
+        "restored None",
     ),
     Mutant(
         "a directory that cannot be listed is an empty one",
@@ -95,6 +100,7 @@ MUTANTS = (
         "    except FileNotFoundError:\n        return []\n",
         "    except OSError:\n        return []\n",
         "disk --only 2707",
+        "restored None",
     ),
     Mutant(
         "a stage stays when its save fails",
@@ -102,6 +108,7 @@ MUTANTS = (
         "        self.abandon()\n",
         "        pass\n",
         "disk --only 6",
+        "still open",
     ),
     Mutant(
         "a save that failed is not counted",
@@ -109,6 +116,7 @@ MUTANTS = (
         "        self._stats.failed += 1\n",
         "",
         "disk --only 6",
+        "were counted",
     ),
 )
 
@@ -293,6 +301,8 @@ def _suffer(node: Node, fault: faults.Fault, doing: str, rng: random.Random) -> 
                 node.scrub(copies)
         if fault.place.name == "nfs":
             node.ask_tier(newest)
+        if doing == "save" and not node.alone:  # that it meets the flush, too, however busy the machine is
+            until(lambda: fault.hit or node.recent or node.is_on("other", max(node.saved)), 5.0)
         if fault.lasting:
             until(lambda: fault.hit or node.recent, 0.2)
             time.sleep(rng.uniform(0.02, 0.3))

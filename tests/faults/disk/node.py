@@ -316,6 +316,10 @@ class Node:
         except (TierdError, TimeoutError) as error:
             raise Lost(f"step {step} does not come to {tier}: {error!r}") from error
 
+    def is_on(self, tier: str, step: int) -> bool:
+        """Whether a tier holds a manifest of this step."""
+        return any((self.tiers[tier] / "run" / "manifests").glob(f"{step:012}.*/*"))
+
     def ask_tier(self, newest: int) -> None:
         """What the tier answers while its disk fails is true, or an error."""
         assert self.daemon

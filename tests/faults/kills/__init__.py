@@ -19,16 +19,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from faults.kills.lives import Life
-from faults.kills.victims import end_with_parent
+from faults.kills.victims import CALLS, end_with_parent
 from faults.rounds import Mutant, Round
 
 UNIT = "kills of live processes"
 SHORT = 60
 GATE = 2_000
-MET: tuple[str, ...] = ()  # what no full round is without
+MET = (
+    *("kills of the daemon", "kills of the writer", "of these, of both at once", "at random times"),
+    *(f"at the n-th call: {call}" for call in CALLS),
+    *(f"daemon in the middle of {verb}" for verb in ("persist", "flush", "prune")),
+    *(f"writer in the middle of {verb}" for verb in ("save", "stage", "persist", "restore")),
+    *(f"restores from {place}" for place in ("memory", "local", "first")),
+    *("spools lost with their node", "launches beside one that lives on", "second daemons refused"),
+)
 
 _KILLS = 25  # in one life
-_BESIDE = 3  # lives at a time: most of their time they wait
+_BESIDE = 5  # lives at a time: most of their time they wait
 _LIMIT = 1200.0  # seconds that a life may take: it gives up long before where nothing moves
 
 _BY = "kills --trials 50 --seed {}"
@@ -115,7 +122,7 @@ def run(work: Round) -> None:
     lives: dict[int, _Begun] = {}
     asked = 0
     for seed in work.seeds():
-        kills = _KILLS if work.only is not None else min(_KILLS, max(5, work.trials - work.done - asked))
+        kills = _KILLS if work.only is not None else min(_KILLS, max(5, -(-work.trials // _BESIDE)))
         lives |= _begin(seed, work.room, kills)
         asked += kills
         while (

@@ -140,7 +140,7 @@ def _note(work: Round, seed: int, outcome: Outcome) -> None:
         work.lost(seed, outcome.loss)
 
 
-_BY = "power --trials 380 --seed 28"  # a round that draws, with every scene's end in it
+_BY = "power --only {}"
 
 MUTANTS = (
     Mutant(
@@ -149,7 +149,8 @@ MUTANTS = (
         "                self._reply(line, self._persist(line, message, box))",
         """                self._reply(line, {"ok": True, "direct": False, "recycled": False})
                 self._persist(line, message, box)""",
-        _BY,
+        _BY.format(40),
+        "though it was said to be there",
     ),
     Mutant(
         "a file is not durable before it is shown",
@@ -157,7 +158,8 @@ MUTANTS = (
         """        os.fsync(self._fd)
         return File(path=self._name""",
         """        return File(path=self._name""",
-        _BY,
+        _BY.format(30),
+        "visible and not whole",
     ),
     Mutant(
         "a commit is answered before it is durable",
@@ -166,7 +168,8 @@ MUTANTS = (
             sync_directory(self.path.parent)
 """,
         "            pass\n",
-        _BY,
+        _BY.format(30),
+        "though it was said to be there",
     ),
     Mutant(
         "a part's spare is written over before its removal is durable",
@@ -178,14 +181,16 @@ MUTANTS = (
         """            return None
         return grave
 """,
-        _BY,
+        _BY.format(34),
+        "said to be gone",
     ),
     Mutant(
         "a removal takes the files of what is visible",
         "tierd/spool.py",
         "grave = self._bury(self.path(part))",
         "grave = self.path(part) if self.path(part).exists() else None",
-        _BY,
+        _BY.format(50),
+        "said to be gone",
     ),
     Mutant(
         "a quarantine is answered before it is durable",
@@ -194,7 +199,8 @@ MUTANTS = (
         _sync_left(home.parent)
 """,
         "",
-        _BY,
+        _BY.format(54),
+        "set aside in the spool",
     ),
     Mutant(
         "a pin is answered before it is durable",
@@ -203,7 +209,8 @@ MUTANTS = (
             sync_directory(path.parent)
 """,
         "",
-        _BY,
+        _BY.format(56),
+        "pinned in the spool",
     ),
     Mutant(
         "a put is not durable before it is shown",
@@ -213,7 +220,8 @@ MUTANTS = (
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # a read-back should come from the device
 """,
         "",
-        _BY,
+        _BY.format(42),
+        "visible and not whole",
     ),
     Mutant(
         "a put is answered before it is durable",
@@ -223,7 +231,8 @@ MUTANTS = (
 """,
         """dst_dir_fd=parent)
 """,
-        _BY,
+        _BY.format(42),
+        "though it was said to be there",
     ),
     Mutant(
         "a tier's chunks go before the manifest that names them",
@@ -242,7 +251,8 @@ MUTANTS = (
         await store.delete(gone + aside)
         await store.delete(keys)
 """,
-        _BY,
+        _BY.format(53),
+        "visible and not whole",
     ),
     Mutant(
         "a fetched file is not durable before it is shown",
@@ -252,7 +262,8 @@ MUTANTS = (
 """,
         """        self.close()
 """,
-        _BY,
+        _BY.format(46),
+        "visible and not whole",
     ),
     Mutant(
         "a copy on a tier is set aside after it was taken away",
@@ -266,6 +277,7 @@ MUTANTS = (
     await put_manifest(store, part.quarantine_key, data)
     return True
 """,
-        _BY,
+        _BY.format(54),
+        "none is left of",
     ),
 )
