@@ -169,6 +169,7 @@ def _fork(work, room: Path) -> _Trial:
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
+        signal.alarm(int(_LIMIT) + 60)  # it ends, whoever waits for it
         try:
             said = work()
         except BaseException as error:

@@ -1,6 +1,7 @@
 """Kills: rank writers and a daemon of one spool, SIGKILLed at random, and what they were told is held against what is
 there afterwards. Required: what was acknowledged is restored, bit for bit, and nothing older, mixed or wrong; nothing
-hangs; and when faults stop, nothing is left over and each place holds what its retention wants.
+hangs; and when faults stop, nothing is left over and each place holds what its retention wants. Now and then a second
+daemon is started on the spool, which must refuse, or a second launch beside one that lives on (P10).
 
 A seed is one life of a spool with `_KILLS` kills: when who is killed follows from it, where the operating system lets
 the two race. Some are at random times, some at the n-th system call of a kind, which a victim counts itself.

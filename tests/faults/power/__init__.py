@@ -31,7 +31,7 @@ from pathlib import Path
 from faults.power import loopfs
 from faults.power.cutter import MOMENTS, can_trace
 from faults.power.loopfs import FLAGS, LoopFs
-from faults.power.play import Bench, Outcome, Plan, Play, Say, in_child, window
+from faults.power.play import Bench, Outcome, Plan, Play, Say, in_child, warm_up, window
 from faults.power.scenes import SCENES
 from faults.rounds import Lost, Mutant, Round
 
@@ -59,6 +59,7 @@ def _set_up(room: Path, kinds: Sequence[str]) -> None:
     place = Path(tempfile.mkdtemp(dir=room))
     loopfs.mount_memory(place)
     _bench = Bench({kind: LoopFs(kind, place, kind) for kind in kinds}, place)
+    warm_up(place / "warm")
     gc.freeze()  # what is there is not looked through again by every child
 
 

@@ -158,6 +158,17 @@ class Bench:
         self.fresh = {kind: system.keep("fresh") for kind, system in self.systems.items()}
 
 
+def warm_up(room: Path) -> None:
+    """Have what is loaded and worked out at first use here, and not in every child."""
+    room.mkdir()
+    scene = next(scene for scene in SCENES if scene.name == "flushes")
+    ground = Ground(room / "spool", room / "tier", scene.sizes, lambda message: None)
+    scene.prepare(ground)
+    scene.act(ground)
+    offered(ground)
+    look(ground.spool, ground.tier, scene.sizes)
+
+
 @dataclass
 class Outcome:
     """What a seed came to: `cuts` made, what they were of, and what was lost by one of them."""
