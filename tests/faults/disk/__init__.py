@@ -107,8 +107,8 @@ MUTANTS = (
         "tierd/stage.py",
         "        self.abandon()\n",
         "        pass\n",
-        "disk --only 6",
-        "still open",
+        "disk --only 7",
+        ".tierd/stage/",
     ),
     Mutant(
         "a save that failed is not counted",
@@ -136,7 +136,7 @@ def run(work: Round) -> None:
             raise RuntimeError(f"no node to begin with: {said}")
     with (work.room / "ext4.img").open("wb") as file:
         file.truncate(24 << 20)
-    subprocess.run(["mkfs.ext4", "-qF", "-m0", "-N128", str(work.room / "ext4.img")], check=True, timeout=60)
+    subprocess.run(["mkfs.ext4", "-qF", "-m0", "-N128", str(work.room / "ext4.img")], check=True, timeout=120)
     running: dict[int, _Trial] = {}
     for seed in work.seeds():
         room = work.room / str(seed)
@@ -256,7 +256,7 @@ def _mounted(home: Path, prepared: Path, where: str, *, large: bool, ext4: bool,
     """The node that was prepared, with a file system of its own at one place; `root`: the tier is all of it."""
     image = home / "image" if ext4 else None
     if image:
-        subprocess.run(["cp", "--sparse=always", str(prepared / "ext4.img"), str(image)], check=True, timeout=60)
+        subprocess.run(["cp", "--sparse=always", str(prepared / "ext4.img"), str(image)], check=True, timeout=120)
     volume = Volume(home / where, image)
     for name in ("nvme", "nfs", "disk"):
         source = prepared / f"node-{large}" / name
@@ -359,7 +359,7 @@ def _let_go(node: Node) -> None:
         gc.collect()  # a file that nobody knows any more is closed
         return [link for fd in Path("/proc/self/fd").iterdir() for link in [_link(fd)] if home in link]
 
-    if not until(lambda: not held(), 10):  # the thread of a call that was cancelled ends by itself
+    if not until(lambda: not held(), 30):  # the thread of a call that was cancelled ends by itself
         raise Lost(f"still open: {held()}")
 
 

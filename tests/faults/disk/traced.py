@@ -79,7 +79,7 @@ def failing(call: str, code: str, when: int, log: Path) -> Iterator[None]:
     what += ["-p", str(os.getpid())]
     tracer = subprocess.Popen(what, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while not _traced():
             if time.monotonic() > end or tracer.poll() is not None:
                 raise RuntimeError("strace does not attach")
@@ -87,7 +87,7 @@ def failing(call: str, code: str, when: int, log: Path) -> Iterator[None]:
         yield
     finally:
         tracer.terminate()
-        tracer.wait(30)
+        tracer.wait(120)
 
 
 def _traced() -> bool:

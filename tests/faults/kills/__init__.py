@@ -39,7 +39,7 @@ _KILLS = 25  # in one life
 _BESIDE = 5  # lives at a time: most of their time they wait
 _LIMIT = 1200.0  # seconds that a life may take: it gives up long before where nothing moves
 
-_BY = "kills --trials 50 --seed {}"
+_BY = "kills --trials 50 --seed 0"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -47,65 +47,64 @@ MUTANTS: tuple[Mutant, ...] = (
         "tierd/client/source.py",
         "                check_bytes(found.files[file.path], file)\n",
         "                pass\n",
-        _BY.format(0),
+        _BY,
+        "wrong bytes were restored",
     ),
     Mutant(
         "two daemons hold one spool",
         "tierd/spool.py",
         "                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n            except BlockingIOError",
         "                pass\n            except BlockingIOError",
-        _BY.format(0),
+        _BY,
+        "a second daemon runs on one spool",
     ),
     Mutant(
         "a slot is free again before its snapshot is durable",
         "tierd/client/pipeline.py",
         "        self._persister.give(lambda: self._persist(snapshot, slot, given, files))\n        return True",
         "        self._persister.give(lambda: self._persist(snapshot, slot, given, files))\n        return False",
-        _BY.format(0),
+        _BY,
+        "wrong bytes were restored",
     ),
     Mutant(
         "what a daemon did not answer before it died counts as durable",
         "tierd/client/pipeline.py",
         '            log.warning("%s: %s; it is persisted here", manifest.part, error)',
         "            return Written(size=given.size, direct=False, recycled=False)",
-        _BY.format(0),
+        _BY,
+        "was due, and",
     ),
     Mutant(
         "the daemon drops the snapshot of a trainer that is gone",
         "tierd/daemon/handoff.py",
         "        part, arena = message.part, line.arenas.get(message.slot)",
         "        part, arena = message.part, None if line.hung_up else line.arenas.get(message.slot)",
-        _BY.format(1),
-    ),
-    Mutant(
-        "a part is renamed into place before its manifest is written",
-        "tierd/stage.py",
-        "        write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))",
-        "        target.parent.mkdir(parents=True, exist_ok=True)\n"
-        "        self.path = self.path.rename(target)\n"
-        "        write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))",
-        _BY.format(31),
+        _BY,
+        "was due, and",
     ),
     Mutant(
         "a living writer's stage counts as left over",
         "tierd/stage.py",
         "        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "        fcntl.flock(fd, fcntl.LOCK_UN)",
-        _BY.format(10),
+        _BY,
+        "died of itself",
     ),
     Mutant(
         "a restore does not wait for what the dead had handed over",
         "tierd/daemon/control.py",
         "                await self._handoff.settled()  # what a trainer handed over before it died is seen, too",
         "                pass",
-        _BY.format(1),
+        _BY,
+        "was due, and",
     ),
     Mutant(
         "a restore takes an older attempt's checkpoint first",
         "tierd/core/resume.py",
         "lacking.get(one, ())) for one in order),",
         "lacking.get(one, ())) for one in sorted(order, key=lambda one: one.attempt)),",
-        _BY.format(1),
+        _BY,
+        "was due, and",
     ),
 )
 

@@ -254,9 +254,12 @@ class Life:
         else:
             self._at_a_time(victim)
         if who == "both":
-            order = [victim.name, "daemon"]
+            order, pause = [victim.name, "daemon"], noise.random() * 0.05
+            if noise.random() < 0.5:
+                order.reverse()
             for name in order:
                 self._kill(name, "both: ")
+                self._await_more(pause)  # what the other is told of it
         else:
             self._kill(victim.name)
         if victim is self.former:

@@ -145,6 +145,16 @@ _BY = "power --only {}"
 
 MUTANTS = (
     Mutant(
+        "a part is renamed into place before its manifest is written",
+        "tierd/stage.py",
+        "        write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))",
+        "        target.parent.mkdir(parents=True, exist_ok=True)\n"
+        "        self.path = self.path.rename(target)\n"
+        "        write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))",
+        _BY.format(30),
+        "visible and not whole",
+    ),
+    Mutant(
         "a hand-off is answered before it is durable",
         "tierd/daemon/handoff.py",
         "                self._reply(line, self._persist(line, message, box))",
