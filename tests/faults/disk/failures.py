@@ -20,11 +20,14 @@ _GONE = {"mounted?", "No such file or directory", "does not exist", "unmounted"}
 class Fault:
     """
     Attributes:
-        kind: for the notes: which, and what it meets.
+        sort, kind, notes: for the notes: which, what it meets, and what else it is.
         texts: what an error that it causes may say of its cause.
         renew: the place has to be mounted anew, with nobody on it, before it can be used again.
         lasting: it meets everything until it ends.
     """
+
+    sort = ""
+    notes: tuple[str, ...] = ()
 
     def __init__(self, volume: Volume, kind: str, texts: set[str], *, lasting: bool, renew: bool = False) -> None:
         self.volume, self.place = volume, volume.point
@@ -38,6 +41,8 @@ class Fault:
 
 class Refused(Fault):
     """The k-th of some calls fails, or all from there on."""
+
+    sort = "a call fails"
 
     def __init__(self, volume: Volume, calls: Calls, rng: random.Random, reading: bool) -> None:
         made = [name for name in (READS if reading else WRITES) if self._is_made(name, volume.point.name)]
@@ -66,11 +71,15 @@ class Refused(Fault):
             self._left -= 1
             if self._left == 0 or (self.lasting and self._left < 0):
                 self.hit = True
+                if self._code == errno.EIO and name in ("read", "pread", "preadv"):
+                    self.notes = ("EIO on a read",)
                 raise OSError(self._code, os.strerror(self._code), path)
 
 
 class Bytes(Fault):
     """A quota of so many bytes: the write that passes it is cut short, and the next ones fail."""
+
+    sort = "so many bytes"
 
     def __init__(self, volume: Volume, calls: Calls, rng: random.Random, size: int) -> None:
         self._code = rng.choice((errno.ENOSPC, errno.EDQUOT))
@@ -92,12 +101,15 @@ class Bytes(Fault):
         self._left -= done
         if size and not done:
             self.hit = True
+            self.notes = (f"{errno.errorcode[self._code]} on a write",)
             raise OSError(self._code, os.strerror(self._code), path)
         return done
 
 
 class Full(Fault):
     """A file system with so many pages left."""
+
+    sort = "full"
 
     def __init__(self, volume: Volume, rng: random.Random, pages: int) -> None:
         self._pages = rng.choice((rng.randrange(pages), rng.randrange(16)))
@@ -115,6 +127,8 @@ class Full(Fault):
 class Inodes(Fault):
     """A file system with so many inodes left."""
 
+    sort = "out of inodes"
+
     def __init__(self, volume: Volume, rng: random.Random) -> None:
         self._count = rng.randrange(14)
         texts = {os.strerror(errno.ENOSPC), "file system is full"}
@@ -130,6 +144,8 @@ class Inodes(Fault):
 class FileSize(Fault):
     """RLIMIT_FSIZE: no file of this process may grow beyond so many bytes, memory files included."""
 
+    sort = "no larger file"
+
     def __init__(self, volume: Volume, rng: random.Random, size: int) -> None:
         self._size = rng.choice((rng.randrange(size), rng.randrange(4_000)))
         super().__init__(volume, "EFBIG", {os.strerror(errno.EFBIG)}, lasting=True)
@@ -143,6 +159,8 @@ class FileSize(Fault):
 
 class ReadOnly(Fault):
     """The file system turns read-only at the k-th call."""
+
+    sort = "read-only"
 
     def __init__(self, volume: Volume, calls: Calls, rng: random.Random) -> None:
         self._calls, self._left, self._done = calls, int(2 ** rng.uniform(0, 5)), False
@@ -163,6 +181,8 @@ class ReadOnly(Fault):
 
 class Vanished(Fault):
     """The file system is unmounted, as by `umount -l`, at the k-th call, and comes back when it ends."""
+
+    sort = "vanished"
 
     def __init__(self, volume: Volume, calls: Calls, rng: random.Random) -> None:
         self._calls, self._left = calls, int(2 ** rng.uniform(0, 5))

@@ -51,7 +51,7 @@ class Volume:
     def _up(self) -> None:
         if self._image:
             what = ["mount", "-t", "ext4", "-o", "loop,errors=remount-ro", str(self._image), str(self._away)]
-            subprocess.run(what, check=True, timeout=60)
+            subprocess.run(what, check=True, timeout=120)
         else:
             _mount("tierd-faults", self._away, "tmpfs", 0, f"size={self._size}")
         self.back()

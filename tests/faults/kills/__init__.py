@@ -1,6 +1,7 @@
 """Kills: rank writers and a daemon of one spool, SIGKILLed at random, and what they were told is held against what is
 there afterwards. Required: what was acknowledged is restored, bit for bit, and nothing older, mixed or wrong; nothing
-hangs; and when faults stop, nothing is left over and each place holds what its retention wants.
+hangs; and when faults stop, nothing is left over and each place holds what its retention wants. Now and then a second
+daemon is started on the spool, which must refuse, or a second launch beside one that lives on (P10).
 
 A seed is one life of a spool with `_KILLS` kills: when who is killed follows from it, where the operating system lets
 the two race. Some are at random times, some at the n-th system call of a kind, which a victim counts itself.
@@ -12,74 +13,98 @@ import gc
 import json
 import os
 import shutil
+import signal
+import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 from faults.kills.lives import Life
-from faults.kills.victims import end_with_parent
+from faults.kills.victims import CALLS, end_with_parent
 from faults.rounds import Mutant, Round
 
 UNIT = "kills of live processes"
 SHORT = 60
 GATE = 2_000
-MET: tuple[str, ...] = ()  # what no full round is without
+MET = (
+    *("kills of the daemon", "kills of the writer", "of these, of both at once", "at random times"),
+    *(f"at the n-th call: {call}" for call in CALLS),
+    *(f"daemon in the middle of {verb}" for verb in ("persist", "flush", "prune")),
+    *(f"writer in the middle of {verb}" for verb in ("save", "stage", "persist", "restore")),
+    *(f"restores from {place}" for place in ("memory", "local", "first")),
+    *("spools lost with their node", "launches beside one that lives on", "second daemons refused"),
+)
 
 _KILLS = 25  # in one life
-_BESIDE = 3  # lives at a time: most of their time they wait
+_BESIDE = 5  # lives at a time: most of their time they wait
+_LIMIT = 1200.0  # seconds that a life may take: it gives up long before where nothing moves
 
-_BY = "kills --trials 50 --seed {}"
+_BY = "kills --trials 50 --seed 0"
 
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "what was left in memory is believed",
+        "tierd/client/source.py",
+        "                check_bytes(found.files[file.path], file)\n",
+        "                pass\n",
+        _BY,
+        "wrong bytes were restored",
+    ),
+    Mutant(
+        "two daemons hold one spool",
+        "tierd/spool.py",
+        "                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n            except BlockingIOError",
+        "                pass\n            except BlockingIOError",
+        _BY,
+        "a second daemon runs on one spool",
+    ),
     Mutant(
         "a slot is free again before its snapshot is durable",
         "tierd/client/pipeline.py",
         "        self._persister.give(lambda: self._persist(snapshot, slot, given, files))\n        return True",
         "        self._persister.give(lambda: self._persist(snapshot, slot, given, files))\n        return False",
-        _BY.format(0),
+        _BY,
+        "wrong bytes were restored",
     ),
     Mutant(
         "what a daemon did not answer before it died counts as durable",
         "tierd/client/pipeline.py",
         '            log.warning("%s: %s; it is persisted here", manifest.part, error)',
         "            return Written(size=given.size, direct=False, recycled=False)",
-        _BY.format(0),
+        _BY,
+        "was due, and",
     ),
     Mutant(
         "the daemon drops the snapshot of a trainer that is gone",
         "tierd/daemon/handoff.py",
         "        part, arena = message.part, line.arenas.get(message.slot)",
         "        part, arena = message.part, None if line.hung_up else line.arenas.get(message.slot)",
-        _BY.format(1),
-    ),
-    Mutant(
-        "a part is renamed into place before its manifest is written",
-        "tierd/stage.py",
-        "        write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))",
-        "        target.parent.mkdir(parents=True, exist_ok=True)\n"
-        "        self.path = self.path.rename(target)\n"
-        "        write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))",
-        _BY.format(31),
+        _BY,
+        "was due, and",
     ),
     Mutant(
         "a living writer's stage counts as left over",
         "tierd/stage.py",
         "        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "        fcntl.flock(fd, fcntl.LOCK_UN)",
-        _BY.format(10),
+        _BY,
+        "died of itself",
     ),
     Mutant(
         "a restore does not wait for what the dead had handed over",
         "tierd/daemon/control.py",
         "                await self._handoff.settled()  # what a trainer handed over before it died is seen, too",
         "                pass",
-        _BY.format(1),
+        _BY,
+        "was due, and",
     ),
     Mutant(
         "a restore takes an older attempt's checkpoint first",
         "tierd/core/resume.py",
         "lacking.get(one, ())) for one in order),",
         "lacking.get(one, ())) for one in sorted(order, key=lambda one: one.attempt)),",
-        _BY.format(1),
+        _BY,
+        "was due, and",
     ),
 )
 
@@ -94,10 +119,10 @@ def run(work: Round) -> None:
     torch.set_num_threads(1)  # a forked child has none of OpenMP's others
     gc.collect()
     gc.freeze()
-    lives: dict[int, tuple[int, Path, int]] = {}  # pid -> seed, where its answer is, kills asked for
+    lives: dict[int, _Begun] = {}
     asked = 0
     for seed in work.seeds():
-        kills = _KILLS if work.only is not None else min(_KILLS, max(5, work.trials - work.done - asked))
+        kills = _KILLS if work.only is not None else min(_KILLS, max(5, -(-work.trials // _BESIDE)))
         lives |= _begin(seed, work.room, kills)
         asked += kills
         while (
@@ -108,12 +133,22 @@ def run(work: Round) -> None:
         _end_one(work, lives)
 
 
-def _begin(seed: int, room: Path, kills: int) -> dict[int, tuple[int, Path, int]]:
+@dataclass(frozen=True)
+class _Begun:
+    """A life under way; its answer will be a file; `kills` were asked for."""
+
+    seed: int
+    answer: Path
+    kills: int
+    at: float  # monotonic seconds
+
+
+def _begin(seed: int, room: Path, kills: int) -> dict[int, _Begun]:
     answer, home = room / f"{seed}.json", room / str(seed)
     home.mkdir()
     pid = os.fork()
     if pid:
-        return {pid: (seed, answer, kills)}
+        return {pid: _Begun(seed, answer, kills, time.monotonic())}
     try:
         end_with_parent()
         life = Life(seed, home)
@@ -127,11 +162,18 @@ def _begin(seed: int, room: Path, kills: int) -> dict[int, tuple[int, Path, int]
         os._exit(0)
 
 
-def _end_one(work: Round, lives: dict[int, tuple[int, Path, int]]) -> int:
+def _end_one(work: Round, lives: dict[int, _Begun]) -> int:
     """Wait for a life's end; how many kills it was asked for."""
-    pid, _ = os.wait()
-    seed, answer, asked = lives.pop(pid)
-    told = json.loads(answer.read_text()) if answer.exists() else {"kills": 0, "notes": {}, "lost": "it vanished"}
+    vanished = "it vanished"
+    while not (ended := next((pid for pid in lives if os.waitpid(pid, os.WNOHANG)[0]), 0)):
+        for pid, life in lives.items():
+            if time.monotonic() > life.at + _LIMIT:
+                os.kill(pid, signal.SIGKILL)  # and all of its victims with it
+                vanished = f"it hangs, or was not done in {_LIMIT:.0f} s"
+        time.sleep(0.02)
+    life = lives.pop(ended)
+    seed, answer, asked = life.seed, life.answer, life.kills
+    told = json.loads(answer.read_text()) if answer.exists() else {"kills": 0, "notes": {}, "lost": vanished}
     work.notes.update(told["notes"])
     if told["lost"]:
         work.lost(seed, told["lost"], told["kills"])

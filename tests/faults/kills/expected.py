@@ -35,7 +35,7 @@ class Expected:
         self.saves: defaultdict[Name, dict[int, Part]] = defaultdict(dict)
         self.death = -math.inf  # when a daemon died last
         self.restored: set[Name] = set()  # verified by all that is to be had, and therefore due
-        self._before: dict[int, tuple[set[Name], set[Name]]] = {}  # rank -> what was due, what was begun
+        self._before: dict[tuple[int, int], set[Name]] = {}  # launch, rank -> what was due when it began to restore
 
     def saw(self, rank: int, what: str, line: dict) -> None:
         """One line of the log, but for restores."""
@@ -55,15 +55,14 @@ class Expected:
             len(parts) == self.world and all(part.due(self.death) for part in parts.values())
         )
 
-    def begin(self, rank: int) -> None:
+    def begin(self, launch: int, rank: int) -> None:
         """A rank begins to restore: what is due now is due to it."""
-        due = {name for name in self.saves if self.is_due(name)}
-        self._before[rank] = due, set(self.saves)
+        self._before[launch, rank] = {name for name in self.saves if self.is_due(name)}
 
-    def wrong(self, rank: int, found: Name | None) -> str | None:
+    def wrong(self, launch: int, rank: int, found: Name | None) -> str | None:
         """Why this rank must not have been given `found`; None where it may."""
         # What the daemon only held may have gone with it meanwhile.
-        newest = max((name for name in self._before[rank][0] if self.is_due(name)), default=None)
+        newest = max((name for name in self._before[launch, rank] if self.is_due(name)), default=None)
         if found is None:
             return f"{newest} was due, and nothing was found" if newest else None
         if newest and found < newest:
@@ -71,6 +70,11 @@ class Expected:
         if len(self.saves.get(found, ())) < self.world and found not in self.restored:
             return f"{found} was found, which not all of {self.world} ranks had begun"
         return None
+
+    @property
+    def newest(self) -> Name:
+        """What was begun last, in the order of attempts."""
+        return max(self.saves)
 
     def latest_is_on_a_tier(self) -> bool:
         """Whether the newest attempt left something on a tier to resume from. If it did not, a restore without the

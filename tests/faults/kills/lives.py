@@ -25,10 +25,10 @@ from faults.rounds import Lost
 from tierd.core.config import Config, TierConfig
 from tierd.core.retention import RetentionPolicy
 
-DEADLINE = 60.0  # seconds without anything new after which what has not come counts as hung
+DEADLINE = 120.0  # seconds without anything new after which what has not come counts as hung
 _TICK = 0.004
 _DAEMONS = ("fsync", "rename", "unlink", "mkdir", "write")  # calls that it is killed at
-_WRITERS = ("tell", "tell", "send", "send", "mkdir", "rename")
+_WRITERS = ("tell", "tell", "send", "send", "copy", "copy", "mkdir", "rename")
 
 # Why a writer may end by itself where its daemon or another rank was killed: its launcher tries again.
 _EXCUSED = ("DaemonUnavailable", "StoreUnavailable")
@@ -103,6 +103,8 @@ class Life:
         self.expected = Expected(self.world)
         self.daemon: Victim | None = None
         self.ranks: list[Victim] = []
+        self.former: Victim | None = None  # of a launch that lives on beside the latest
+        self.resting = False  # nothing is killed any more
         self.launch = 0
         self.launched = 0.0  # when, monotonic seconds
         self.excuse = 0.0  # when something was killed last
@@ -129,7 +131,7 @@ class Life:
         except Exception as error:
             raise Lost(f"{error}\n{self._tale()}") from error
         finally:
-            for victim in (self.daemon, *self.ranks):
+            for victim in (self.daemon, self.former, *self.ranks):
                 if victim:
                     victim.kill()
 
@@ -142,7 +144,7 @@ class Life:
         self.tell(f"daemon {pid} starts")
 
     def start_launch(self, steps: int | None = None) -> None:
-        """All ranks anew; no former one lives."""
+        """All ranks anew."""
         assert not any(victim.alive() for victim in self.ranks)
         self.launch += 1
         self.seen.clear()
@@ -180,12 +182,51 @@ class Life:
             if not self.alone and self.noise.random() < 0.04 and self.expected.latest_is_on_a_tier():
                 self._lose_node()
             self.start_launch()
+        elif self.world == 1 and self.former is None and self.noise.random() < 0.15:
+            self._launch_beside()
+
+    def _launch_beside(self) -> None:
+        """The latest launch is taken for dead, and lives on."""
+        [self.former], self.ranks = self.ranks, []
+        self.former.name = "the former rank"
+        self.notes["launches beside one that lives on"] += 1
+        self.start_launch()
+
+    def _end_former(self) -> None:
+        if self.former:
+            self.former.kill()
+            self.look()
+        self.former = None
+
+    def _intrude(self) -> None:
+        """P10: a second daemon of the spool refuses, and the first one goes on."""
+        first, lock = self.daemon, Path(self.config.spool) / ".tierd" / "lock"
+        assert first is not None
+        self._await(lambda: _says(lock) == str(first.pid) or not first.alive(), "the daemon holds its spool")
+        config, page, log = self.config, Page(), self.room / "second.log"
+        log.unlink(missing_ok=True)
+        pid = fork(page, log, lambda: daemon(config, page, 0.0, last=False))
+        second, end = Victim("a second daemon", pid, page, time.monotonic(), log), time.monotonic() + DEADLINE
+        try:
+            while second.alive() and first.alive():
+                if _says(lock) == str(pid) or time.monotonic() > end:
+                    raise Lost(f"a second daemon runs on one spool\n{_tail(log)}")
+                self.look()
+                time.sleep(_TICK)
+        finally:
+            second.kill()
+        if first.alive():
+            if not second.status or "a daemon holds it already" not in log.read_text():
+                raise Lost(f"a second daemon ended with {second.status}, and did not say why\n{_tail(log)}")
+            self.notes["second daemons refused"] += 1
+            self.tell("a second daemon refuses")
 
     def _all_alive(self) -> bool:
         return all(victim is not None and victim.alive() for victim in (self.daemon, *self.ranks))
 
     def _lose_node(self) -> None:
         """Its spool is gone with it. The next node is another one, which tiers' marks are not the own ones of."""
+        self._end_former()
         self._kill("daemon")
         self.expected.lost_spool()
         shutil.rmtree(self.config.spool, ignore_errors=True)
@@ -196,8 +237,13 @@ class Life:
     def _strike(self) -> None:
         """Choose who dies and when, and wait for that."""
         noise = self.noise
+        if noise.random() < 0.1:
+            self._intrude()
+        if self.former and (not self.former.alive() or noise.random() < 0.2):
+            self._end_former()
         who = noise.choice(("writer", "writer", "writer", "daemon", "daemon", "both"))
-        victim = noise.choice(self.ranks) if who != "daemon" else self.daemon
+        writers = [*self.ranks, *([self.former] if self.former else [])]
+        victim = noise.choice(writers) if who != "daemon" else self.daemon
         assert victim is not None
         self._await(lambda: victim.page.at_work or not victim.alive(), f"{victim.name} is at work")
         if noise.random() < 0.75:  # else it may be still at its start
@@ -208,12 +254,17 @@ class Life:
         else:
             self._at_a_time(victim)
         if who == "both":
-            order = [victim.name, "daemon"]
+            order, pause = [victim.name, "daemon"], noise.random() * 0.05
+            if noise.random() < 0.5:
+                order.reverse()
             for name in order:
                 self._kill(name, "both: ")
+                self._await_more(pause)  # what the other is told of it
         else:
             self._kill(victim.name)
-        if victim.name != "daemon":
+        if victim is self.former:
+            self._end_former()
+        elif victim.name != "daemon":
             self._await_more(noise.random() * 0.02)
             self._end_launch()
         if self.daemon and not self.daemon.alive():
@@ -244,7 +295,7 @@ class Life:
 
     def _kill(self, name: str, why: str = "") -> None:
         """Kill one, unless it did it itself, and count that."""
-        victim = self.daemon if name == "daemon" else next(one for one in self.ranks if one.name == name)
+        victim = next(one for one in (self.daemon, self.former, *self.ranks) if one and one.name == name)
         assert victim is not None
         by_itself = not victim.alive()
         hit = victim.page.hit
@@ -296,13 +347,15 @@ class Life:
         if line["launch"] == self.launch:
             self.seen[what] += 1
         if what == "restoring":
-            self.expected.begin(number)
+            self.expected.begin(line["launch"], number)
         elif what == "restored":
             self._restored(line)
         elif what == "failed":
             raise Lost(f"a save failed, though no disk did: {line}")
         elif what == "died":
             self._died(line)
+        elif what == "untold" and self.resting:
+            raise Lost(f"nothing fails any more, and a tier does not get what was saved: {line}")
         elif what not in ("ended", "untold"):
             self.expected.saw(number, what, line)
 
@@ -313,11 +366,11 @@ class Life:
             raise Lost(f"wrong bytes were restored: {line}")
         if found and line["skipped"] and any("corrupt" in one for one in line["skipped"]):
             raise Lost(f"something was called corrupt: {line}")
-        if self.expected.wrong(number, found):
+        if self.expected.wrong(launch, number, found):
             time.sleep(0.3)  # the daemon may have died so lately that the system does not say so yet
             if self.daemon and not self.daemon.alive():
                 self.expected.death = self.daemon.died
-        if why := self.expected.wrong(number, found):
+        if why := self.expected.wrong(launch, number, found):
             raise Lost(f"{why}: {line}")
         self.restores[launch, number] += 1
         turn = launch, self.restores[launch, number]
@@ -361,6 +414,7 @@ class Life:
 
     def _come_to_rest(self) -> None:
         """Faults stop: a last launch saves some more, and then nothing but that is left."""
+        self._end_former()
         self._end_launch()
         assert self.daemon is not None
         self.daemon.page.disarm()
@@ -371,7 +425,7 @@ class Life:
             self.start_daemon(last=True)
         if self.notes["spools lost with their node"]:
             self._let_a_day_pass()
-        self.excuse = -1e9
+        self.excuse, self.resting = -1e9, True
         steps = max(self.keep.values()) + 2
         self.start_launch(steps)
         self._await(lambda: not any(victim.alive() for victim in self.ranks), "the last launch ends")
@@ -382,8 +436,8 @@ class Life:
         if not again:
             self._stop_daemon()
             self.start_daemon(last=True)
-        end, fewest = time.monotonic() + DEADLINE, math.inf
-        while left := leftovers(Path(self.config.spool), self.tiers, self.keep, self.world):
+        end, fewest, newest = time.monotonic() + DEADLINE, math.inf, self.expected.newest
+        while left := leftovers(Path(self.config.spool), self.tiers, self.keep, self.world, newest):
             if len(left) < fewest:  # it goes on
                 end, fewest = time.monotonic() + DEADLINE, len(left)
             if aside := [one for one in left if "/quarantine/" in one]:
@@ -434,6 +488,13 @@ class Life:
         )
         logs = "\n".join(f"-- {path.name}\n{_tail(path)}" for path in sorted(self.room.glob("*.log")))
         return "\n".join([settings, *self.story[-60:], logs])
+
+
+def _says(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        return ""
 
 
 def _tail(path: Path) -> str:

@@ -16,19 +16,28 @@ from support import by_hand
 _ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine")
 
 
-def leftovers(spool: Path, tiers: Mapping[str, Path], keep: Mapping[str, int], world: int) -> list[str]:
-    """Whatever does not belong there any more, and whatever lacks."""
+def leftovers(
+    spool: Path, tiers: Mapping[str, Path], keep: Mapping[str, int], world: int, newest: tuple[str, int]
+) -> list[str]:
+    """Whatever does not belong there any more, and whatever lacks. `newest`: attempt and step saved last, the end of a
+    launch that saved more than is kept anywhere."""
+
+    def wanted(place: str) -> set[str]:
+        attempt, last = newest
+        steps, ranks = range(last - keep[place] + 1, last + 1), range(world)
+        return {f"{step:012}.{attempt}/{rank:05}-of-{world:05}" for step in steps for rank in ranks}
+
     found = [f"{path}" for room in _ROOMS for path in (spool / ".tierd" / room).glob("*")]
-    checkpoints = list((spool / RUN).glob("*.*"))
-    found += [f"{path} holds nothing" for path in checkpoints if not _files(path)]
-    found += _wrong("the spool", [path.name for path in checkpoints], keep["local"])
+    found += [f"{path} holds nothing" for path in (spool / RUN).glob("*.*") if not _files(path)]
+    parts = {path.relative_to(spool / RUN).as_posix(): path for path in (spool / RUN).glob("*.*/*")}
+    found += [f"{path} has no manifest" for path in parts.values() if not (path / "manifest.json").exists()]
+    found += _differ("the spool", set(parts), wanted("local"))
     for name, tier in tiers.items():
         found += [str(path) for path in (tier / ".tmp").glob("*")]
         found += [str(path) for kind in ("flushing", "pruning", "quarantine") for path in _files(tier / RUN / kind)]
         manifests = _files(tier / RUN / "manifests")
-        found += _wrong(name, {path.parent.name for path in manifests}, keep[name])
-        if len(manifests) != keep[name] * world:
-            found.append(f"{name} has {len(manifests)} manifests")
+        names = {path.relative_to(tier / RUN / "manifests").as_posix() for path in manifests}
+        found += _differ(name, names, {f"{part}.json" for part in wanted(name)})
         named = {chunk["stored"]["key"] for path in manifests for chunk in _chunks(path)}
         there = {path.relative_to(tier / RUN).as_posix() for path in _files(tier / RUN / "chunks")}
         lent = {key.split("/")[1] for key in named}
@@ -36,6 +45,13 @@ def leftovers(spool: Path, tiers: Mapping[str, Path], keep: Mapping[str, int], w
         found += [f"{name}: {key}, which nobody names" for key in there - named if key.split("/")[1] not in lent]
         found += [f"{name}: {key} is missing" for key in named - there]
     return found
+
+
+def _differ(where: str, found: set[str], wanted: set[str]) -> list[str]:
+    return [
+        *(f"{where} lacks {name}" for name in sorted(wanted - found)),
+        *(f"{where} still holds {name}" for name in sorted(found - wanted)),
+    ]
 
 
 def waiting(tiers: Mapping[str, Path]) -> int:
@@ -50,15 +66,6 @@ def waiting(tiers: Mapping[str, Path]) -> int:
 def _files(path: Path) -> list[Path]:
     """All files below; what goes meanwhile is left out."""
     return [Path(directory, name) for directory, _, names in os.walk(path) for name in names]
-
-
-def _wrong(where: str, names: Any, keep: int) -> list[str]:
-    """The newest `keep` of one attempt, without a gap, is what a last launch leaves."""
-    found = sorted(names, key=lambda name: tuple(reversed(name.split("."))))
-    attempts, steps = {name.split(".")[1] for name in found}, [int(name.split(".")[0]) for name in found]
-    if len(found) == keep and len(attempts) == 1 and steps == list(range(steps[-1] - keep + 1, steps[-1] + 1)):
-        return []
-    return [f"{where} holds {found}, and {keep} of the last attempt are wanted"]
 
 
 def _chunks(path: Path) -> list[dict[str, Any]]:

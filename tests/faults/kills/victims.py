@@ -35,7 +35,7 @@ from torch import distributed
 
 import tierd
 from tierd.client import handoff as giving
-from tierd.client import pipeline, source
+from tierd.client import pipeline, snapshot, source
 from tierd.core.config import Config
 from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, StateMismatch
 from tierd.daemon import handoff as taking
@@ -46,7 +46,7 @@ FROZEN = 1_100_000  # bytes: a chunk of its own, the same in every checkpoint, a
 STAGED = 7  # a step before a multiple of this is written through `stage`
 AGAIN = 11  # and after one before a multiple of this the process restores
 
-CALLS = ("fsync", "rename", "unlink", "mkdir", "write", "send", "tell")
+CALLS = ("fsync", "rename", "unlink", "mkdir", "write", "send", "tell", "copy")
 VERBS = ("save", "stage", "restore", "persist", "flush", "prune", "mend", "fetch")
 
 _Tell = Callable[..., None]
@@ -174,6 +174,7 @@ _COUNTED: dict[str, list[tuple[Any, str]]] = {
     "write": [(os, "write"), (os, "pwrite")],
     "send": [(socket, "send_fds")],
     "tell": [],  # what a rank writes down of a snapshot that was taken
+    "copy": [(snapshot.Snapshot, "copy")],  # over what the daemon may still show a successor
 }
 
 
@@ -292,7 +293,7 @@ def rank(orders: Orders, page: Page) -> None:
         out.write(json.dumps(line).encode() + b"\n")
 
     try:
-        source._PATIENCE = 3.0
+        source._PATIENCE = 3.0 if orders.steps is None else 60.0
         giving._GREETING = 5.0
         for name in ("save", "restore"):
             _mark(tierd.Checkpointer, name, page, name)

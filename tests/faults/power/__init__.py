@@ -29,15 +29,21 @@ from functools import cache
 from pathlib import Path
 
 from faults.power import loopfs
-from faults.power.cutter import can_trace
-from faults.power.loopfs import LoopFs
-from faults.power.play import Bench, Outcome, Plan, Play, Say, in_child, window
-from faults.rounds import Lost, Mutant, Round, say
+from faults.power.cutter import MOMENTS, can_trace
+from faults.power.loopfs import FLAGS, LoopFs
+from faults.power.play import Bench, Outcome, Plan, Play, Say, in_child, warm_up, window
+from faults.power.scenes import SCENES
+from faults.rounds import Lost, Mutant, Round
 
 UNIT = "power cuts"
-SHORT = 500
-GATE = 13_000  # all cuts of every scene as it is, and as many again that are drawn
-MET: tuple[str, ...] = ()  # what no full round is without
+SHORT = 400
+GATE = 11_800  # all cuts of every scene as it is, and half as many again that are drawn
+MET = (
+    "times that every cut was made",
+    *(f"{scene.name} on {kind}" for scene in SCENES for kind in loopfs.KINDS),
+    *(f"{moment} a call, {flag}, {kind}" for moment in MOMENTS for flag in FLAGS.values() for kind in loopfs.KINDS),
+    "plays seen by strace, too",
+)
 
 _WORKERS = 2
 
@@ -53,6 +59,7 @@ def _set_up(room: Path, kinds: Sequence[str]) -> None:
     place = Path(tempfile.mkdtemp(dir=room))
     loopfs.mount_memory(place)
     _bench = Bench({kind: LoopFs(kind, place, kind) for kind in kinds}, place)
+    warm_up(place / "warm")
     gc.freeze()  # what is there is not looked through again by every child
 
 
@@ -107,10 +114,9 @@ def run(work: Round) -> None:
     kinds = [kind for kind, why in _kinds().items() if not why]
     for kind, why in _kinds().items():
         if why:
-            say(f"SKIPPED {kind}: {why}")
-            work.notes[f"SKIPPED {kind}"] += 1
+            work.skip(f"{kind}: {why}")
     if not can_trace():
-        say("SKIPPED the check of what is hooked: there is no strace")
+        work.skip("the check of what is hooked: there is no strace")
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(_WORKERS, fork, _set_up, (work.room, kinds)) as pool:
         under_way: dict[Future[Outcome], int] = {}
@@ -135,25 +141,46 @@ def _note(work: Round, seed: int, outcome: Outcome) -> None:
         work.lost(seed, outcome.loss)
 
 
-_BY = "power --trials 380 --seed 28"  # a round that draws, with every scene's end in it
+_BY = "power --only {}"
 
 MUTANTS = (
+    Mutant(
+        "a part is renamed into place before its manifest is written",
+        "tierd/stage.py",
+        "        write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))",
+        "        target.parent.mkdir(parents=True, exist_ok=True)\n"
+        "        self.path = self.path.rename(target)\n"
+        "        write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))",
+        _BY.format(30),
+        "visible and not whole",
+    ),
+    Mutant(
+        "a hand-off is answered before it is durable",
+        "tierd/daemon/handoff.py",
+        "                self._reply(line, self._persist(line, message, box))",
+        """                self._reply(line, {"ok": True, "direct": False, "recycled": False})
+                self._persist(line, message, box)""",
+        _BY.format(40),
+        "though it was said to be there",
+    ),
     Mutant(
         "a file is not durable before it is shown",
         "tierd/persist.py",
         """        os.fsync(self._fd)
         return File(path=self._name""",
         """        return File(path=self._name""",
-        _BY,
+        _BY.format(30),
+        "visible and not whole",
     ),
     Mutant(
         "a commit is answered before it is durable",
         "tierd/stage.py",
-        """        sync_directory(target.parent)
-        sync_directory(self.path.parent)
+        """            sync_directory(target.parent)
+            sync_directory(self.path.parent)
 """,
-        "",
-        _BY,
+        "            pass\n",
+        _BY.format(30),
+        "though it was said to be there",
     ),
     Mutant(
         "a part's spare is written over before its removal is durable",
@@ -165,14 +192,16 @@ MUTANTS = (
         """            return None
         return grave
 """,
-        _BY,
+        _BY.format(34),
+        "said to be gone",
     ),
     Mutant(
         "a removal takes the files of what is visible",
         "tierd/spool.py",
         "grave = self._bury(self.path(part))",
         "grave = self.path(part) if self.path(part).exists() else None",
-        _BY,
+        _BY.format(50),
+        "said to be gone",
     ),
     Mutant(
         "a quarantine is answered before it is durable",
@@ -181,7 +210,8 @@ MUTANTS = (
         _sync_left(home.parent)
 """,
         "",
-        _BY,
+        _BY.format(54),
+        "set aside in the spool",
     ),
     Mutant(
         "a pin is answered before it is durable",
@@ -190,7 +220,8 @@ MUTANTS = (
             sync_directory(path.parent)
 """,
         "",
-        _BY,
+        _BY.format(56),
+        "pinned in the spool",
     ),
     Mutant(
         "a put is not durable before it is shown",
@@ -200,7 +231,8 @@ MUTANTS = (
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # a read-back should come from the device
 """,
         "",
-        _BY,
+        _BY.format(42),
+        "visible and not whole",
     ),
     Mutant(
         "a put is answered before it is durable",
@@ -210,7 +242,8 @@ MUTANTS = (
 """,
         """dst_dir_fd=parent)
 """,
-        _BY,
+        _BY.format(42),
+        "though it was said to be there",
     ),
     Mutant(
         "a tier's chunks go before the manifest that names them",
@@ -229,7 +262,8 @@ MUTANTS = (
         await store.delete(gone + aside)
         await store.delete(keys)
 """,
-        _BY,
+        _BY.format(53),
+        "visible and not whole",
     ),
     Mutant(
         "a fetched file is not durable before it is shown",
@@ -239,17 +273,22 @@ MUTANTS = (
 """,
         """        self.close()
 """,
-        _BY,
+        _BY.format(46),
+        "visible and not whole",
     ),
     Mutant(
         "a copy on a tier is set aside after it was taken away",
         "tierd/daemon/prune.py",
-        """    await store.put(part.quarantine_key, data)
+        """        await put_manifest(store, part.quarantine_key, data)
     await store.delete([part.manifest_key])
+    return True
 """,
-        """    await store.delete([part.manifest_key])
-    await store.put(part.quarantine_key, data)
+        """        pass
+    await store.delete([part.manifest_key])
+    await put_manifest(store, part.quarantine_key, data)
+    return True
 """,
-        _BY,
+        _BY.format(54),
+        "none is left of",
     ),
 )

@@ -26,6 +26,7 @@ from faults.power import loopfs
 import tierd.device
 
 speech = threading.Lock()  # held by whoever says something outside
+MOMENTS = ("before", "during", "after")
 _PAGE = 4096
 _CHANGES = os.O_CREAT | os.O_TRUNC
 # Every call of `os` that changes a file, or makes a change durable; `open` is one where it may make or empty a file.
@@ -57,6 +58,10 @@ class Cut:
 
     def __str__(self) -> str:
         return f"{self.moment} call {self.number}, {loopfs.FLAGS[self.flag]}"
+
+    def note(self, kind: str) -> str:
+        """What it is counted as, on a kind of file system."""
+        return f"{self.moment} a call, {loopfs.FLAGS[self.flag]}, {kind}"
 
 
 class Cutter:
@@ -95,6 +100,8 @@ class Cutter:
     ) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if name == "open" and not (args[1] if len(args) > 1 else kwargs["flags"]) & _CHANGES:
+                return real(*args, **kwargs)
+            if name in ("ftruncate", "fchmod") and not _is_on_disk(args[0]):
                 return real(*args, **kwargs)
             with self._turn:
                 number, self._count = self._count, self._count + 1
@@ -152,6 +159,12 @@ class Cutter:
             return buffered if "b" in mode else io.TextIOWrapper(buffered, *args, **kwargs)
 
         return call
+
+
+def _is_on_disk(fd: int) -> bool:
+    """Neither a socket nor memory."""
+    link = os.readlink(f"/proc/self/fd/{fd}")
+    return link.startswith("/") and not link.startswith("/memfd:")
 
 
 def _size(data: Any) -> int:

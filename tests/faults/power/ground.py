@@ -21,7 +21,7 @@ import tierd.daemon.reconcile
 import tierd.daemon.together
 import tierd.daemon.turns
 import tierd.stores.file
-from tierd.commit import Source, write_part
+from tierd.commit import CHUNK_SIZE, Source, write_part
 from tierd.core.errors import StepRefused
 from tierd.core.ids import CheckpointId, PartId, pins_prefix
 from tierd.core.manifest import VERSION, Manifest, decode
@@ -69,7 +69,7 @@ class Ground:
     def save(self, spool: Spool, which: PartId) -> None:
         with self.change([(SPOOL, which.path)]):
             try:
-                write_part(spool, manifest_of(which), self._sources(which), self.sizes.chunk)
+                write_part(spool, manifest_of(which), self._sources(which), self.sizes.chunk or CHUNK_SIZE)
             except StepRefused:
                 if not (self.again and spool.has(which)):
                     raise

@@ -48,7 +48,7 @@ class LoopFs:
         _call("mount", "-t", self.kind, "-o", "loop,noatime", str(self.image), str(self.home))
 
     def unmount(self) -> None:
-        for _ in range(50):
+        for _ in range(2400):
             if not _libc.umount2(os.fsencode(self.home), 0):
                 return
             time.sleep(0.05)  # the last descriptor of a process that just ended is being closed
@@ -94,7 +94,7 @@ def missing(kind: str) -> str | None:
 
 
 def _call(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
 

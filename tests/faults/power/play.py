@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from faults.power.cutter import Call, Cut, Cutter, Trace, can_trace, speech, uncounted
+from faults.power.cutter import MOMENTS, Call, Cut, Cutter, Trace, can_trace, speech, uncounted
 from faults.power.ground import Ground, offered, settle
 from faults.power.loopfs import FLAGS, LoopFs
 from faults.power.scenes import SCENES, Scene, by_chance
@@ -28,7 +28,7 @@ from faults.power.truth import Seen, Sizes, Truth, look
 from faults.rounds import Lost
 
 _SHARES = 16  # seeds that share the cuts of a scene as it is
-_DRAWN = 11  # cuts of a seed that draws them, beside those at the end
+_DRAWN = 6  # cuts of a seed that draws them, beside those at the end
 _PATIENCE = 120.0  # seconds that a child may take
 
 _write = os.write  # as it was before a cutter came
@@ -129,7 +129,7 @@ class Plan:
         every = [
             Cut(number, moment, flag)
             for number, call in enumerate(calls)
-            for moment in ("before", "during", "after")
+            for moment in MOMENTS
             for flag in FLAGS
             if call.worked and (moment != "during" or call.pages > 1)
         ]
@@ -156,6 +156,17 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.fresh = {kind: system.keep("fresh") for kind, system in self.systems.items()}
+
+
+def warm_up(room: Path) -> None:
+    """Have what is loaded and worked out at first use here, and not in every child."""
+    room.mkdir()
+    scene = next(scene for scene in SCENES if scene.name == "flushes")
+    ground = Ground(room / "spool", room / "tier", scene.sizes, lambda message: None)
+    scene.prepare(ground)
+    scene.act(ground)
+    offered(ground)
+    look(ground.spool, ground.tier, scene.sizes)
 
 
 @dataclass
@@ -187,6 +198,7 @@ class Play:
             said = in_child(lambda say: plan.scene.prepare(self._for(say)))
         self._base, self._kept = said, [system.keep("base") for system in self._systems]
         calls = self._to_the_end()
+        outcome.notes["plays seen by strace, too"] += self._traced
         for cut in plan.cuts(calls):
             where = self._systems
             if plan.share is None and len(where) > 1:
@@ -199,10 +211,15 @@ class Play:
                 why = str(error) if isinstance(error, Lost) else "".join(traceback.format_exception(error))
                 raise Lost(f"{plan.scene.name} on {names}, {cut} ({call}) of {len(calls)}: {why}") from None
             outcome.cuts += 1
-            outcome.notes[f"{plan.scene.name} on {plan.kind}"] += 1
+            outcome.notes.update((f"{plan.scene.name} on {plan.kind}", cut.note(plan.kind)))
+
+    @property
+    def _traced(self) -> bool:
+        return self._plan.traced and can_trace()
 
     def _to_the_end(self) -> list[Call]:
-        """Play it with no cut; every call that it made."""
+        """Play it with no cut; every call that it made. Where it leads must be right by itself, before a cut is held
+        against it."""
         plan, homes = self._plan, [system.home for system in self._systems]
         traces: list[Trace] = []
 
@@ -213,7 +230,7 @@ class Play:
             say(["calls", [[call.name, call.pages, call.worked] for call in cutter.calls]])
 
         def trace(pid: int) -> None:
-            if plan.traced and can_trace():
+            if self._traced:
                 traces.append(Trace(pid, self._bench.room / "trace"))
 
         with self._mounted():
@@ -223,6 +240,10 @@ class Play:
             raise Lost(f"{plan.scene.name}: calls that are not hooked could not be cut: {odd}")
         with self._mounted():
             self._state = self._after(said)
+        there, wanted = {(place, name) for place, name in self._state["things"]}, plan.scene.things_at_rest()
+        if there != wanted:
+            odd = f"missing {sorted(wanted - there)}, too many {sorted(there - wanted)}"
+            raise Lost(f"{plan.scene.name} leads elsewhere without any cut: {odd}")
         for _, name in self._state["things"]:
             if name.count("/") == 2:
                 plan.sizes.files_of(name)  # once, and not in every child

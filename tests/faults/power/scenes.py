@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +23,18 @@ from faults.power.truth import (
     TIER_ASIDE,
     TIER_PINNED,
     Sizes,
+    Thing,
     Truth,
 )
+from faults.rounds import Lost
 from support.world import RUN, part
 
+from tierd.arena import Arena
+from tierd.client import handoff as giving
+from tierd.core.errors import StepRefused
 from tierd.core.ids import PartId, pins_prefix
+from tierd.core.manifest import TENSORS, TREE
+from tierd.daemon import handoff as taking
 from tierd.daemon.fetch import Partial, fetch
 from tierd.daemon.pause import Pause
 from tierd.daemon.prune import prune, quarantine
@@ -44,6 +51,7 @@ class Scene:
         prepare: makes what is there before; all of it durable, and said.
         act: is cut, and done again afterwards.
         sizes: in the rounds where nothing is left to chance.
+        rest: the steps that lie at each place once all is done and a daemon has come to rest, of `world` ranks each.
         expect: adds to what must hold afterwards.
         apart: whether the tier lies on another file system than the spool.
         keep, keep_local: what the daemon's retention keeps.
@@ -53,10 +61,21 @@ class Scene:
     prepare: Callable[[Ground], None]
     act: Callable[[Ground], None]
     sizes: Sizes
+    rest: Mapping[str, Sequence[int]]
     expect: Callable[[Truth], None] = lambda truth: None
     apart: bool = False
     keep: int = 100
     keep_local: int = 100
+    world: int = 1
+
+    def things_at_rest(self) -> set[Thing]:
+        ranks = range(self.world)
+        return {
+            (place, f"{RUN}/{part(step).checkpoint.name}" if place in (PINNED, TIER_PINNED) else name)
+            for place, steps in self.rest.items()
+            for step in steps
+            for name in (part(step, rank=rank, world=self.world).path for rank in ranks)
+        }
 
 
 # -- saving ---------------------------------------------------------------------------------------------------------
@@ -142,6 +161,38 @@ def _ranks(ground: Ground) -> None:
         thread.join()
     if failures:
         raise failures[0]
+
+
+def _hand_off(ground: Ground) -> None:
+    """Snapshots that a daemon takes over, on its own threads: what it answers for is durable, the trainer does nothing
+    more for it. The second one goes over a spare."""
+    giving._GREETING = giving._SILENCE = 60.0
+    taking._TICK = 0.01  # that its end waits for
+    spool = Spool(ground.spool)
+    daemon = taking.HandOff(spool, lambda which, written: None)
+    with daemon.listening(60.0):
+        trainer = giving.HandOff(spool)
+        _give(ground, spool, trainer, 0, part(2))
+        with ground.change(drops=[(SPOOL, part(1).path)]):
+            spool.remove([part(1)], daemon.lanes())
+        _give(ground, spool, trainer, 1, part(3))
+        trainer.close()
+
+
+def _give(ground: Ground, spool: Spool, trainer: giving.HandOff, slot: int, which: PartId) -> None:
+    files = ground.sizes.files_of(which.path)
+    tensors, tree = files[TENSORS], files[TREE]
+    arena = Arena(len(tensors))
+    arena.view[: len(tensors)] = tensors
+    with ground.change([(SPOOL, which.path)]):
+        given = trainer.give(slot, arena, manifest_of(which), len(tensors), tree)
+        if given is None:
+            raise Lost(f"the daemon takes no {which}")
+        try:
+            trainer.answer(given)
+        except StepRefused:
+            if not (ground.again and spool.has(which)):
+                raise
 
 
 # -- the way to a tier and back -------------------------------------------------------------------------------------
@@ -296,22 +347,51 @@ def _start(ground: Ground) -> None:
 _TINY = Sizes(0, 9_000, 300, 4096, files=2)
 _SMALL = Sizes(0, 9_000, 300, 4096)
 _LARGE = Sizes(0, (1 << 20) + 1234, 300, 512 << 10, files=2)
+_HANDED = Sizes(0, (1 << 20) + 1234, 300, 0, handed=True)
+
+
+def _both(*steps: int) -> dict[str, Sequence[int]]:
+    return {SPOOL: steps, TIER: steps}
+
 
 SCENES = (
-    Scene("first saves", _nothing, _save(1, 2), _SMALL),
-    Scene("large saves", _saved(1), _save(2, 3), _LARGE),
-    Scene("saves over spares", _saved(1, 2, 3, flushed=(1, 2)), _recycle, _LARGE),
-    Scene("saves of two ranks", _saved(1, 2, world=2, flushed=(1, 2)), _ranks, _LARGE),
-    Scene("stages", _nothing, _stage, Sizes(0, 9_000, 300, 4096, files=4, folder="deep/er/")),
-    Scene("flushes", _saved(1, 2), _flush, _TINY),
-    Scene("flushes elsewhere", _saved(1, 2), _flush, _TINY, apart=True),
-    Scene("fetches", _prepare_fetch, _fetch, _TINY, _expect_fetch),
-    Scene("large fetches", _prepare_fetch, _fetch, _LARGE, _expect_fetch, apart=True),
-    Scene("removals", _saved(1, 2, 3, world=2, flushed=(1, 2, 3)), _remove, _LARGE),
-    Scene("prunes", _saved(1, 2, 3, flushed=(1, 2, 3), gone=(1, 2)), _prune, _TINY),
-    Scene("quarantines", _prepare_quarantine, _quarantine, _TINY, _expect_quarantine),
-    Scene("pins and pauses", _saved(1, 2, flushed=(1, 2)), _pin, _TINY),
-    Scene("starts", _prepare_start, _start, _TINY, _expect_start, keep=2, keep_local=1),
+    Scene("first saves", _nothing, _save(1, 2), _SMALL, _both(1, 2)),
+    Scene("large saves", _saved(1), _save(2, 3), _LARGE, _both(1, 2, 3)),
+    Scene(
+        "saves over spares",
+        _saved(1, 2, 3, flushed=(1, 2)),
+        _recycle,
+        _LARGE,
+        {SPOOL: (3, 4, 5), TIER: (1, 2, 3, 4, 5)},
+    ),
+    Scene(
+        "saves of two ranks",
+        _saved(1, 2, world=2, flushed=(1, 2)),
+        _ranks,
+        _LARGE,
+        {SPOOL: (2, 3), TIER: (1, 2, 3)},
+        world=2,
+    ),
+    Scene("stages", _nothing, _stage, Sizes(0, 9_000, 300, 4096, files=4, folder="deep/er/"), _both(1, 2)),
+    Scene("hand-offs", _saved(1, flushed=(1,)), _hand_off, _HANDED, {SPOOL: (2, 3), TIER: (1, 2, 3)}),
+    Scene("flushes", _saved(1, 2), _flush, _TINY, _both(1, 2) | {TIER_PINNED: (2,)}),
+    Scene("flushes elsewhere", _saved(1, 2), _flush, _TINY, _both(1, 2) | {TIER_PINNED: (2,)}, apart=True),
+    Scene("fetches", _prepare_fetch, _fetch, _TINY, _both(1, 2, 3, 4), _expect_fetch),
+    Scene("large fetches", _prepare_fetch, _fetch, _LARGE, _both(1, 2, 3, 4), _expect_fetch, apart=True),
+    Scene(
+        "removals",
+        _saved(1, 2, 3, world=2, flushed=(1, 2, 3)),
+        _remove,
+        _LARGE,
+        {SPOOL: (3,), TIER: (1, 2, 3)},
+        world=2,
+    ),
+    Scene("prunes", _saved(1, 2, 3, flushed=(1, 2, 3), gone=(1, 2)), _prune, _TINY, _both(3)),
+    Scene("quarantines", _prepare_quarantine, _quarantine, _TINY, _both(2) | {ASIDE: (1, 3)}, _expect_quarantine),
+    Scene(
+        "pins and pauses", _saved(1, 2, flushed=(1, 2)), _pin, _TINY, _both(1, 2) | {PINNED: (2,), TIER_PINNED: (2,)}
+    ),
+    Scene("starts", _prepare_start, _start, _TINY, {SPOOL: (4,), TIER: (3, 4)}, _expect_start, keep=2, keep_local=1),
 )
 
 
@@ -325,4 +405,5 @@ def by_chance(scene: Scene, rng: random.Random) -> Sizes:
         chunk=max(4096, large // rng.randrange(1, 6)),
         files=rng.randrange(1, 6),
         folder=scene.sizes.folder,
+        handed=scene.sizes.handed,
     )

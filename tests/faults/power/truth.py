@@ -42,6 +42,7 @@ class Sizes:
     chunk: int
     files: int = 3
     folder: str = ""
+    handed: bool = False  # as a trainer hands them to the daemon: its tensors and its tree
 
     @lru_cache(64)  # noqa: B019  # few are made, and children find what their parent has worked out
     def files_of(self, name: str) -> dict[str, bytes]:
@@ -52,9 +53,12 @@ class Sizes:
         step, rank = int(match[1]), int(match[2])
         kept, moved = (random.Random(f"{self.seed} {what}") for what in (f"rank {rank}", f"rank {rank} step {step}"))
         half = self.large // 2
+        weights, state = kept.randbytes(half) + moved.randbytes(self.large - half), bytes([step % 256]) * self.small
+        if self.handed:
+            return {"tensors.safetensors": weights, "state.json": state}
         found = {
-            "weights.bin": kept.randbytes(half) + moved.randbytes(self.large - half),
-            "state.json": bytes([step % 256]) * self.small,
+            "weights.bin": weights,
+            "state.json": state,
             "empty": b"",
         }
         more = {f"more-{number}": moved.randbytes(self.small + number) for number in range(3, self.files)}
@@ -119,7 +123,9 @@ class Seen:
     left: list[str] = field(default_factory=list)
 
     def at_rest(self) -> None:
-        """P6: once a daemon has come to rest, nothing is left over."""
+        """P6: once a daemon has come to rest, all is whole, and nothing is left over."""
+        if self.bad:
+            raise Lost(f"not whole, though a daemon has come to rest: {self.bad}")
         if self.left:
             raise Lost(f"left over: {self.left}")
         stays = {_owner(key) for key in self.named}  # what lends others something goes with those

@@ -44,6 +44,7 @@ from tierd.stores.retry import RetryingStore
 
 _FLUSHED = re.compile(r"\S+ step (\d+) \(attempt \S+-([0-9a-f]{8})\) rank (\d+) of ")
 _UNTOLD = re.compile(r"what attempt \S+-([0-9a-f]{8}) resumed from cannot be told any more")
+_PATIENCE = 120.0  # seconds of real time that a trainer may take for what it does by itself
 
 
 @dataclass
@@ -237,7 +238,8 @@ class Caller:
         thread = threading.Thread(target=context.run, args=(self._main, work, outcome), daemon=True)
         thread.start()
         while True:
-            self._back.acquire()
+            if not self._back.acquire(timeout=_PATIENCE):
+                raise Lost(f"{work} came to no answer within {_PATIENCE:.0f} s")
             if outcome:
                 break
             assert self._begin is not None
