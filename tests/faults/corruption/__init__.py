@@ -14,7 +14,7 @@ import logging
 import os
 import random
 import shutil
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,13 @@ from tierd.daemon.journal import Journal
 from tierd.daemon.observe import look_around
 from tierd.daemon.pause import at_once
 from tierd.daemon.prune import verify
+from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.repair import Repairer
 from tierd.daemon.reread import Reader
 from tierd.persist import bad_chunks
 from tierd.priority import hasten
+
+Whole = dict[tuple[str, PartId], bool]  # a place and a part -> whether its copy is right
 
 UNIT = "corruptions"
 SHORT = 4_000
@@ -99,6 +102,8 @@ MUTANTS = (
     ),
 )
 
+_DEADLINE = 300  # seconds of a trial, of which none takes five: what a loaded machine cannot reach
+_PATIENCE = 240.0  # seconds that a daemon may take to settle: only a hang is meant
 _KINDS = {"verify": 20, "heal": 30, "scrub": 25, "restore": 15, "export": 8, "settle": 2}
 
 
@@ -109,7 +114,7 @@ def missing() -> str | None:
 def run(work: Round) -> None:
     home = hands.room(work)
     try:
-        hands.spread(work, lambda: prepare(home))
+        hands.spread(work, lambda: prepare(home), deadline_s=_DEADLINE)
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
@@ -150,30 +155,28 @@ class Trials:
             harms = Harms(self.places, focus, noise, deep=kind in ("heal", "restore", "export"))
             number = noise.randrange(8, 26) if kind == "settle" else 1 + min(int(noise.expovariate(0.3)), 11)
             done = harms.inflict(number, TIERS if kind == "export" else (LOCAL, *TIERS))
-            answer = await getattr(self, f"_{kind}")(focus, noise)
+            before, journal = self._whole(), Journal()
+            answer = await getattr(self, f"_{kind}")(focus, noise, before, journal)
+            self._nothing_got_worse(before, journal)
             return len(done), [f"asked: {kind}: {answer}", *(f"harm: {what}" for what in done)]
         finally:
             self.places.reset()
 
-    def _whole(self) -> dict[tuple[str, PartId], bool]:
+    def _whole(self) -> Whole:
         return {(place, part): self.judge.copy_is_right(place, part) for part in self.places.parts for place in PLACES}
 
-    def _nothing_got_worse(self, before: dict[tuple[str, PartId], bool], journal: Journal | None = None) -> None:
+    def _nothing_got_worse(self, before: Whole, journal: Journal) -> None:
         for (place, part), right in before.items():
             if right and not self.judge.copy_is_right(place, part):
                 raise Lost(f"{place}'s copy of {part} was right, and is not any more")
-        for event in journal.events if journal else ():
-            for (place, part), right in before.items():
-                if (
-                    right
-                    and event.what in ("corrupt", "quarantined")
-                    and (event.place, event.subject) == (place, str(part))
-                ):
-                    raise Lost(f"a false alarm: {event}")
+        good = {(place, str(part)) for (place, part), right in before.items() if right}
+        for event in journal.events:
+            if event.what in ("corrupt", "quarantined") and (event.place, event.subject) in good:
+                raise Lost(f"a false alarm: {event}")
 
     # -- verify and look ----------------------------------------------------------------------------------------------
 
-    async def _verify(self, focus: PartId, noise: random.Random) -> str:
+    async def _verify(self, focus: PartId, noise: random.Random, before: Whole, journal: Journal) -> str:
         """Every byte of some copies read and compared; what is named must be what is wrong."""
         answers = Counter[bool]()
         for part in {focus, *noise.sample(self.places.parts, 2)}:
@@ -250,10 +253,9 @@ class Trials:
 
     # -- heal ---------------------------------------------------------------------------------------------------------
 
-    async def _heal(self, focus: PartId, noise: random.Random) -> str:
-        journal = Journal()
+    async def _heal(self, focus: PartId, noise: random.Random, before: Whole, journal: Journal) -> str:
         repairer = Repairer(self.places.spool, self.places.stores, journal, Budget())
-        before, there = self._whole(), self.judge.exists(focus)
+        there = self.judge.exists(focus)
         can, lenient = self.judge.can_be_had(focus), self.judge.lenient(focus)
         try:
             await repairer.heal(focus)
@@ -262,7 +264,6 @@ class Trials:
                 raise Lost(f"{focus} can be had and was given up: {error}") from error
             if self.judge.exists(focus):
                 raise Lost(f"{focus} is proven corrupt everywhere and was not set aside") from error
-            self._nothing_got_worse(before, journal)
             return "lost"
         except ObjectNotFound as error:
             if there:
@@ -272,17 +273,16 @@ class Trials:
             raise Lost(f"{focus} was healed, and is not right")
         if not can and not lenient:
             raise Lost(f"{focus} cannot be had and was given all the same")
-        self._nothing_got_worse(before, journal)
         return "right before" if before[LOCAL, focus] else "healed"
 
     # -- scrub --------------------------------------------------------------------------------------------------------
 
-    async def _scrub(self, focus: PartId, noise: random.Random) -> str:
+    async def _scrub(self, focus: PartId, noise: random.Random, before: Whole, journal: Journal) -> str:
         place = noise.choice(PLACES)
-        judge, journal = self.judge, Journal()
+        judge = self.judge
         repairer = Repairer(self.places.spool, self.places.stores, journal, Budget())
         reader = Reader(self.places.spool, self.places.stores, repairer, journal, Budget(), 1 << 50, at_once, Counter())
-        before, lenient = self._whole(), judge.lenient(focus)
+        lenient = judge.lenient(focus)
         there = judge.is_local(focus) if place == LOCAL else judge.manifest(place, focus) is not None
         must = self._mendable(place, focus)
         aside = place in TIERS and judge.honest(place, focus) is None and judge.readable(LOCAL, focus) is not None
@@ -292,7 +292,6 @@ class Trials:
             if there:
                 raise Lost(f"{place}: {focus} is there and was not found") from None
             return "absent"
-        self._nothing_got_worse(before, journal)
         found = journal.counters["scrub_findings"]
         if before[place, focus]:
             if found or not whole:
@@ -328,11 +327,9 @@ class Trials:
 
     # -- restore and export -------------------------------------------------------------------------------------------
 
-    async def _restore(self, focus: PartId, noise: random.Random) -> str:
+    async def _restore(self, focus: PartId, noise: random.Random, before: Whole, journal: Journal) -> str:
         """What the ranks of a launch do: the newest on the timeline of which every part is right, or can be made so."""
-        journal = Journal()
         repairer = Repairer(self.places.spool, self.places.stores, journal, Budget())
-        before = self._whole()
         line = self.judge.line()
         can = [all(self.judge.can_be_had(part) for part in parts) for parts in line]
         lenient = any(self.judge.lenient(part) for part in self.places.parts)
@@ -344,7 +341,6 @@ class Trials:
             if all([await self._load(repairer, part) for part in parts]):
                 got = candidate.checkpoint
                 break
-        self._nothing_got_worse(before, journal)
         return self._compared(wanted, got, line, lenient)
 
     async def _load(self, repairer: Repairer, part: PartId) -> bool:
@@ -358,8 +354,7 @@ class Trials:
             raise Lost(f"{part} was healed and does not read")
         return True
 
-    async def _export(self, focus: PartId, noise: random.Random) -> str:
-        before = self._whole()
+    async def _export(self, focus: PartId, noise: random.Random, before: Whole, journal: Journal) -> str:
         line = self.judge.line(spool=False)
         can = [all(self.judge.can_be_had(part, spool=False) for part in parts) for parts in line]
         lenient = any(self.judge.lenient(part) for part in self.places.parts)
@@ -380,7 +375,6 @@ class Trials:
         finally:
             shutil.rmtree(target, ignore_errors=True)
             shutil.rmtree(target.with_name(".exported.partial"), ignore_errors=True)
-        self._nothing_got_worse(before)
         return self._compared(wanted, got, line, lenient)
 
     def _compared(
@@ -395,30 +389,56 @@ class Trials:
 
     # -- everything ---------------------------------------------------------------------------------------------------
 
-    async def _settle(self, focus: PartId, noise: random.Random) -> str:
-        """Scrub every copy, and let the reconciler work until nothing is left to do: what can be right is."""
-        can = {part: self.judge.can_be_had(part) for part in self.places.parts}
-        daemon = reconciler(self.places.spool, self.places.stores, scrub="30d")
-        daemon.interest |= {RUN, OTHER}
+    async def _settle(self, focus: PartId, noise: random.Random, before: Whole, journal: Journal) -> str:
+        """Scrub every copy, and let the reconciler work until nothing is left to do: what can be right is, and what is
+        not is out of sight."""
+        owed = self._owed()
+        lenient = any(self.judge.lenient(part) for part in self.places.parts)
+        daemon = self._daemon(journal, scrub="30d")
         async with running(daemon):
-            for _ in range(2):
-                for name in daemon.lanes:
-                    await daemon.look(name)
-                world: dict[str, Any] = {LOCAL: daemon.world().spool, **daemon.world().tiers}
-                for name, place in world.items():
-                    for part in sorted(place.parts()):
-                        await daemon.scrubber.scrub(Copy(name, part))
-                await settle(daemon, 60)
-        for part in self.places.parts:
-            for place in TIERS if part in self.places.gone else PLACES:
-                right = self.judge.copy_is_right(place, part)
-                if can[part] and not right and (place == LOCAL or self._expected_on(place, part)):
-                    raise Lost(f"{place}: {part} can be had and is not right after all was scrubbed and flushed")
-        return "right"
+            await self._scrub_all(daemon)
+        self._all_paid(owed, lenient)
+        return "right" if all(self._whole().values()) else "what could be"
 
-    def _expected_on(self, tier: str, part: PartId) -> bool:
-        """Whether a tier must have a copy in the end: it has one now, or the spool could flush it."""
-        return self.judge.manifest(tier, part) is not None or self.judge.is_local(part)
+    def _daemon(self, journal: Journal, **options: Any) -> Reconciler:
+        daemon = reconciler(self.places.spool, self.places.stores, **options)
+        journal.events = daemon.journal.events = deque()
+        daemon.interest |= {RUN, OTHER}
+        return daemon
+
+    async def _scrub_all(self, daemon: Reconciler) -> None:
+        for _ in range(2):
+            for name in daemon.lanes:
+                await daemon.look(name)
+            world: dict[str, Any] = {LOCAL: daemon.world().spool, **daemon.world().tiers}
+            for name, place in world.items():
+                for part in sorted(place.parts()):
+                    await daemon.scrubber.scrub(Copy(name, part))
+            await settle(daemon, _PATIENCE)
+
+    def _owed(self) -> set[tuple[str, PartId]]:
+        """The copies that must be right in the end, by what lies there now: of what can be had, each place's that has
+        one, right or wrong, and each tier's where the spool can send it one."""
+        owed = set()
+        for part in self.places.parts:
+            if self.judge.can_be_had(part):
+                local = self.judge.is_local(part)
+                owed |= {(LOCAL, part)} if local else set()
+                owed |= {(tier, part) for tier in TIERS if local or self.judge.manifest(tier, part) is not None}
+        return owed
+
+    def _all_paid(self, owed: set[tuple[str, PartId]], lenient: bool) -> None:
+        for place, part in sorted(owed):
+            if not self.judge.copy_is_right(place, part):
+                raise Lost(f"{place}: {part} could be had and is not right after all was scrubbed and flushed")
+        for part in self.places.parts:
+            right = [self.judge.copy_is_right(place, part) for place in PLACES]
+            if any(one == part for _, one in owed) and not any(right):
+                raise Lost(f"{part} could be had and is right nowhere")
+            for place, whole in zip(PLACES, right, strict=True):
+                there = self.judge.is_local(part) if place == LOCAL else self.judge.manifest(place, part) is not None
+                if there and not whole and not lenient:
+                    raise Lost(f"{place}: {part} is wrong, and still offered after all was scrubbed")
 
 
 PLACES = (LOCAL, *TIERS)
