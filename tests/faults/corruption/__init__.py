@@ -10,6 +10,7 @@ touched, and whatever can be put together from right pieces is. `test_corruption
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import random
@@ -102,6 +103,7 @@ MUTANTS = (
     ),
 )
 
+_ENCRYPTED = 0.25  # of all trials have the tier `near` encrypted
 _DEADLINE = 300  # seconds of a trial, of which none takes five: what a loaded machine cannot reach
 _PATIENCE = 240.0  # seconds that a daemon may take to settle: only a hang is meant
 _KINDS = {"verify": 20, "heal": 30, "scrub": 25, "restore": 15, "export": 8, "settle": 2}
@@ -126,9 +128,21 @@ def prepare(home: Path) -> hands.Trial:
     patch.setattr(os, "fsync", lambda fd: None)  # nothing here loses power
     root = home / str(os.getpid())
     root.mkdir()
-    trials = Trials(build(root), root)
+    worlds = {}
+    for name, encrypted in (("plain", False), ("encrypted", True)):
+        (root / name).mkdir()
+        worlds[name] = Trials(build(root / name, encrypted=encrypted), root / name)
+    gc.collect()
+    gc.freeze()
     runner = asyncio.Runner()
-    return lambda seed: runner.run(trials.one(seed))
+
+    def trial(seed: int) -> tuple[int, list[str]]:
+        noise = noise_of(seed)
+        name = "encrypted" if noise.random() < _ENCRYPTED else "plain"
+        units, notes = runner.run(worlds[name].one(noise))
+        return units, [*notes, f"tier near: {name}"]
+
+    return trial
 
 
 class Trials:
@@ -137,10 +151,9 @@ class Trials:
     def __init__(self, places: Places, root: Path) -> None:
         self.places, self.judge, self._root = places, Judge(places), root
 
-    async def one(self, seed: int) -> tuple[int, list[str]]:
+    async def one(self, noise: random.Random) -> tuple[int, list[str]]:
         """Harm, ask, compare, put back."""
         hasten()  # a machine that others load has no idle time to give
-        noise = noise_of(seed)
         kind = noise.choices(list(_KINDS), list(_KINDS.values()))[0]
         try:
             mine = [part for part in self.places.parts if part.checkpoint.run == RUN]

@@ -58,8 +58,15 @@ MUTANTS = (
     Mutant(
         "metadata may fill any place of its memo",
         "tierd/client/dcp/metadata.py",
-        "        _check_places(data)\n",
+        "        _check_room(data)\n",
         "",
+        "hostile --trials 4000",
+    ),
+    Mutant(
+        "metadata may name what is longer than itself",
+        "tierd/client/dcp/metadata.py",
+        "            if at > end:\n",
+        "            if False:\n",
         "hostile --trials 4000",
     ),
     Mutant(

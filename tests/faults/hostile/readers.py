@@ -474,7 +474,11 @@ def _head(noise: random.Random, size: int) -> bytes:
     body = noise.choice([b"", BOMBS[0], *BOMBS[2:], bytes(64)])
     length = noise.choice([len(body), len(body), 0, 1, 4, 2**32 - 1, 1 << 20])
     plane = planes.PLANE_HEAD.pack(noise.choice([0, 1, 1, 2, 3]), length) + body
-    return head + (block + plane) * noise.choice([1, 3, 1000 if len(plane) < 200 else 9]) + noise.choice([b"", PACKED[12:]])
+    return (
+        head
+        + (block + plane) * noise.choice([1, 3, 1000 if len(plane) < 200 else 9])
+        + noise.choice([b"", PACKED[12:]])
+    )
 
 
 def _window(noise: random.Random, size: int) -> bytes:
