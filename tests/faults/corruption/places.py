@@ -153,6 +153,7 @@ class Places:
             store._keys, store._puts = sorted(objects), len(objects)
             self.stores[tier] = EncryptedStore(store, Key(SECRET)) if self._cipher(tier) else store
         self.gone.clear()
+        (self.spool.control / "scrubbed.json").unlink(missing_ok=True)
         for room in ("fetch", "quarantine", "trash", "stage", "recycle"):
             home = self.spool.control / room
             if any(home.iterdir()):

@@ -25,69 +25,77 @@ from support.world import hurry
 UNIT = "hostile inputs"
 SHORT = 10_000
 GATE = 100_000
-MET: tuple[str, ...] = ()  # what no full round is without
 MUTANTS = (
     Mutant(
         "a file's path is not checked",
         "tierd/core/manifest.py",
         '    if any(piece in (b"", b".", b"..") or len(piece) > 255 for piece in pieces) or _CONTROL.search(path):\n',
         "    if False:\n",
-        "hostile --trials 2500",
+        "hostile --only 9",
+        "an unsafe path was taken",
     ),
     Mutant(
         "a manifest may be of any size",
         "tierd/core/manifest.py",
         "    if len(data) > MAX_MANIFEST_SIZE:\n",
         "    if False:\n",
-        "hostile --trials 4000",
+        "hostile --only 254",
+        "a manifest of 33554433 bytes was taken",
     ),
     Mutant(
         "a frame may name any size",
         "tierd/codec.py",
         "    if zstandard.get_frame_parameters(bytes(data[:32])).content_size != chunk.size:\n",
         "    if False:\n",
-        "hostile --trials 2500",
+        "hostile --only 5",
+        "MiB were taken",
     ),
     Mutant(
         "metadata may name whatever it likes",
         "tierd/client/dcp/metadata.py",
         "        if (module, name) in _OWN:\n",
         "        if True:\n",
-        "hostile --trials 2500",
+        "hostile --only 10",
+        "Escape: os.system",
     ),
     Mutant(
         "metadata may fill any place of its memo",
         "tierd/client/dcp/metadata.py",
         "        _check_room(data)\n",
         "",
-        "hostile --trials 4000",
+        "hostile --only 10",
+        "more memory than there is",
     ),
     Mutant(
         "metadata may name what is longer than itself",
         "tierd/client/dcp/metadata.py",
         "            if at > end:\n",
         "            if False:\n",
-        "hostile --trials 4000",
+        "hostile --only 57",
+        "more memory than there is",
     ),
     Mutant(
         "a message may be nested as deep as it likes",
         "tierd/core/wire.py",
         "    except RecursionError as error:\n",
         "    except ZeroDivisionError as error:\n",
-        "hostile --trials 2500",
+        "hostile --only 3",
+        "RecursionError",
     ),
     Mutant(
         "a chunk may name another one's key",
         "tierd/core/manifest.py",
         "    if (match[2], match[3]) != (chunk.xxh3_128, chunk.stored.codec):",
         "    if False:",
-        "hostile --trials 4000",
+        "hostile --only 14",
+        "an entry was taken that leads elsewhere",
     ),
 )
 
 _INPUTS = 40  # of one kind in a trial
 _KINDS = {"manifest": 16, "config": 8, "names": 10, "header": 14, "tree": 14, "metadata": 8, "chunk": 14, "message": 10}
 _KINDS |= {"control": 3, "entries": 3, "hypothesis": 2}
+MET = (*(f"input: {kind}" for kind in _KINDS), *(f"input: atheris, {what}" for what in guided.WHAT))
 _MEMORY = 3 << 30  # bytes of address space above what a process has before: some of the largest chunks, and threads
 _DEADLINE = 300  # seconds of a trial, of which none takes ten: what a loaded machine cannot reach
 _RESIDENT = 700 << 20  # bytes of real memory that one trial's largest input may add
