@@ -1,10 +1,12 @@
 """Corruptions: seeded harms to a spool and two tiers, each noticed, healed where anything right is left, or given up.
 
-A world (`faults.places`) is made once. A trial harms it one to many times and then lets tierd's own code answer: verify
-a place, look, heal a part, scrub a copy, restore down the timeline, export from the tiers, or scrub and flush until
-nothing is left to do. What must come out was worked out before, byte by byte and by none of tierd's code
-(`faults.judge`). Required: no wrong byte is given, no harmed copy is taken as good, no right one is called corrupt or
-touched, and whatever can be put together from right pieces is. `test_corruption.py` does the same through real clients.
+Two worlds (`faults.corruption.places`) are made once, one with an encrypted tier. A trial harms one of them one to many
+times and then lets tierd's own code answer: verify a place, look, heal a part, scrub a copy, restore down the timeline as
+all ranks of a launch, export from the tiers, scrub and flush until nothing is left to do, or let retention keep few. What
+must come out was worked out before, byte by byte and by none of tierd's code (`faults.corruption.judge`). Required: no
+wrong byte is given, no harmed copy is taken as good, counted, or left to be found, no right one is called corrupt or
+touched, whatever can be put together from right pieces is, and what is passed over is named with the reason.
+`test_corruption.py` does the same through real clients.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ from tierd.priority import hasten
 
 Whole = dict[tuple[str, PartId], bool]  # a place and a part -> whether its copy is right
 
+_KINDS = {"verify": 20, "heal": 30, "scrub": 25, "restore": 15, "export": 8, "settle": 2, "prune": 2}
+
 UNIT = "corruptions"
 SHORT = 4_000
 GATE = 100_000
@@ -65,7 +69,7 @@ MET = (
     *(f"harm: tier: {what}" for what in ("chunk", "swap", "foreign", "twin", "manifest", "other manifest", "forged")),
     *(f"harm: local: {what}" for what in ("file", "manifest", "swap", "foreign", "other manifest", "forged")),
     *("harm: everywhere: chunk", "harm: everywhere: manifest"),
-    *("tier near: plain", "tier near: encrypted"),
+    *(f"near {how}: {kind}" for how in ("plain", "encrypted") for kind in _KINDS),
 )
 MUTANTS = (
     Mutant(
@@ -171,7 +175,6 @@ _RANK = re.compile(r"/(\d{5})/[0-9a-f]{32}|rank (\d+)")
 _ENCRYPTED = 0.25  # of all trials have the tier `near` encrypted
 _DEADLINE = 300  # seconds of a trial, of which none takes five: what a loaded machine cannot reach
 _PATIENCE = 240.0  # seconds that a daemon may take to settle: only a hang is meant
-_KINDS = {"verify": 20, "heal": 30, "scrub": 25, "restore": 15, "export": 8, "settle": 2, "prune": 2}
 
 
 def missing() -> str | None:
@@ -205,7 +208,7 @@ def prepare(home: Path) -> hands.Trial:
         noise = noise_of(seed)
         name = "encrypted" if noise.random() < _ENCRYPTED else "plain"
         units, notes = runner.run(worlds[name].one(noise))
-        return units, [*notes, f"tier near: {name}"]
+        return units, [*notes, f"near {name}: {notes[0].split(': ')[1]}"]
 
     return trial
 

@@ -24,7 +24,7 @@ from support.world import hurry
 
 UNIT = "hostile inputs"
 SHORT = 10_000
-GATE = 100_000
+GATE = 200_000
 MUTANTS = (
     Mutant(
         "a file's path is not checked",
