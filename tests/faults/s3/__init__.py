@@ -66,6 +66,7 @@ MUTANTS = (
         '(status >= 500 and status != 501):\n        return StoreUnavailable, ""',
         '(status >= 500 and status != 501):\n        return ObjectNotFound, ""',
         "s3 --only 299",
+        "ObjectNotFound(",
     ),
     Mutant(
         "slow down is a refusal",
@@ -73,6 +74,7 @@ MUTANTS = (
         '_NOT_NOW = {"SlowDown", "InternalError",',
         '_NOT_NOW = {"InternalError",',
         "s3 --only 82",
+        "StoreRefused(",
     ),
     Mutant(
         "keys that were not deleted are passed over",
@@ -80,6 +82,7 @@ MUTANTS = (
         'if code != "NoSuchKey":',
         'if code == "NoSuchKey":',
         "s3 --only 11",
+        "refused, and the call says None",
     ),
     Mutant(
         "a short read is an answer",
@@ -87,6 +90,7 @@ MUTANTS = (
         "if size is not None and count != size:",
         "if size is None:",
         "s3 --only 228",
+        "a get gave",
     ),
     Mutant(
         "a success that is no S3 server's is one",
@@ -94,6 +98,7 @@ MUTANTS = (
         "if member not in answer:",
         "if False:",
         "s3 --only 19",
+        "a put that succeeded, and the server does not hold it",
     ),
     Mutant(
         "what reads wrong once is corrupt",
@@ -101,6 +106,7 @@ MUTANTS = (
         'log.warning("read once more: %s", error)',
         "raise",
         "s3 --only 43",
+        "corruptions, and nothing is corrupt",
     ),
     Mutant(
         "no attempt has a deadline",
@@ -108,6 +114,7 @@ MUTANTS = (
         "async with asyncio.timeout(deadline_s):",
         "async with asyncio.timeout(None):",
         "s3 --only 13",
+        "no end within",
     ),
     Mutant(
         "what a server gives is not compared with its digest",
@@ -115,6 +122,7 @@ MUTANTS = (
         "if digest(data) != stored.xxh3_128:\n        raise",
         "if False:\n        raise",
         "s3 --only 33",
+        "a flipped bit went unnoticed",
     ),
     Mutant(
         "the libraries log what they sign",
@@ -122,6 +130,23 @@ MUTANTS = (
         "logging.getLogger(_library).setLevel(logging.INFO)",
         "logging.getLogger(_library).setLevel(logging.DEBUG)",
         "s3 --only 11",
+        "a secret was logged",
+    ),
+    Mutant(
+        "a tier that could not be asked has no copy",
+        "tierd/daemon/copies.py",
+        "        if unavailable:\n            reasons = ",
+        "        if False:\n            reasons = ",
+        "s3 --only 31",
+        "takes what passes for corrupt or gone",
+    ),
+    Mutant(
+        "a prune on a server spares nothing that others name",
+        "tierd/daemon/prune.py",
+        "        await store.delete(keys)\n        doomed |= {",
+        "        await store.delete(sorted(named) + keys)\n        doomed |= {",
+        "s3 --only 31",
+        "was deleted, and",
     ),
 )
 

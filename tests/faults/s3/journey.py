@@ -254,11 +254,13 @@ class _Journey:
         """On new nodes: in a storm, with one object that nobody gets, and at last a calm one."""
         for number in range(3):
             with self._node(number) as spool:
-                async with self._serving(spool):
+                async with self._serving(spool) as daemon:
                     if number == 0:
                         self._storm(25)
                     elif number == 1:
-                        self.slot.judge = Siege(self.rng, self.rng.choice(self._newest()), 60)
+                        await daemon.look(_TIER)  # so that it is asked for, and then not to be had
+                        rng = random.Random(self.run)  # of its own: how much a storm draws, a race decides
+                        self.slot.judge = Siege(rng, rng.choice(self._newest()), 60)
                     with _no_fallback("a restore"):
                         self._check_restored(await asyncio.to_thread(self._restored, spool))
                         self.slot.notes["a restore came through its storm"] += number < 2
@@ -280,7 +282,7 @@ class _Journey:
         shutil.rmtree(home)
 
     @contextlib.asynccontextmanager
-    async def _serving(self, spool: Spool) -> AsyncIterator[None]:
+    async def _serving(self, spool: Spool) -> AsyncIterator[Reconciler]:
         """A daemon of that spool, as `daemon/service.py` puts it together."""
         with spool.lock():
             daemon = self._reconciler(spool, 100)
@@ -288,7 +290,7 @@ class _Journey:
             control = Control(daemon, handoff)
             with handoff.listening(5):
                 async with control.listening(), running(daemon):
-                    yield
+                    yield daemon
             self._check_quiet(daemon)
 
     def _restored(self, spool: Spool) -> Restored | None:

@@ -183,6 +183,8 @@ class Slot:
             await asyncio.sleep(0.01)
         else:
             raise Lost("a request that never ends")
+        if self.broken:
+            raise Lost("; ".join(self.broken[:3]))
         found: dict[str, str] = {}
         async for page in self.admin.get_paginator("list_objects_v2").paginate(Bucket=self.bucket):
             found |= {item["Key"]: item["ETag"].strip('"') for item in page.get("Contents", ())}
