@@ -93,14 +93,6 @@ MUTANTS = (
         "was right there",
     ),
     Mutant(
-        "a local copy goes without another look at the tiers",
-        "tierd/daemon/reconcile.py",
-        "        return parts if on_one or await self.tiers.are_past(checkpoint) else None\n",
-        "        return parts\n",
-        _OUTAGES,
-        "goes, which no tier has",
-    ),
-    Mutant(
         "what was put is not read back",
         "tierd/daemon/flush.py",
         "                await self._read_back(key, stored)\n",
