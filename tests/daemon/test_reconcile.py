@@ -45,6 +45,20 @@ def test_the_newest_is_flushed_first(spool):
     assert [(int(step), attempt[-1]) for step, attempt in shown] == [(1, "2"), (3, "1"), (2, "1"), (1, "1")]
 
 
+def test_what_was_never_sent_is_not_lost_while_a_newer_one_is_whole_by_its_names_alone(spool, tmp_path):
+    """Another rank's manifest of it is damaged, which nobody here has read: it is read before the only copy goes."""
+    other, store = Spool(tmp_path / "other"), MemoryStore()
+    for rank in (0, 1):
+        commit(other, part(2, rank=rank, world=2))
+    asyncio.run(converge(other, {"tier": store}, keep=1))
+    asyncio.run(flip(store, part(2, rank=1, world=2).manifest_key))
+    for step in (1, 2):
+        commit(spool, part(step, world=2))
+    asyncio.run(converge(spool, {"tier": store}, keep=1))
+    left = part(1, world=2)
+    assert left in spool.parts() or left.manifest_key in asyncio.run(contents(store))
+
+
 def test_a_tier_that_is_down_delays_only_itself_and_drains_when_it_is_back(spool):
     async def work():
         up, down = Double(), Double()

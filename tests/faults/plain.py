@@ -1,4 +1,5 @@
-"""Mutants that ordinary tests find: what guards a spool, its sockets, a tier's secrets and an encrypted tier."""
+"""Mutants that ordinary tests find: what guards a spool, its sockets, a tier's secrets, an encrypted tier and the only
+copy."""
 
 from __future__ import annotations
 
@@ -202,4 +203,14 @@ _ENCRYPTION = (
     ),
 )
 
-PLAIN = _GUARDS + _ENCRYPTION
+_DELETIONS = (
+    Mutant(
+        "a local copy goes without another look at the tiers",
+        "tierd/daemon/reconcile.py",
+        "        return parts if on_one or await self.tiers.are_past(checkpoint) else None\n",
+        "        return parts\n",
+        "pytest tests/daemon/test_reconcile.py -k whole_by_its_names_alone",
+    ),
+)
+
+PLAIN = _GUARDS + _ENCRYPTION + _DELETIONS
