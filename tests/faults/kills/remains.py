@@ -29,9 +29,9 @@ def leftovers(
 
     found = [f"{path}" for room in _ROOMS for path in (spool / ".tierd" / room).glob("*")]
     found += [f"{path} holds nothing" for path in (spool / RUN).glob("*.*") if not _files(path)]
-    parts = {path.relative_to(spool / RUN).as_posix(): path for path in (spool / RUN).glob("*.*/*")}
-    found += [f"{path} has no manifest" for path in parts.values() if not (path / "manifest.json").exists()]
-    found += _differ("the spool", set(parts), wanted("local"))
+    parts = {f"{home.name}/{name}" for home in (spool / RUN).glob("*.*") for name in _names(home)}
+    found += [f"{part} has no manifest" for part in parts if not (spool / RUN / part / "manifest.json").exists()]
+    found += _differ("the spool", parts, wanted("local"))
     for name, tier in tiers.items():
         found += [str(path) for path in (tier / ".tmp").glob("*")]
         found += [str(path) for kind in ("flushing", "pruning", "quarantine") for path in _files(tier / RUN / kind)]
@@ -45,6 +45,14 @@ def leftovers(
         found += [f"{name}: {key}, which nobody names" for key in there - named if key.split("/")[1] not in lent]
         found += [f"{name}: {key} is missing" for key in named - there]
     return found
+
+
+def _names(path: Path) -> list[str]:
+    """What lies in a directory, which may go just now."""
+    try:
+        return os.listdir(path)
+    except FileNotFoundError:
+        return []
 
 
 def _differ(where: str, found: set[str], wanted: set[str]) -> list[str]:
