@@ -347,11 +347,23 @@ def test_metadata_that_would_change_a_class_is_refused():
     assert not any(hasattr(one, "bad") for one in _MEM_FORMAT_ENCODING)
 
 
-@pytest.mark.parametrize("put", [b"r" + b"\xff" * 4, b"p4294967295\n"], ids=["binary", "text"])
-def test_metadata_does_not_fill_places_that_would_take_all_memory(put):
-    """Python makes room for every place of a pickle's memo up to the last: 64 GB for five bytes."""
-    with pytest.raises(ManifestError):
-        dcp_metadata.read_metadata(b"\x80\x04]" + put + b".", "here")
+@pytest.mark.parametrize(
+    "asks",
+    [
+        b"r" + b"\xff" * 4,
+        b"p4294967295\n",
+        b"B" + b"\xff" * 4,
+        b"\x8e" + b"\xff" * 6 + b"\0\0",
+        b"\x96" + b"\xff" * 7 + b"\0",
+    ],
+    ids=["a place", "a place in text", "bytes", "long bytes", "a bytearray"],
+)
+def test_metadata_does_not_ask_for_all_memory(asks):
+    """Python makes room for every place of a pickle's memo up to the last, 64 GB for five bytes, and for all of what is
+    said to be long, before it is read; a bytearray that there is no room for writes to stderr, too (hostile 20)."""
+    with pytest.raises(ManifestError) as refused:
+        dcp_metadata.read_metadata(b"\x80\x04]" + asks + b".", "here")
+    assert "MemoryError" not in str(refused.value)
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])

@@ -59,6 +59,7 @@ _ARGUMENTS = dict(zip(b"GJKMhjqr\x80\x82\x83\x84\x95", (8, 4, 1, 2, 1, 4, 1, 4, 
 _LENGTHS = dict(zip(b"TUXBC\x8c\x8d\x8e\x96\x8a\x8b", (4, 1, 4, 4, 1, 1, 8, 8, 8, 1, 4), strict=True))
 _LINES = dict(zip(b"cipgFILSVP", (2, 2, 1, 1, 1, 1, 1, 1, 1, 1), strict=True))
 _BEYOND = "it fills a place of its memo that no pickle of its length gets to"
+_LONGER = "it names something that is longer than what is left of it"
 
 
 class _Reader(pickle.Unpickler):
@@ -101,9 +102,9 @@ class _Reader(pickle.Unpickler):
         return changed
 
 
-def _check_places(data: bytes | bytearray | memoryview) -> None:
-    """That no place of the memo is beyond what the pickle can have filled: Python makes room for all up to the last,
-    which five bytes can ask 64 GB for."""
+def _check_room(data: bytes | bytearray | memoryview) -> None:
+    """That no place of the memo is beyond what the pickle can have filled, and nothing in it longer than the pickle:
+    Python makes room for all of that first, which five bytes can ask 64 GB for."""
     raw = bytes(data)
     at, end = 0, len(raw)
     while at < end:
@@ -116,6 +117,8 @@ def _check_places(data: bytes | bytearray | memoryview) -> None:
             at += fixed
         elif (width := _LENGTHS.get(code)) is not None:
             at += width + int.from_bytes(raw[at : at + width], "little")
+            if at > end:
+                raise ValueError(_LONGER)
         elif lines := _LINES.get(code):
             for _ in range(lines):
                 start, at = at, raw.index(b"\n", at) + 1
@@ -141,7 +144,7 @@ def read_metadata(data: bytes | bytearray | memoryview, where: str) -> Metadata:
     """
     reader = _Reader(data)
     try:
-        _check_places(data)
+        _check_room(data)
         found = reader.load()
     except StateRefused as error:
         raise StateRefused(f"{where}: {error}") from None
