@@ -1,8 +1,12 @@
-"""Inputs found by coverage (atheris): `python -m faults.hostile.guided WHAT RUNS SEED CORPUS`, each a process."""
+"""Inputs found by coverage (atheris): `python -m faults.hostile.guided WHAT RUNS SEED CORPUS`, each a process.
+
+Law: seeds from `FIRST` on are these processes', and say which reader it is: `faults hostile --only` repeats one.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import random
 import subprocess
 import sys
@@ -10,6 +14,8 @@ import sys
 from faults.rounds import Round
 
 WHAT = ("manifest", "config", "header", "tree", "planes", "wire")
+FIRST = 10**9
+_RUNS = 2500  # inputs of a process: starting one takes longer
 _STARTED = 10_000  # inputs of a round for each process that is started
 _MODULES = ["tierd.core.manifest", "tierd.core.config", "tierd.client.tensorfile", "tierd.client.tree", "tierd.planes"]
 
@@ -18,20 +24,20 @@ def missing() -> str | None:
     return None if importlib.util.find_spec("atheris") else "it is not installed: pip install atheris"
 
 
-def run(work: Round, inputs: int) -> None:
-    """So many inputs, shared among what reads them."""
-    count = min(len(WHAT), work.trials // _STARTED)  # starting one takes longer than a thousand inputs
-    for number in range(count):
-        what, each = WHAT[(work.first + number) % len(WHAT)], inputs // count
-        seed = work.first + number
+def run(work: Round) -> None:
+    """Some processes, each with another reader; in a full round, all readers."""
+    count = min(len(WHAT), max(1, work.trials // _STARTED))
+    seeds = [FIRST + work.first + number for number in range(count)] if work.only is None else [work.only]
+    for seed in seeds:
+        what = WHAT[seed % len(WHAT)]
         corpus = work.room / f"guided-{what}"
         corpus.mkdir()
-        command = [sys.executable, "-m", "faults.hostile.guided", what, str(each), str(seed), str(corpus)]
+        command = [sys.executable, "-m", "faults.hostile.guided", what, str(_RUNS), str(seed - FIRST), str(corpus)]
         ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=900)
-        if ended.returncode or f"Done {each} runs" not in ended.stderr:
-            work.lost(seed, f"atheris, {' '.join(command[2:])}: {ended.stderr[-3000:]}", each)
+        if ended.returncode or f"Done {_RUNS} runs" not in ended.stderr:
+            work.lost(seed, f"atheris, {what}: {ended.stderr[-3000:]}", _RUNS)
         else:
-            work.passed(each, *[f"input: atheris, {what}"] * each)
+            work.passed(_RUNS, *[f"input: atheris, {what}"] * _RUNS)
 
 
 def main() -> None:
@@ -56,13 +62,13 @@ def main() -> None:
     given: dict[str, tuple[object, bytes]] = {
         "manifest": (
             lambda data: decode(readers.sealed(data or b"}")),
-            str(readers.MANIFEST).replace("'", '"').encode(),
+            json.dumps(readers.MANIFEST).encode(),
         ),
         "config": (config, readers.CONFIG.encode()),
         "header": (lambda data: parse_layout(bytearray(data)), readers.LAYOUT.header + bytes(8)),
         "tree": (
             lambda data: parse_tree(data, readers.STORED.__getitem__),
-            str(readers.TREE).replace("'", '"').encode(),
+            json.dumps(readers.TREE).encode(),
         ),
         "planes": (lambda data: planes.unpack(data, len(readers.RAW)), readers.PACKED),
         "wire": (wire.decode_request, wire.encode_line(readers.REQUESTS[4])),
@@ -73,13 +79,11 @@ def main() -> None:
     allowed = (ConfigError, FormatTooNew, ManifestError, StateMismatch, ValueError, msgspec.DecodeError)
 
     def one(data: bytes) -> None:
-        try:
-            read(data)  # type: ignore[operator]
-        except allowed:
-            pass
+        readers.only(lambda: read(data), *allowed)  # type: ignore[operator]
 
     random.seed(int(seed))
-    options = [f"-runs={runs}", f"-seed={int(seed) + 1}", "-timeout=20", "-rss_limit_mb=4096", "-max_len=8192"]
+    options = [f"-runs={runs}", f"-seed={int(seed) + 1}", "-timeout=120", "-rss_limit_mb=2048", "-max_len=8192"]
+    options.append(f"-artifact_prefix={corpus}/")  # what it found is in what it says, too
     atheris.Setup([sys.argv[0], *options, corpus], one)
     atheris.Fuzz()
 

@@ -55,10 +55,15 @@ Reader = Callable[[random.Random], None]
 
 
 def only(call: Callable[[], Any], *allowed: type[BaseException]) -> Any:
-    """What a call gives, or None where it refuses as documented."""
+    """What a call gives, or None where it refuses as documented; that no memory was left is no reason to refuse."""
     try:
         return call()
-    except allowed:
+    except allowed as error:
+        why: BaseException | None = error
+        while why is not None:
+            if isinstance(why, MemoryError) or "MemoryError" in str(why):
+                raise Lost(f"it asked for more memory than there is, and refused: {error}") from error
+            why = why.__cause__ or why.__context__
         return None
 
 
@@ -95,14 +100,20 @@ def sealed(body: bytes) -> bytes:
     return body[:-1] + b',"digest":"%s"}\n' % digest(body[:-1]).encode()
 
 
+MOST = 32 << 20  # bytes that a manifest has at most, FORMAT.md
+
+
 @functools.cache
 def huge() -> list[bytes]:
-    """Manifests with one file, one metric and one byte more than any reader takes."""
+    """Manifests with one file, metric and byte more than any reader takes, and the largest that must be taken."""
     files = MANIFEST | {"files": [{"path": f"f{n}", "size": 0, "chunks": []} for n in range(100_001)]}
     metrics = MANIFEST | {"metrics": {f"m{n}": 0.0 for n in range(1001)}}
     found = [sealed(json.dumps(one, separators=(",", ":")).encode()) for one in (files, metrics)]
     body = json.dumps(MANIFEST, separators=(",", ":")).encode()
-    return [*found, sealed(body[:-1] + b" " * ((32 << 20) - 45 - len(body)) + b"}")]
+    for size in (MOST + 1, MOST):
+        found.append(sealed(body[:-1] + b" " * (size - 45 - len(body)) + b"}"))
+        assert len(found[-1]) == size
+    return found
 
 
 def _aimed(noise: random.Random) -> dict[str, Any]:
@@ -131,7 +142,11 @@ def manifest(noise: random.Random) -> None:
     expected = noise.choice([PART, PART, None])
     found = only(lambda: decode(data, expected), ManifestError, FormatTooNew)
     if found is None:
+        if kind < 0.003 and len(data) == MOST:
+            raise Lost("the largest manifest that there may be was refused")
         return
+    if len(data) > MOST:
+        raise Lost(f"a manifest of {len(data)} bytes was taken")
     if len(found.files) > 100_000 or len(found.metrics) > 1000 or (expected and found.part != expected):
         raise Lost(f"taken: {found.part} with {len(found.files)} files")
     paths = [file.path for file in found.files]
@@ -395,13 +410,13 @@ def metadata(noise: random.Random) -> None:
             data = _gadget(noise)
         case 1:  # memo places and sizes that nobody has
             opcode = noise.choice([b"r", b"q", b"j", b"B", b"X", b"\x8e", b"\x8d", b"\x96", b"\x95", b"\x8b", b"p"])
-            number = noise.choice([2**31 - 1, 2**24, 2**32 - 1, 2**20])
+            number = noise.choice([2**31 - 1, 2**24, 2**32 - 1, 2**20, 2**26, 2**26 + 2**25, 2**27 - 1])
             size = number.to_bytes(8 if opcode in b"\x8e\x8d\x96\x95" else 4, "little")
             data = b"\x80\x04]" + opcode + (f"{number}\n".encode() if opcode == b"p" else size) + b"."
         case 2:
             data = (
                 b"\x80\x02"
-                + noise.choice([b"(", b"]", b"}", b"\x85", b"2", b")"]) * noise.choice([100, 100_000])
+                + noise.choice([b"(", b"]", b"}", b"\x85", b"2", b")"]) * noise.choice([100, 100, 100, 100_000])
                 + b"."
             )
         case _:
@@ -416,23 +431,26 @@ def metadata(noise: random.Random) -> None:
 # -- chunks -----------------------------------------------------------------------------------------------------------
 
 
-def _bomb(size: int) -> bytes:
-    return zstandard.ZstdCompressor(level=1, write_content_size=True).compress(bytes(size))
+def _bomb(size: int, *, named: bool = True) -> bytes:
+    """A frame of so many zeros, that says so or not: a ten-thousandth of them, and never all at once."""
+    packer = zstandard.ZstdCompressor(level=1, write_content_size=named).compressobj(size=size if named else -1)
+    piece = bytes(1 << 20)
+    return b"".join([*(packer.compress(piece) for _ in range(size >> 20)), packer.flush()])
 
 
 PACKED = bytes(planes.pack(RAW) or b"")
 FRAME = zstandard.ZstdCompressor(level=1, write_content_size=True).compress(RAW)
 NAMELESS = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(RAW)
-BOMBS = (_bomb(1 << 20), _bomb(256 << 20))
+BOMBS = (_bomb(1 << 20), _bomb(256 << 20), _bomb(1 << 30), _bomb(1 << 30, named=False))
 
 
 def chunk(noise: random.Random) -> None:
     form = noise.choice(["planes", "planes", "zst", "raw", "bp1"])
-    size = noise.choice([len(RAW)] * 4 + [1, 1 << 20, 256 << 20])
+    size = noise.choices([len(RAW), 1, 1 << 20, 256 << 20], [40, 6, 6, 1])[0]  # the last takes a second
     if form == "planes":
         data = noise.choice([PACKED, spoiled(PACKED, noise), _head(noise, size), spoiled(_head(noise, size), noise)])
     elif form == "zst":
-        frames = [FRAME, NAMELESS, FRAME + FRAME, BOMBS[0], BOMBS[1], FRAME + b"\x00", spoiled(FRAME, noise)]
+        frames = [FRAME, NAMELESS, FRAME + FRAME, *BOMBS, FRAME + b"\x00", spoiled(FRAME, noise)]
         data = noise.choice([*frames, struct.pack("<II", 0x184D2A50, 4) + bytes(4) + FRAME, _window(noise, size)])
     else:
         data = spoiled(RAW, noise)
@@ -453,9 +471,14 @@ def _head(noise: random.Random, size: int) -> bytes:
     block = planes.BLOCK_HEAD.pack(
         noise.choice([1, 2, 4, 8, 0x82, 0x84, 0x88, 0x81, 3, 0]), noise.choice([0, 1, 7, 200])
     )
-    length = noise.choice([0, 1, 4, 2**32 - 1, 1 << 20])
-    plane = planes.PLANE_HEAD.pack(noise.choice([0, 1, 2, 3]), length) + noise.choice([b"", BOMBS[0], bytes(64)])
-    return head + (block + plane) * noise.choice([1, 3, 1000]) + noise.choice([b"", PACKED[12:]])
+    body = noise.choice([b"", BOMBS[0], *BOMBS[2:], bytes(64)])
+    length = noise.choice([len(body), len(body), 0, 1, 4, 2**32 - 1, 1 << 20])
+    plane = planes.PLANE_HEAD.pack(noise.choice([0, 1, 1, 2, 3]), length) + body
+    return (
+        head
+        + (block + plane) * noise.choice([1, 3, 1000 if len(plane) < 200 else 9])
+        + noise.choice([b"", PACKED[12:]])
+    )
 
 
 def _window(noise: random.Random, size: int) -> bytes:

@@ -1,4 +1,7 @@
-"""What code may touch while it reads hostile input: seen by the interpreter's own audit, which sees every open."""
+"""What code may touch while it reads hostile input: seen by the interpreter's own audit, which sees every open.
+
+Law: what was seen is a loss, whatever the reader made of the error that told of it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class Watchman:
         """Within, only what lies in the rooms may be opened, and computing ends in time."""
         self._seen.clear()
         self._armed = True
-        signal.setitimer(signal.ITIMER_PROF, cpu)
+        signal.setitimer(signal.ITIMER_PROF, cpu, cpu)  # again, where the first is swallowed
         try:
             yield
         finally:
@@ -48,14 +51,17 @@ class Watchman:
             raise Escape("; ".join(self._seen[:5]))
 
     def _over(self, number: int, frame: FrameType | None) -> None:
-        raise Escape("computed past its deadline")
+        self._escaped("computed past its deadline")
+
+    def _escaped(self, what: str) -> None:
+        self._seen.append(what)  # whoever reads may take any error for damage, also this one
+        raise Escape(what)
 
     def _hook(self, event: str, given: tuple[Any, ...]) -> None:
         if not self._armed:
             return
         if event in _NEVER:
-            self._seen.append(f"{event} {given!r}")
-            raise Escape(f"{event} {given!r}")
+            self._escaped(f"{event} {given!r}")
         named = given[: _PATHS.get(event, 0)]
         for path in named[1:] if event == "os.symlink" else named:  # what a link says is not touched by making it
             if isinstance(path, (str, bytes, os.PathLike)):
