@@ -1,20 +1,26 @@
 """Corruptions: seeded harms to a spool and two tiers, each noticed, healed where anything right is left, or given up.
 
-A world (`faults.places`) is made once. A trial harms it one to many times and then lets tierd's own code answer: verify
-a place, look, heal a part, scrub a copy, restore down the timeline, export from the tiers, or scrub and flush until
-nothing is left to do. What must come out was worked out before, byte by byte and by none of tierd's code
-(`faults.judge`). Required: no wrong byte is given, no harmed copy is taken as good, no right one is called corrupt or
-touched, and whatever can be put together from right pieces is. `test_corruption.py` does the same through real clients.
+Two worlds (`faults.corruption.places`) are made once, one with an encrypted tier. A trial harms one of them one to
+many times and then lets tierd's own code answer: verify a place, look, heal a part, scrub a copy, restore down the
+timeline as all ranks of a launch, export from the tiers, scrub and flush until nothing is left to do, or let retention
+keep few. What must come out was worked out before, byte by byte and by none of tierd's code
+(`faults.corruption.judge`). Required: no wrong byte is given, no harmed copy is taken as good, counted, or left to be
+found, no right one is called corrupt or touched, whatever can be put together from right pieces is, and what is passed
+over is named with the reason. `test_corruption.py` does the same through real clients.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import random
+import re
 import shutil
 from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +28,14 @@ import pytest
 from faults import hands
 from faults.corruption.harms import LOCAL, Harms
 from faults.corruption.judge import Judge
+from faults.corruption.launch import launch
 from faults.corruption.places import OTHER, RUN, TIERS, WORLD, Places, build, noise_of
 from faults.rounds import Lost, Mutant, Round
 from support.world import hurry, reconciler, running, settle
 
+from tierd.client.restore import Found
 from tierd.core.errors import CheckpointNotFound, CorruptChunk, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.resume import restore_candidates
 from tierd.core.scrub import Copy
 from tierd.daemon.budget import Budget
 from tierd.daemon.download import Progress
@@ -46,65 +53,128 @@ from tierd.priority import hasten
 
 Whole = dict[tuple[str, PartId], bool]  # a place and a part -> whether its copy is right
 
+_KINDS = {"verify": 20, "heal": 30, "scrub": 25, "restore": 15, "export": 8, "settle": 2, "prune": 2}
+
 UNIT = "corruptions"
 SHORT = 4_000
 GATE = 100_000
-MET: tuple[str, ...] = ()  # what no full round is without
+MET = (
+    *(f"asked: verify: {answer}" for answer in ("all right", "some wrong")),
+    *(f"asked: heal: {answer}" for answer in ("right before", "healed", "lost")),
+    *(f"asked: scrub: {answer}" for answer in ("right", "mended", "set aside", "flushed anew", "absent")),
+    *(f"asked: {kind}: {answer}" for kind in ("restore", "export") for answer in ("passed over 0", "passed over 1")),
+    "asked: export: nothing",
+    *("asked: settle: right", "asked: settle: what could be"),
+    *("asked: prune: scrubbed, pruned", "asked: prune: unscrubbed, pruned"),
+    *(f"harm: tier: {what}" for what in ("chunk", "swap", "foreign", "twin", "manifest", "other manifest", "forged")),
+    *(f"harm: local: {what}" for what in ("file", "manifest", "swap", "foreign", "other manifest", "forged")),
+    *("harm: everywhere: chunk", "harm: everywhere: manifest"),
+    *(f"near {how}: {kind}" for how in ("plain", "encrypted") for kind in _KINDS),
+)
 MUTANTS = (
     Mutant(
         "stored bytes are not compared with their digest",
         "tierd/codec.py",
         "    if digest(data) != stored.xxh3_128:\n",
         "    if False:\n",
-        "corruption --trials 600",
+        "corruption --only 11",
+        "are wrong, and these were named",
     ),
     Mutant(
         "decoded bytes are not compared with their digest",
         "tierd/codec.py",
         "    if len(raw) != chunk.size or digest(raw) != chunk.xxh3_128:\n",
         "    if len(raw) != chunk.size:\n",
-        "corruption --trials 600",
+        "corruption --only 29",
+        "was healed, and is not right",
     ),
     Mutant(
         "bytes that are read from the spool are not compared",
         "tierd/persist.py",
         "    if digest(data) != chunk.xxh3_128:\n",
         "    if False:\n",
-        "corruption --trials 600",
+        "corruption --only 11",
+        "[] were named",
     ),
     Mutant(
         "a manifest's seal is not checked",
         "tierd/core/manifest.py",
         "    if seal[len(_SEAL) : -3] != xxhash.xxh3_128_hexdigest(body).encode():\n",
         "    if False:\n",
-        "corruption --trials 600",
+        "corruption --only 48",
+        "is wrong and was taken",
     ),
     Mutant(
         "a manifest is taken for whatever part it is found at",
         "tierd/core/manifest.py",
         "    if expected is not None and manifest.part != expected:\n",
         "    if False:\n",
-        "corruption --trials 600",
+        "corruption --only 7",
+        "was healed, and is not right",
     ),
     Mutant(
         "a chunk's key may be another one's",
         "tierd/core/manifest.py",
         "    if (match[2], match[3]) != (chunk.xxh3_128, chunk.stored.codec):",
         "    if False:",
-        "corruption --trials 2000",
+        "corruption --only 19",
+        "was called right after mending, and is not",
     ),
     Mutant(
         "a mended chunk is shown where it lay before",
         "tierd/daemon/mend.py",
         "        if now is not manifest:\n",
         "        if False:\n",
-        "corruption --trials 2000",
+        "corruption --only 112",
+        "was called right after mending, and is not",
+    ),
+    Mutant(
+        "a manifest that this key made and that is damaged is another key's",
+        "tierd/stores/encrypted.py",
+        "            raise ManifestError(str(error)) from None\n        except ValueError",
+        "            raise WrongKey(str(error)) from None\n        except ValueError",
+        "corruption --only 62",
+        "a tier could not be asked",
+    ),
+    Mutant(
+        "retention counts what lacks parts",
+        "tierd/core/plan.py",
+        "        _info(both, pins, complete=is_complete(both.ranks) or both.id in hoped)\n",
+        "        _info(both, pins, complete=True)\n",
+        "corruption --only 507",
+        "was right and is gone",
+    ),
+    Mutant(
+        "retention keeps one less",
+        "tierd/core/retention.py",
+        "        if place <= count:\n",
+        "        if place < count:\n",
+        "corruption --only 501",
+        "was right and is gone",
+    ),
+    Mutant(
+        "a restore does not say why it skips",
+        "tierd/client/restore.py",
+        "            self._passed[candidate.checkpoint] = settled.corrupt\n",
+        '            self._passed[candidate.checkpoint] = ""\n',
+        "corruption --only 63",
+        "and this was said of it",
+    ),
+    Mutant(
+        "an export does not say what it skipped",
+        "tierd/daemon/export.py",
+        "                tuple(skipped),\n",
+        "                (),\n",
+        "corruption --only 252",
+        "and this was said of it",
     ),
 )
 
+_REASON = 20  # characters that say why, at least
+_RANK = re.compile(r"/(\d{5})/[0-9a-f]{32}|rank (\d+)")
+_ENCRYPTED = 0.25  # of all trials have the tier `near` encrypted
 _DEADLINE = 300  # seconds of a trial, of which none takes five: what a loaded machine cannot reach
 _PATIENCE = 240.0  # seconds that a daemon may take to settle: only a hang is meant
-_KINDS = {"verify": 20, "heal": 30, "scrub": 25, "restore": 15, "export": 8, "settle": 2}
 
 
 def missing() -> str | None:
@@ -126,9 +196,41 @@ def prepare(home: Path) -> hands.Trial:
     patch.setattr(os, "fsync", lambda fd: None)  # nothing here loses power
     root = home / str(os.getpid())
     root.mkdir()
-    trials = Trials(build(root), root)
+    worlds = {}
+    for name, encrypted in (("plain", False), ("encrypted", True)):
+        (root / name).mkdir()
+        worlds[name] = Trials(build(root / name, encrypted=encrypted), root / name)
+    gc.collect()
+    gc.freeze()
     runner = asyncio.Runner()
-    return lambda seed: runner.run(trials.one(seed))
+
+    def trial(seed: int) -> tuple[int, list[str]]:
+        noise = noise_of(seed)
+        name = "encrypted" if noise.random() < _ENCRYPTED else "plain"
+        units, notes = runner.run(worlds[name].one(noise))
+        return units, [*notes, f"near {name}: {notes[0].split(': ')[1]}"]
+
+    return trial
+
+
+@dataclass(frozen=True)
+class Line:
+    """The complete checkpoints in the order in which they must be tried, and of each the ranks whose part cannot be
+    had. `lenient`: some harmed object still means what it should."""
+
+    checkpoints: list[CheckpointId]
+    bad: list[list[int]]
+    lenient: bool
+
+    @property
+    def first(self) -> CheckpointId | None:
+        return next((one for one, ranks in zip(self.checkpoints, self.bad, strict=True) if not ranks), None)
+
+
+def _skipped(lines: Iterable[str]) -> dict[CheckpointId, str]:
+    """What a message says it passed over, and why."""
+    found = [re.match(r"(?:  skipped )?step (\d+) \(attempt (\S+)\): (.*)", line) for line in lines]
+    return {CheckpointId(RUN, match[2], int(match[1])): match[3] for match in found if match}
 
 
 class Trials:
@@ -137,10 +239,9 @@ class Trials:
     def __init__(self, places: Places, root: Path) -> None:
         self.places, self.judge, self._root = places, Judge(places), root
 
-    async def one(self, seed: int) -> tuple[int, list[str]]:
+    async def one(self, noise: random.Random) -> tuple[int, list[str]]:
         """Harm, ask, compare, put back."""
         hasten()  # a machine that others load has no idle time to give
-        noise = noise_of(seed)
         kind = noise.choices(list(_KINDS), list(_KINDS.values()))[0]
         try:
             mine = [part for part in self.places.parts if part.checkpoint.run == RUN]
@@ -153,11 +254,13 @@ class Trials:
                     if part not in self.places.gone:
                         self.places.drop(part)
             harms = Harms(self.places, focus, noise, deep=kind in ("heal", "restore", "export"))
-            number = noise.randrange(8, 26) if kind == "settle" else 1 + min(int(noise.expovariate(0.3)), 11)
-            done = harms.inflict(number, TIERS if kind == "export" else (LOCAL, *TIERS))
+            many = kind in ("settle", "prune")
+            number = noise.randrange(8, 26) if many else 1 + min(int(noise.expovariate(0.3)), 11)
+            chosen = TIERS if kind == "export" else (LOCAL, *TIERS)
+            done = harms.inflict(number, chosen, everywhere=0.6 if kind == "prune" else 0.1)
             before, journal = self._whole(), Journal()
             answer = await getattr(self, f"_{kind}")(focus, noise, before, journal)
-            self._nothing_got_worse(before, journal)
+            self._nothing_got_worse(before, journal, pruned=kind == "prune")
             return len(done), [f"asked: {kind}: {answer}", *(f"harm: {what}" for what in done)]
         finally:
             self.places.reset()
@@ -165,9 +268,13 @@ class Trials:
     def _whole(self) -> Whole:
         return {(place, part): self.judge.copy_is_right(place, part) for part in self.places.parts for place in PLACES}
 
-    def _nothing_got_worse(self, before: Whole, journal: Journal) -> None:
+    def _there(self, place: str, part: PartId) -> bool:
+        return self.judge.is_local(part) if place == LOCAL else self.judge.manifest(place, part) is not None
+
+    def _nothing_got_worse(self, before: Whole, journal: Journal, *, pruned: bool = False) -> None:
+        """That what was right is right, and was not called otherwise; `pruned`: or is gone."""
         for (place, part), right in before.items():
-            if right and not self.judge.copy_is_right(place, part):
+            if right and not self.judge.copy_is_right(place, part) and not (pruned and not self._there(place, part)):
                 raise Lost(f"{place}'s copy of {part} was right, and is not any more")
         good = {(place, str(part)) for (place, part), right in before.items() if right}
         for event in journal.events:
@@ -188,7 +295,7 @@ class Trials:
         for place, seen in (("local", world.spool), *world.tiers.items()):
             assert seen is not None
             for part in (one for one in self.places.parts if one.checkpoint.run == RUN):
-                there = self.judge.is_local(part) if place == LOCAL else self.judge.manifest(place, part) is not None
+                there = self._there(place, part)
                 found = seen.checkpoints.get(part.checkpoint)
                 listed = found is not None and part.rank in found.ranks.get(part.world, ())
                 usable = found is not None and part in found.facts
@@ -283,7 +390,7 @@ class Trials:
         repairer = Repairer(self.places.spool, self.places.stores, journal, Budget())
         reader = Reader(self.places.spool, self.places.stores, repairer, journal, Budget(), 1 << 50, at_once, Counter())
         lenient = judge.lenient(focus)
-        there = judge.is_local(focus) if place == LOCAL else judge.manifest(place, focus) is not None
+        there = self._there(place, focus)
         must = self._mendable(place, focus)
         aside = place in TIERS and judge.honest(place, focus) is None and judge.readable(LOCAL, focus) is not None
         try:
@@ -330,62 +437,69 @@ class Trials:
     async def _restore(self, focus: PartId, noise: random.Random, before: Whole, journal: Journal) -> str:
         """What the ranks of a launch do: the newest on the timeline of which every part is right, or can be made so."""
         repairer = Repairer(self.places.spool, self.places.stores, journal, Budget())
-        line = self.judge.line()
-        can = [all(self.judge.can_be_had(part) for part in parts) for parts in line]
-        lenient = any(self.judge.lenient(part) for part in self.places.parts)
-        wanted = line[can.index(True)][0].checkpoint if True in can else None
-        world = await look_around(self.places.spool, self.places.stores, RUN)
-        got = None
-        for candidate in restore_candidates(world, RUN).candidates:
-            parts = [PartId(candidate.checkpoint, rank, candidate.world) for rank in range(candidate.world)]
-            if all([await self._load(repairer, part) for part in parts]):
-                got = candidate.checkpoint
-                break
-        return self._compared(wanted, got, line, lenient)
-
-    async def _load(self, repairer: Repairer, part: PartId) -> bool:
-        if self._read(part) is not None:
-            return True
-        try:
-            await repairer.heal(part)
-        except (CorruptChunk, ObjectNotFound):
-            return False
-        if self._read(part) is None:
-            raise Lost(f"{part} was healed and does not read")
-        return True
+        line = self._line(spool=True)
+        found = await launch(self.places, repairer, WORLD, self._read)
+        one = found[0]
+        if isinstance(one, Found):
+            got = one.part.checkpoint
+            told = {CheckpointId(RUN, each.attempt, each.step): each.reason for each in one.skipped}
+            same = [isinstance(each, Found) and (each.part.checkpoint, each.skipped) for each in found]
+            if same != [(got, one.skipped)] * WORLD:
+                raise Lost(f"the ranks restored, and skipped, otherwise: {same}")
+            return self._compared(line, got, told)
+        if one is None and any(line.checkpoints):
+            raise Lost(f"a launch began from nothing, with {line.checkpoints} there")
+        return self._compared(line, None, _skipped((one or "").splitlines()))
 
     async def _export(self, focus: PartId, noise: random.Random, before: Whole, journal: Journal) -> str:
-        line = self.judge.line(spool=False)
-        can = [all(self.judge.can_be_had(part, spool=False) for part in parts) for parts in line]
-        lenient = any(self.judge.lenient(part) for part in self.places.parts)
-        wanted = line[can.index(True)][0].checkpoint if True in can else None
+        line = self._line(spool=False)
         target = self._root / "exported"
         got: CheckpointId | None = None
+        told: dict[CheckpointId, str] = {}
         try:
             found = await export(self.places.stores, RUN, target, None, None, Progress())
-            got = CheckpointId(RUN, found.attempt, found.step)
+            got, told = CheckpointId(RUN, found.attempt, found.step), _skipped(found.skipped)
             for rank in range(WORLD):
                 part = PartId(got, rank, WORLD)
                 for path, data in self.places.held[part].items():
                     if (target / part.name / path).read_bytes() != data:
                         raise Lost(f"{part}: wrong bytes of {path} were exported")
-        except CheckpointNotFound:
+        except CheckpointNotFound as error:
+            told = _skipped(str(error).splitlines())
             if target.exists():
                 raise Lost("nothing was found, and something was exported") from None
         finally:
             shutil.rmtree(target, ignore_errors=True)
             shutil.rmtree(target.with_name(".exported.partial"), ignore_errors=True)
-        return self._compared(wanted, got, line, lenient)
+        return self._compared(line, got, told)
 
-    def _compared(
-        self, wanted: CheckpointId | None, got: CheckpointId | None, line: list[list[PartId]], lenient: bool
-    ) -> str:
-        order = [parts[0].checkpoint for parts in line]
+    def _line(self, *, spool: bool) -> Line:
+        """What must be tried, in order, by what lies there now."""
+        line = self.judge.line(spool=spool)
+        bad = [[part.rank for part in parts if not self.judge.can_be_had(part, spool=spool)] for parts in line]
+        lenient = any(self.judge.lenient(part) for part in self.places.parts)
+        return Line([parts[0].checkpoint for parts in line], bad, lenient)
+
+    def _compared(self, line: Line, got: CheckpointId | None, told: dict[CheckpointId, str]) -> str:
+        """That it is the first that can be had, and that what was passed over is named, each with a rank whose part is
+        nowhere right."""
+        wanted = line.first
         if got != wanted:
+            order = line.checkpoints
             better = got in order and (wanted is None or order.index(got) < order.index(wanted))
-            if not (better and lenient):
+            if not (better and line.lenient):
                 raise Lost(f"{wanted or 'nothing'} can be had, and {got or 'nothing'} was given, of {order}")
-        return "nothing" if got is None else f"passed over {order.index(got)}"
+        passed = line.checkpoints[: line.checkpoints.index(got)] if got else line.checkpoints
+        for one, ranks in zip(passed, line.bad, strict=False):
+            why = told.get(one, "")
+            named = {
+                int(rank) for rank in re.findall(r"/(\d{5})/[0-9a-f]{32}|rank (\d+)", why) for rank in rank if rank
+            }
+            if len(why) < _REASON or (named and not named & set(ranks) and not line.lenient):
+                raise Lost(f"{one} was passed over for ranks {ranks}, and this was said of it: {why!r}, in {told}")
+        if got in told:
+            raise Lost(f"{got} was given, and is among what was skipped: {told}")
+        return "nothing" if got is None else f"passed over {len(passed)}"
 
     # -- everything ---------------------------------------------------------------------------------------------------
 
@@ -436,9 +550,59 @@ class Trials:
             if any(one == part for _, one in owed) and not any(right):
                 raise Lost(f"{part} could be had and is right nowhere")
             for place, whole in zip(PLACES, right, strict=True):
-                there = self.judge.is_local(part) if place == LOCAL else self.judge.manifest(place, part) is not None
-                if there and not whole and not lenient:
+                if self._there(place, part) and not whole and not lenient:
                     raise Lost(f"{place}: {part} is wrong, and still offered after all was scrubbed")
+
+    # -- retention ----------------------------------------------------------------------------------------------------
+
+    async def _prune(self, focus: PartId, noise: random.Random, before: Whole, journal: Journal) -> str:
+        """Let retention keep few, before or after all was scrubbed: what is corrupt counts for nothing."""
+        scrubbed = noise.random() < 0.7
+        lenient = any(self.judge.lenient(part) for part in self.places.parts)
+        if scrubbed:
+            owed, daemon = self._owed(), self._daemon(journal, scrub="30d")
+            async with running(daemon):
+                await self._scrub_all(daemon)
+            self._all_paid(owed, lenient)
+        restored, whole = self._line(spool=True).first, self._whole()
+        good = {place: self._good(place, whole) for place in PLACES}
+        keep, keep_local = noise.randrange(1, 4), noise.randrange(1, 4)
+        daemon = self._daemon(journal, keep=keep, keep_local=keep_local)
+        async with running(daemon):
+            await settle(daemon, _PATIENCE)
+        now = {place: self._good(place, self._whole() if scrubbed else None) for place in PLACES}
+        for tier in TIERS:
+            for one in good[tier] - now[tier]:
+                self._may_be_gone(one, tier, now[tier], keep)
+        self._local_may_be_gone(whole, now, keep)
+        if scrubbed and not lenient and self._line(spool=True).first != restored:
+            raise Lost(f"{restored} could be restored, and after a prune {self._line(spool=True).first} can")
+        pruned = daemon.journal.counters["pruned"]
+        return f"{'scrubbed' if scrubbed else 'unscrubbed'}, {'pruned' if pruned else 'nothing to prune'}"
+
+    def _good(self, place: str, whole: Whole | None) -> set[CheckpointId]:
+        """What a place has every part of, right as `whole` says, or by their manifests if it is None."""
+        parts = [
+            part
+            for part in self.places.parts
+            if (whole[place, part] if whole else self.judge.readable(place, part) is not None)
+        ]
+        count = Counter(part.checkpoint for part in parts)
+        return {one for one, ranks in count.items() if ranks == WORLD}
+
+    def _may_be_gone(self, one: CheckpointId, place: str, left: set[CheckpointId], keep: int) -> None:
+        newer = [other for other in left if other.run == one.run and other > one]
+        if len(newer) < keep:
+            raise Lost(f"{place}: {one} was right and is gone, with {len(newer)} newer good ones, of {keep} to be kept")
+
+    def _local_may_be_gone(self, whole: Whole, now: dict[str, set[CheckpointId]], keep: int) -> None:
+        """A right copy goes from the spool only if a tier has it, or no tier wants it any more."""
+        for part in self.places.parts:
+            if not whole[LOCAL, part] or self.judge.is_local(part):
+                continue
+            if not any(self.judge.honest(tier, part) for tier in TIERS):
+                for tier in TIERS:
+                    self._may_be_gone(part.checkpoint, tier, now[tier], keep)
 
 
 PLACES = (LOCAL, *TIERS)

@@ -56,8 +56,8 @@ class Harms:
         self._focus, self._chunk = focus, noise.random()
         self.done: list[str] = []
 
-    def inflict(self, number: int, places: Iterable[str] = (LOCAL, *TIERS)) -> list[str]:
-        """So many harms, less those that would change nothing."""
+    def inflict(self, number: int, places: Iterable[str] = (LOCAL, *TIERS), everywhere: float = 0.1) -> list[str]:
+        """So many harms, less those that would change nothing; and with this probability, one in every place."""
         chosen = list(places)
         for _ in range(number):
             part = self._focus if self._noise.random() < 0.8 else self._noise.choice(self._places.parts)
@@ -68,7 +68,7 @@ class Harms:
             what = one(part) if place == LOCAL else self._tier(part, place)
             if what:
                 self.done.append(f"{'tier' if place in TIERS else LOCAL}: {what}")
-        if self._noise.random() < 0.1:  # the same chunk or manifest everywhere
+        if self._noise.random() < everywhere:  # the same chunk or manifest everywhere
             self.done += self._everywhere(chosen)
         return self.done
 
@@ -85,13 +85,17 @@ class Harms:
         match kind:
             case "chunk" | "manifest":
                 key = part.manifest_key if kind == "manifest" else keys[self._index(len(keys))]
-                return kind if self._set(tier, key, self._spoiled(self._places.get(tier, key))) else None
+                return kind if self._set_raw(tier, key, self._spoiled(self._places.raw(tier, key))) else None
             case "swap":
                 one, other = keys[self._index(len(keys))], self._noise.choice(keys)
-                first, second = self._places.get(tier, one), self._places.get(tier, other)
-                return kind if self._set(tier, one, second) | self._set(tier, other, first) else None
+                first, second = self._places.raw(tier, one), self._places.raw(tier, other)
+                return kind if self._set_raw(tier, one, second) | self._set_raw(tier, other, first) else None
             case "foreign":  # another checkpoint's, rank's, run's or tier's object under this key
                 other = self._noise.choice(self._all_keys())
+                if self._noise.random() < 0.3:
+                    raw = self._places.raw(tier, other)
+                    key = keys[self._index(len(keys))]
+                    return kind if raw is not None and self._set_raw(tier, key, raw) else None
                 data = self._places.pristine[self._noise.choice(TIERS)].get(other)
                 return kind if data is not None and self._set(tier, keys[self._index(len(keys))], data) else None
             case "twin":  # a right object once more, under another checkpoint's, rank's or run's name
@@ -102,6 +106,9 @@ class Harms:
                     return None
                 return kind if self._set(tier, other, data) else None
             case "other manifest":  # another part's, or this part's from another place
+                if self._noise.random() < 0.3:  # the bytes that lie there
+                    raw = self._places.raw(tier, self._noise.choice(self._places.parts).manifest_key)
+                    return kind if raw is not None and self._set_raw(tier, part.manifest_key, raw) else None
                 data = self._manifest_of_another(part)
                 return kind if data is not None and self._set(tier, part.manifest_key, data) else None
         forged = self._forged(self._places.pristine[tier][part.manifest_key], stored=True)
@@ -111,6 +118,12 @@ class Harms:
         if self._places.get(tier, key) == data:
             return False
         self._places.put(tier, key, data)
+        return True
+
+    def _set_raw(self, tier: str, key: str, data: bytes | None) -> bool:
+        if self._places.raw(tier, key) == data:
+            return False
+        self._places.put_raw(tier, key, data)
         return True
 
     def _spoiled(self, data: bytes | None) -> bytes | None:
@@ -227,7 +240,7 @@ class Harms:
             else:
                 keys = self._keys(part, place)
                 key = part.manifest_key if which == "manifest" else keys[int(self._chunk * len(keys))]
-                if (data := self._places.get(place, key)) is not None:
-                    self._places.put(place, key, spoil(data, self._noise, "bit"))
+                if (data := self._places.raw(place, key)) is not None:
+                    self._places.put_raw(place, key, spoil(data, self._noise, "bit"))
                     done.append(f"everywhere: {which}")
         return done

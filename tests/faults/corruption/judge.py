@@ -14,6 +14,7 @@ from typing import Any
 
 import xxhash
 import zstandard
+from faults.corruption.cipher import UNREADABLE
 from faults.corruption.places import ORIGIN, RUN, TIERS, WORLD, Places
 
 from tierd.core.ids import PartId
@@ -127,10 +128,9 @@ class Judge:
         """Whether a tier has a right object of a chunk under any checkpoint's name, at the part's own rank."""
         for form in ("raw", "zst", "planes"):
             end, start = f"/{part.rank:05}/{name}.{form}", f"{part.checkpoint.run}/chunks/"
-            objects = self.places.stores[tier]._objects
             if any(
-                key.endswith(end) and key.startswith(start) and self.is_form(name, form, one[0])
-                for key, one in objects.items()
+                key.endswith(end) and key.startswith(start) and self.is_form(name, form, data)
+                for key, data in self.places.contents(tier)
             ):
                 return True
         return False
@@ -138,9 +138,14 @@ class Judge:
     def lenient(self, part: PartId) -> bool:
         """Whether some harmed object still expands to what it should hold: formats have bits that mean nothing."""
         for tier in TIERS:
-            for key, (data, _) in self.places.stores[tier]._objects.items():
+            for key, data in self.places.contents(tier):
                 name, _, form = key.rpartition("/")[2].partition(".")
-                if name in self.places.forms and form != "raw" and not self.is_form(name, form, data):
+                if (
+                    data is not UNREADABLE
+                    and name in self.places.forms
+                    and form != "raw"
+                    and not self.is_form(name, form, data)
+                ):
                     if form == "planes":
                         return True  # frames within frames: whoever got right bytes out of it, got them
                     try:

@@ -1,13 +1,13 @@
 """A small world on every kind of place, kept so that it can be harmed and put back: for `faults.corruption`.
 
 Two attempts with a rollback, two ranks, a second run: a spool on a file system and two tiers in memory, written by
-tierd's own flush. `near` holds planes, zstd and raw, `far` everything raw; chunks are shared between checkpoints.
+tierd's own flush. `near` holds planes, zstd and raw, `far` everything raw; chunks are shared between checkpoints. In
+one world of two, `near` is encrypted: then a harm is done to the bytes that lie there, or by who has the key.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
 import random
 import shutil
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from faults.corruption.cipher import UNREADABLE, Cipher
 from support.world import attempt
 
 from tierd import codec
@@ -26,8 +27,12 @@ from tierd.daemon.flush import Way, flush
 from tierd.daemon.pace import Pace
 from tierd.persist import write_file
 from tierd.spool import Spool
+from tierd.stores.base import Store
+from tierd.stores.encrypted import EncryptedStore
+from tierd.stores.keys import Key
 from tierd.stores.memory import MemoryStore
 
+SECRET = bytes(range(32))
 RUN, OTHER = "run", "other"
 TIERS = ("near", "far")
 WORLD = 2  # ranks
@@ -62,33 +67,66 @@ class Places:
     """The world as it is now, and as it was. Stores are dicts, and the spool is small: putting it back is cheap."""
 
     spool: Spool
-    stores: dict[str, MemoryStore]
-    pristine: dict[str, dict[str, bytes]]  # tier -> key -> object
+    memory: dict[str, MemoryStore]
+    pristine: dict[str, dict[str, bytes]]  # tier -> key -> content
+    objects: dict[str, dict[str, bytes]]  # tier -> name as it lies there -> bytes, as they were
     files: dict[str, bytes]  # path in the spool -> content
     parts: list[PartId]
     held: dict[PartId, dict[str, bytes]]
     forms: dict[str, dict[str, bytes]] = field(default_factory=dict)  # raw digest -> codec -> the encoded bytes
     gone: set[PartId] = field(default_factory=set)  # parts that the spool was relieved of in this trial
+    cipher: Cipher | None = None  # of the tier `near`, where that is encrypted
+    stores: dict[str, Store] = field(default_factory=dict)  # as tierd gets them
 
-    def objects(self, tier: str) -> dict[str, bytes]:
-        return {key: content for key, (content, _) in self.stores[tier]._objects.items()}
+    def __post_init__(self) -> None:
+        self._root = f"{self.spool.root}/"
+        self._wanted = {part: {path for path in self.files if path.startswith(f"{part.path}/")} for part in self.parts}
+
+    def contents(self, tier: str) -> Iterator[tuple[str, bytes]]:
+        """Every object by its key, and what it holds; of what nobody can decrypt, `UNREADABLE`."""
+        cipher = self._cipher(tier)
+        for key, (data, _) in self.memory[tier]._objects.items():
+            if cipher is None:
+                yield key, data
+            else:
+                shown = cipher.shown(key)
+                yield shown, cipher.opened(shown, data)
+
+    def _cipher(self, tier: str) -> Cipher | None:
+        return self.cipher if tier == "near" else None
+
+    def _hidden(self, tier: str, key: str) -> str:
+        cipher = self._cipher(tier)
+        return cipher.hidden(key) if cipher else key
 
     def get(self, tier: str, key: str) -> bytes | None:
-        found = self.stores[tier]._objects.get(key)
+        """What an object holds."""
+        data, cipher = self.raw(tier, key), self._cipher(tier)
+        return data if cipher is None or data is None else cipher.opened(key, data)
+
+    def put(self, tier: str, key: str, content: bytes | None) -> None:
+        """As one who has the tier's key does."""
+        cipher = self._cipher(tier)
+        self.put_raw(tier, key, content if cipher is None or content is None else cipher.closed(key, content))
+
+    def raw(self, tier: str, key: str) -> bytes | None:
+        """The bytes of an object as they lie there."""
+        found = self.memory[tier]._objects.get(self._hidden(tier, key))
         return found[0] if found else None
 
-    def put(self, tier: str, key: str, data: bytes | None) -> None:
-        store = self.stores[tier]
+    def put_raw(self, tier: str, key: str, data: bytes | None) -> None:
+        store, name = self.memory[tier], self._hidden(tier, key)
         if data is not None:
             store._puts += 1
-            store._objects[key] = data, store._puts
+            store._objects[name] = data, store._puts
         else:
-            store._objects.pop(key, None)
+            store._objects.pop(name, None)
         store._keys = sorted(store._objects)
 
     def read(self, path: str) -> bytes | None:
         try:
-            return (self.spool.root / path).read_bytes()
+            with open(self._root + path, "rb") as file:
+                return file.read()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
 
@@ -109,11 +147,13 @@ class Places:
 
     def reset(self) -> None:
         """Everything as it was."""
-        for tier, objects in self.pristine.items():
-            store = self.stores[tier] = MemoryStore()
+        for tier, objects in self.objects.items():
+            store = self.memory[tier] = MemoryStore()
             store._objects = {key: (data, number) for number, (key, data) in enumerate(objects.items())}
             store._keys, store._puts = sorted(objects), len(objects)
+            self.stores[tier] = EncryptedStore(store, Key(SECRET)) if self._cipher(tier) else store
         self.gone.clear()
+        (self.spool.control / "scrubbed.json").unlink(missing_ok=True)
         for room in ("fetch", "quarantine", "trash", "stage", "recycle"):
             home = self.spool.control / room
             if any(home.iterdir()):
@@ -121,8 +161,8 @@ class Places:
                 home.mkdir()
         for part in self.parts:
             home = self.spool.path(part)
-            wanted = {path for path in self.files if path.startswith(f"{part.path}/")}
-            there = {str(path.relative_to(self.spool.root)) for path in walk(home)}
+            wanted = self._wanted[part]
+            there = {path.removeprefix(self._root) for path in walk(home)}
             if there - wanted:
                 shutil.rmtree(home)
             for path in wanted:
@@ -130,10 +170,10 @@ class Places:
                     self.write(path, self.files[path])
 
 
-def walk(home: Path) -> Iterator[Path]:
+def walk(home: Path) -> Iterator[str]:
     """Every file below a directory, and whatever else lies there in a file's place."""
     for directory, _, names in os.walk(home):
-        yield from (Path(directory, name) for name in names)
+        yield from (f"{directory}/{name}" for name in names)
 
 
 def commit(spool: Spool, part: PartId, files: Mapping[str, bytes], origin: tuple[str, int] | None) -> None:
@@ -159,10 +199,14 @@ def commit(spool: Spool, part: PartId, files: Mapping[str, bytes], origin: tuple
         )
 
 
-def build(root: Path) -> Places:
-    """The world, right everywhere."""
+def build(root: Path, *, encrypted: bool) -> Places:
+    """The world, right everywhere; `encrypted` says whether `near` is."""
     spool = Spool(root / "spool")
-    stores = {tier: MemoryStore() for tier in TIERS}
+    memory = {tier: MemoryStore() for tier in TIERS}
+    stores: dict[str, Store] = dict(memory)
+    cipher = Cipher(SECRET) if encrypted else None
+    if encrypted:
+        stores["near"] = EncryptedStore(memory["near"], Key(SECRET))
     parts = [
         PartId(CheckpointId(run, attempt(n), step), rank, WORLD) for run, n, step in CHECKPOINTS for rank in (0, 1)
     ]
@@ -180,11 +224,21 @@ def build(root: Path) -> Places:
                 lenders[tier, run, rank] = decode(bytes(await store.get(part.manifest_key)))
 
     asyncio.run(work())
-    pristine = {tier: {key: one[0] for key, one in store._objects.items()} for tier, store in stores.items()}
-    files = {str(path.relative_to(spool.root)): path.read_bytes() for part in parts for path in walk(spool.path(part))}
-    found = Places(spool, copy.copy(stores), pristine, files, parts, held)
-    for objects in pristine.values():
-        for key, data in objects.items():
+    objects = {tier: {key: one[0] for key, one in store._objects.items()} for tier, store in memory.items()}
+    pristine = {tier: dict(found) for tier, found in objects.items()}
+    if cipher:
+        named = {cipher.shown(key): data for key, data in objects["near"].items()}
+        pristine["near"] = {key: cipher.opened(key, data) for key, data in named.items()}
+        assert UNREADABLE not in pristine["near"].values(), "tierd does not encrypt as FORMAT.md says"
+        assert all(data != objects["near"][cipher.hidden(key)] for key, data in pristine["near"].items() if "/" in key)
+    files = {
+        path.removeprefix(f"{spool.root}/"): Path(path).read_bytes()
+        for part in parts
+        for path in walk(spool.path(part))
+    }
+    found = Places(spool, memory, pristine, objects, files, parts, held, cipher=cipher, stores=stores)
+    for contained in pristine.values():
+        for key, data in contained.items():
             if "/chunks/" in key:
                 digest, _, form = key.rpartition("/")[2].partition(".")
                 found.forms.setdefault(digest, {})[form] = data
