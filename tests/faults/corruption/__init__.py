@@ -1,12 +1,12 @@
 """Corruptions: seeded harms to a spool and two tiers, each noticed, healed where anything right is left, or given up.
 
-Two worlds (`faults.corruption.places`) are made once, one with an encrypted tier. A trial harms one of them one to many
-times and then lets tierd's own code answer: verify a place, look, heal a part, scrub a copy, restore down the timeline as
-all ranks of a launch, export from the tiers, scrub and flush until nothing is left to do, or let retention keep few. What
-must come out was worked out before, byte by byte and by none of tierd's code (`faults.corruption.judge`). Required: no
-wrong byte is given, no harmed copy is taken as good, counted, or left to be found, no right one is called corrupt or
-touched, whatever can be put together from right pieces is, and what is passed over is named with the reason.
-`test_corruption.py` does the same through real clients.
+Two worlds (`faults.corruption.places`) are made once, one with an encrypted tier. A trial harms one of them one to
+many times and then lets tierd's own code answer: verify a place, look, heal a part, scrub a copy, restore down the
+timeline as all ranks of a launch, export from the tiers, scrub and flush until nothing is left to do, or let retention
+keep few. What must come out was worked out before, byte by byte and by none of tierd's code
+(`faults.corruption.judge`). Required: no wrong byte is given, no harmed copy is taken as good, counted, or left to be
+found, no right one is called corrupt or touched, whatever can be put together from right pieces is, and what is passed
+over is named with the reason. `test_corruption.py` does the same through real clients.
 """
 
 from __future__ import annotations
@@ -137,20 +137,20 @@ MUTANTS = (
         "a tier could not be asked",
     ),
     Mutant(
-        "retention counts what cannot be read",
+        "retention counts what lacks parts",
         "tierd/core/plan.py",
-        "        complete=complete and not seen.defects,\n",
-        "        complete=complete,\n",
-        "corruption --only 894",
-        "could be had",
+        "        _info(both, pins, complete=is_complete(both.ranks) or both.id in hoped)\n",
+        "        _info(both, pins, complete=True)\n",
+        "corruption --only 507",
+        "was right and is gone",
     ),
     Mutant(
-        "retention counts what was quarantined",
-        "tierd/core/plan.py",
-        "        CheckpointInfo(checkpoint, complete=False, verified=True,",
-        "        CheckpointInfo(checkpoint, complete=True, verified=True,",
-        "corruption --only 894",
-        "could be had",
+        "retention keeps one less",
+        "tierd/core/retention.py",
+        "        if place <= count:\n",
+        "        if place < count:\n",
+        "corruption --only 501",
+        "was right and is gone",
     ),
     Mutant(
         "a restore does not say why it skips",
