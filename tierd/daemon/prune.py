@@ -57,7 +57,8 @@ async def prune(store: Store, checkpoint: CheckpointId, who: str = "", known: Ma
         aside = [info.key async for info in store.scan(f"{quarantine_prefix(run)}{checkpoint.name}/")]
         # After the marks and after the listing of chunks: whoever names one of these from now on sees the marks.
         gone = sorted(doomed - await _survivors(store, checkpoint, doomed, known))
-        await store.delete(gone + aside + cut.get(checkpoint, []))
+        await store.delete(gone + aside)
+        await store.delete(cut.get(checkpoint, []))
     known.cut[run].discard(checkpoint)
     return bool(own or gone or aside)
 
