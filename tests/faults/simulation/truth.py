@@ -108,7 +108,7 @@ class Truth:
         hurt: keys on tiers that are not as they were put, by the trial's doing, until they are put again or deleted.
         excused: copies, by place and part, that may be lost for that, or be set aside though somebody was faster and
             put them right: until then, or until all is at rest. `scarred`: the launches that ever had one.
-        doomed: chunks that were there when a manifest went that named them, or lay under their name.
+        doomed: chunks that nothing else named when the manifest went that named them, or whose name they lie under.
         floor: the newest checkpoint that can be restored; it never goes back by itself.
     """
 
@@ -250,7 +250,10 @@ class Truth:
             if key.replace("/manifests/", "/quarantine/") not in bucket.objects:
                 home = key.replace("/manifests/", "/chunks/").rpartition("/")[0]
                 under = {one for one in bucket.keys if one.startswith(f"{home}/")}
-                self.doomed[bucket.name] |= under | (named(old or b"") & bucket.objects.keys())
+                # A prune spares what others name, also what is set aside or about to be put and never comes.
+                others = [one for one in bucket.keys if "/chunks/" not in one and key.split("/")[2] not in one]
+                spared = {chunk for one in others for chunk in named(bucket.objects[one][0])}
+                self.doomed[bucket.name] |= (under | (named(old or b"") & bucket.objects.keys())) - spared
 
     def flushed(self, tier: str, part: Part, who: str) -> None:
         """A node says that it flushed a part: the manifest that it put last is the one that it had."""
