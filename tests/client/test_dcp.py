@@ -360,7 +360,7 @@ def test_metadata_that_would_change_a_class_is_refused():
 )
 def test_metadata_does_not_ask_for_all_memory(asks):
     """Python makes room for every place of a pickle's memo up to the last, 64 GB for five bytes, and for all of what is
-    said to be long, before it is read; a bytearray that there is no room for writes to stderr, too (hostile 20)."""
+    said to be long, before it is read; a bytearray that there is no room for writes to stderr, too (hostile 57)."""
     with pytest.raises(ManifestError) as refused:
         dcp_metadata.read_metadata(b"\x80\x04]" + asks + b".", "here")
     assert "MemoryError" not in str(refused.value)
