@@ -13,6 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import TypeAlias
 
 from tierd.core.config import Config
@@ -160,16 +161,18 @@ class Tiers:
 
     async def tidy(self, tier: str, runs: Iterable[str]) -> None:
         """Remove what turns of this node that were cut off have left, after a start or a failure; what was being
-        deleted is known to the next look."""
-        if tier not in self._untidy:
+        deleted is part of the place as it was last seen."""
+        place = self.places[tier]
+        if tier not in self._untidy or place is None:
             return
-        store, place, tidy = self._stores[tier], self.places[tier] or Place(), True
+        store, tidy, found = self._stores[tier], True, frozenset[CheckpointId]()
         for run in runs:
             done, cut = await sweep(store, run, self._who)
             # Where a manifest is there, the plan decides anew.
             await store.delete([mark for one, marks in cut.items() if one in place.checkpoints for mark in marks])
-            self._eyes[tier].manifests.cut[run] = cut.keys() - place.checkpoints.keys()
-            tidy = tidy and done
+            self._eyes[tier].manifests.cut[run] = gone = cut.keys() - place.checkpoints.keys()
+            tidy, found = tidy and done, found | gone
+        self._did(tier, lambda place: replace(place, cut=place.cut | found))
         if tidy:
             self._untidy.discard(tier)
 

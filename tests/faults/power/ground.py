@@ -157,11 +157,15 @@ async def _settle(ground: Ground, keep: int, keep_local: int) -> None:
     await store.aclose()
 
 
-def settle(ground: Ground, keep: int = 100, keep_local: int = 100) -> None:
-    """Start a daemon, with nothing worth waiting for, until it has nothing left to do."""
+def later() -> None:
+    """What was cut off has come of age: nothing of it is worth waiting for."""
     tierd.daemon.reconcile._ABANDONED = tierd.daemon.reconcile._TAKEN_UP = 0.0
     tierd.daemon.turns._OWN_STALE = 0
     tierd.daemon.turns._LOOKS = 3
+
+
+def settle(ground: Ground, keep: int = 100, keep_local: int = 100) -> None:
+    """Start a daemon, until it has nothing left to do."""
     alone(_settle(ground, keep, keep_local))
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.power.cutter import MOMENTS, Call, Cut, Cutter, Trace, can_trace, speech, uncounted
-from faults.power.ground import Ground, offered, settle
+from faults.power.ground import Ground, later, offered, settle
 from faults.power.loopfs import FLAGS, LoopFs
 from faults.power.scenes import SCENES, Scene, by_chance
 from faults.power.truth import Seen, Sizes, Truth, look
@@ -278,6 +278,7 @@ class Play:
             seen = look(ground.spool, ground.tier, ground.sizes)
             truth.check(seen)
             _check_offers(seen, offered(ground))
+            later()
             if daemon_first:
                 settle(ground, scene.keep, scene.keep_local)
             scene.act(ground)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from faults.power.ground import Ground, alone, manifest_of, settle
+from faults.power.ground import Ground, alone, later, manifest_of, settle
 from faults.power.truth import (
     ASIDE,
     PAUSED,
@@ -340,6 +340,7 @@ def _expect_start(truth: Truth) -> None:
 
 
 def _start(ground: Ground) -> None:
+    later()
     settle(ground, 2, 1)
     ground.say(["done", [(TIER, part(3).path), (TIER, part(4).path)], [(SPOOL, part(step).path) for step in (1, 2, 3)]])
 
