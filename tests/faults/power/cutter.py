@@ -107,10 +107,10 @@ class Cutter:
                 number, self._count = self._count, self._count + 1
             cut = self._cut if self._cut and self._cut.number == number else None
             pages = _size(args[1]) // _PAGE if name in ("write", "pwrite") else 0
-            if cut and cut.moment == "before":
-                self.power_off(cut.flag)
-            if cut and cut.moment == "during":
-                self._begin(name, real, *args)
+            if cut and cut.moment != "after":
+                # Of two ranks the other may have come first, with a call that is none of several pages.
+                if cut.moment == "during" and pages:
+                    self._begin(name, real, *args)
                 self.power_off(cut.flag)
             worked = False
             try:
