@@ -298,10 +298,12 @@ class Trial:
 
     def _lose(self, node: Node) -> None:
         """A node is replaced by one with nothing on its disk."""
+        truth = self.world.truth
+        told = truth.tells(self.world.spools())
         node.life.end()
         node.up, node.cut_step = False, None
         node.mount(fresh=False)
-        truth = self.world.truth
+        truth.node_lost(told, self.world.spools())
         truth.excused = {one for one in truth.excused if one[0] != node.name}
         truth.injured(self.world.spools())
         self.world.count["nodes lost"] += 1

@@ -379,9 +379,11 @@ class Job:
             self.world.count["restores that raised"] += 1
             nothing = [str(one) for one in failures if isinstance(one, CheckpointNotFound)]
             # What a launch resumed from is in its manifests alone: while one of them can be read, it must be told.
-            untold = [int(one, 16) for one in _UNTOLD.findall("".join(nothing))]
-            if nothing and not any(one not in tells and truth.is_hurt(one) for one in untold):
+            untold = {int(one, 16) for one in _UNTOLD.findall("".join(nothing))} - tells
+            ends = {one for one in untold if truth.is_hurt(one) or one in truth.orphaned}
+            if nothing and not (before[0] and any(before[0][0] < one for one in ends)):  # what lies above is reached
                 self._check(None, before, nothing[0])
+            self.world.count["origins that went with a node"] += bool(untold & truth.orphaned)
             self.why = failures[0]
             return "unavailable"
         answers = [task.result() for task in tasks]

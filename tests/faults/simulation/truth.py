@@ -108,6 +108,7 @@ class Truth:
         hurt: keys on tiers that are not as they were put, by the trial's doing, until they are put again or deleted.
         excused: copies, by place and part, that may be lost for that, or be set aside though somebody was faster and
             put them right: until then, or until all is at rest. `scarred`: the launches that ever had one.
+        orphaned: launches that no tier ever showed, and of which the last manifest went with a node.
         doomed: chunks that nothing else named when the manifest went that named them, or whose name they lie under.
         floor: the newest checkpoint that can be restored; it never goes back by itself.
     """
@@ -120,6 +121,7 @@ class Truth:
         self.hurt: dict[str, set[str]] = {bucket.name: set() for bucket in buckets}
         self.excused: set[tuple[str, Part]] = set()
         self.scarred: set[int] = set()
+        self.orphaned: set[int] = set()
         self._falls = False  # whether what was just done may take from what can be restored
         self.revenants: dict[str, set[str]] = {bucket.name: set() for bucket in buckets}
         self.deleted: dict[str, set[str]] = {bucket.name: set() for bucket in buckets}
@@ -315,6 +317,10 @@ class Truth:
         self.injuries += 1
         self._tiers.clear()
         self.floor = max(self.whole(spools), default=None)
+
+    def node_lost(self, told: set[int], spools: list[tuple[Path, int]]) -> None:
+        """A node went, with all that it had. Before that, these launches' origins were `told`."""
+        self.orphaned |= told - self.tells(spools) - {part[0] for part in self.ever}
 
     # -- what a restore must give -----------------------------------------------------------------------------------
 
