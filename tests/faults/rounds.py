@@ -33,7 +33,7 @@ class Mutant:
     """One line of tierd made wrong, which `by`, the arguments of a short run of its kit, must find.
 
     `old` stands once in the file at `path`, below the project's root, and becomes `new`. What a kit says of its loss
-    contains `told`, so that nothing else that is red is taken for it.
+    contains `told`, or one of several between bars, so that nothing else that is red is taken for it.
     """
 
     name: str

@@ -84,7 +84,7 @@ MUTANTS = (
         "                if marked:\n",
         "                if marked and not self._seen:\n",
         "disk --only 9",
-        "lacks step",
+        "lacks step | written to the disk below",
     ),
     Mutant(
         "a spool that has vanished is an empty spool",
