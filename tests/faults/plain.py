@@ -244,6 +244,13 @@ _DEATHS = (
         f"{_HANDED} -k every_slot",
     ),
     Mutant(
+        "a living writer's stage counts as left over",
+        "tierd/stage.py",
+        "        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "        fcntl.flock(fd, fcntl.LOCK_UN)",
+        "pytest tests/test_spool.py -k living_writers_stage",
+    ),
+    Mutant(
         "a restore does not wait for what the dead had handed over",
         "tierd/daemon/control.py",
         "                await self._handoff.settled()  # what a trainer handed over before it died is seen, too",

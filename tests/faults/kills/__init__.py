@@ -56,15 +56,7 @@ MUTANTS: tuple[Mutant, ...] = (
         '            log.warning("%s: %s; it is persisted here", manifest.part, error)',
         "            raise",
         _BY,
-        "a save failed, though no disk did",
-    ),
-    Mutant(
-        "a living writer's stage counts as left over",
-        "tierd/stage.py",
-        "        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "        fcntl.flock(fd, fcntl.LOCK_UN)",
-        _BY,
-        "died of itself",
+        "save failed",
     ),
     Mutant(
         "a restore takes an older attempt's checkpoint first",
