@@ -48,6 +48,14 @@ class Brake:
         monkeypatch.setattr(handoff, "write_part", write_part)
 
 
+@pytest.fixture
+def brake(daemon, monkeypatch):
+    """Held from the beginning; and let go in the end in any case, so that a red test waits for nothing."""
+    brake = Brake(monkeypatch)
+    yield brake
+    brake.go.set()
+
+
 def trainer(spool, script: str) -> int:
     """Run a trainer in a process of its own, with `ckpt` open and `tensors` at hand; its exit code."""
     head = f"""
@@ -77,8 +85,7 @@ def steps(spool) -> list[int]:
 # -- the trainer dies -------------------------------------------------------------------------------------------------
 
 
-def test_a_trainer_killed_right_after_save_has_lost_nothing(spool, daemon, monkeypatch):
-    brake = Brake(monkeypatch)
+def test_a_trainer_killed_right_after_save_has_lost_nothing(spool, daemon, brake):
     assert trainer(spool, "ckpt.save(1, tensors(1)); die()") == -signal.SIGKILL
     assert brake.begun.wait(10) and steps(spool) == []
     brake.go.set()
@@ -87,8 +94,7 @@ def test_a_trainer_killed_right_after_save_has_lost_nothing(spool, daemon, monke
     until(lambda: daemon.reconciler.journal.counters["persisted"] == 1)
 
 
-def test_every_slot_is_handed_over(spool, daemon, monkeypatch):
-    brake = Brake(monkeypatch)
+def test_every_slot_is_handed_over(spool, daemon, brake):
     script = """
         ckpt = tierd.Checkpointer(ckpt._spool.root, "run", slots=3)
         for step in (1, 2, 3): ckpt.save(step, tensors(step))
@@ -102,8 +108,7 @@ def test_every_slot_is_handed_over(spool, daemon, monkeypatch):
         assert same(restored(spool, step)[1], step)
 
 
-def test_an_overlapped_save_is_handed_over_when_its_copy_is_done(spool, daemon, monkeypatch):
-    brake = Brake(monkeypatch)
+def test_an_overlapped_save_is_handed_over_when_its_copy_is_done(spool, daemon, brake):
     script = """
         weight = torch.nn.Parameter(torch.ones(100_000))
         optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -165,10 +170,13 @@ def test_a_restart_waits_for_what_is_still_being_persisted(spool, daemon, monkey
     brake = Brake(monkeypatch)
     assert trainer(spool, "ckpt.restore(tensors(0)); ckpt.save(2, tensors(2)); die()") == -signal.SIGKILL
     assert brake.begun.wait(10)
-    threading.Timer(0.5, brake.go.set).start()
+    settle = daemon.handoff._settle
+    monkeypatch.setattr(daemon.handoff, "_settle", lambda: (threading.Timer(0.5, brake.go.set).start(), settle()))
     state = tensors(0)
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
-        assert checkpointer.restore(state).step == 2 and same(state, 2)
+        found = checkpointer.restore(state)
+        brake.go.set()  # also where nobody waited: so this fails at once
+        assert found.step == 2 and same(state, 2)
 
 
 def test_memory_of_the_dead_is_freed_in_the_end(spool, daemon, monkeypatch):
@@ -204,9 +212,8 @@ def test_a_forked_child_hides_no_death(spool, daemon):
 # -- the daemon dies, hangs, refuses, comes late ----------------------------------------------------------------------
 
 
-def test_a_daemon_that_dies_over_it_is_no_loss(spool, daemon, monkeypatch):
+def test_a_daemon_that_dies_over_it_is_no_loss(spool, daemon, brake):
     """Its connection ends in the middle; what it would still write, it writes from memory that nobody changes."""
-    brake = Brake(monkeypatch)
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         save = checkpointer.save(1, tensors(1))
         assert brake.begun.wait(10)
@@ -221,8 +228,7 @@ def test_a_daemon_that_dies_over_it_is_no_loss(spool, daemon, monkeypatch):
         assert same(restored(spool, step)[1], step)
 
 
-def test_a_late_daemon_commits_the_right_bytes_where_the_trainer_could_not(spool, daemon, monkeypatch):
-    brake = Brake(monkeypatch)
+def test_a_late_daemon_commits_the_right_bytes_where_the_trainer_could_not(spool, daemon, monkeypatch, brake):
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         with monkeypatch.context() as patch:
             patch.setattr(

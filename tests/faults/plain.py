@@ -1,5 +1,5 @@
-"""Mutants that ordinary tests find: what guards a spool, its sockets, a tier's secrets, an encrypted tier and the only
-copy."""
+"""Mutants that ordinary tests find: what guards a spool, its sockets, a tier's secrets, an encrypted tier, the only
+copy, and what was handed over before a death."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _TRUST, _SECRETS, _FILE = (
 )
 _STORE, _DAEMON = "pytest tests/stores/test_encrypted.py::", "pytest tests/daemon/test_encrypted.py::"
 _ENCRYPTED, _KEYS = "tierd/stores/encrypted.py", "tierd/stores/keys.py"
+_HANDED, _PIPELINE = "pytest tests/client/test_handoff.py", "tierd/client/pipeline.py"
 _LINKS = "os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW"
 
 _GUARDS = (
@@ -213,4 +214,49 @@ _DELETIONS = (
     ),
 )
 
-PLAIN = _GUARDS + _ENCRYPTION + _DELETIONS
+_DEATHS = (
+    Mutant(
+        "what was left in memory is believed",
+        "tierd/client/source.py",
+        "                check_bytes(found.files[file.path], file)\n",
+        "                pass\n",
+        f"{_HANDED} -k killed_in_a_copy",
+    ),
+    Mutant(
+        "a slot is free again before its snapshot is durable",
+        _PIPELINE,
+        "        self._persister.give(lambda: self._persist(snapshot, slot, given, files))\n        return True",
+        "        self._persister.give(lambda: self._persist(snapshot, slot, given, files))\n        return False",
+        "pytest tests/client/test_slots.py -k waits_for_the_one_before",
+    ),
+    Mutant(
+        "what a daemon did not answer before it died counts as durable",
+        _PIPELINE,
+        '            log.warning("%s: %s; it is persisted here", manifest.part, error)',
+        "            return Written(size=given.size, direct=False, recycled=False)",
+        f"{_HANDED} -k dies_over_it",
+    ),
+    Mutant(
+        "the daemon drops the snapshot of a trainer that is gone",
+        "tierd/daemon/handoff.py",
+        "        part, arena = message.part, line.arenas.get(message.slot)",
+        "        part, arena = message.part, None if line.hung_up else line.arenas.get(message.slot)",
+        f"{_HANDED} -k every_slot",
+    ),
+    Mutant(
+        "a living writer's stage counts as left over",
+        "tierd/stage.py",
+        "        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "        fcntl.flock(fd, fcntl.LOCK_UN)",
+        "pytest tests/test_spool.py -k living_writers_stage",
+    ),
+    Mutant(
+        "a restore does not wait for what the dead had handed over",
+        "tierd/daemon/control.py",
+        "                await self._handoff.settled()  # what a trainer handed over before it died is seen, too",
+        "                pass",
+        f"{_HANDED} -k restart_waits",
+    ),
+)
+
+PLAIN = _GUARDS + _ENCRYPTION + _DELETIONS + _DEATHS

@@ -237,7 +237,7 @@ class Life:
     def _strike(self) -> None:
         """Choose who dies and when, and wait for that."""
         noise = self.noise
-        if noise.random() < 0.1:
+        if noise.random() < 0.1 or not self.kills:  # once in every life at least
             self._intrude()
         if self.former and (not self.former.alive() or noise.random() < 0.2):
             self._end_former()
