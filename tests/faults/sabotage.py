@@ -44,7 +44,7 @@ def missing() -> str | None:
 
 
 def run(work: Round) -> None:
-    """Seed s is the mutant of number 7 s, so that a short round has some of every kit's."""
+    """Seeds stride through the mutants, so that a short round has some of every kit's."""
     mutants = collect()
     tree = work.room / "tree"
     shutil.copytree(ROOT, tree, ignore=_LEFT_OUT)
