@@ -97,6 +97,26 @@ def test_a_spool_of_another_user_is_refused(tmp_path: Path, monkeypatch, use) ->
     assert not (spool.control / "lock").exists() and not list(spool.root.glob("run*"))
 
 
+@pytest.mark.parametrize("room", ["trash", "recycle", "quarantine", "stage"])
+def test_a_link_put_in_place_of_a_room_of_an_open_spool_leads_nowhere(tmp_path: Path, room: str) -> None:
+    """Seed 1576 of `python -m faults hostile`: what lay behind such a link was taken for what a removal had left."""
+    outside, spool = tmp_path / "outside", Spool(tmp_path / "spool")
+    outside.mkdir()
+    (outside / "mine").write_text("mine")
+    commit(spool, part(1))
+    (spool.control / room).rmdir()
+    (spool.control / room).symlink_to(outside)
+    for call in (
+        lambda: [spool.discard(name) for name in spool.leftovers()],
+        lambda: spool.quarantine(part(1)),
+        lambda: spool.remove([part(1)], reuse=[part(1).lane]),
+        lambda: spool.drop_recycled(keep=[]),
+    ):
+        with contextlib.suppress(SpoolUnusable):
+            call()
+    assert [path.name for path in outside.iterdir()] == ["mine"]
+
+
 @pytest.mark.parametrize("room", [".tierd", ".tierd/stage", ".tierd/trash", ".tierd/recycle", ".tierd/quarantine"])
 def test_a_link_in_place_of_a_room_is_refused_and_leads_nowhere(tmp_path: Path, room: str) -> None:
     outside = tmp_path / "outside"

@@ -95,6 +95,12 @@ class Spool:
     def path(self, part: PartId) -> Path:
         return self.root / part.path
 
+    def _room(self, name: str) -> Path:
+        """A directory of tierd's own. Raises `SpoolUnusable` where a link lies in its place by now."""
+        path = self.control / name
+        check_room(path)
+        return path
+
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def parts(self) -> list[PartId]:
@@ -192,26 +198,26 @@ class Spool:
 
     def drop_recycled(self, keep: Collection[str]) -> None:
         """Delete what waits to be overwritten, but for these lanes."""
-        for path in (self.control / "recycle").iterdir():
+        for path in self._room("recycle").iterdir():
             if path.name not in keep:
                 path.unlink(missing_ok=True)
 
     def _recycle(self, home: Path, lane: str) -> None:
         """Set the largest file under `home` aside, if it is worth it; whether somebody holds it, its taker looks."""
-        target = self.control / "recycle" / lane
         try:
+            target = self._room("recycle") / lane
             files = (Path(directory, name) for directory, _, names in os.walk(home) for name in names)
             plain = {path: found.st_size for path in files if stat.S_ISREG((found := path.lstat()).st_mode)}
             largest = max(plain, key=plain.__getitem__, default=None)
             if largest and plain[largest] >= LARGE and largest.lstat().st_nlink == 1 and not target.exists():
                 largest.rename(target)
-        except OSError:  # then it is deleted like the rest
+        except (SpoolUnusable, OSError):  # then it is deleted like the rest
             pass
 
     def quarantine(self, part: PartId) -> None:
         """Set a part aside whose bytes are proven corrupt and which no tier can repair."""
         home = self.path(part)
-        aside = self.control / "quarantine" / part.path
+        aside = self._room("quarantine") / part.path
         if not home.is_dir():
             return  # set aside before: what lies there is all that is left of it
         if aside.exists():
@@ -234,7 +240,7 @@ class Spool:
     def quarantined(self) -> dict[PartId, Manifest | None]:
         """Parts that were set aside, with their manifests where those can still be read."""
         found: dict[PartId, Manifest | None] = {}
-        base = self.control / "quarantine"
+        base = self._room("quarantine")
         for run, checkpoint, name in _descend(base):
             part = PartId.parse(run, checkpoint, name)
             if part:
@@ -251,11 +257,11 @@ class Spool:
     def leftovers(self) -> list[str]:
         """Stages and fetches whose writer is gone, what a removal left half-way, and directories of checkpoints that
         hold no part and that nobody writes one for; by name, for `discard`."""
-        found = [f"trash/{path.name}" for path in (self.control / "trash").iterdir()]
+        found = [f"trash/{path.name}" for path in self._room("trash").iterdir()]
         empty = [(run, name) for run, name in _childless(self.root) if CheckpointId.parse(run, name)]
         living: list[str] = []  # whose commit may have made such a directory, and wait for a slow disk to sync it
         for room in _LOCKED:
-            for path in (self.control / room).iterdir():
+            for path in self._room(room).iterdir():
                 fd = try_lock(path)
                 if fd is not None:
                     os.close(fd)
@@ -297,7 +303,7 @@ class Spool:
 
     def _bury(self, path: Path) -> Path | None:
         """Make a directory invisible, for good; None when it is gone."""
-        grave = self.control / "trash" / secrets.token_hex(8)
+        grave = self._room("trash") / secrets.token_hex(8)
         try:
             path.rename(grave)
         except FileNotFoundError:

@@ -149,7 +149,8 @@ class Judge:
                     if form == "planes":
                         return True  # frames within frames: whoever got right bytes out of it, got them
                     try:
-                        raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=1 << 20)
+                        # By reading: a flipped head may name any size, for which room would be made first.
+                        raw = zstandard.ZstdDecompressor().stream_reader(data).read(1 << 20)
                     except zstandard.ZstdError:
                         continue
                     if digest(raw) == name:

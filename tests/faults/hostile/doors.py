@@ -152,23 +152,18 @@ def entries(noise: random.Random, room: Path, canary: Path) -> int:
             except (TierdError, OSError):
                 pass
         Scrubbed(spool.control / "scrubbed.json").load()
-        for name in _leftovers(spool):
-            spool.discard(name)
-        try:
-            spool.remove([part(1), part(2)])
-        except OSError:
-            pass
+        for remove in (
+            lambda: [spool.discard(name) for name in spool.leftovers()],
+            lambda: spool.remove([part(1), part(2)]),
+        ):
+            try:
+                remove()
+            except (TierdError, OSError):
+                pass
     finally:
         shutil.rmtree(home, ignore_errors=True)
         shutil.rmtree(tier, ignore_errors=True)
     return done
-
-
-def _leftovers(spool: Spool) -> list[str]:
-    try:
-        return spool.leftovers()
-    except OSError:
-        return []
 
 
 async def _look(spool: Spool, store: FileStore) -> None:
