@@ -104,6 +104,21 @@ def test_nothing_is_visible_before_commit_or_after_abandon(spool):
     assert list((spool.control / "stage").iterdir()) == []
 
 
+def test_a_stage_that_a_failing_disk_keeps_is_a_leftover(spool, monkeypatch):
+    """Seed 167 of `python -m faults disk`: it stayed locked, and so for as long as its process lived."""
+
+    def fails(path, ignore_errors):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(stage_module.shutil, "rmtree", fails)
+    with pytest.raises(KeyError), spool.stage(part()):
+        raise KeyError
+    monkeypatch.undo()
+    (left,) = spool.leftovers()
+    spool.discard(left)
+    assert spool.leftovers() == []
+
+
 def test_an_exception_in_the_block_abandons(spool):
     with pytest.raises(KeyError), spool.stage(part()) as stage:
         fill(stage, part())

@@ -73,10 +73,11 @@ class Stage:
         self._fd = -1
 
     def abandon(self) -> None:
-        """Remove what was staged; harmless after `commit`."""
+        """Remove what was staged; harmless after `commit`. What a failing disk keeps goes as a leftover."""
         if self._fd >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._fd)
+            with suppress(OSError):  # raised all the same where a directory that was opened cannot be looked at
+                shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._fd)  # left open, it would keep what is there locked
             self._fd = -1
 
     def __enter__(self) -> Stage:
