@@ -171,7 +171,7 @@ def cut_short(seed: int, home: Path) -> Shared:
     return shared
 
 
-AGE = turns._age
+OWN_STALE, AGE = turns._OWN_STALE, turns._age
 
 
 @pytest.fixture(autouse=True)
@@ -216,6 +216,27 @@ def test_a_mark_from_far_ahead_holds_nothing_up(monkeypatch):
         assert not [info.key async for info in store.scan(f"{RUN}/pruning/")]
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize("age", [turns._OWN_STALE - 1, turns._OWN_STALE])
+def test_a_flush_waits_for_a_deletion_of_its_own_node_only_until_that_is_over(monkeypatch, age):
+    """Seed 21 of `python -m faults kills`: the mark stands until its deletion is done again, which may be late."""
+    monkeypatch.setattr(turns, "_age", lambda stamp: age)
+    monkeypatch.setattr(turns, "_OWN_STALE", OWN_STALE)
+    store, own = MemoryStore(), part(1).checkpoint
+
+    async def names(who: str) -> bool:
+        try:
+            async with turns.naming(store, part(2), b"manifest", [own], who):
+                return True
+        except StoreUnavailable:
+            return False
+
+    async def work() -> list[bool]:
+        await store.put(f"{RUN}/pruning/{own.name}.{0x19:012x}-aaaaaaaa", b"")
+        return [await names("aaaaaaaa"), await names("bbbbbbbb")]
+
+    assert asyncio.run(work()) == [age >= OWN_STALE, False]
 
 
 def test_what_a_prune_left_under_a_name_that_still_lends_goes_when_its_mark_is_over(spool, quick, monkeypatch):

@@ -10,7 +10,7 @@ flush that finds a mark on a checkpoint waits until the mark is gone, and then l
 
 Both stand for seconds. One whose writer was cut off stands on, and only keeps something from being deleted or named.
 It is over for the node that wrote it after a quarter of an hour, and for whoever prunes the run once it is a day old:
-they remove an intent, and take a mark for a deletion that is to be done again.
+they remove an intent, wait for no mark, and take one for a deletion that is to be done again.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ async def naming(
     async with _bounded(f"putting the manifest of {part}"):
         await store.put(intent, manifest)
         try:
-            await _wait_for_marks(store, part, owners)
+            await _wait_for_marks(store, part, owners, who)
         except StoreUnavailable:
             await _forget(store, [intent])
             raise
@@ -84,9 +84,9 @@ async def naming(
         await store.delete([info.key async for info in store.scan(own) if info.key.endswith(stamp[-9:])])
 
 
-async def _wait_for_marks(store: Store, part: PartId, owners: Collection[CheckpointId]) -> None:
+async def _wait_for_marks(store: Store, part: PartId, owners: Collection[CheckpointId], who: str) -> None:
     for _ in range(_LOOKS):
-        met = await _marked(store, part.checkpoint.run) & set(owners)
+        met = await _marked(store, part.checkpoint.run, who) & set(owners)
         if not met:
             return
         await asyncio.sleep(_PAUSE)
@@ -98,12 +98,13 @@ async def left_over(store: Store, run: str) -> set[CheckpointId]:
     return await _marked(store, run, older=_DEADLINE * 1000)
 
 
-async def _marked(store: Store, run: str, older: float = -math.inf) -> set[CheckpointId]:
+async def _marked(store: Store, run: str, who: str = "", older: float = -math.inf) -> set[CheckpointId]:
+    """What is being deleted: not where that is over, for `who` and its own marks as for `sweep`."""
     marks = [_STAMP.fullmatch(info.key.rpartition("/")[2]) async for info in store.scan(pruning_prefix(run))]
     found = {
         CheckpointId.parse(run, mark[1])
         for mark in marks
-        if mark and older < _age(mark[2]) and not _is_over(mark[2], _STALE)
+        if mark and older < _age(mark[2]) and not _is_over(mark[2], _OWN_STALE if mark[3] == who else _STALE)
     }
     return {checkpoint for checkpoint in found if checkpoint}
 

@@ -404,6 +404,8 @@ def _restore(checkpointer: tierd.Checkpointer, orders: Orders, tell: _Tell) -> i
             raise
         found = checkpointer.restore()
         assert found is not None, "what was there for one restore was not there for the next"
+        if (found.directory / "state.json").exists():  # a launch beside this one has saved meanwhile
+            return _restore(checkpointer, orders, tell)
         files = sorted(
             path.relative_to(found.directory).as_posix() for path in found.directory.rglob("*") if path.is_file()
         )
