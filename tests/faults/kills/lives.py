@@ -148,7 +148,9 @@ class Life:
         assert not any(victim.alive() for victim in self.ranks)
         self.launch += 1
         self.seen.clear()
-        with_daemon = steps is not None or not (self.alone and self.noise.random() < 0.3)
+        # Without it nobody asks for what it was given only just now by a launch that lives on.
+        beside = self.former is not None
+        with_daemon = steps is not None or beside or not (self.alone and self.noise.random() < 0.3)
         self.launched = time.monotonic()
         self.ranks = []
         for number in range(self.world):
