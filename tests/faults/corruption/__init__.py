@@ -26,7 +26,7 @@ from faults.rounds import Mutant, Round
 from support.world import hurry
 
 UNIT = "corruptions"
-SHORT = 4_000
+SHORT = 3_000
 GATE = 100_000
 MET = (
     *(f"asked: verify: {answer}" for answer in ("all right", "some wrong")),

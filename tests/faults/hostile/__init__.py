@@ -23,7 +23,7 @@ from faults.rounds import Lost, Mutant, Round
 from support.world import hurry
 
 UNIT = "hostile inputs"
-SHORT = 10_000
+SHORT = 6_000
 GATE = 200_000
 MUTANTS = (
     Mutant(
