@@ -277,10 +277,17 @@ def test_an_answer_in_pieces_without_a_size_has_an_end(sized: bool) -> None:
     assert server.connections == 1
 
 
-def test_an_answer_that_is_no_http_is_unavailable() -> None:
+@pytest.mark.parametrize(
+    "said",
+    [b"SSH-2.0-OpenSSH\r\n", b'HTTP/1.1 200 OK\r\nETag: "e"\r\nContent-Length: 4\r\nLast-Modified: Sat, 21 N'],
+    ids=["no HTTP", "a time that breaks off"],
+)
+def test_an_answer_that_is_none_is_unavailable(said: bytes) -> None:
+    """Seed 10706 of `python -m faults s3`: botocore raises what is no error of its own over a time that is none."""
+
     async def serve(_: int, reader: Reader, writer: Writer) -> None:
         await head(reader)
-        writer.write(b"SSH-2.0-OpenSSH\r\n")
+        writer.write(said)
         await writer.drain()
 
     async def use(store: S3Store) -> None:
@@ -311,21 +318,6 @@ def test_an_answer_whose_head_breaks_off_is_none(cut: int) -> None:
                 await store.get("k", into)
         with pytest.raises(StoreUnavailable):
             _ = [info async for info in store.scan("")]
-
-    Server(serve).use(use)
-
-
-def test_an_answer_whose_head_breaks_off_in_a_time_says_nothing() -> None:
-    """Seed 10706 of `python -m faults s3`: botocore raises what is no error of its own over a time that is none."""
-
-    async def serve(_: int, reader: Reader, writer: Writer) -> None:
-        await head(reader)
-        writer.write(b'HTTP/1.1 200 OK\r\nETag: "e"\r\nContent-Length: 4\r\nLast-Modified: Sat, 21 N')
-        await writer.drain()
-
-    async def use(store: S3Store) -> None:
-        with pytest.raises(StoreUnavailable):
-            await store.get("k")
 
     Server(serve).use(use)
 

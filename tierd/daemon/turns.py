@@ -50,9 +50,9 @@ def _age(stamp: str) -> int:
     return time.time_ns() // 1_000_000 - int(stamp, 16)
 
 
-def _is_over(stamp: str, after: int) -> bool:
-    """Whether it is older than `after`, or from so far ahead that no clock can be trusted with it."""
-    return not -_STALE < _age(stamp) < after
+def _is_over(stamp: str, by: str, who: str) -> bool:
+    """Whether what `by` stamped is over for `who`: too old, or from so far ahead that no clock can be trusted."""
+    return not -_STALE < _age(stamp) < (_OWN_STALE if by == who else _STALE)
 
 
 @asynccontextmanager
@@ -104,7 +104,7 @@ async def _marked(store: Store, run: str, who: str = "", older: float = -math.in
     found = {
         CheckpointId.parse(run, mark[1])
         for mark in marks
-        if mark and older < _age(mark[2]) and not _is_over(mark[2], _OWN_STALE if mark[3] == who else _STALE)
+        if mark and older < _age(mark[2]) and not _is_over(mark[2], mark[3], who)
     }
     return {checkpoint for checkpoint in found if checkpoint}
 
@@ -147,7 +147,7 @@ async def sweep(store: Store, run: str, who: str) -> tuple[bool, dict[Checkpoint
     for prefix in (flushing_prefix(run), pruning_prefix(run)):
         async for info in store.scan(prefix):
             match = _STAMP.fullmatch(info.key)
-            if match and _is_over(match[2], _OWN_STALE if match[3] == who else _STALE):
+            if match and _is_over(match[2], match[3], who):
                 marked = CheckpointId.parse(run, match[1].removeprefix(pruning_prefix(run)))
                 (cut.setdefault(marked, []) if marked else stale).append(info.key)
             elif match and match[3] == who:

@@ -61,7 +61,7 @@ MUTANTS = (
     Mutant(
         "metadata may fill any place of its memo",
         "tierd/client/dcp/metadata.py",
-        "        _check_room(data)\n",
+        "        _check_sizes(data)\n",
         "",
         "hostile --only 10",
         "more memory than there is",

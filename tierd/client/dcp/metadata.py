@@ -102,7 +102,7 @@ class _Reader(pickle.Unpickler):
         return changed
 
 
-def _check_room(data: bytes | bytearray | memoryview) -> None:
+def _check_sizes(data: bytes | bytearray | memoryview) -> None:
     """That no place of the memo is beyond what the pickle can have filled, and nothing in it longer than the pickle:
     Python makes room for all of that first, which five bytes can ask 64 GB for."""
     raw = bytes(data)
@@ -144,7 +144,7 @@ def read_metadata(data: bytes | bytearray | memoryview, where: str) -> Metadata:
     """
     reader = _Reader(data)
     try:
-        _check_room(data)
+        _check_sizes(data)
         found = reader.load()
     except StateRefused as error:
         raise StateRefused(f"{where}: {error}") from None
