@@ -126,12 +126,8 @@ class Source:
             tiers = [] if status["paused"] else [tier["name"] for tier in status["tiers"]]
             while left and tiers and time.monotonic() < end:
                 log.info("%s: other nodes find it only on a tier; %d parts are flushed first", checkpoint, len(left))
-                left = [
-                    part
-                    for part in left
-                    if not any(self._is_on(part, tier) for tier in tiers)
-                    and self._spool.has(part)  # what proved corrupt is not waited for
-                ]
+                left = [part for part in left if not any(self._is_on(part, tier) for tier in tiers)]
+                left = [part for part in left if self._spool.has(part)]  # what proved corrupt is not waited for
                 time.sleep(_REST if left else 0.0)  # what a tier refuses is answered at once
         except (TierdError, OSError) as error:
             log.warning("%s: %s", checkpoint, error)
