@@ -554,6 +554,20 @@ def test_what_is_corrupt_on_the_tier_and_right_in_another_nodes_spool_is_flushed
     assert [(one.step, one.skipped) for one in found] == [(2, ())] * 2 and found[1].tier == "tier"
 
 
+def test_what_the_other_node_flushed_again_before_anybody_looked_is_restored(nodes, monkeypatch):
+    """Its daemon saw by itself that the copy was gone, and no rank lacked anything at the next look."""
+    settle = Restorer.settle
+
+    def slowly(self, candidate, error, **told):
+        settled = settle(self, candidate, error, **told)
+        if settled.corrupt:
+            nodes.settle()
+        return settled
+
+    monkeypatch.setattr(Restorer, "settle", slowly)
+    test_what_is_corrupt_on_the_tier_and_right_in_another_nodes_spool_is_flushed_again_and_restored(nodes)
+
+
 def test_corrupt_on_the_tier_and_in_every_spool_many_are_stepped_back_over(nodes):
     nodes.save(1, 2, 3, 4, 5)
     nodes.settle()

@@ -6,6 +6,7 @@ Law: a proven-bad copy steps all ranks back to the next candidate; a place that 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ log = logging.getLogger("tierd")
 _INCOMPLETE = "incomplete: not every rank's part is there"
 _ASIDE = "set aside before: some of it was proven corrupt, and no place had it right"
 _LOOKS = 3  # at what there is, when parts vanish between a look and the reading
+_TRIES = 2  # of one checkpoint, when what was proven corrupt is set aside and another node's spool may have it right
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +113,9 @@ class Restorer:
         self.source = Source(spool, run, tiers=tiers, line=line, keep=keep)
         self.agreement = Agreement(ranks, run, self.source.sight, clock)
         self._passed: dict[CheckpointId, str] = {}
-        self._asked_for: set[CheckpointId] = set()
-        self._sent: set[CheckpointId] = set()  # of these, those that were not tried since
-        self._gone = self._bad = False  # whether the last candidate's parts had vanished, or some were proven corrupt
+        self._bad: Counter[CheckpointId] = Counter()  # how often some of it was proven corrupt
+        self._asked_for: set[CheckpointId] = set()  # other nodes' flush, and not tried since
+        self._gone = False  # whether the last candidate's parts had vanished
         self.resume = Resume((), (), (), None, (), ())  # as last looked at
 
     def restore(
@@ -157,8 +159,9 @@ class Restorer:
     def settle(self, candidate: Candidate, error: Exception | None, *, unfit: bool = False) -> Settled:
         """Tell all ranks how this one fared with `candidate`; raises as `Agreement.settle`."""
         settled = self.agreement.settle(error, unfit=unfit)
-        self._gone, self._bad = settled.gone, bool(settled.corrupt)
+        self._gone = settled.gone
         if settled.corrupt:
+            self._bad[candidate.checkpoint] += 1
             log.error("restore skips %s: %s", candidate.checkpoint, settled.corrupt)
             self._passed[candidate.checkpoint] = settled.corrupt
         return settled
@@ -176,24 +179,26 @@ class Restorer:
 
     def _candidates(self, step: int | None, attempt: str | None, *, everything: bool) -> Iterator[Candidate]:
         vanished = 0
+        # Proven corrupt where one rank can look, and set aside there: the node that saved it may have it right, and
+        # flush it again, on its own or when asked.
+        tries = _TRIES if self._ranks.world > 1 else 1
         while vanished < _LOOKS:
             self.resume = resume = self.agreement.look(step, attempt, everything=everything)
             self._check_incomplete(step is None and attempt is None)
             again = False
             for candidate in resume.candidates:
                 one = candidate.checkpoint
-                asked = one in self._asked_for
-                if one in self._passed and one not in self._sent and (asked or not candidate.lacking):
+                if self._bad[one] >= tries:
                     continue
                 if again := self._scattered(candidate):
                     break
-                self._sent.discard(one)
+                self._asked_for.discard(one)
                 self._passed.pop(one, None)
-                self._gone = self._bad = False
+                before = self._bad[one]
+                self._gone = False
                 yield candidate
                 vanished += self._gone
-                # Proven corrupt where one rank can look, and set aside there: another node's spool may have it right.
-                if again := self._gone or (self._bad and not asked and self._ranks.world > 1):
+                if again := self._gone or before < self._bad[one] < tries:
                     break
             if not again:
                 self._nothing(step, attempt)
@@ -215,7 +220,6 @@ class Restorer:
                 "it is flushed. Restoring an older step is your decision: restore(state, step=…)"
             )
         self._asked_for.add(checkpoint)
-        self._sent.add(checkpoint)
         self.source.flush(checkpoint)
         self.agreement.settle(None)  # nobody looks before the others have flushed
         return True
