@@ -391,6 +391,20 @@ def test_remove_takes_the_parts_that_it_is_told_and_nothing_else(spool):
     assert is_whole(spool, part(200))
 
 
+@pytest.mark.parametrize(
+    "plant", [os.mkfifo, lambda path: os.symlink("/etc", path), Path.touch], ids=["fifo", "link", "file"]
+)
+def test_what_lies_in_a_parts_place_and_is_no_directory_is_removed_like_one(spool, plant):
+    """Seed 4211 of `python -m faults hostile`: a FIFO was opened, which waits for whoever writes to it."""
+    for owner in (part(100), part(200)):
+        spool.path(owner).parent.mkdir(parents=True)
+        plant(spool.path(owner))
+    spool.remove([part(100)])
+    spool.path(part(200)).rename(spool.control / "trash" / "x")
+    spool.discard("trash/x")
+    assert not os.path.lexists(spool.path(part(100))) and not list((spool.control / "trash").iterdir())
+
+
 def test_a_part_is_committed_while_the_last_other_one_of_its_checkpoint_goes(spool, monkeypatch):
     first, second = part(100, 0, 2), part(100, 1, 2)
     commit(spool, first)

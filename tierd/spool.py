@@ -18,7 +18,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tierd.core.errors import (
@@ -186,7 +186,7 @@ class Spool:
             self._drop_if_empty(self.path(part).parent)
             if part.lane in reuse:
                 self._recycle(grave, part.lane)
-            shutil.rmtree(grave, ignore_errors=True)
+            _delete(grave)
 
     def recycled(self, part: PartId) -> Path | None:
         """A file that the writer of `part` may overwrite. It is taken by a rename, so by one writer only."""
@@ -299,10 +299,10 @@ class Spool:
     def _trash(self, path: Path) -> None:
         grave = self._bury(path)
         if grave is not None:
-            shutil.rmtree(grave, ignore_errors=True)
+            _delete(grave)
 
     def _bury(self, path: Path) -> Path | None:
-        """Make a directory invisible, for good; None when it is gone."""
+        """Make what lies there invisible, for good; None when it is gone."""
         grave = self._room("trash") / secrets.token_hex(8)
         try:
             path.rename(grave)
@@ -408,6 +408,15 @@ def _childless(base: Path) -> Iterator[tuple[str, str]]:
             except FileNotFoundError:
                 continue
             yield run, checkpoint
+
+
+def _delete(grave: Path) -> None:
+    """Delete what was buried, as far as it goes. It may be no directory, and opening a FIFO would never end."""
+    with suppress(OSError):
+        if stat.S_ISDIR(grave.lstat().st_mode):
+            shutil.rmtree(grave, ignore_errors=True)
+        else:
+            grave.unlink()
 
 
 def _sync_left(directory: Path) -> None:

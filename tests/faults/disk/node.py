@@ -75,8 +75,8 @@ def _watch_lanes() -> None:
         return await look(daemon, one)
 
     def noted(daemon: Any, one: Any, action: Any, error: Exception) -> None:
+        failed[one] = time.monotonic()  # before: afterwards, a busy machine may have let some of the rest pass
         fail(daemon, one, action, error)
-        failed[one] = time.monotonic()
 
     reconcile.Reconciler._look_and_plan = looked  # type: ignore[method-assign]
     reconcile.Reconciler._failed = noted  # type: ignore[method-assign]
