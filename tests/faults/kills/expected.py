@@ -1,7 +1,8 @@
 """What must be there after kills, worked out from what writers were told, and nothing of tierd's.
 
 A rank's part of a checkpoint is due from the moment that its writer was told: `wait("local")`, or a tier's name, has
-returned; or the daemon was told of its snapshot, and no daemon was killed since (P11). A checkpoint is due when every
+returned; or the daemon was told of its snapshot, and no daemon was killed since (P11): then to whoever asks the daemon,
+once the writer is dead. A checkpoint is due when every
 rank's part is. A restore must give the newest that is due, by attempt and step, or one that was begun after it.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 Name = tuple[str, int]  # attempt, step
@@ -19,12 +21,17 @@ class Part:
     """What is known of one rank's part; times are monotonic seconds."""
 
     begun: float
+    launch: int
     given: bool = False
     local: bool = False
     tiers: set[str] = field(default_factory=set)
 
+    @property
+    def lasts(self) -> bool:
+        return self.local or bool(self.tiers)
+
     def due(self, death: float) -> bool:
-        return self.local or bool(self.tiers) or (self.given and self.begun > death)
+        return self.lasts or (self.given and self.begun > death)
 
 
 class Expected:
@@ -41,7 +48,7 @@ class Expected:
         """One line of the log, but for restores."""
         name = line["attempt"], line["step"]
         if what == "begun":
-            self.saves[name][rank] = Part(line["at"])
+            self.saves[name][rank] = Part(line["at"], line["launch"])
         elif what == "returned":
             self.saves[name][rank].given = line["given"]
         elif what == "local":
@@ -55,9 +62,15 @@ class Expected:
             len(parts) == self.world and all(part.due(self.death) for part in parts.values())
         )
 
-    def begin(self, launch: int, rank: int) -> None:
-        """A rank begins to restore: what is due now is due to it."""
-        self._before[launch, rank] = {name for name in self.saves if self.is_due(name)}
+    def begin(self, launch: int, rank: int, waited_for: Callable[[int], bool]) -> None:
+        """A rank begins to restore: what is due now is due to it. What the daemon only holds is, where it asks the
+        daemon, and that waits for the launch that gave it."""
+        self._before[launch, rank] = {
+            name
+            for name, parts in self.saves.items()
+            if self.is_due(name)
+            and (name in self.restored or all(part.lasts or waited_for(part.launch) for part in parts.values()))
+        }
 
     def wrong(self, launch: int, rank: int, found: Name | None) -> str | None:
         """Why this rank must not have been given `found`; None where it may."""

@@ -104,6 +104,8 @@ class Life:
         self.daemon: Victim | None = None
         self.ranks: list[Victim] = []
         self.former: Victim | None = None  # of a launch that lives on beside the latest
+        self.zombies: set[int] = set()  # launches that have lived on beside another
+        self.unasking: set[int] = set()  # launches without the daemon
         self.resting = False  # nothing is killed any more
         self.launch = 0
         self.launched = 0.0  # when, monotonic seconds
@@ -148,9 +150,9 @@ class Life:
         assert not any(victim.alive() for victim in self.ranks)
         self.launch += 1
         self.seen.clear()
-        # Without it nobody asks for what it was given only just now by a launch that lives on.
-        beside = self.former is not None
-        with_daemon = steps is not None or beside or not (self.alone and self.noise.random() < 0.3)
+        with_daemon = steps is not None or not (self.alone and self.noise.random() < 0.3)
+        if not with_daemon:
+            self.unasking.add(self.launch)
         self.launched = time.monotonic()
         self.ranks = []
         for number in range(self.world):
@@ -192,6 +194,7 @@ class Life:
         [self.former], self.ranks = self.ranks, []
         self.former.name = "the former rank"
         self.notes["launches beside one that lives on"] += 1
+        self.zombies.add(self.launch)
         self.start_launch()
 
     def _end_former(self) -> None:
@@ -349,7 +352,7 @@ class Life:
         if line["launch"] == self.launch:
             self.seen[what] += 1
         if what == "restoring":
-            self.expected.begin(line["launch"], number)
+            self.expected.begin(line["launch"], number, lambda giver: self._waits_for(line["launch"], giver))
         elif what == "restored":
             self._restored(line)
         elif what == "failed":
@@ -360,6 +363,10 @@ class Life:
             raise Lost(f"nothing fails any more, and a tier does not get what was saved: {line}")
         elif what not in ("ended", "untold"):
             self.expected.saw(number, what, line)
+
+    def _waits_for(self, launch: int, giver: int) -> bool:
+        """Whether a restore of `launch` has the daemon finish what `giver` gave it: it does so for the dead."""
+        return launch not in self.unasking and (launch == giver or not {launch, giver} & self.zombies)
 
     def _restored(self, line: dict[str, Any]) -> None:
         found = (line["found"][0], line["found"][1]) if line["found"] else None
