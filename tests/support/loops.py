@@ -45,14 +45,15 @@ def read(spool: Path, *, seed: int | None = 0, forget: str = "", last: int = 10*
     while state["step"] < last:
         order = list(range(40))
         random.Random(None if state["seed"] is None else state["seed"] + state["epoch"]).shuffle(order)
-        while state["position"] < 40:
+        while state["position"] < 40 and state["step"] < last:
             samples = order[state["position"] : state["position"] + batch]
             state["position"] += batch
             state["step"] += 1
             tierd.observe(state["step"], samples, 1 / state["step"])
             if state["step"] % EVERY == 0 and forget != "all":
                 keep(spool, {**state, "step": state["step"] + (forget == "step")})
-        state["epoch"], state["position"] = state["epoch"] + 1, 0
+        if state["position"] == 40:
+            state["epoch"], state["position"] = state["epoch"] + 1, 0
 
 
 def unseeded(spool: Path) -> None:
