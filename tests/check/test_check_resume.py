@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -183,17 +184,24 @@ def test_the_loop_ends_when_the_check_itself_is_killed(room: Path):
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "TMPDIR": str(room)}
     check = subprocess.Popen([sys.executable, "-c", code], env=environment)
 
-    def loops() -> list[int]:
-        children = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-        return [int(line.split()[0]) for line in children.splitlines() if str(room) in line]
+    def loops() -> list[str]:
+        found = []
+        for command in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):  # gone meanwhile
+                if str(room).encode() in command.read_bytes():
+                    found.append(command.parent.name)
+        return found
 
+    try:
+        end = time.monotonic() + 60
+        while not loops():
+            assert time.monotonic() < end and check.poll() is None
+            time.sleep(0.1)
+    finally:
+        check.kill()
+        check.wait()
     end = time.monotonic() + 60
-    while not (started := loops()):
-        assert time.monotonic() < end and check.poll() is None
-        time.sleep(0.1)
-    check.kill()
-    check.wait()
     while loops():
-        assert time.monotonic() < end, started
+        assert time.monotonic() < end
         time.sleep(0.1)
     shutil.rmtree(next(room.iterdir()))
