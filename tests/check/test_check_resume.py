@@ -77,6 +77,13 @@ def test_the_quickstart_resumes_exactly():
     assert [one.began for one in report.launches] == [1, 6, 11]
 
 
+@pytest.mark.slow
+def test_a_save_that_the_daemon_has_survives_the_kill():
+    """Killed while the daemon writes the checkpoint of step 6: launch 3 goes on from it. The daemon is gone as well."""
+    report = assert_resumes("support.loops:handed_over", steps=9, kill_at=(3, "6+save"))
+    assert report.exact and [one.began for one in report.launches] == [1, 3, 7]
+
+
 def test_the_readmes_quickstart_is_the_one_that_is_checked():
     shown = (ROOT / "examples" / "quickstart.py").read_text().split("# -- the README shows from here\n")[1]
     lines = [line.removeprefix("    ") for line in shown.rstrip().splitlines()]

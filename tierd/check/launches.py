@@ -227,3 +227,6 @@ def stop_daemons(home: Path) -> None:
             continue  # none is there any more
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+            for _ in range(100):  # it is not our child to wait for; what it still writes must not outlive the directory
+                os.kill(pid, 0)
+                time.sleep(_LOOK)
