@@ -70,6 +70,7 @@ def test_an_allowance_is_honoured_and_shown():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_the_quickstart_resumes_exactly():
     """From the middle of an epoch of 10 steps, and from its edge, when the save of step 15 was cut short."""
     report = assert_resumes("examples.quickstart:train", steps=22, kill_at=(8, "14+save"))
@@ -78,6 +79,7 @@ def test_the_quickstart_resumes_exactly():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_save_that_the_daemon_has_survives_the_kill():
     """Killed while the daemon writes the checkpoint of step 6: launch 3 goes on from it. The daemon is gone as well."""
     report = assert_resumes("support.loops:handed_over", steps=9, kill_at=(3, "6+save"))
