@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from tierd.cli import act, advise, bench, pause, read
+from tierd.cli import act, advise, bench, check, pause, read
 from tierd.core import errors
 from tierd.core.wire import EXIT_HELD
 
@@ -27,16 +27,18 @@ read.register(app)
 pause.register(app)
 advise.register(app)
 bench.register(app)
+check.register(app)
 
 EXIT_CODES: dict[int, str] = {
     0: "done; what was asked about is sound",
     1: "an unexpected failure: a bug, or an error of the operating system",
     2: "the command line was not understood",
-    3: "bad input: configuration, URL, name, step, a spool that cannot be used",
+    3: "bad input: configuration, URL, name, step, a spool that cannot be used, a loop that fails by itself",
     4: "not found: no such checkpoint, or none that could be verified",
     5: "corruption was found",
     6: "a store or the daemon did not answer, or refused; nothing is known to be wrong",
     EXIT_HELD: "another daemon holds the spool",
+    check.EXIT_NOT_EXACT: "`check-resume`: the run that was killed is not the one that nobody interrupted",
 }
 _CODES: dict[type[errors.TierdError], int] = {
     errors.CheckpointNotFound: 4,
