@@ -19,10 +19,10 @@ from tierd.cli.act import Judged
 from tierd.cli.read import Check
 from tierd.client.save import Stats
 from tierd.core.config import Config, TierConfig, from_toml
+from tierd.core.events import Event
 from tierd.core.report import Checkpoint, Copy, Report
 from tierd.core.retention import Best, RetentionPolicy
 from tierd.daemon.export import Exported
-from tierd.daemon.journal import Event
 from tierd.daemon.scrub import ScrubStatus
 from tierd.daemon.status import COUNTERS, Status, TierStatus
 
