@@ -25,7 +25,9 @@ MAX_REPLY = 64 << 20  # bytes
 MAX_PAUSE = 366 * 86400.0  # seconds
 
 Index = Annotated[int, Meta(ge=0, le=1 << 32)]  # of a chunk in its file
-Told = Annotated[str, Meta(max_length=2000)]  # characters of a reason
+MAX_TOLD = 1000  # characters of a reason
+MOST_TOLD = 16  # of them in a request
+Told = Annotated[str, Meta(max_length=MAX_TOLD)]
 Ranges = tuple[tuple[Index, Index], ...]  # (first, end) of runs of chunks, `end` not among them
 
 
@@ -97,7 +99,7 @@ class FellBack(Request, frozen=True, kw_only=True, tag="fell-back"):
     """A restore gives `checkpoint`, and passed over newer ones: which, and why. Answer: nothing more than `ok`."""
 
     checkpoint: CheckpointId
-    skipped: Annotated[tuple[Told, ...], Meta(min_length=1, max_length=16)]
+    skipped: Annotated[tuple[Told, ...], Meta(min_length=1, max_length=MOST_TOLD)]
 
 
 class Pause(Request, frozen=True, kw_only=True, tag="pause"):

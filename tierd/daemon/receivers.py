@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from tierd import __version__
 from tierd.core.config import TellConfig
 from tierd.core.errors import ConfigError
 from tierd.core.webhook import is_loopback, is_reference, shown
@@ -56,7 +55,7 @@ class Receiver(Protocol):
 
 
 def open_receiver(tell: TellConfig, where: str) -> Receiver:
-    """The receiver that a `[[tell]]` names; raises `ConfigError` beginning with `where` if a reference leads nowhere."""
+    """The receiver that a `[[tell]]` names; raises `ConfigError` with `where` if a reference leads nowhere."""
     if tell.command is not None:
         return Command(tell.command)
     assert tell.url is not None
@@ -95,7 +94,7 @@ class Webhook:
     def __init__(self, url: str, name: str, headers: Mapping[str, str]) -> None:
         self.name = name
         self._url = url
-        agent = {"Content-Type": "application/json", "User-Agent": f"tierd/{__version__}"}
+        agent = {"Content-Type": "application/json", "User-Agent": "tierd"}
         self._headers = {**headers, **agent}
         self._connection: http.client.HTTPConnection | None = None
         self._over = threading.Event()  # this try is

@@ -266,10 +266,8 @@ class Reconciler:
         self.journal.worked(thing, _subject(None), others=False)
         if action is not None:
             self.journal.worked(thing, _subject(action))
-        elif (
-            not self.pause.paused and not self._draining and self._until_unstuck(lane) == math.inf
-        ):  # nothing is left to do that was tried in vain
-            self.journal.worked(thing)
+        elif not self.pause.paused and not self._draining and self._until_unstuck(lane) == math.inf:
+            self.journal.worked(thing)  # nothing is left to do that was tried in vain
 
     # -- looking ----------------------------------------------------------------------------------------------------
 

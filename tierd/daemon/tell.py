@@ -31,8 +31,8 @@ _WHY = 4000  # characters of an event's `why` that are told
 
 
 class TellStatus(msgspec.Struct, frozen=True):
-    """One `[[tell]]`: `to` is what may be shown of it. Counts are since the start: events `told`; `failures`, tries that
-    were in vain; events `untold`, that is `held` back, `lost` for want of room, and given up; `waiting` now."""
+    """One `[[tell]]`: `to` is what may be shown of it. Counts are since the start: events `told`; `failures`, tries in
+    vain; events `untold`, that is `held` back, `lost` for want of room, and given up; `waiting` now."""
 
     name: str
     to: str
@@ -57,7 +57,7 @@ class Channel:
         self._timeout = config.timeout_s
         self._outbox = Outbox(config.events or USUAL, config.per_minute)
         self._changed = threading.Condition()
-        self._ending = False
+        self._ending = self._stopped = False
         self._told = self._failures = self._given_up = 0
         self._error: str | None = None
         self._in_vain = 0  # tries in a row
@@ -86,6 +86,7 @@ class Channel:
 
     def stop(self) -> None:
         """Give up what is under way."""
+        self._stopped = True
         self._receiver.stop()
 
     @property
@@ -139,6 +140,8 @@ class Channel:
             try:
                 self._receiver.give(body, self._timeout)
             except Untold as error:
+                if self._stopped:
+                    return False
                 self._tried(str(error))
                 if not error.again:
                     return False
