@@ -14,11 +14,12 @@ MORE = "more"  # what stands for events that were not told
 
 
 class Kind(NamedTuple):
-    """What an event of this kind means. `alert`: somebody should look; `usual`: told where nobody chose."""
+    """What an event of this kind means. `usual`: told where nobody chose; `urgent`: never held back."""
 
     means: str
     level: Literal["info", "error", "alert"] = "info"
     usual: bool = True
+    urgent: bool = False
 
 
 KINDS: dict[str, Kind] = {
@@ -26,8 +27,10 @@ KINDS: dict[str, Kind] = {
     "persist failed": Kind("a save could not be made durable, by daemon or trainer, and is given up", "error"),
     "flushed": Kind("a part is on a tier, each byte of it verified there", usual=False),
     "durable": Kind("a tier has come to hold every rank's part of a checkpoint, verified"),
-    "failing": Kind("three tries in a row of the same thing failed; again while that lasts, ever more seldom", "alert"),
-    "works again": Kind("what was failing works", "alert"),
+    "failing": Kind(
+        "three tries in a row of the same thing failed; again while that lasts, ever more seldom", "alert", urgent=True
+    ),
+    "works again": Kind("what was failing works", urgent=True),
     "corrupt": Kind("a copy is proven corrupt", "error"),
     "healed": Kind("the spool's copy was put right, or brought, from tiers"),
     "repaired": Kind("a tier's copy was put right"),

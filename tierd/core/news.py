@@ -45,13 +45,14 @@ class News:
                 self._since.setdefault(one, now)
                 copy = place.checkpoints.get(one)
                 (settled if copy and copy.usable else awaited).add(one)
-        whole = [one for one in awaited if (copy := place.checkpoints.get(one)) and copy.usable]
+        whole = sorted(one for one in awaited if (copy := place.checkpoints.get(one)) and copy.usable)
+        took = [(one, now - self._since[one]) for one in whole]
         settled.update(whole)
         awaited.difference_update(whole)
         for left in (awaited, settled):
             left -= {one for one in left if one not in spool.checkpoints and one not in place.checkpoints}
         self._since = {one: at for one, at in self._since.items() if one in spool.checkpoints or self._is_awaited(one)}
-        return [(one, now - self._since.get(one, now)) for one in sorted(whole)]
+        return took
 
     def _is_awaited(self, checkpoint: CheckpointId) -> bool:
         return any(checkpoint in awaited for awaited in self._awaited.values())

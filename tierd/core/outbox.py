@@ -1,7 +1,7 @@
 """What waits to be told to one receiver: bounded, and no more of it a minute than was asked for.
 
 Law: nothing vanishes uncounted. What was held back, found no room or was given up is told later as one event of how
-many of each kind. Alerts are never held back, and make room for themselves.
+many of each kind. What is urgent is never held back, and makes room for itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Outbox:
     """Events for one receiver, in order. Times are monotonic seconds.
 
     A minute begins with the first event after the last minute; after `per_minute` of them, the others of that minute
-    are held back. Alerts count, and pass in any case.
+    are held back. What is urgent counts, and passes in any case.
 
     Attributes:
         missed: by kind, what was not told and not yet told of.
@@ -42,15 +42,15 @@ class Outbox:
         """Take an event in; whether there is now something to do."""
         if event.what not in self._events:
             return False
-        alert = KINDS[event.what].level == "alert"
+        urgent = KINDS[event.what].urgent
         self._turn(now)
-        if self._passed >= self._per_minute and not alert:
+        if self._passed >= self._per_minute and not urgent:
             self.held += 1
             self.miss(event)
             return True
         if len(self._waiting) >= self._room:
             self.lost += 1
-            plain = next((one for one in self._waiting if KINDS[one.what].level != "alert"), None) if alert else event
+            plain = next((one for one in self._waiting if not KINDS[one.what].urgent), None) if urgent else event
             self.miss(event if plain is None else plain)
             if plain is None or plain is event:
                 return True

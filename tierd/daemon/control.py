@@ -140,7 +140,7 @@ class Control:
             case wire.Pin(checkpoint=checkpoint, pinned=pinned):
                 return await self._pin(checkpoint, pinned)
             case wire.Failed(part=part, why=why):
-                self._reconciler.save_failed(part, why)
+                self._reconciler.given_up(part, why)
                 return {}
             case wire.FellBack(checkpoint=checkpoint, skipped=skipped):
                 self._reconciler.journal.tell("fell back", SPOOL, checkpoint, f"passed over: {'; '.join(skipped)}")

@@ -114,6 +114,8 @@ class Webhook:
             if self._stopped:
                 raise Untold("the daemon ends", again=False)
             self._opener.open(request, timeout=timeout_s).close()
+            if self._over.is_set():  # an answer that was cut off looks like one
+                raise Untold(f"no answer within {timeout_s:g} s", again=True)
         except urllib.error.HTTPError as error:
             error.close()
             raise Untold(f"it answered {error.code}", again=error.code >= 500 or error.code in _LATER) from None

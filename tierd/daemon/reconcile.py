@@ -94,6 +94,7 @@ class Reconciler:
         self.lanes = {name: Lane(name) for name in (SPOOL, *stores)}
         self._spool_eye = SpoolEye(spool)
         self._news = News()
+        self._refused: set[PartId] = set()  # whose trainers are told that they could not be committed
         self._place = Place()
         self._free = 1.0
         self._leftovers: tuple[str, ...] = ()
@@ -136,7 +137,8 @@ class Reconciler:
     def taken(self, part: PartId, outcome: Written | Exception) -> None:
         """A part was committed from a trainer's memory, or could not be."""
         if isinstance(outcome, Exception):
-            self.save_failed(part, str(outcome))
+            self._refused.add(part)
+            self._save_failed(part, str(outcome))
         else:
             self.journal.counters["persisted"] += 1
             how = "past the page cache" if outcome.direct else "through the page cache"
@@ -144,11 +146,13 @@ class Reconciler:
                 self._saved(part, outcome.size, f", {how}")
         self.wake()
 
-    def save_failed(self, part: PartId, why: str) -> None:
-        """A save was given up, here or by its trainer: the same one may be told by both."""
-        name = str(part)
-        if any(event.what == "persist failed" and event.subject == name for event in self.journal.events):
-            return
+    def given_up(self, part: PartId, why: str) -> None:
+        """A trainer gave a save up: maybe since it was told so from here."""
+        if part not in self._refused:
+            self._save_failed(part, why)
+        self._refused.discard(part)
+
+    def _save_failed(self, part: PartId, why: str) -> None:
         self.journal.counters["persist_failures"] += 1
         self.journal.tell("persist failed", SPOOL, part, why)
         self.journal.failed((SAVES, part.lane), "save", SPOOL, part, why)
