@@ -326,7 +326,7 @@ def test_a_tier_that_fails_three_times_in_a_row_is_an_alert_until_it_works(spool
                 assert alert["doing"] == ("look" if all_of_it else "flush") and str(error) in alert["why"]
                 assert alert.get("step") == (None if all_of_it else 1) and alert["seconds"] >= 0
                 await until(lambda: daemon.journal.counters["errors"] > 6, PATIENT)
-                found = status(daemon, 0, 0, teller)
+                found = status(daemon, 0, 0, teller.status())
                 assert [one.place for one in found.alerts] == ["tier"] and found.counters["alerts"] == 1
                 store.error = store.before = None
                 await settle(daemon, PATIENT)

@@ -118,7 +118,9 @@ class Control:
                 self._reconciler.wake()
                 return {"pid": os.getpid(), "tiers": {tier.name: tier.url for tier in self._reconciler.config.tier}}
             case wire.Status():
-                return {"status": status(self._reconciler, self.trainers, self._handoff.lent_bytes(), self._teller)}
+                return {
+                    "status": status(self._reconciler, self.trainers, self._handoff.lent_bytes(), self._teller.status())
+                }
             case wire.Report(run=run):
                 await self._look(run)
                 return {"report": report(self._reconciler.world(), self._reconciler.config, run)}

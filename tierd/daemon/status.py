@@ -10,7 +10,7 @@ from tierd.core.urls import parse_url
 from tierd.daemon.journal import AlertStatus
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.scrub import ScrubStatus
-from tierd.daemon.tell import Teller, TellStatus
+from tierd.daemon.tell import TellStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class Status:
     tell: tuple[TellStatus, ...]
 
 
-def status(reconciler: Reconciler, trainers: int, lent_bytes: int, teller: Teller) -> Status:
+def status(reconciler: Reconciler, trainers: int, lent_bytes: int, tell: tuple[TellStatus, ...] = ()) -> Status:
     """Describe a running reconciler."""
-    world, tell = reconciler.world(), teller.status()
+    world = reconciler.world()
     counted = {"told": sum(one.told for one in tell), "untold": sum(one.untold for one in tell)}
     return Status(
         pid=os.getpid(),
