@@ -118,9 +118,8 @@ class Control:
                 self._reconciler.wake()
                 return {"pid": os.getpid(), "tiers": {tier.name: tier.url for tier in self._reconciler.config.tier}}
             case wire.Status():
-                return {
-                    "status": status(self._reconciler, self.trainers, self._handoff.lent_bytes(), self._teller.status())
-                }
+                lent, tell = self._handoff.lent_bytes(), self._teller.status()
+                return {"status": status(self._reconciler, self.trainers, lent, tell)}
             case wire.Report(run=run):
                 await self._look(run)
                 return {"report": report(self._reconciler.world(), self._reconciler.config, run)}
