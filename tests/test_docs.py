@@ -22,13 +22,16 @@ from tierd.cli import EXIT_CODES, app
 from tierd.cli.act import Judged
 from tierd.cli.read import Check
 from tierd.client.save import Stats
-from tierd.core.config import Config, TierConfig, from_toml
+from tierd.core import events
+from tierd.core.config import Config, TellConfig, TierConfig, from_toml
+from tierd.core.events import MORE, Event
 from tierd.core.report import Checkpoint, Copy, Report
 from tierd.core.retention import Best, RetentionPolicy
 from tierd.daemon.export import Exported
-from tierd.daemon.journal import Event
+from tierd.daemon.journal import AlertStatus
 from tierd.daemon.scrub import ScrubStatus
 from tierd.daemon.status import COUNTERS, Status, TierStatus
+from tierd.daemon.tell import TellStatus
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -76,13 +79,16 @@ def test_exit_codes() -> None:
 
 def test_every_configuration_key_and_default() -> None:
     section = README.split("### Configuration")[1].split("### Places")[0]
-    for struct in (Config, TierConfig, RetentionPolicy, Best):
+    for struct in (Config, TierConfig, TellConfig, RetentionPolicy, Best):
         for name in struct.__struct_fields__:
             assert re.search(rf"`[^`]*\b{name}\b[^`]*`", section), f"{struct.__name__}.{name} is not documented"
     for name in ("rescan", "drain", "min_free_percent", "scrub", "scrub_rate"):
         default = Config.__struct_defaults__[Config.__struct_fields__.index(name) - len(Config.__struct_fields__)]
         row = next(line for line in section.splitlines() if line.startswith(f"| `{name}` "))
         assert f"`{default:g}`" in row if isinstance(default, float) else f"`{default}`" in row
+    for name in ("per_minute", "timeout_s"):
+        row = next(line for line in section.splitlines() if line.startswith(f"| `tell.{name}` "))
+        assert f"`{getattr(TellConfig(url='https://h'), name):g}`" in row
 
 
 def test_the_example_configuration_is_valid() -> None:
@@ -102,7 +108,7 @@ def test_every_counter_and_stat() -> None:
 @pytest.mark.parametrize(
     ("command", "shapes"),
     [
-        ("status", (Status, TierStatus, ScrubStatus, Event)),
+        ("status", (Status, TierStatus, ScrubStatus, Event, AlertStatus, TellStatus)),
         ("ls", (Report, Checkpoint, Copy)),
         ("verify", (Check,)),
         ("restore", (Exported,)),
@@ -118,6 +124,18 @@ def test_the_json_contract_names_every_member(command: str, shapes: tuple[type, 
     wrappers = {"checks", "unreached", "verdicts"}
     assert fields - named == set()
     assert named - fields <= wrappers
+
+
+def test_every_kind_of_event() -> None:
+    section = README.split("### Telling")[1].split("\n### ")[0]
+    rows = dict(re.findall(r"^\| `([a-z ]+)` \| (.*) \|$", section, re.M))
+    assert rows == {name: kind.means for name, kind in events.KINDS.items()}
+    assert all(f"`{name}`" in section for name in Event.__struct_fields__)
+    # And no event is told that is none of these.
+    told = set()
+    for path in (ROOT / "tierd" / "daemon").rglob("*.py"):
+        told |= set(re.findall(r"\b(?:tell|_tell_of)\(\s*\"([^\"]+)\"", path.read_text()))
+    assert told | {MORE} == set(events.KINDS)
 
 
 def test_relative_links_lead_somewhere() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.doubles import Double, contents, flip, flipped, is_chunk
 from support.training import fresh, same, tensors, train
-from support.world import Daemon, attempt, hurry, listing
+from support.world import Daemon, attempt, hurry, listing, wait_until
 
 import tierd
 from tierd.client import source
@@ -20,6 +20,7 @@ from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
     DaemonUnavailable,
+    SaveFailed,
     SpoolUnusable,
     StateMismatch,
     StepRefused,
@@ -316,3 +317,38 @@ def test_one_unreadable_manifest_hides_no_other_checkpoint(spool, monkeypatch):
     assert resume(spool)[0].step == 2
     with pytest.raises(StoreUnavailable, match="Input/output error"):
         resume(spool, step=1)
+
+
+# -- what the daemon is told ------------------------------------------------------------------------------------------
+
+
+def test_the_daemon_is_told_what_a_restore_passed_over_and_which_saves_were_given_up(spool, monkeypatch):
+    with Daemon(spool.root, {"tier": Double()}) as daemon:
+        journal = daemon.reconciler.journal
+        save(spool, 1, 2, to=None)
+        daemon.settle()
+        assert resume(spool, to=None)[0].step == 2 and "fell back" not in [event.what for event in journal.events]
+        corrupt(spool, 2)
+        store = daemon.reconciler.stores["tier"]
+        for key, data in daemon.call(contents(store)).items():
+            if is_chunk(key) and "000000000002." in key:
+                daemon.call(store.put(key, flipped(data)))
+        assert resume(spool, to=None)[0].step == 1
+        wait_until(lambda: "fell back" in [event.what for event in journal.events], 60)
+        (told,) = [event for event in journal.events if event.what == "fell back"]
+        assert (told.step, told.run, told.rank) == (1, "run", None) and "step 2" in told.why
+
+        def write_part(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr("tierd.client.pipeline.write_part", write_part)
+        monkeypatch.setattr("tierd.client.handoff.HandOff.give", lambda *_: None)  # the daemon cannot know
+        with tierd.Checkpointer(spool.root, "run") as checkpointer:
+            for step in (3, 4, 5):
+                handle = checkpointer.save(step, tensors(step))
+                with pytest.raises(SaveFailed):
+                    handle.wait()
+        wait_until(lambda: journal.alerts(), 60)
+        failed = [event for event in journal.events if event.what == "persist failed"]
+        assert [(event.step, event.rank) for event in failed] == [(3, 0), (4, 0), (5, 0)]
+        assert [(alert.doing, alert.place) for alert in journal.alerts()] == [("save", "local")]

@@ -33,6 +33,8 @@ ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if iss
         wire.Wait(part=PART, tier="s3"),
         wire.Wait(part=PART, tier="s3", timeout_s=1.5),
         wire.Pin(checkpoint=OWNER, pinned=False),
+        wire.Failed(part=PART, why="no room"),
+        wire.FellBack(checkpoint=OWNER, skipped=("\U0001f4a9" * wire.MAX_TOLD,) * wire.MOST_TOLD),
         wire.Pause(),
         wire.Pause(for_s=7200.0),
         wire.Resume(),

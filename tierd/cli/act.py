@@ -30,8 +30,9 @@ from tierd.cli.options import (
 from tierd.cli.read import choose
 from tierd.cli.tables import console, print_json, progress, size, table
 from tierd.core import wire
-from tierd.core.config import Config, from_urls
+from tierd.core.config import Config, from_urls, without_addresses
 from tierd.core.errors import ConfigError, DaemonUnavailable, StoreRefused, StoreUnavailable
+from tierd.core.events import Event
 from tierd.core.ids import CheckpointId, check_run, pin_key
 from tierd.core.plan import judge_tier
 from tierd.core.resume import agree
@@ -41,7 +42,6 @@ from tierd.core.urls import parse_url
 from tierd.core.world import runs
 from tierd.daemon.download import Progress
 from tierd.daemon.export import Exported, export
-from tierd.daemon.journal import Event
 from tierd.daemon.manifests import Manifests
 from tierd.daemon.observe import look_around
 from tierd.daemon.prune import prune as prune_tier
@@ -288,13 +288,15 @@ def config_check(
     keys = {tier.name: read_key(Path(tier.key_file)) for tier in found.tier if tier.key_file}
     answers = asyncio.run(_reach(found)) if reach else {}
     if json:
-        print_json({"config": found, "reach": answers})
+        print_json({"config": without_addresses(found), "reach": answers})
     else:
         out = console()
         out.print(f"{file}: spool {found.spool}, rescan {found.rescan}, drain {found.drain}")
         for tier in found.tier:
             key = f"encrypted with key {keys[tier.name].id}  " if tier.name in keys else ""
             out.print(f"  {tier.name}  {parse_url(tier.url)}  {key}{answers.get(tier.name, '')}")
+        for index, tell in enumerate(without_addresses(found).tell):
+            out.print(f"  tell[{index}]  {tell.url or (tell.command or ('',))[0]}", markup=False)
     if any(answer != "answers" for answer in answers.values()):
         raise typer.Exit(6)
 

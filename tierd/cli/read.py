@@ -96,6 +96,13 @@ def status(spool: SpoolOption = None, config: ConfigOption = None, json: JsonOpt
     )
     for tier in answer["tiers"]:
         out.print(f"{tier['name']}: {tier['effort']}")
+    for one in answer["tell"]:
+        failed = f", the last failed: {one['last_error']}" if one["last_error"] else ""
+        counts = f"{one['told']} told, {one['untold']} not, {one['waiting']} waiting"
+        out.print(f"{one['name']}: to {one['to']}: {counts}{failed}", markup=False)
+    for alert in answer["alerts"]:
+        fails = f"{alert['doing']} {alert['subject']} failed {alert['tries']} times in a row"
+        out.print(f"ALERT {alert['place']}: {fails}, since {alert['since'][:19]}: {alert['why']}", markup=False)
     for event in answer["events"][-10:]:
         out.print(f"{event['at'][:19]}  {event['place']}  {event['what']}  {event['subject']}  {event['why']}")
 

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from tierd.core.config import from_urls
 from tierd.core.errors import ConfigError, DaemonUnavailable, TierdError
 from tierd.core.sight import told
-from tierd.core.wire import Attach, Candidates
+from tierd.core.wire import Attach, Candidates, Request
 from tierd.link import Link, start_daemon
 from tierd.spool import Spool
 
 log = logging.getLogger("tierd")
 
+_TOLD = 5.0  # seconds that what it is told may take
 _ANSWER = 5.0  # seconds that naming an attempt waits for the daemon's look at the tiers
 
 
@@ -40,6 +41,7 @@ class Attachment:
         self._link: Link | None = None
         self._lock = threading.Lock()
         self._keeping: threading.Thread | None = None
+        self._telling: threading.Thread | None = None  # the last one that does
         if self._to:
             self._attach(self._to)
 
@@ -87,10 +89,28 @@ class Attachment:
         except (TierdError, TimeoutError, OSError) as error:
             log.warning("no daemon takes checkpoints from the spool: %s", error)
 
+    def tell(self, request: Request) -> None:
+        """Have the daemon know of something; returns at once, and where none answers soon, nobody is told."""
+        if self.tiers:
+            self._telling = threading.Thread(target=self._tell, args=(request,), name="tierd-tell", daemon=True)
+            try:
+                self._telling.start()
+            except RuntimeError:  # the interpreter is ending, or no thread is to be had
+                pass
+
+    def _tell(self, request: Request) -> None:
+        try:
+            with Link(self._spool) as link:
+                link.ask(request, _TOLD)
+        except (TierdError, TimeoutError, OSError) as error:
+            log.info("the daemon was not told: %s", error)
+
     def close(self) -> None:
         """Let go. The daemon flushes what is left and ends by itself."""
         if self._keeping and self._keeping.ident:
             self._keeping.join()
+        if self._telling and self._telling.ident:
+            self._telling.join(_TOLD)
         if self._link is not None:
             self._link.close()
 

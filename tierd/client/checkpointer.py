@@ -33,6 +33,7 @@ from tierd.client.state import unflatten
 from tierd.core.errors import ConfigError, SaveSkipped, StateMismatch
 from tierd.core.ids import check_attempt, check_run
 from tierd.core.manifest import TENSORS, TREE
+from tierd.core.wire import MAX_TOLD, Failed
 from tierd.link import Link
 from tierd.spool import Spool, translated
 from tierd.stage import describe_directory
@@ -189,6 +190,7 @@ class Checkpointer:
         """A save has become durable or failed. Not in the thread that trains."""
         if error is not None:
             self._launch.steps.discard(save.step)
+            self._daemon.tell(Failed(part=save.part, why=str(error)[:MAX_TOLD]))
         save.finish(error)
         if self._line is not None:
             self._line.renew()
@@ -290,6 +292,7 @@ class Checkpointer:
             line=self._line if keep else None,
             keep=keep,
             clock=self._launch.clock,
+            tell=self._daemon.tell,
         )
 
     def _tree(self, found: Found) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from tierd.core.errors import DaemonUnavailable, ManifestError, StateMismatch, S
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.resume import Candidate, Resume, not_found, own_part
+from tierd.core.wire import MAX_TOLD, MOST_TOLD, FellBack, Request
 from tierd.link import Link
 from tierd.spool import Spool
 
@@ -96,6 +97,7 @@ class Restorer:
     Args:
         tiers, line, keep: as `Source` has them.
         clock: what this rank gives to the naming of the next attempt.
+        tell: has the daemon know of something.
     """
 
     def __init__(
@@ -108,8 +110,9 @@ class Restorer:
         line: HandOff | None = None,
         keep: bool = True,
         clock: Callable[[], Clock] = lambda: clock(()),
+        tell: Callable[[Request], None] = lambda request: None,
     ) -> None:
-        self._spool, self._run, self._ranks, self._keep = spool, run, ranks, keep
+        self._spool, self._run, self._ranks, self._keep, self._tell = spool, run, ranks, keep, tell
         self.source = Source(spool, run, tiers=tiers, line=line, keep=keep)
         self.agreement = Agreement(ranks, run, self.source.sight, clock)
         self._passed: dict[CheckpointId, str] = {}
@@ -164,6 +167,9 @@ class Restorer:
             self._bad[candidate.checkpoint] += 1
             log.error("restore skips %s: %s", candidate.checkpoint, settled.corrupt)
             self._passed[candidate.checkpoint] = settled.corrupt
+        if settled.load and self._ranks.rank == 0 and (skipped := self.skipped(candidate.checkpoint)):
+            told = tuple(str(one)[:MAX_TOLD] for one in skipped[:MOST_TOLD])
+            self._tell(FellBack(checkpoint=candidate.checkpoint, skipped=told))
         return settled
 
     def skipped(self, until: CheckpointId | None = None) -> tuple[Skipped, ...]:

@@ -14,9 +14,11 @@ import msgspec
 from msgspec import Meta
 
 from tierd.core.errors import ConfigError
+from tierd.core.events import CHOICES
 from tierd.core.rate import Rate, rate
 from tierd.core.retention import Duration, RetentionPolicy, seconds
 from tierd.core.urls import parse_url
+from tierd.core.webhook import check_webhook, is_reference, shown
 
 LONGEST = 64 << 10  # characters of a file
 _DEEP = re.compile(r"^(?:[^.#\n]*\.){65}", re.MULTILINE)  # a dotted key costs tomllib its length squared, or more
@@ -35,6 +37,26 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     key_file: Annotated[str, Meta(pattern="^/")] | None = None  # what lies there is encrypted with the key in it
 
 
+class TellConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whom events are told: exactly one of `url` and `command`.
+
+    Attributes:
+        url: what each event is posted to, as `core/webhook.py` reads it.
+        command: an absolute path and its arguments; it gets each event on its standard input.
+        headers: more headers of a post, by name; what each says is read from where it points.
+        events: which; None are those that are `usual`.
+        per_minute: more than these are held back, counted, and told as one.
+        timeout_s: a try that takes longer has failed.
+    """
+
+    url: Annotated[str, Meta(min_length=1)] | None = None
+    command: Annotated[tuple[str, ...], Meta(min_length=1)] | None = None
+    headers: dict[str, str] = {}
+    events: Annotated[tuple[str, ...], Meta(min_length=1)] | None = None
+    per_minute: Annotated[int, Meta(ge=1, le=10_000)] = 30
+    timeout_s: Annotated[float, Meta(gt=0, le=600)] = 10.0
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything the daemon is told.
 
@@ -47,6 +69,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         min_free_percent: with less of the spool's disk free, local copies that a tier has verified go early.
         scrub: every copy is read again, and compared, within this; "0s": none is.
         scrub_rate: how fast, in each place.
+        tell: whom events are told.
     """
 
     spool: Annotated[str, Meta(pattern=r"^/[^\x00]*\Z")]
@@ -57,10 +80,21 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     min_free_percent: Annotated[float, Meta(ge=0, le=90)] = 5.0
     scrub: Duration = "30d"
     scrub_rate: Rate = "20MB/s"
+    tell: tuple[TellConfig, ...] = ()
 
     def named(self, name: str) -> TierConfig:
         """The tier called `name`."""
         return next(tier for tier in self.tier if tier.name == name)
+
+
+def without_addresses(config: Config) -> Config:
+    """The same, with no more of each webhook's address, and of each command's arguments, than may be shown."""
+    tells = []
+    for tell in config.tell:
+        url = tell.url if tell.url is None or is_reference(tell.url) else shown(tell.url)
+        words = tell.command and tuple(word if not number else "…" for number, word in enumerate(tell.command))
+        tells.append(msgspec.structs.replace(tell, url=url, command=words))
+    return msgspec.structs.replace(config, tell=tuple(tells))
 
 
 def from_toml(text: str, where: str) -> Config:
@@ -121,7 +155,28 @@ def _checked(config: Config, where: str) -> Config:
         _check_rate(tier.limit_down, f"{where}: tier[{index}].limit_down")
         names.add(tier.name)
         urls[url] = tier.name
+    for index, tell in enumerate(config.tell):
+        _check_tell(tell, f"{where}: tell[{index}]")
     return config
+
+
+def _check_tell(tell: TellConfig, where: str) -> None:
+    if (tell.url is None) == (tell.command is None):
+        raise ConfigError(f"{where}: give either url or command")
+    try:
+        if tell.url is not None:
+            check_webhook(tell.url, tell.headers)
+        elif tell.headers:
+            raise ConfigError("headers: a command has none")
+    except ConfigError as error:
+        raise ConfigError(f"{where}.{error}") from error
+    if tell.command is not None and not tell.command[0].startswith("/"):
+        raise ConfigError(f"{where}.command: it begins with an absolute path; no shell looks for it")
+    if any("\0" in word for word in tell.command or ()):
+        raise ConfigError(f"{where}.command: it holds a NUL")
+    for name in tell.events or ():
+        if name not in CHOICES:
+            raise ConfigError(f"{where}.events: unknown event {name!r}: there are {', '.join(CHOICES)}")
 
 
 def _check_rate(text: str | None, where: str) -> None:

@@ -25,6 +25,9 @@ MAX_REPLY = 64 << 20  # bytes
 MAX_PAUSE = 366 * 86400.0  # seconds
 
 Index = Annotated[int, Meta(ge=0, le=1 << 32)]  # of a chunk in its file
+MAX_TOLD = 1000  # characters of a reason
+MOST_TOLD = 16  # of them in a request
+Told = Annotated[str, Meta(max_length=MAX_TOLD)]
 Ranges = tuple[tuple[Index, Index], ...]  # (first, end) of runs of chunks, `end` not among them
 
 
@@ -85,6 +88,20 @@ class Pin(Request, frozen=True, kw_only=True, tag="pin"):
     pinned: bool
 
 
+class Failed(Request, frozen=True, kw_only=True, tag="failed"):
+    """A trainer gave a save up; the daemon tells of it, unless it was its own doing. Answer: nothing more than `ok`."""
+
+    part: PartId
+    why: Told
+
+
+class FellBack(Request, frozen=True, kw_only=True, tag="fell-back"):
+    """A restore gives `checkpoint`, and passed over newer ones: which, and why. Answer: nothing more than `ok`."""
+
+    checkpoint: CheckpointId
+    skipped: Annotated[tuple[Told, ...], Meta(min_length=1, max_length=MOST_TOLD)]
+
+
 class Pause(Request, frozen=True, kw_only=True, tag="pause"):
     """Leave the tiers as they are for `for_s` seconds, or until resumed. Answer: `paused`, as in `status`."""
 
@@ -131,7 +148,7 @@ class Leave(Request, frozen=True, kw_only=True, tag="leave"):
 
 T = TypeVar("T")
 AnyHanded = Lend | Persist | Recall | Leave
-AnyRequest = Attach | Status | Report | Candidates | Fetch | Wait | Pin | Pause | Resume
+AnyRequest = Attach | Status | Report | Candidates | Fetch | Wait | Pin | Failed | FellBack | Pause | Resume
 _decoder: msgspec.json.Decoder[AnyRequest] = msgspec.json.Decoder(AnyRequest)
 _handed: msgspec.json.Decoder[AnyHanded] = msgspec.json.Decoder(AnyHanded)
 
@@ -155,10 +172,10 @@ def decode_request(line: bytes) -> AnyRequest:
                 check_run(run)
             case Fetch(wanted=wanted) if not all(_in_order(runs) for runs in (wanted or {}).values()):
                 raise ConfigError("runs of chunks are not in order, or one ends before it begins")
-            case Fetch(part=part) | Wait(part=part):
+            case Fetch(part=part) | Wait(part=part) | Failed(part=part):
                 _check_checkpoint(part.checkpoint)
                 check_rank(part.rank, part.world)
-            case Pin(checkpoint=checkpoint):
+            case Pin(checkpoint=checkpoint) | FellBack(checkpoint=checkpoint):
                 _check_checkpoint(checkpoint)
     except TierdError as error:
         raise msgspec.ValidationError(str(error)) from error

@@ -1,7 +1,8 @@
 """The daemon's side of the unix socket: it answers what trainers and the command line ask.
 
-Law: a request changes nothing that reconciling would not, except pins and pauses. Whatever a peer sends or however it
-goes away, the daemon goes on; the socket is for its owner alone (0600), and only its owner and root are answered.
+Law: a request changes nothing that reconciling would not, except pins and pauses; what trainers report is told on.
+Whatever a peer sends or however it goes away, the daemon goes on; the socket is for its owner alone (0600), and only
+its owner and root are answered.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tierd.core.world import SPOOL
 from tierd.daemon.handoff import HandOff
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.status import status
+from tierd.daemon.tell import Teller
 from tierd.priority import hasten
 from tierd.trust import listen, stranger
 
@@ -35,8 +37,9 @@ log = logging.getLogger("tierd.daemon")
 class Control:
     """Answers requests. `trainers` counts the attached; `seen` says whether any ever was."""
 
-    def __init__(self, reconciler: Reconciler, handoff: HandOff) -> None:
+    def __init__(self, reconciler: Reconciler, handoff: HandOff, teller: Teller | None = None) -> None:
         self._reconciler = reconciler
+        self._teller = teller or Teller()
         self._handoff = handoff
         self._connections: set[asyncio.Task[None]] = set()
         self.trainers = 0
@@ -115,7 +118,8 @@ class Control:
                 self._reconciler.wake()
                 return {"pid": os.getpid(), "tiers": {tier.name: tier.url for tier in self._reconciler.config.tier}}
             case wire.Status():
-                return {"status": status(self._reconciler, self.trainers, self._handoff.lent_bytes())}
+                lent, tell = self._handoff.lent_bytes(), self._teller.status()
+                return {"status": status(self._reconciler, self.trainers, lent, tell)}
             case wire.Report(run=run):
                 await self._look(run)
                 return {"report": report(self._reconciler.world(), self._reconciler.config, run)}
@@ -136,6 +140,12 @@ class Control:
                     self._reconciler.needed -= Counter([part.checkpoint] * needed)
             case wire.Pin(checkpoint=checkpoint, pinned=pinned):
                 return await self._pin(checkpoint, pinned)
+            case wire.Failed(part=part, why=why):
+                self._reconciler.given_up(part, why)
+                return {}
+            case wire.FellBack(checkpoint=checkpoint, skipped=skipped):
+                self._reconciler.journal.tell("fell back", SPOOL, checkpoint, f"passed over: {'; '.join(skipped)}")
+                return {}
             case wire.Pause(for_s=for_s):
                 return await self._pause(self._reconciler.pause.begin(for_s))
             case wire.Resume():

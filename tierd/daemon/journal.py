@@ -1,4 +1,4 @@
-"""What happened: events for people, counters for machines, and a log line for each.
+"""What happened: events for people and programs, alerts for what keeps failing, counters for machines, and log lines.
 
 Law: an event is told once, when it is so, with the place it happened in; nothing here can fail the work it tells of.
 """
@@ -6,28 +6,36 @@ Law: an event is told once, when it is so, with the place it happened in; nothin
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
+import msgspec
+
+from tierd.core.alerts import Alert, Alerts, Thing
+from tierd.core.events import Event
 from tierd.core.ids import CheckpointId, PartId
 
 log = logging.getLogger("tierd.daemon")
 
 _KEPT = 256  # events
-_BAD = ("corrupt", "quarantined", "persist failed")
+SAVES = "save"  # the sort of thing that a writer's saves are, for alerts
+_LEVELS = {"info": logging.INFO, "error": logging.ERROR, "alert": logging.CRITICAL}
+
+Subject = PartId | CheckpointId | str
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened to a checkpoint or part: `at` is RFC 3339 in UTC, `why` may be empty."""
+class AlertStatus(msgspec.Struct, frozen=True):
+    """What keeps failing: `doing` it, in `place`, has failed `tries` times in a row, `since` then (RFC 3339)."""
 
-    at: str
-    what: str
     place: str
+    doing: str
     subject: str
-    why: str = ""
+    since: str
+    tries: int
+    why: str
 
 
 class Journal:
@@ -36,11 +44,58 @@ class Journal:
     def __init__(self, told: Callable[[Event], None] | None = None) -> None:
         self.counters: Counter[str] = Counter()
         self.events: deque[Event] = deque(maxlen=_KEPT)
+        self._alerts: Alerts[Subject] = Alerts()
         self._told = told or (lambda event: None)
 
-    def tell(self, what: str, place: str, subject: PartId | CheckpointId, why: str) -> None:
-        """Tell of an event."""
-        event = Event(datetime.now(UTC).isoformat(timespec="milliseconds"), what, place, str(subject), why)
+    def tell(self, what: str, place: str, subject: Subject, why: str, **more: Any) -> None:
+        """Tell of an event; `more` are members of `Event` that do not follow from `subject`."""
+        event = Event(at=now(), what=what, place=place, subject=str(subject), why=why, **_named(subject), **more)
         self.events.append(event)
+        log.log(_LEVELS[event.level], "%s: %s %s: %s", place, what, subject, why)
         self._told(event)
-        log.log(logging.ERROR if what in _BAD else logging.INFO, "%s: %s %s: %s", place, what, subject, why)
+
+    # -- tries ------------------------------------------------------------------------------------------------------
+
+    def failed(self, thing: Thing, doing: str, place: str, subject: Subject, why: str) -> None:
+        """A try failed. The third in a row of the same thing is an alert."""
+        if told := self._alerts.failed(thing, doing, place, subject, why, time.monotonic(), now()):
+            alert, fresh = told
+            self.counters["alerts"] += fresh
+            self._tell_of("failing", alert, f"{alert.tries} tries in a row failed; the last: {why}")
+
+    def worked(self, thing: Thing, subject: Subject | None = None, *, others: bool = True) -> None:
+        """A try worked, as `Alerts.worked` has it."""
+        if over := self._alerts.worked(thing, subject, others=others):
+            self._tell_of("works again", over, f"{over.tries} tries in a row had failed; the last: {over.why}")
+
+    def saved(self, part: PartId) -> None:
+        """A writer's save worked: with it end the failures of its own and of the run's earlier launches."""
+        run, attempt = part.checkpoint.run, part.checkpoint.attempt
+        for thing, one in self._alerts.subjects(SAVES):
+            other = one.checkpoint if isinstance(one, PartId) else None
+            if thing[1] == part.lane or (other and other.run == run and other.attempt < attempt):
+                self.worked(thing)
+
+    def alerts(self) -> tuple[AlertStatus, ...]:
+        """What keeps failing now."""
+        return tuple(
+            AlertStatus(one.place, one.doing, str(one.subject), one.since, one.tries, one.why)
+            for one in self._alerts.lasting()
+        )
+
+    def _tell_of(self, what: str, one: Alert[Subject], why: str) -> None:
+        seconds = round(time.monotonic() - one.began, 3)
+        self.tell(what, one.place, one.subject, why, doing=one.doing, tries=one.tries, seconds=seconds)
+
+
+def now() -> str:
+    """This moment, RFC 3339 in UTC."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _named(subject: Subject) -> dict[str, Any]:
+    if isinstance(subject, str):
+        return {}
+    one = subject.checkpoint if isinstance(subject, PartId) else subject
+    rank = {"rank": subject.rank, "world_size": subject.world} if isinstance(subject, PartId) else {}
+    return {"run": one.run, "step": one.step, "attempt": one.attempt, **rank}

@@ -18,14 +18,16 @@ from collections.abc import Callable, Mapping
 from tierd.commit import Written
 from tierd.core.config import Config
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, TierdError
+from tierd.core.events import Event
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
+from tierd.core.news import News
 from tierd.core.plan import Action, Discard, Flush, Mend, Prune, flushes, pending, plan
 from tierd.core.retention import seconds
 from tierd.core.world import SPOOL, Place, World
 from tierd.daemon.budget import Budget
 from tierd.daemon.download import Wanted
-from tierd.daemon.journal import Event, Journal
+from tierd.daemon.journal import SAVES, Journal
 from tierd.daemon.lane import Lane
 from tierd.daemon.observe import SpoolEye
 from tierd.daemon.pause import Pause
@@ -42,6 +44,7 @@ log = logging.getLogger("tierd.daemon")
 _STUCK = 60.0  # seconds that rests what could not be sent, mended or deleted, while others go on
 _AGAIN = 1.0  # seconds that a local copy rests which no tier was found to hold: they look again meanwhile
 _ABANDONED = 5.0  # seconds that a stage is seen unlocked before it counts as left over
+_LANE = "lane"  # the thing that fails or works, for alerts
 _TAKEN_UP = 3600.0  # seconds that an interrupted fetch of a whole part may be gone on with
 
 
@@ -90,6 +93,8 @@ class Reconciler:
         self.moved = asyncio.Condition()  # notified after every look and every action
         self.lanes = {name: Lane(name) for name in (SPOOL, *stores)}
         self._spool_eye = SpoolEye(spool)
+        self._news = News()
+        self._refused: set[PartId] = set()  # whose trainers are told that they could not be committed
         self._place = Place()
         self._free = 1.0
         self._leftovers: tuple[str, ...] = ()
@@ -132,13 +137,29 @@ class Reconciler:
     def taken(self, part: PartId, outcome: Written | Exception) -> None:
         """A part was committed from a trainer's memory, or could not be."""
         if isinstance(outcome, Exception):
-            self.journal.counters["persist_failures"] += 1
-            self.journal.tell("persist failed", SPOOL, part, str(outcome))
+            self._refused.add(part)
+            self._save_failed(part, str(outcome))
         else:
             self.journal.counters["persisted"] += 1
             how = "past the page cache" if outcome.direct else "through the page cache"
-            self.journal.tell("persisted", SPOOL, part, f"{outcome.size} bytes, {how}")
+            if not self._news.is_known(part):
+                self._saved(part, outcome.size, f", {how}")
         self.wake()
+
+    def given_up(self, part: PartId, why: str) -> None:
+        """A trainer gave a save up: maybe since it was told so from here."""
+        if part not in self._refused:
+            self._save_failed(part, why)
+        self._refused.discard(part)
+
+    def _save_failed(self, part: PartId, why: str) -> None:
+        self.journal.counters["persist_failures"] += 1
+        self.journal.tell("persist failed", SPOOL, part, why)
+        self.journal.failed((SAVES, part.lane), "save", SPOOL, part, why)
+
+    def _saved(self, part: PartId, size: int, how: str) -> None:
+        self.journal.tell("persisted", SPOOL, part, f"{size} bytes{how}", raw_bytes=size)
+        self.journal.saved(part)
 
     def world(self) -> World:
         """The latest look at everything."""
@@ -177,6 +198,7 @@ class Reconciler:
                     await self._act(action)
                     self.wake()
                 lane.succeeded()
+                self._worked(lane, action)
             except Exception as error:  # a lane never ends: what is not known either is logged whole, and tried again
                 self._failed(lane, action, error)
             finally:
@@ -241,6 +263,15 @@ class Reconciler:
         doing = _describe(action) if action else "looking"
         known = isinstance(error, TierdError | OSError)
         log.warning("%s: %s failed, again in %.0f s: %s", lane.name, doing, delay, error, exc_info=not known)
+        self.journal.failed((_LANE, lane.name), _doing(action), lane.name, _subject(action), str(error))
+
+    def _worked(self, lane: Lane, action: Action | None) -> None:
+        thing = (_LANE, lane.name)
+        self.journal.worked(thing, _subject(None), others=False)
+        if action is not None:
+            self.journal.worked(thing, _subject(action))
+        elif not self.pause.paused and not self._draining and self._until_unstuck(lane) == math.inf:
+            self.journal.worked(thing)  # nothing is left to do that was tried in vain
 
     # -- looking ----------------------------------------------------------------------------------------------------
 
@@ -249,6 +280,7 @@ class Reconciler:
         await self._look_at_spool()
         if name != SPOOL:
             await self.tiers.look(name, self._runs() | self.interest, self._place.ranks)
+            self._tell_news()
 
     def _runs(self) -> set[str]:
         return {checkpoint.run for checkpoint in self._place.checkpoints}
@@ -261,8 +293,27 @@ class Reconciler:
             self._free = free / total if total else 1.0
             self._leftovers = self._aged(await asyncio.to_thread(self.spool.leftovers))
             self._place = place  # last: all that was asked was answered
+            self._tell_news()
             if set(self._place.parts()) != before:
                 self.wake()
+
+    def _tell_news(self) -> None:
+        for part in self._news.came(self._place):
+            facts = self._place.facts(part)
+            self._saved(part, facts.size if facts else 0, ", by its trainer")
+        for name, place in self.tiers.places.items():
+            for checkpoint, took in self._news.whole(name, self._place, place, time.monotonic()) if place else ():
+                self._tell_durable(name, checkpoint, took)
+
+    def _tell_durable(self, tier: str, checkpoint: CheckpointId, took: float) -> None:
+        place = self.tiers.places[tier]
+        seen = place.checkpoints[checkpoint] if place else None
+        known = list(seen.facts.values()) if seen else []
+        raw, stored = (sum(sizes) for sizes in ([one.size for one in known], [one.stored_size for one in known]))
+        ranks = max((world for world, ranks in seen.ranks.items() if len(ranks) == world), default=0) if seen else 0
+        why = f"every part of {ranks} ranks is there, verified; {len(known)} of them read, {raw} bytes as {stored}"
+        more = {"raw_bytes": raw, "stored_bytes": stored} if len(known) == ranks else {}
+        self.journal.tell("durable", tier, checkpoint, why, seconds=round(took, 3), world_size=ranks, **more)
 
     def _aged(self, names: list[str]) -> tuple[str, ...]:
         # A stage is without its lock for a moment after it is made: only what stays so is left over.
@@ -293,6 +344,7 @@ class Reconciler:
 
     async def _flush(self, part: PartId, tier: str) -> None:
         self._busy[part] += 1
+        begun = time.monotonic()
         try:
             done = await self.tiers.flush(part, tier)
         except ObjectNotFound:
@@ -316,7 +368,9 @@ class Reconciler:
         if facts:  # else it is gone from the spool already; the next look tells
             self.tiers.put(tier, part, dataclasses.replace(facts, stored_size=done.stored))
         told = f"verified, {done.raw} bytes as {done.stored}, {done.sent} of them sent"
-        self.journal.tell("flushed", tier, part, told)
+        sizes = {"raw_bytes": done.raw, "stored_bytes": done.stored, "sent_bytes": done.sent}
+        self.journal.tell("flushed", tier, part, told, **sizes, seconds=round(time.monotonic() - begun, 3))
+        self._tell_news()
 
     async def _prune(self, checkpoint: CheckpointId, tier: str, reasons: tuple[str, ...]) -> None:
         if tier == SPOOL:
@@ -375,6 +429,7 @@ class Reconciler:
 
     async def fetch(self, part: PartId, *, counted: bool = False, wanted: Wanted | None = None) -> tuple[str, ...]:
         """Make the spool's copy of `part` whole, or bring some of it, as `Repairer.heal` does, and look again."""
+        self._news.is_known(part)
         try:
             return await self._repairer.heal(part, counted=counted, wanted=wanted)
         finally:
@@ -416,3 +471,19 @@ def _describe(action: Action) -> str:
             return f"mending {part}"
         case Discard(name):
             return f"discarding {name}"
+
+
+def _doing(action: Action | None) -> str:
+    return type(action).__name__.lower() if action else "look"
+
+
+def _subject(action: Action | None) -> PartId | CheckpointId | str:
+    match action:
+        case Flush(part) | Mend(part):
+            return part
+        case Prune(checkpoint):
+            return checkpoint
+        case Discard(name):
+            return name
+        case None:
+            return "looking"

@@ -79,7 +79,9 @@ class Repairer:
             await quarantine(self._stores[name], part)
         if fetched.chunks:
             self._journal.counters["healed_chunks"] += fetched.chunks
-            self._journal.tell("healed", SPOOL, part, f"{fetched.chunks} chunks from {', '.join(fetched.tiers)}")
+            self._journal.tell(
+                "healed", SPOOL, part, f"{fetched.chunks} chunks from {', '.join(fetched.tiers)}", chunks=fetched.chunks
+            )
         return fetched.tiers
 
     async def _is_gone(self, part: PartId) -> bool:
@@ -167,4 +169,4 @@ class Repairer:
         self._journal.counters["repaired_chunks"] += mender.mended
         if mender.mended or also:
             sources = f" from {', '.join(sorted(mender.sources))}" if mender.mended else ""
-            self._journal.tell("repaired", tier, part, f"{also}{mender.mended} chunks{sources}")
+            self._journal.tell("repaired", tier, part, f"{also}{mender.mended} chunks{sources}", chunks=mender.mended)

@@ -14,15 +14,16 @@ from pathlib import Path
 
 from tierd.commit import Written
 from tierd.core.config import Config
+from tierd.core.events import Event
 from tierd.core.ids import PartId
 from tierd.core.rate import rate
 from tierd.core.retention import seconds
 from tierd.core.urls import parse_url
 from tierd.daemon.control import Control
 from tierd.daemon.handoff import HandOff
-from tierd.daemon.journal import Event
 from tierd.daemon.notify import feed_watchdog, notify
 from tierd.daemon.reconcile import Reconciler
+from tierd.daemon.tell import Teller
 from tierd.daemon.watch import watching
 from tierd.spool import Spool
 from tierd.stores.base import Store
@@ -55,7 +56,7 @@ async def serve(config: Config, *, until_idle: bool = False, told: Callable[[Eve
 
     Raises:
         SpoolUnusable: the spool cannot be used, or another daemon holds it.
-        ConfigError: a tier's URL cannot be opened, or its key not be used.
+        ConfigError: a tier's URL cannot be opened, or its key or what a `[[tell]]` refers to not be used.
     """
     leave_no_core()
     spool = Spool(Path(config.spool))
@@ -65,14 +66,23 @@ async def serve(config: Config, *, until_idle: bool = False, told: Callable[[Eve
         loop.add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
         stack.enter_context(spool.lock())
-        reconciler = Reconciler(config, spool, await open_tiers(config, stack), told)
+        teller = Teller(config.tell, config.spool)
+        stack.push_async_callback(teller.close)  # after all that still tells something
+
+        def heard(event: Event) -> None:
+            teller.offer(event)
+            if told is not None:
+                told(event)
+
+        reconciler = Reconciler(config, spool, await open_tiers(config, stack), heard)
+        teller.start(reconciler.journal)
 
         def taken(part: PartId, outcome: Written | Exception) -> None:
             loop.call_soon_threadsafe(reconciler.taken, part, outcome)
 
         handoff = HandOff(spool, taken)
         reconciler.writers = handoff.lanes
-        control = Control(reconciler, handoff)
+        control = Control(reconciler, handoff, teller)
         stack.enter_context(watching(spool, reconciler.wake))
         stack.enter_context(handoff.listening(seconds(config.drain)))
         await stack.enter_async_context(control.listening())

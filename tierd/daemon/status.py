@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from tierd.core.events import Event
 from tierd.core.urls import parse_url
-from tierd.daemon.journal import Event
+from tierd.daemon.journal import AlertStatus
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.scrub import ScrubStatus
+from tierd.daemon.tell import TellStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,14 @@ class Status:
     scrub: ScrubStatus
     counters: dict[str, int]
     events: tuple[Event, ...]
+    alerts: tuple[AlertStatus, ...]
+    tell: tuple[TellStatus, ...]
 
 
-def status(reconciler: Reconciler, trainers: int, lent_bytes: int) -> Status:
+def status(reconciler: Reconciler, trainers: int, lent_bytes: int, tell: tuple[TellStatus, ...] = ()) -> Status:
     """Describe a running reconciler."""
     world = reconciler.world()
+    counted = {"told": sum(one.told for one in tell), "untold": sum(one.untold for one in tell)}
     return Status(
         pid=os.getpid(),
         spool=str(reconciler.spool.root),
@@ -60,8 +65,10 @@ def status(reconciler: Reconciler, trainers: int, lent_bytes: int) -> Status:
         lent_bytes=lent_bytes,
         tiers=tuple(_tier(reconciler, tier.name, tier.url) for tier in reconciler.config.tier),
         scrub=reconciler.scrubber.status(),
-        counters={name: reconciler.journal.counters[name] for name in COUNTERS},
+        counters={name: reconciler.journal.counters[name] for name in COUNTERS} | counted,
         events=tuple(reconciler.journal.events),
+        alerts=reconciler.journal.alerts(),
+        tell=tell,
     )
 
 
@@ -98,5 +105,8 @@ COUNTERS = {
     "scrubbed_bytes": "bytes read for that",
     "scrub_findings": "chunks and manifests found corrupt by that, each told once",
     "repaired_chunks": "chunks put right on a tier",
+    "alerts": "things that failed three times in a row",
+    "told": "events that receivers took, each counted once for each of them",
+    "untold": "events that were held back, found no room, or were given up",
     "errors": "looks and actions that failed and were tried again",
 }

@@ -47,6 +47,18 @@ def read_key(path: Path) -> Key:
     Raises:
         ConfigError: it cannot be read, is open to others, or holds no key; never shows what it holds.
     """
+    data = read_private(path, 66, f"; {_MAKE}")
+    if not _HEX.fullmatch(data):
+        raise ConfigError(f"{path}: a key is exactly 64 hex digits and a newline; {_MAKE}")
+    return Key(bytes.fromhex(data.decode()))
+
+
+def read_private(path: Path, size: int, hint: str = "") -> bytes:
+    """The first `size` bytes of a file that nobody else can read; raises `ConfigError` as `read_key`.
+
+    Args:
+        hint: how such a file is made.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO is refused, not waited for
         with os.fdopen(fd, "rb") as file:
@@ -57,12 +69,9 @@ def read_key(path: Path) -> Key:
                 raise ConfigError(f"{path}: it belongs to user {found.st_uid}, who could change it: chown it")
             if stat.S_IMODE(found.st_mode) & 0o077:
                 mode = stat.S_IMODE(found.st_mode)
-                raise ConfigError(f"{path}: its mode {mode:04o} opens the key to others: chmod 600 it")
-            data = file.read(66)
+                raise ConfigError(f"{path}: its mode {mode:04o} opens it to others: chmod 600 it")
+            return file.read(size)
     except OSError as error:
-        hint = f"; {_MAKE}" if isinstance(error, FileNotFoundError) else ""
+        hint = hint if isinstance(error, FileNotFoundError) else ""
         hint = f"; chown it to user {os.geteuid()}" if isinstance(error, PermissionError) else hint
         raise ConfigError(f"{path}: {error.strerror}{hint}") from None
-    if not _HEX.fullmatch(data):
-        raise ConfigError(f"{path}: a key is exactly 64 hex digits and a newline; {_MAKE}")
-    return Key(bytes.fromhex(data.decode()))

@@ -32,11 +32,11 @@ from tierd.client import arriving, restore, source
 from tierd.client.launch import Clock
 from tierd.core import wire
 from tierd.core.errors import CheckpointNotFound, StepRefused, TierdError
+from tierd.core.events import Event
 from tierd.core.ids import PartId
 from tierd.core.plan import Prune, plan
 from tierd.core.world import SPOOL
 from tierd.daemon.control import Control
-from tierd.daemon.journal import Event
 from tierd.daemon.reconcile import Reconciler
 from tierd.persist import digest
 from tierd.spool import Spool

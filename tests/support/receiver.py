@@ -1,0 +1,95 @@
+"""A webhook's other end on loopback, which behaves as it is told to."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class Receiver:
+    """What was posted. `answer`: a status, or ``hang`` (until `release` is set), ``drip``, ``garbage`` or ``close``."""
+
+    def __init__(self) -> None:
+        self.answer: int | str = 200
+        self.told: list[dict[str, Any]] = []  # what was answered with 200
+        self.asked: list[tuple[str, dict[str, str]]] = []  # path and headers of every request
+        self.gone = 0  # requests whose sender hung up on a drip
+        self.release = threading.Event()
+        self.port = 0
+
+    def url(self, path: str = "/hook") -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    def what(self) -> list[str]:
+        return [one["what"] for one in self.told]
+
+
+@contextmanager
+def receiving() -> Iterator[Receiver]:
+    """Serve one while the context lasts."""
+    receiver = Receiver()
+
+    class Answers(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            receiver.asked.append((self.path, dict(self.headers)))
+            answer = receiver.answer
+            if answer == "hang":
+                receiver.release.wait(100)
+            elif answer == "drip":
+                self._drip()
+            elif answer == "garbage":
+                self.wfile.write(b"\x00 no HTTP at all\r\n\r\n")
+            elif answer != "close":
+                if answer == 200:
+                    receiver.told.append(body)
+                self.send_response(int(answer))
+                self.send_header("Location", receiver.url("/elsewhere"))
+                self.end_headers()
+
+        do_GET = do_POST
+
+        def _drip(self) -> None:
+            try:
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+                while not receiver.release.wait(0.02):
+                    self.wfile.write(b"x")
+            except OSError:
+                receiver.gone += 1
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    server.daemon_threads = True
+    receiver.port = server.server_address[1]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield receiver
+    finally:
+        receiver.release.set()
+        server.shutdown()
+        server.server_close()
+        thread.join(20)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, reaped or not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_gone(pids: list[int], timeout: float = 60.0) -> None:
+    end = time.monotonic() + timeout
+    while not all(gone(pid) for pid in pids):
+        assert time.monotonic() < end, "a process lives on"
+        time.sleep(0.01)
