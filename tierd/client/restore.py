@@ -18,10 +18,11 @@ from tierd.client.handoff import HandOff
 from tierd.client.launch import Clock, clock
 from tierd.client.ranks import Ranks
 from tierd.client.source import Source
+from tierd.core.choose import Goal
 from tierd.core.errors import DaemonUnavailable, ManifestError, StateMismatch, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
-from tierd.core.resume import Candidate, Resume, not_found, own_part
+from tierd.core.resume import UNTOLD, Candidate, Resume, not_found, own_part
 from tierd.link import Link
 from tierd.spool import Spool
 
@@ -55,7 +56,7 @@ class Restored:
         tier: where its bytes came from: `"local"`, or the tier that healed or supplied them; `"memory"` when a trainer
             that was killed had left them in the daemon's hands.
         metrics: as given to `save`.
-        skipped: newer checkpoints that were passed over, each with its reason.
+        skipped: newer checkpoints (or better ones) that were passed over, each with its reason.
         unreached: tiers that did not answer; a newer checkpoint could lie there.
         directory: the verified files.
     """
@@ -94,7 +95,7 @@ class Restorer:
     """Finds the newest checkpoint that every rank can have verified, and this rank's part of it.
 
     Args:
-        tiers, line, keep: as `Source` has them.
+        tiers, line, keep, metrics: as `Source` has them.
         clock: what this rank gives to the naming of the next attempt.
     """
 
@@ -108,9 +109,10 @@ class Restorer:
         line: HandOff | None = None,
         keep: bool = True,
         clock: Callable[[], Clock] = lambda: clock(()),
+        metrics: tuple[str, ...] = (),
     ) -> None:
         self._spool, self._run, self._ranks, self._keep = spool, run, ranks, keep
-        self.source = Source(spool, run, tiers=tiers, line=line, keep=keep)
+        self.source = Source(spool, run, tiers=tiers, line=line, keep=keep, metrics=metrics)
         self.agreement = Agreement(ranks, run, self.source.sight, clock)
         self._passed: dict[CheckpointId, str] = {}
         self._bad: Counter[CheckpointId] = Counter()  # how often some of it was proven corrupt
@@ -119,7 +121,11 @@ class Restorer:
         self.resume = Resume((), (), (), None, (), ())  # as last looked at
 
     def restore(
-        self, step: int | None, attempt: str | None, fits: Callable[[Found], dict[str, Any]] = lambda found: {}
+        self,
+        step: int | None,
+        attempt: str | None,
+        fits: Callable[[Found], dict[str, Any]] = lambda found: {},
+        best: Goal | None = None,
     ) -> Found | None:
         """Read the checkpoint to resume from, the same on every rank; None when the run has none at all.
 
@@ -127,6 +133,7 @@ class Restorer:
 
         Args:
             fits: makes `Found.tree`, and raises where that does not fit what it is wanted for; then no rank gets it.
+            best: the best comes first, by rank 0's manifests, whose `metrics` have to be looked at.
 
         Raises:
             CheckpointNotFound: there are some, and none could be verified, or not the one asked for.
@@ -136,7 +143,7 @@ class Restorer:
             FormatTooNew: the newest was written by a newer tierd.
         """
         try:
-            for candidate in self._candidates(step, attempt, everything=False):
+            for candidate in self._candidates(step, attempt, everything=False, best=best):
                 self._check_world(candidate)
                 found, error, unfit = self._try(candidate, fits)
                 if self.settle(candidate, error, unfit=unfit).load:
@@ -167,24 +174,34 @@ class Restorer:
         return settled
 
     def skipped(self, until: CheckpointId | None = None) -> tuple[Skipped, ...]:
-        """What was passed over so far, newest first; of what was set aside before, what is newer than `until`."""
-        passed = dict.fromkeys(self.resume.incomplete, _INCOMPLETE)
-        passed |= {one: _ASIDE for one in self.resume.quarantined if until is None or one > until}
-        passed |= self._passed
-        newest = sorted(passed, reverse=True)
+        """What was passed over so far, in the order in which it would have been tried; of what was set aside before,
+        what would have come before `until`."""
+        resume, order = self.resume, self.resume.order
+        doubtful = dict.fromkeys(resume.quarantined, _ASIDE)
+        if resume.goal:
+            doubtful |= dict.fromkeys(resume.incomplete, _INCOMPLETE)
+        passed = {} if resume.goal else dict.fromkeys(resume.incomplete, _INCOMPLETE)
+        passed |= {one: why for one, why in doubtful.items() if until is None or order(one) > order(until)}
+        passed |= dict.fromkeys(resume.corrupt, UNTOLD) | self._passed
+        newest = sorted(passed, key=order, reverse=True)
         return tuple(Skipped(one.step, one.attempt, passed[one]) for one in newest)
 
     def close(self) -> None:
         self.source.close()
 
-    def _candidates(self, step: int | None, attempt: str | None, *, everything: bool) -> Iterator[Candidate]:
+    def _candidates(
+        self, step: int | None, attempt: str | None, *, everything: bool, best: Goal | None = None
+    ) -> Iterator[Candidate]:
         vanished = 0
         # Proven corrupt where one rank can look, and set aside there: the node that saved it may have it right, and
         # flush it again, on its own or when asked.
         tries = _TRIES if self._ranks.world > 1 else 1
         while vanished < _LOOKS:
-            self.resume = resume = self.agreement.look(step, attempt, everything=everything)
-            self._check_incomplete(step is None and attempt is None)
+            self.resume = resume = self.agreement.look(step, attempt, everything=everything, best=best)
+            if best is None:
+                self._check_incomplete(step is None and attempt is None)
+            else:
+                self._check_told(best)
             again = False
             for candidate in resume.candidates:
                 one = candidate.checkpoint
@@ -235,6 +252,17 @@ class Restorer:
             raise StoreUnavailable(
                 f"{max(newer)} lacks parts in the places that answered, and {', '.join(silent)} did not; restoring an "
                 "older step is your decision: restore(state, step=…)"
+            )
+
+    def _check_told(self, best: Goal) -> None:
+        """What is best rests on every place's answer: one that is silent may have a better one."""
+        silent, unread = (*self.resume.unreached, *self.resume.alone), self.resume.unread
+        if silent or unread:
+            manifest = f"rank 0's manifest of {unread[0]} cannot be read" if unread else ""
+            why = f"{', '.join(silent)} did not answer" if silent else manifest
+            raise StoreUnavailable(
+                f"run {self._run!r}: which checkpoint is the best by {best.metric!r} cannot be told: {why}. Restoring "
+                "a certain one is your decision: restore(state, step=…)"
             )
 
     def _check_world(self, candidate: Candidate) -> None:
@@ -294,7 +322,7 @@ class Restorer:
                 f"run {self._run!r}: no checkpoint was found, but {', '.join(resume.unreached)} did not answer"
             )
         skipped = self.skipped()
-        asked = step is not None or attempt is not None
+        asked = step is not None or attempt is not None or (resume.goal is not None and resume.whole)
         if asked or resume.branches or resume.lost or any(one.reason != _INCOMPLETE for one in skipped):
             raise not_found(resume, self._run, step, [str(one) for one in skipped], attempt)
         for one in skipped:

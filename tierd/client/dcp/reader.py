@@ -51,6 +51,7 @@ class OpenReader(Reader):
     def __init__(self, checkpointer: Checkpointer, *, weights_only: bool) -> None:
         self.restorer = checkpointer._restorer(keep=False)
         self._spool, self._launch, self._weights_only = checkpointer._spool, checkpointer._launch, weights_only
+        self._choice = checkpointer._choice
         self.step: int | None = None
         self.checkpoint: CheckpointId | None = None
         self.metrics: dict[str, float] = {}
@@ -83,6 +84,7 @@ class OpenReader(Reader):
     def go_on(self) -> None:
         """The launch goes on from this checkpoint. To be called on all ranks, or on none."""
         self._launch.go_on_from(self.checkpoint, self.restorer.resume.attempts, self.restorer.agreement.clocks)
+        self._choice.resume(self.checkpoint, self.restorer.resume)
 
     def _open(self, candidate: Candidate) -> None:
         checkpoint = self.checkpoint = candidate.checkpoint
