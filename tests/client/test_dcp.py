@@ -394,7 +394,7 @@ def test_metadata_that_is_none_is_refused(local, spool):
 def test_huge_metadata_is_refused_unread(local, monkeypatch):
     save(local, 3)
     monkeypatch.setattr(dcp_metadata, "MAX_SIZE", 10)
-    monkeypatch.setattr("tierd.client.dcp.files.Files.bring", None)
+    monkeypatch.setattr("tierd.client.files.Files.bring", None)
     with pytest.raises(CheckpointNotFound, match="at most 10 are read"):
         tierd.dcp.StorageReader(local)
 

@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +22,7 @@ from tierd.client.capture import Capture, Capturer
 from tierd.client.choosing import Choice
 from tierd.client.handoff import HandOff
 from tierd.client.launch import Launch, tell_failure
-from tierd.client.load import check_fit, load
+from tierd.client.load import check_fit, chosen, load
 from tierd.client.overlap import Gate
 from tierd.client.pipeline import Pipeline
 from tierd.client.ranks import Ranks
@@ -283,6 +283,7 @@ class Checkpointer:
         attempt: str | None = None,
         best: str | None = None,
         mode: Literal["min", "max"] = "min",
+        only: str | Collection[str] | None = None,
     ) -> Restored | None:
         """Load the newest verified checkpoint of this run's timeline into `state`, or the best.
 
@@ -296,6 +297,8 @@ class Checkpointer:
             best: a metric: the complete checkpoint with the smallest (`mode="min"`) or largest (`"max"`) number for it
                 in rank 0's manifest, of equals the newest; if that is corrupt, the next best. Every place has to
                 answer.
+            only: names of entries, `"model"` say, or `("model", "ema")`: they alone are loaded, and whatever else is
+                in `state` stays as it is. Of these every byte is verified, and others are not read.
 
         Returns:
             None when the run has no checkpoint anywhere: a fresh start.
@@ -307,16 +310,19 @@ class Checkpointer:
                 own `load_state_dict` refused what fitted.
             StoreUnavailable, DaemonUnavailable: a place that may hold a newer or the right copy did not answer; or
                 another rank could not restore, and why.
-            ConfigError: a given attempt cannot go on from it; ranks were asked for different checkpoints.
+            ConfigError: a given attempt cannot go on from it; ranks were asked for different checkpoints; `state` lacks
+                what `only` names.
         """
         goal = None if best is None else Goal(best, mode)
-        restorer = self._restorer(keep=state is not None, best=best)
+        names = (only,) if isinstance(only, str) else only if only is None else tuple(only)
+        restorer = self._restorer(keep=state is not None, best=best, only=names)
 
         def fits(found: Found) -> dict[str, Any]:
             self._launch.check_given(found.part.checkpoint, found.attempts)
+            into = chosen({} if state is None else state, names)
             tree = {} if state is None else self._tree(found)
             if state is not None:
-                check_fit(state, tree)
+                check_fit(into, tree)
             return tree
 
         self._let_go()
@@ -331,7 +337,10 @@ class Checkpointer:
         self._launch.go_on_from(found.part.checkpoint, found.attempts, found.clocks)  # on all ranks, whoever fails now
         if state is not None:
             size = len(found.files[TENSORS])
-            load(state, found.tree, lent=found.tier == MEMORY, file=found.files[TENSORS])
+            into = chosen(state, names)
+            load(into, found.tree, lent=found.tier == MEMORY, file=found.files[TENSORS])
+            if into is not state and isinstance(state, MutableMapping):  # another takes no values, as `fits` saw
+                state.update(into)
             self._pipeline.adopt(found.arena)
             self._pipeline.reserve(size)
         if found.unreached:
@@ -346,7 +355,7 @@ class Checkpointer:
             directory=found.directory,
         )
 
-    def _restorer(self, *, keep: bool, best: str | None = None) -> Restorer:
+    def _restorer(self, *, keep: bool, best: str | None = None, only: Collection[str] | None = None) -> Restorer:
         """What finds the way back, once all that was saved before is durable, or has failed."""
         self._check_open()
         self._pipeline.drain()
@@ -360,6 +369,7 @@ class Checkpointer:
             keep=keep,
             clock=self._launch.clock,
             metrics=tuple({name for name in (best, self._choice.metric) if isinstance(name, str)}),
+            only=only,
         )
 
     def _tree(self, found: Found) -> dict[str, Any]:

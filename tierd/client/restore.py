@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tierd.arena import Arena
 from tierd.client.agree import Agreement, Settled
+from tierd.client.entries import read_entries
+from tierd.client.files import Files
 from tierd.client.handoff import HandOff
 from tierd.client.launch import Clock, clock
 from tierd.client.ranks import Ranks
-from tierd.client.source import Source
+from tierd.client.source import Part, Source
 from tierd.core.choose import Goal
 from tierd.core.errors import DaemonUnavailable, ManifestError, StateMismatch, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.resume import UNTOLD, Candidate, Resume, not_found, own_part
+from tierd.core.world import SPOOL
 from tierd.link import Link
 from tierd.spool import Spool
 
@@ -58,7 +61,7 @@ class Restored:
         metrics: as given to `save`.
         skipped: newer checkpoints (or better ones) that were passed over, each with its reason.
         unreached: tiers that did not answer; a newer checkpoint could lie there.
-        directory: the verified files.
+        directory: the verified files; with `only`, where they are if the spool has them, and not all of them verified.
     """
 
     step: int
@@ -72,9 +75,10 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A part whose every byte was verified just now. `tier` is where bytes came from: as `Restored.tier`.
+    """A part whose every byte was verified just now, or every one of some entries.
 
-    `arena`: the memory that `files` lie in when a predecessor left them there; it will be used for saves.
+    `tier` is where bytes came from: as `Restored.tier`. `arena`: the memory that `files` lie in when a predecessor left
+    them there; it will be used for saves.
     """
 
     part: PartId
@@ -97,6 +101,7 @@ class Restorer:
     Args:
         tiers, line, keep, metrics: as `Source` has them.
         clock: what this rank gives to the naming of the next attempt.
+        only: these entries of a state, and no byte of others.
     """
 
     def __init__(
@@ -110,8 +115,9 @@ class Restorer:
         keep: bool = True,
         clock: Callable[[], Clock] = lambda: clock(()),
         metrics: tuple[str, ...] = (),
+        only: Collection[str] | None = None,
     ) -> None:
-        self._spool, self._run, self._ranks, self._keep = spool, run, ranks, keep
+        self._spool, self._run, self._ranks, self._keep, self._only = spool, run, ranks, keep, only
         self.source = Source(spool, run, tiers=tiers, line=line, keep=keep, metrics=metrics)
         self.agreement = Agreement(ranks, run, self.source.sight, clock)
         self._passed: dict[CheckpointId, str] = {}
@@ -278,7 +284,7 @@ class Restorer:
     ) -> tuple[Found | None, Exception | None, bool]:
         part = own_part(candidate, self._ranks.rank)
         try:
-            manifest, files, tier = self.source.obtain(part)
+            manifest, files, tier = self.source.obtain(part) if self._only is None else self._some(part, self._only)
             self._check_origin(manifest)
             found = Found(
                 part,
@@ -293,11 +299,19 @@ class Restorer:
                 self.agreement.clocks,
             )
         except Exception as error:  # the others are told before it is raised
-            return None, error, False
+            return None, error, isinstance(error, StateMismatch)
         try:
             return replace(found, tree=fits(found)), None, False
         except Exception as error:
             return None, error, True
+
+    def _some(self, part: PartId, names: Collection[str]) -> Part:
+        files = Files(self._spool, part.checkpoint, part.world, self.source.link, self.source.alone)
+        try:
+            manifest, found = read_entries(files, part, names)
+        finally:
+            files.close()
+        return manifest, found, next(iter(files.tiers), SPOOL)
 
     def _check_origin(self, manifest: Manifest) -> None:
         """That it belongs to the other ranks' parts, as far as one can see: ranks that cannot talk may have resumed
