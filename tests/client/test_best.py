@@ -128,6 +128,8 @@ def test_early_stopping_restores_the_best_at_the_end(spool):
             if state["stopping"].stop({"loss": loss}):
                 assert checkpointer.restore(state, best="loss").step == 1
                 break
+        train(state)
+        assert checkpointer.restore(state, best="loss", only="model").step == 1
     assert step == 3
     found = state["model"].state_dict()
     assert all(torch.equal(found[name], value) for name, value in weights[1].items())

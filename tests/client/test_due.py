@@ -36,6 +36,12 @@ def test_without_a_policy_it_says_what_is_missing(local):
         local.due(1)
 
 
+@pytest.mark.parametrize("epoch", [0.5, -1, "1"])
+def test_an_epoch_that_has_not_ended_is_none(spool, epoch):
+    with made(spool, tierd.When(epochs=1)) as checkpointer, pytest.raises(ConfigError, match="has just ended"):
+        checkpointer.due(1, epoch=epoch)
+
+
 def test_due_changes_nothing_and_a_save_does(spool):
     with made(spool, tierd.When(steps=10)) as checkpointer:
         assert [step for step in range(12) if checkpointer.due(step)] == [10, 11]

@@ -32,7 +32,7 @@ from tierd.client.slots import estimate
 from tierd.client.snapshot import Snapshot
 from tierd.client.source import MEMORY
 from tierd.client.state import unflatten
-from tierd.core.choose import Goal, When
+from tierd.core.choose import Goal, When, check_epoch
 from tierd.core.errors import ConfigError, SaveSkipped, StateMismatch
 from tierd.core.ids import PartId, check_attempt, check_run, check_step
 from tierd.core.manifest import TENSORS, TREE
@@ -145,11 +145,13 @@ class Checkpointer:
                 value in its metrics by itself); so let `keep_best` keep it.
 
         Raises:
-            ConfigError: there is no `when`; or `metrics` lacks what it goes by on rank 0, which every rank is told.
+            StepRefused: no int, or negative.
+            ConfigError: there is no `when`; `epoch` is no number; or `metrics` lacks what it goes by on rank 0, which
+                every rank is told.
             StoreUnavailable: another rank cannot be heard.
         """
         self._check_open()
-        return self._choice.due(check_step(step), epoch, metrics)
+        return self._choice.due(check_step(step), None if epoch is None else check_epoch(epoch), metrics)
 
     # -- save -------------------------------------------------------------------------------------------------------
 

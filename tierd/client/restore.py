@@ -160,14 +160,14 @@ class Restorer:
         finally:
             self.source.close()
 
-    def whole(self, step: int | None, attempt: str | None) -> Iterator[Candidate]:
+    def whole(self, step: int | None, attempt: str | None, best: Goal | None = None) -> Iterator[Candidate]:
         """As `restore` finds them: the checkpoints to try, the same on every rank, where each needs every rank's part.
 
         Their number of ranks may be any. What lies only in other nodes' spools is flushed first. After each, every rank
         calls `settle` with how it fared; the next one comes only if all have to step back, and the end means that the
         run has none. `source` gives parts; `close` ends it. Raises as `restore`.
         """
-        return self._candidates(step, attempt, everything=True)
+        return self._candidates(step, attempt, everything=True, best=best)
 
     def settle(self, candidate: Candidate, error: Exception | None, *, unfit: bool = False) -> Settled:
         """Tell all ranks how this one fared with `candidate`; raises as `Agreement.settle`."""

@@ -7,8 +7,9 @@ nothing and no better than anything.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -70,14 +71,16 @@ class When:
     best: str | None = None
     mode: Literal["min", "max"] = "min"
     best_only: bool = False
+    every_s: float = field(init=False, repr=False)  # infinity where `every` is not given
+    goal: Goal | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, count in (("steps", self.steps), ("epochs", self.epochs)):
             if count is not None and (type(count) is not int or count < 1):
                 raise ConfigError(f"When({name}={count!r}): a number from 1 on")
-        if self.every is not None:
-            self.every_s  # noqa: B018 -- checks it
-        check_goal(Goal("-" if self.best is None else self.best, self.mode))
+        goal = check_goal(Goal("-" if self.best is None else self.best, self.mode))
+        object.__setattr__(self, "every_s", _length(self.every))
+        object.__setattr__(self, "goal", None if self.best is None else goal)
         if self.best_only and self.best is None:
             raise ConfigError("When(best_only=True): by which metric? best='val_loss', say")
         if self.best is None and not self.is_bounded:
@@ -88,22 +91,17 @@ class When:
         """Whether it says how often."""
         return (self.steps, self.epochs, self.every) != (None, None, None)
 
-    @property
-    def every_s(self) -> float:
-        """`every` in seconds; infinity where it is not given."""
-        if self.every is None:
-            return math.inf
-        try:
-            length = seconds(self.every) if isinstance(self.every, str) else float(self.every)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"When(every={self.every!r}): seconds, or 90s, 10m, 12h, 7d") from error
-        if not 0 < length < math.inf:
-            raise ConfigError(f"When(every={self.every!r}): longer than nothing, and no longer than for ever")
-        return length
 
-    @property
-    def goal(self) -> Goal | None:
-        return Goal(self.best, self.mode) if self.best is not None else None
+def _length(every: object) -> float:
+    if every is None:
+        return math.inf
+    try:
+        length = seconds(every) if isinstance(every, str) else float(every)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"When(every={every!r}): seconds, or 90s, 10m, 12h, 7d") from error
+    if not 0 < length < math.inf:
+        raise ConfigError(f"When(every={every!r}): longer than nothing, and no longer than for ever")
+    return length
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +113,17 @@ class Saved:
     step: int = 0
     epoch: int | None = -1
     best: float | None = None
+
+
+def check_epoch(epoch: object) -> int:
+    """Raises `ConfigError` for what is no whole number from 0 on."""
+    try:
+        number = operator.index(epoch)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ConfigError(f"epoch={epoch!r}: the number of the epoch that has just ended, from 0 on; None within one")
+    return number
 
 
 def is_counted(when: When, saved: Saved, step: int, epoch: int | None) -> bool:
@@ -186,7 +195,8 @@ def listed(metrics: Iterable[str]) -> str:
 class EarlyStopping:
     """Says when a metric has not become better for `patience` calls of `stop` in a row. It goes into `state`.
 
-    On several ranks give each the same numbers, or they stop at different steps.
+    On several ranks give each the same numbers, or they stop at different steps. To end with the best:
+    `ckpt.restore(state, best=metric)`, or with `only="model"` its weights alone.
 
     Args:
         metric: the name of what is watched, in what `stop` is given.

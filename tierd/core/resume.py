@@ -116,12 +116,11 @@ def agree(
         # An attempt asked for by name is a line of its own: its newest first, abandoned or not.
         order = order[:1] if step is not None else tuple(sorted(order, reverse=True))
     values = _values(sights, run)
-    untold: tuple[CheckpointId, ...] = ()
+    told, reach = values.get(best.metric, {}) if best else {}, order
     if best is not None:
-        told = values.get(best.metric, {})
-        untold = tuple(one for one in order if one not in told)
-        ranked = [one for one in order if one in told and not math.isnan(told[one])]
+        ranked = [one for one in reach if not math.isnan(told.get(one, math.nan))]
         order = tuple(sorted(ranked, key=lambda one: (_score(best, values, one), one), reverse=True))
+    untold = tuple(one for one in reach if best and one not in told)
     bad = _corrupt(sights, run) & set(untold)
     first = order[0] if order else None
     if step is None and attempt is None:
