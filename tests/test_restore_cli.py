@@ -37,7 +37,7 @@ def flushed(tmp_path: Path, *steps: int) -> None:
         for step in steps:
             for rank in (0, 1):
                 which = part(step, rank=rank, world=2)
-                commit(home, which, files(step, rank))
+                commit(home, which, files(step, rank), metrics={"loss": 10.0 / step if rank == 0 else 0.0})
                 await flush(home, which, Way(store))
         await store.aclose()
 
@@ -88,6 +88,17 @@ async def get(self, key, into=None):
 FileStore.get = get
 run(sys.argv[3:])
 """
+
+
+def test_the_best_is_copied_out(tier, tmp_path, capsys):
+    flushed(tmp_path, 2, 3)
+    common = ["restore", str(tier), "--run", RUN, "--json", "--best"]
+    for number, (options, step) in enumerate([(["loss"], 3), (["loss", "--mode", "max"], 1)]):
+        assert run([*common, *options, "--to", str(tmp_path / f"out-{number}")]) == 0
+        assert json.loads(capsys.readouterr().out)["step"] == step
+    assert run([*common, "f1", "--to", str(tmp_path / "none")]) == 4
+    assert "metric 'f1'; there are: loss" in capsys.readouterr().err
+    assert run([*common, "loss", "--step", "1", "--to", str(tmp_path / "none")]) == 3
 
 
 def killed(tier: Path, target: Path, after: int, hands: int = 1) -> None:

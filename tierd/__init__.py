@@ -16,21 +16,35 @@ if TYPE_CHECKING:
     from tierd.client.restore import Restored, Skipped
     from tierd.client.rng import RngState
     from tierd.client.save import Save
+    from tierd.core.choose import EarlyStopping, When
     from tierd.observing import observe
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Checkpointer": "tierd.client.checkpointer",
+    "EarlyStopping": "tierd.core.choose",
     "Restored": "tierd.client.restore",
     "Save": "tierd.client.save",
     "Skipped": "tierd.client.restore",
     "new_attempt": "tierd.client.launch",
     "RngState": "tierd.client.rng",
+    "When": "tierd.core.choose",
     "observe": "tierd.observing",
 }
 
-__all__ = ["Checkpointer", "RngState", "Restored", "Save", "Skipped", "new_attempt", "observe", "__version__"]
+__all__ = [
+    "Checkpointer",
+    "EarlyStopping",
+    "RngState",
+    "Restored",
+    "Save",
+    "Skipped",
+    "When",
+    "new_attempt",
+    "observe",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -119,6 +119,23 @@ def test_what_was_saved_is_loaded(local, spool, options):
     assert tierd.dcp.load(older, local, step=3).step == 3 and same(older, 3)
 
 
+def test_the_best_is_loaded_and_what_is_saved_through_dcp_counts(spool):
+    when = tierd.When(steps=2, best="loss")
+    with tierd.Checkpointer(spool.root, "run", to=[], when=when) as checkpointer:
+        assert checkpointer.due(2) and checkpointer.due(3)
+        save(checkpointer, 3)
+        assert not checkpointer.due(3) and not checkpointer.due(3, metrics={"loss": 1.5})
+        save(checkpointer, 2)
+        save(checkpointer, 5)
+        assert not checkpointer.due(5, metrics={"loss": 1.0})
+        found_state = empty()
+        found = tierd.dcp.load(found_state, checkpointer, best="loss")
+        assert found.step == 2 and same(found_state, 2)
+        assert not checkpointer.due(3, metrics={"loss": 1.0}) and checkpointer.due(3, metrics={"loss": 0.9})
+        with pytest.raises(CheckpointNotFound, match="metric 'f1'; there are: loss"):
+            tierd.dcp.load(empty(), checkpointer, best="f1")
+
+
 def test_a_fresh_start_is_none_and_a_reader_says_so(local):
     assert tierd.dcp.load(empty(), local) is None
     reader = tierd.dcp.StorageReader(local)
@@ -394,7 +411,7 @@ def test_metadata_that_is_none_is_refused(local, spool):
 def test_huge_metadata_is_refused_unread(local, monkeypatch):
     save(local, 3)
     monkeypatch.setattr(dcp_metadata, "MAX_SIZE", 10)
-    monkeypatch.setattr("tierd.client.dcp.files.Files.bring", None)
+    monkeypatch.setattr("tierd.client.files.Files.bring", None)
     with pytest.raises(CheckpointNotFound, match="at most 10 are read"):
         tierd.dcp.StorageReader(local)
 

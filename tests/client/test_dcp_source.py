@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.world import CHUNK, commit, part
 
-from tierd.client.dcp.files import Files, _batches, _portions, _runs
+from tierd.client.files import Files, _batches, _portions, _runs
 from tierd.core.errors import ManifestError, ObjectNotFound, StoreUnavailable
 from tierd.core.wire import MAX_REQUEST, Fetch, encode_line
 
@@ -49,7 +49,7 @@ def test_what_another_process_set_aside_is_gone_and_no_failure(spool):
 
 
 def test_neighbours_are_read_at_once_and_a_gap_is_not(source, monkeypatch):
-    monkeypatch.setattr("tierd.client.dcp.files._BATCH", 4 * CHUNK)
+    monkeypatch.setattr("tierd.client.files._BATCH", 4 * CHUNK)
     spans = [source.span(PART, "file", offset, 500) for offset in (0, 600, 1200, 3900, 8000, 8600)]
     groups = [[span.offset for span in batch] for batch in _batches(spans)]
     assert groups == [[0, 600, 1200], [3900], [8000, 8600]]

@@ -11,6 +11,7 @@ from core.worlds import cases, checkpoint, facts, histories, part, places, remad
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tierd.core.choose import Goal
 from tierd.core.errors import CheckpointNotFound, ManifestError, SpoolUnusable
 from tierd.core.resume import Candidate, Resume, agree, not_found, own_part, restore_candidates
 from tierd.core.sight import Sight, see, told
@@ -288,3 +289,66 @@ def test_a_thousand_ranks_and_checkpoints_are_agreed_on_at_once():
     assert time.process_time() - begun < 2
     assert [(c.checkpoint.step, c.lacking) for c in found.candidates[:2]] == [(500_500, ()), (500_000, ())]
     assert len(found.candidates) == 1002
+
+
+# -- the best ---------------------------------------------------------------------------------------------------------
+
+LOSS = Goal("loss")
+
+
+def measured(values: dict, place: Place | None = None, **more) -> Place:
+    """`place` with checkpoints of one rank added that have these losses; None: no such metric."""
+    found = place or Place()
+    for owner, value in values.items():
+        found = solo(found, owner, metrics={"acc": 1.0} if value is None else {"loss": value}, **more)
+    return found
+
+
+def test_the_best_of_the_timeline_comes_first_and_of_equals_the_newest():
+    place = measured({A100: 2.0, A200: 1.0, A300: 0.5})
+    place = measured({B210: 1.0, checkpoint(2, 220): float("nan"), checkpoint(2, 230): None}, place, origin=A200)
+    assert tried(restore_candidates(World(place, {}), "r", best=LOSS)) == [B210, A200, A100], "never 300, which it left"
+    assert tried(restore_candidates(World(place, {}), "r", best=Goal("loss", "max"))) == [A100, B210, A200]
+    assert tried(restore_candidates(World(place, {}), "r", attempt=A, best=LOSS)) == [A300, A200, A100]
+    found = restore_candidates(World(place, {}), "r", best=Goal("f1"))
+    assert tried(found) == [] and (found.unread, found.corrupt) == ((), ())
+    assert "metric 'f1'; there are: acc, loss" in str(not_found(found, "r", None, []))
+    infinite = measured({A100: float("inf"), A200: float("-inf")})
+    assert tried(restore_candidates(World(infinite, {}), "r", best=LOSS)) == [A200, A100]
+
+
+def test_rank_0_speaks_and_whoever_sees_its_manifest_tells_the_others():
+    own = [
+        Place.of({part(c, n, 2): facts(1, metrics={"loss": c.step * (1.0 - n)}) for c in (A100, A200)}) for n in (0, 1)
+    ]
+    gathered = [see(World(place, {}), "r", ("loss",)) for place in own]
+    gathered = [told({"sight": msgspec.json.decode(msgspec.json.encode(one))}) for one in gathered]
+    for sights in (gathered, gathered[::-1]):
+        assert tried(agree(sights, "r", best=LOSS)) == [A100, A200]
+    assert agree(gathered[1:], "r", best=LOSS).candidates == ()
+    both = Place.of({part(A100, n, 2): facts(1, metrics={"loss": 1.0}) if n else None for n in (0, 1)})
+    assert restore_candidates(World(both, {}), "r", best=LOSS).corrupt == (), "why it cannot be read is not known"
+    assert restore_candidates(World(both, {}), "r", best=LOSS).unread == (A100,)
+
+
+def test_a_corrupt_manifest_says_nothing_where_another_copy_does():
+    place = measured({A100: 2.0, A200: 1.0})
+    known = {p: place.facts(p) for p in place.parts()}
+    torn = remade(place, {**known, part(A200): None}, {part(A200): ManifestError("x")})
+    found = restore_candidates(World(torn, {}), "r", best=LOSS)
+    assert (tried(found), found.corrupt, found.unread) == ([A100], (A200,), ())
+    healed = restore_candidates(World(torn, {"a": place}), "r", best=LOSS)
+    assert (tried(healed), healed.corrupt) == ([A200, A100], ())
+    silent = remade(torn, defects={part(A200): SpoolUnusable("EIO")})
+    assert restore_candidates(World(silent, {}), "r", best=LOSS).unread == (A200,)
+
+
+@given(histories(max_world=2), st.sampled_from(["min", "max"]))
+@settings(max_examples=100, deadline=None)
+def test_the_best_are_those_of_the_newest_first_in_another_order(history, mode):
+    world = World(Place.of(history), {})
+    newest, best = (tried(restore_candidates(world, "r", best=goal)) for goal in (None, Goal("loss", mode)))
+    values = {p.checkpoint: f.metrics.get("loss", float("nan")) for p, f in history.items() if p.rank == 0}
+    assert set(best) == {one for one in newest if values[one] == values[one]}
+    sign = 1 if mode == "max" else -1
+    assert best == sorted(best, key=lambda one: (sign * values[one], one), reverse=True)

@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -77,7 +78,7 @@ def test_what_no_policy_may_delete(found, policy):
 @SUITE
 @given(infos(), policies, policies)
 def test_adding_a_rule_never_deletes_more(found, policy, other):
-    for rule in ("keep_every_steps", "keep_within", "keep_best"):
+    for rule in ("keep_every_steps", "keep_within", "keep_every", "keep_best"):
         without = msgspec.structs.replace(policy, **{rule: None})
         more = msgspec.structs.replace(without, **{rule: getattr(other, rule)})
         assert deleted(found, more) <= deleted(found, without)
@@ -132,6 +133,28 @@ def test_the_best_are_the_best(found, count, mode):
     sign = 1 if mode == "max" else -1
     worst = min((sign * values[checkpoint] for checkpoint in named), default=math.inf)
     assert all(sign * value <= worst for checkpoint, value in values.items() if checkpoint not in named)
+
+
+@SUITE
+@given(infos(), st.sampled_from(["3m", "20m", "1h"]), st.randoms(use_true_random=False))
+def test_one_in_every_interval_is_kept_whatever_was_pruned_before(found, every, rng):
+    """Judged after every single save, with prunes done at any time in between or never, the same ones are left."""
+    policy = RetentionPolicy(keep_last=1, keep_every=every)
+    whole = sorted((replace(i, complete=True, verified=True, pinned=False) for i in found), key=lambda info: info.id)
+    named = {v.id for v in decide(whole, policy) if f"one every {every}" in v.reasons}
+    left: list[CheckpointInfo] = []
+    for info in whole:
+        left.append(info)
+        if rng.random() < 0.6:
+            gone = deleted(left, policy)
+            left = [one for one in left if one.id not in gone]
+    assert {v.id for v in decide(left, policy) if f"one every {every}" in v.reasons} == named
+    kept = [info for info in whole if info.id in named]
+    assert not whole or kept[0] is whole[0], "the oldest is the first"
+    for one, following in pairwise(kept):
+        assert abs(following.created - one.created) >= timedelta(seconds=seconds(every))
+        passed = [info.created for info in whole if one.id < info.id < following.id]
+        assert all(abs(created - one.created) < timedelta(seconds=seconds(every)) for created in passed)
 
 
 @pytest.mark.parametrize(("text", "expected"), [("90s", 90), ("1.5m", 90), ("12h", 43200), ("7d", 604800), ("0s", 0)])

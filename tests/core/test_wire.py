@@ -27,6 +27,7 @@ ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if iss
         wire.Report(),
         wire.Report(run="r"),
         wire.Candidates(run="r"),
+        wire.Candidates(run="r", metrics=("val/loss", "ä")),
         wire.Fetch(part=PART),
         wire.Fetch(part=PART, wanted={}),
         wire.Fetch(part=PART, wanted={"a/b": ((0, 1), (5, 9)), ".metadata": ()}),

@@ -82,6 +82,7 @@ policies = st.builds(
     keep_last=st.sampled_from([1, 1, 2, 3]),
     keep_every_steps=st.sampled_from([None, None, None, 2, 4]),
     keep_within=st.sampled_from([None, None, None, "2m", "10m"]),
+    keep_every=st.sampled_from([None, None, None, "3m", "20m"]),
     keep_best=st.sampled_from([None, None, None, Best(metric="loss"), Best(metric="loss", mode="max", count=2)]),
 )
 

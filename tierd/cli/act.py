@@ -14,9 +14,11 @@ import typer
 
 from tierd.cli.options import (
     AttemptOption,
+    BestOption,
     ConfigOption,
     JsonOption,
     KeyFileOption,
+    ModeOption,
     Places,
     RunArgument,
     RunOption,
@@ -30,6 +32,7 @@ from tierd.cli.options import (
 from tierd.cli.read import choose
 from tierd.cli.tables import console, print_json, progress, size, table
 from tierd.core import wire
+from tierd.core.choose import Goal, check_goal
 from tierd.core.config import Config, from_urls, without_addresses
 from tierd.core.errors import ConfigError, DaemonUnavailable, StoreRefused, StoreUnavailable
 from tierd.core.events import Event
@@ -107,16 +110,21 @@ def restore(
     config: ConfigOption = None,
     step: StepOption = None,
     attempt: AttemptOption = None,
+    best: BestOption = None,
+    mode: ModeOption = "min",
     key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Copy the newest verified checkpoint out of the tiers, one directory a rank. Needs no daemon."""
+    """Copy the newest verified checkpoint, or the best, out of the tiers, one directory a rank. Needs no daemon."""
     if not name or to is None:
         raise ConfigError("restore needs --run RUN and --to DIR")
+    if best is not None and step is not None:
+        raise ConfigError("--best and --step: one of the two")
+    goal = check_goal(Goal(best, mode)) if best is not None else None
     where = places(None, url, config, key_file=key_file)
     assert where.config is not None
     moved = Progress()
-    found = asyncio.run(_restore(where.config, check_run(name), to, step, attempt, moved))
+    found = asyncio.run(_restore(where.config, check_run(name), to, step, attempt, goal, moved))
     if json:
         print_json(found)
         return
@@ -133,7 +141,7 @@ def restore(
 
 
 async def _restore(
-    config: Config, run: str, to: Path, step: int | None, attempt: str | None, moved: Progress
+    config: Config, run: str, to: Path, step: int | None, attempt: str | None, best: Goal | None, moved: Progress
 ) -> Exported:
     async with AsyncExitStack() as stack:
         stores = await open_tiers(config, stack)
@@ -141,7 +149,7 @@ async def _restore(
         with progress("restoring") as bar:
             task = bar.add_task("", total=None)
             moved.told = lambda at: bar.update(task, completed=at.done, total=at.total)
-            return await export(stores, run, to, step, attempt, moved)
+            return await export(stores, run, to, step, attempt, moved, best=best)
 
 
 @dataclass(frozen=True, slots=True)

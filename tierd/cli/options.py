@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -32,6 +32,10 @@ StepOption = Annotated[int | None, typer.Option("--step", metavar="N", help="Onl
 AttemptOption = Annotated[
     str | None, typer.Option("--attempt", metavar="ID", help="Only this attempt (launch).", show_default=False)
 ]
+BestOption = Annotated[
+    str | None, typer.Option("--best", metavar="METRIC", help="The best by this metric.", show_default=False)
+]
+ModeOption = Annotated[Literal["min", "max"], typer.Option("--mode", help="Whether less of it is better, or more.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 StepArgument = Annotated[int, typer.Argument(metavar="STEP", help="The checkpoint's step.")]
 KeyFileOption = Annotated[

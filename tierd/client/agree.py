@@ -14,6 +14,7 @@ import msgspec
 
 from tierd.client.launch import Clock
 from tierd.client.ranks import Ranks
+from tierd.core.choose import Goal, check_goal
 from tierd.core.errors import (
     ConfigError,
     CorruptChunk,
@@ -34,6 +35,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     attempt: str | None
     everything: bool
+    best: Goal | None = None
     clock: Clock
     sight: Sight = Sight()
     error: str = ""
@@ -74,23 +76,29 @@ class Agreement:
         self._ranks, self._run, self._look, self._clock = ranks, run, look, clock
         self.clocks: Sequence[Clock] = ()
 
-    def look(self, step: int | None, attempt: str | None, *, everything: bool = False) -> Resume:
+    def look(
+        self, step: int | None, attempt: str | None, *, everything: bool = False, best: Goal | None = None
+    ) -> Resume:
         """Look on every rank, one gather; what there is to restore, by what all see together.
 
         Args:
             everything: every rank needs every rank's part, as a reader that reshards does; the number of ranks that
                 saved may then be any.
+            best: of all of them, by this.
 
         Raises:
             StoreUnavailable: another rank cannot look; or what this one raised.
-            ConfigError: the ranks were asked for different things.
+            ConfigError: the ranks were asked for different things; or for the best, and a step.
         """
         own = Look(step=None, attempt=None, everything=everything, clock=self._clock())
         failure: Exception | None = None
         try:  # also what only this rank was asked wrongly: the others would wait for it
             step = step if step is None else check_step(step)
             attempt = attempt if attempt is None else check_attempt(attempt)
-            own = msgspec.structs.replace(own, step=step, attempt=attempt, sight=self._look())
+            if best is not None and step is not None:
+                raise ConfigError(f"best={best.metric!r} and step={step}: one of the two")
+            best = best if best is None else check_goal(best)
+            own = msgspec.structs.replace(own, step=step, attempt=attempt, best=best, sight=self._look())
         except Exception as error:
             failure, own = error, msgspec.structs.replace(own, error=_text(error))
         looks = self._ranks.gather(own)
@@ -99,14 +107,14 @@ class Agreement:
         for rank, other in enumerate(looks):
             if other.error:
                 raise StoreUnavailable(f"rank {rank} could not restore: {other.error}")
-            if (other.step, other.attempt, other.everything) != (step, attempt, everything):
+            if (other.step, other.attempt, other.everything, other.best) != (step, attempt, everything, best):
                 raise ConfigError(
                     f"rank {self._ranks.rank} was asked for {_asked(own)}, and rank {rank} for {_asked(other)}: every "
                     "rank of a launch restores the same"
                 )
         self.clocks = [other.clock for other in looks]
         sights = [other.sight for other in looks]
-        return agree(sights, self._run, step, attempt, world=self._ranks.world, everything=everything)
+        return agree(sights, self._run, step, attempt, world=self._ranks.world, everything=everything, best=best)
 
     def settle(self, error: Exception | None, *, unfit: bool = False) -> Settled:
         """Tell how this rank fared with a candidate, one gather; what all ranks do next.
@@ -156,5 +164,6 @@ def _text(error: Exception) -> str:
 
 
 def _asked(look: Look) -> str:
-    what = "the newest checkpoint" if look.step is None else f"step {look.step}"
+    newest = f"the best checkpoint ({look.best.mode} {look.best.metric})" if look.best else "the newest checkpoint"
+    what = newest if look.step is None else f"step {look.step}"
     return f"{what}{f' of attempt {look.attempt}' if look.attempt else ''}{' (DCP)' if look.everything else ''}"

@@ -6,10 +6,11 @@ Law: training never waits for the daemon and never dies of it. What fails after 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from tierd.client.attachment import Attachment
-from tierd.client.capture import Capturer
+from tierd.client.capture import Capture, Capturer
+from tierd.client.choosing import Choice
 from tierd.client.handoff import HandOff
 from tierd.client.launch import Launch, tell_failure
-from tierd.client.load import check_fit, load
+from tierd.client.load import check_fit, chosen, load
 from tierd.client.overlap import Gate
 from tierd.client.pipeline import Pipeline
 from tierd.client.ranks import Ranks
@@ -30,8 +32,9 @@ from tierd.client.slots import estimate
 from tierd.client.snapshot import Snapshot
 from tierd.client.source import MEMORY
 from tierd.client.state import unflatten
+from tierd.core.choose import Goal, When, check_epoch
 from tierd.core.errors import ConfigError, SaveSkipped, StateMismatch
-from tierd.core.ids import check_attempt, check_run
+from tierd.core.ids import PartId, check_attempt, check_run, check_step
 from tierd.core.manifest import TENSORS, TREE
 from tierd.core.wire import MAX_TOLD, Failed
 from tierd.link import Link
@@ -67,9 +70,11 @@ class Checkpointer:
         slots: snapshots that may be in memory at a time; each takes the size of the state.
         when_busy: what `save` does while every slot is still being persisted: `"wait"` for one, `"skip"` (the `Save`
             has then ended with `SaveSkipped`), or `"fail"` (raise it).
+        when: what `due` goes by, the same on every rank.
 
     Raises:
-        ConfigError: a name, rank or URL cannot be used; or ranks were given different ones, or cannot agree.
+        ConfigError: a name, rank or URL cannot be used; or ranks were given different ones, or cannot agree; or
+            `when` hangs on a clock or a metric, and they cannot talk.
         StoreUnavailable: another rank could not begin; says which and why.
         SpoolUnusable: the spool cannot be written to.
         DaemonUnavailable: the daemon for `to` did not start.
@@ -85,6 +90,7 @@ class Checkpointer:
         to: Sequence[str] | None = None,
         slots: int = 1,
         when_busy: Literal["wait", "skip", "fail"] = "wait",
+        when: When | None = None,
     ) -> None:
         self._ranks = Ranks(rank, world_size)
         self._closed = False
@@ -99,13 +105,15 @@ class Checkpointer:
                 raise ConfigError(f"when_busy={when_busy!r}: one of {', '.join(_BUSY)}")
             check_run(run)
             given = check_attempt(attempt) if attempt is not None else None
+            self._choice = Choice(when, self._ranks)
             self._spool = Spool(spool)
             self._daemon = Attachment(self._spool, to)
         except Exception as error:
             tell_failure(self._ranks, run, error)
             raise
         try:
-            self._launch = Launch(self._spool, run, self._ranks, given, lambda: self._daemon.attempts(run))
+            seen = functools.partial(self._daemon.attempts, run)
+            self._launch = Launch(self._spool, run, self._ranks, given, seen, repr(when) if when else "")
         except BaseException:
             self._daemon.close()
             raise
@@ -118,6 +126,33 @@ class Checkpointer:
     def attempt(self) -> str:
         """This launch's name. Settled at the first use: later than everything that was there before."""
         return self._launch.attempt
+
+    def due(self, step: int, epoch: int | None = None, metrics: Mapping[str, float] | None = None) -> bool:
+        """Whether to save now, by `when`; the same on every rank, which all ask at the same steps.
+
+        It changes nothing: it says so again, at this step or the next, until a save counts, which is when its snapshot
+        was taken (or a DCP save began); one skipped by `when_busy` does not. One that fails later counts, but its
+        metric is forgotten. Several ranks count steps and epochs from where a checkpoint was last found due: what it
+        came to on one rank the others do not know.
+
+        Steps and epochs cost no talk between ranks. With `every` and `best` rank 0 decides: at steps that may be due by
+        its clock, which it names in advance, and where metrics are given.
+
+        Args:
+            epoch: which has just ended, counted from 0; None within one.
+            metrics: given where they were measured, at the same steps on every rank; only rank 0's count. NaN is no
+                better than anything. What was best so far is known again after a restore, from the metrics of rank 0's
+                manifests of the complete checkpoints on the timeline (a `save` after `due` at the same step has the
+                value in its metrics by itself); so let `keep_best` keep it.
+
+        Raises:
+            StepRefused: no int, or negative.
+            ConfigError: there is no `when`; `epoch` is no number; or `metrics` lacks what it goes by on rank 0, which
+                every rank is told.
+            StoreUnavailable: another rank cannot be heard.
+        """
+        self._check_open()
+        return self._choice.due(check_step(step), None if epoch is None else check_epoch(epoch), metrics)
 
     # -- save -------------------------------------------------------------------------------------------------------
 
@@ -137,13 +172,29 @@ class Checkpointer:
         """
         begun = time.perf_counter()
         self._check_open()
-        part, numbers = self._launch.part(step), checked_metrics(metrics or {})
+        part, numbers = self._part(step, metrics)
         save = Save(part, self._spool)
         if self._when_busy != "wait" and self._pipeline.busy:
             return self._skipped(save)
-        capture = self._capturer.capture(state)
+        try:
+            self._take(save, self._capturer.capture(state), numbers)
+        except BaseException:
+            self._choice.ended(save.step, durable=False)
+            raise
+        self._choice.took(save.step)
+        self.stats.saves += 1
+        blocked = time.perf_counter() - begun
+        self.stats.blocked_s += blocked
+        self.stats.first_blocked_s = self.stats.first_blocked_s or blocked
+        return save
+
+    def _part(self, step: int, metrics: Mapping[str, float] | None) -> tuple[PartId, dict[str, float]]:
+        part, numbers = self._launch.part(step), checked_metrics(metrics or {})
+        return part, self._choice.taking(part.checkpoint.step, numbers)
+
+    def _take(self, save: Save, capture: Capture, numbers: dict[str, float]) -> None:
         late = self._gate.late(capture)
-        snapshot = Snapshot(save, capture, self._launch.manifest(part, numbers), late)
+        snapshot = Snapshot(save, capture, self._launch.manifest(save.part, numbers), late)
         self._launch.steps.add(save.step)
         try:
             self._pipeline.take(snapshot)
@@ -156,11 +207,6 @@ class Checkpointer:
             if snapshot.give_up():
                 self._launch.steps.discard(save.step)
             raise
-        self.stats.saves += 1
-        blocked = time.perf_counter() - begun
-        self.stats.blocked_s += blocked
-        self.stats.first_blocked_s = self.stats.first_blocked_s or blocked
-        return save
 
     def attach(self, *optimizers: Optimizer) -> None:
         """Let `save` return before what these optimizers change is copied: their parameters and their own state. It is
@@ -179,6 +225,7 @@ class Checkpointer:
 
     def _skipped(self, save: Save) -> Save:
         self.stats.skipped += 1
+        self._choice.ended(save.step, durable=False)
         error = SaveSkipped(f"{save.part}: an earlier save is still being persisted")
         if self._when_busy == "fail":
             raise error
@@ -191,6 +238,7 @@ class Checkpointer:
         if error is not None:
             self._launch.steps.discard(save.step)
             self._daemon.tell(Failed(part=save.part, why=str(error)[:MAX_TOLD]))
+        self._choice.ended(save.step, durable=error is None)
         save.finish(error)
         if self._line is not None:
             self._line.renew()
@@ -206,24 +254,42 @@ class Checkpointer:
             SpoolFull, SpoolUnusable: it could not be made durable.
         """
         self._check_open()
-        part, numbers = self._launch.part(step), checked_metrics(metrics or {})
-        with translated(f"spool {self._spool.root}"):
-            stage = self._spool.stage(part)
-        with stage:
-            yield stage.path
+        part, numbers = self._part(step, metrics)
+        try:
             with translated(f"spool {self._spool.root}"):
-                files = describe_directory(stage.path)
-                stage.commit(msgspec.structs.replace(self._launch.manifest(part, numbers), files=files))
-        self._launch.steps.add(part.checkpoint.step)
+                stage = self._spool.stage(part)
+            with stage:
+                yield stage.path
+                with translated(f"spool {self._spool.root}"):
+                    files = describe_directory(stage.path)
+                    stage.commit(msgspec.structs.replace(self._launch.manifest(part, numbers), files=files))
+        except BaseException:
+            self._choice.ended(part.checkpoint.step, durable=False)
+            raise
+        self._choice.took(part.checkpoint.step)
+        self._staged(part.checkpoint.step, numbers)
+
+    def _staged(self, step: int, numbers: dict[str, float]) -> None:
+        """What something else wrote is committed."""
+        self._launch.steps.add(step)
         self.stats.saves += 1
+        self._choice.taking(step, numbers)
+        self._choice.ended(step, durable=True)
         self._daemon.keep()
 
     # -- restore ----------------------------------------------------------------------------------------------------
 
     def restore(
-        self, state: MutableMapping[str, Any] | None = None, step: int | None = None, *, attempt: str | None = None
+        self,
+        state: MutableMapping[str, Any] | None = None,
+        step: int | None = None,
+        *,
+        attempt: str | None = None,
+        best: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        only: str | Collection[str] | None = None,
     ) -> Restored | None:
-        """Load the newest verified checkpoint of this run's timeline into `state`.
+        """Load the newest verified checkpoint of this run's timeline into `state`, or the best.
 
         All ranks of a launch call it together, and get the same checkpoint, or none of them does.
 
@@ -232,29 +298,40 @@ class Checkpointer:
                 filled in place. None: only verify, and return the directory (for what `stage` wrote).
             step: this step and no other.
             attempt: of this attempt; a checkpoint of a branch that the timeline left is asked for so.
+            best: a metric: the complete checkpoint with the smallest (`mode="min"`) or largest (`"max"`) number for it
+                in rank 0's manifest, of equals the newest; if that is corrupt, the next best. Every place has to
+                answer.
+            only: names of entries, `"model"` say, or `("model", "ema")`: they alone are loaded, and whatever else is
+                in `state` stays as it is. Of these every byte is verified, and others are not read.
 
         Returns:
             None when the run has no checkpoint anywhere: a fresh start.
 
         Raises:
-            CheckpointNotFound: none could be verified, or not the one asked for; says what was skipped and why.
+            CheckpointNotFound: none could be verified, or not the one asked for; says what was skipped and why. Or
+                none has a number for the metric; says which there are.
             StateMismatch: it does not fit `state`; names the first few places. Nothing was loaded, unless an object's
                 own `load_state_dict` refused what fitted.
             StoreUnavailable, DaemonUnavailable: a place that may hold a newer or the right copy did not answer; or
                 another rank could not restore, and why.
-            ConfigError: a given attempt cannot go on from it; ranks were asked for different checkpoints.
+            ConfigError: a given attempt cannot go on from it; ranks were asked for different checkpoints; `state` lacks
+                what `only` names.
         """
-        restorer = self._restorer(keep=state is not None)
+        goal = None if best is None else Goal(best, mode)
+        names = (only,) if isinstance(only, str) else only if only is None else tuple(only)
+        restorer = self._restorer(keep=state is not None, best=best, only=names)
 
         def fits(found: Found) -> dict[str, Any]:
             self._launch.check_given(found.part.checkpoint, found.attempts)
+            into = chosen({} if state is None else state, names)
             tree = {} if state is None else self._tree(found)
             if state is not None:
-                check_fit(state, tree)
+                check_fit(into, tree)
             return tree
 
         self._let_go()
-        found = restorer.restore(step, attempt, fits)
+        found = restorer.restore(step, attempt, fits, goal)
+        self._choice.resume(found.part.checkpoint if found else None, restorer.resume)
         if found is None:
             self._launch.go_on_from(None, restorer.resume.attempts, restorer.agreement.clocks)
             if state is not None:
@@ -264,7 +341,10 @@ class Checkpointer:
         self._launch.go_on_from(found.part.checkpoint, found.attempts, found.clocks)  # on all ranks, whoever fails now
         if state is not None:
             size = len(found.files[TENSORS])
-            load(state, found.tree, lent=found.tier == MEMORY, file=found.files[TENSORS])
+            into = chosen(state, names)
+            load(into, found.tree, lent=found.tier == MEMORY, file=found.files[TENSORS])
+            if into is not state and isinstance(state, MutableMapping):  # another takes no values, as `fits` saw
+                state.update(into)
             self._pipeline.adopt(found.arena)
             self._pipeline.reserve(size)
         if found.unreached:
@@ -279,7 +359,7 @@ class Checkpointer:
             directory=found.directory,
         )
 
-    def _restorer(self, *, keep: bool) -> Restorer:
+    def _restorer(self, *, keep: bool, best: str | None = None, only: Collection[str] | None = None) -> Restorer:
         """What finds the way back, once all that was saved before is durable, or has failed."""
         self._check_open()
         self._pipeline.drain()
@@ -293,6 +373,8 @@ class Checkpointer:
             keep=keep,
             clock=self._launch.clock,
             tell=self._daemon.tell,
+            metrics=tuple({name for name in (best, self._choice.metric) if isinstance(name, str)}),
+            only=only,
         )
 
     def _tree(self, found: Found) -> dict[str, Any]:

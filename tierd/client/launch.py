@@ -36,6 +36,7 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     world: int
     given: str | None = None
+    when: str = ""
     clock: Clock | None = None
     error: str = ""
 
@@ -49,13 +50,22 @@ class Launch:
     Args:
         attempt: the launch's name, when it was given one.
         seen: tells every attempt that was there before.
+        when: what says when a checkpoint is due, as text.
 
     Raises:
-        ConfigError: the ranks were given different runs or attempts, or have no way to agree on one.
+        ConfigError: the ranks were given different runs, attempts or `when`, or have no way to agree on an attempt.
         StoreUnavailable: another rank cannot begin; says which and why.
     """
 
-    def __init__(self, spool: Spool, run: str, ranks: Ranks, attempt: str | None, seen: Callable[[], set[str]]) -> None:
+    def __init__(
+        self,
+        spool: Spool,
+        run: str,
+        ranks: Ranks,
+        attempt: str | None,
+        seen: Callable[[], set[str]],
+        when: str = "",
+    ) -> None:
         self.run, self.rank, self.world = run, ranks.rank, ranks.world
         self.steps: set[int] = set()
         self.shared = False  # whether another process may save for this launch: what it saved shows in the spool alone
@@ -66,7 +76,7 @@ class Launch:
         if self.world == 1:
             return
         if ranks.talk:
-            self._begin(ranks)
+            self._begin(ranks, when)
         elif attempt is None:
             self._given = slurm_attempt(self.rank, self.world)
             self._derived = self._given is not None
@@ -76,13 +86,14 @@ class Launch:
                     "(tierd.new_attempt() makes one; give every rank the same)"
                 )
 
-    def _begin(self, ranks: Ranks) -> None:
+    def _begin(self, ranks: Ranks, when: str) -> None:
         try:
             seen = self._seen() if self._given is None else ()
         except Exception as error:  # the others are told before it is raised: they would wait
             tell_failure(ranks, self.run, error)
             raise
-        told = ranks.gather(Beginning(run=self.run, world=self.world, given=self._given, clock=clock(seen)))
+        me = Beginning(run=self.run, world=self.world, given=self._given, when=when, clock=clock(seen))
+        told = ranks.gather(me)
         for rank, other in enumerate(told):
             if other.error:
                 raise StoreUnavailable(f"rank {rank} cannot begin: {other.error}")
@@ -90,6 +101,7 @@ class Launch:
                 ("run", other.run, self.run),
                 ("world_size", other.world, self.world),
                 ("attempt", other.given, self._given),
+                ("when", other.when, when),
             ):
                 if theirs != own:
                     raise ConfigError(

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from tierd.client.owned import tensors_in
 from tierd.client.rng import RngState
 from tierd.client.tensorfile import Buffer
 from tierd.client.values import Path, Stateful, is_stateful, show, show_part, type_name, why_refused
-from tierd.core.errors import StateMismatch
+from tierd.core.errors import ConfigError, StateMismatch
 from tierd.device import PAGE
 
 _MISSING: Any = object()
@@ -41,6 +42,22 @@ def check_fit(state: Mapping[str, object], restored: Mapping[str, object]) -> No
         StateMismatch: names the first few of what is missing, extra, or of another shape or dtype.
     """
     _check(state, restored)
+
+
+def chosen(state: Mapping[str, Any], names: Collection[str] | None) -> Mapping[str, Any]:
+    """What is to be loaded into: all of `state`, or the entries of these names.
+
+    Raises:
+        ConfigError: it lacks one of them, or there are none.
+    """
+    if names is None:
+        return state
+    missing = [show_part(name) for name in names if name not in state]
+    if missing or not names:
+        what = f"{_few(missing)} not in the state passed" if missing else "it names nothing"
+        raise ConfigError(f"only: {what}, which has {', '.join(map(show_part, state)) or 'no entry'}")
+    entries = {name: state[name] for name in names}
+    return entries if isinstance(state, MutableMapping) else MappingProxyType(entries)
 
 
 def load(

@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tierd.arena import Arena
 from tierd.client.agree import Agreement, Settled
+from tierd.client.entries import read_entries
+from tierd.client.files import Files
 from tierd.client.handoff import HandOff
 from tierd.client.launch import Clock, clock
 from tierd.client.ranks import Ranks
-from tierd.client.source import Source
+from tierd.client.source import Part, Source
+from tierd.core.choose import Goal
 from tierd.core.errors import DaemonUnavailable, ManifestError, StateMismatch, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
-from tierd.core.resume import Candidate, Resume, not_found, own_part
+from tierd.core.resume import UNTOLD, Candidate, Resume, not_found, own_part
 from tierd.core.wire import MAX_TOLD, MOST_TOLD, FellBack, Request
+from tierd.core.world import SPOOL
 from tierd.link import Link
 from tierd.spool import Spool
 
@@ -56,9 +60,9 @@ class Restored:
         tier: where its bytes came from: `"local"`, or the tier that healed or supplied them; `"memory"` when a trainer
             that was killed had left them in the daemon's hands.
         metrics: as given to `save`.
-        skipped: newer checkpoints that were passed over, each with its reason.
+        skipped: newer checkpoints (or better ones) that were passed over, each with its reason.
         unreached: tiers that did not answer; a newer checkpoint could lie there.
-        directory: the verified files.
+        directory: the verified files; with `only`, where they are if the spool has them, and not all of them verified.
     """
 
     step: int
@@ -72,9 +76,10 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A part whose every byte was verified just now. `tier` is where bytes came from: as `Restored.tier`.
+    """A part whose every byte was verified just now, or every one of some entries.
 
-    `arena`: the memory that `files` lie in when a predecessor left them there; it will be used for saves.
+    `tier` is where bytes came from: as `Restored.tier`. `arena`: the memory that `files` lie in when a predecessor left
+    them there; it will be used for saves.
     """
 
     part: PartId
@@ -95,9 +100,10 @@ class Restorer:
     """Finds the newest checkpoint that every rank can have verified, and this rank's part of it.
 
     Args:
-        tiers, line, keep: as `Source` has them.
+        tiers, line, keep, metrics: as `Source` has them.
         clock: what this rank gives to the naming of the next attempt.
         tell: has the daemon know of something.
+        only: these entries of a state, and no byte of others.
     """
 
     def __init__(
@@ -111,9 +117,12 @@ class Restorer:
         keep: bool = True,
         clock: Callable[[], Clock] = lambda: clock(()),
         tell: Callable[[Request], None] = lambda request: None,
+        metrics: tuple[str, ...] = (),
+        only: Collection[str] | None = None,
     ) -> None:
-        self._spool, self._run, self._ranks, self._keep, self._tell = spool, run, ranks, keep, tell
-        self.source = Source(spool, run, tiers=tiers, line=line, keep=keep)
+        self._spool, self._run, self._ranks, self._keep, self._only = spool, run, ranks, keep, only
+        self._tell = tell
+        self.source = Source(spool, run, tiers=tiers, line=line, keep=keep, metrics=metrics)
         self.agreement = Agreement(ranks, run, self.source.sight, clock)
         self._passed: dict[CheckpointId, str] = {}
         self._bad: Counter[CheckpointId] = Counter()  # how often some of it was proven corrupt
@@ -122,7 +131,11 @@ class Restorer:
         self.resume = Resume((), (), (), None, (), ())  # as last looked at
 
     def restore(
-        self, step: int | None, attempt: str | None, fits: Callable[[Found], dict[str, Any]] = lambda found: {}
+        self,
+        step: int | None,
+        attempt: str | None,
+        fits: Callable[[Found], dict[str, Any]] = lambda found: {},
+        best: Goal | None = None,
     ) -> Found | None:
         """Read the checkpoint to resume from, the same on every rank; None when the run has none at all.
 
@@ -130,6 +143,7 @@ class Restorer:
 
         Args:
             fits: makes `Found.tree`, and raises where that does not fit what it is wanted for; then no rank gets it.
+            best: the best comes first, by rank 0's manifests, whose `metrics` have to be looked at.
 
         Raises:
             CheckpointNotFound: there are some, and none could be verified, or not the one asked for.
@@ -139,7 +153,7 @@ class Restorer:
             FormatTooNew: the newest was written by a newer tierd.
         """
         try:
-            for candidate in self._candidates(step, attempt, everything=False):
+            for candidate in self._candidates(step, attempt, everything=False, best=best):
                 self._check_world(candidate)
                 found, error, unfit = self._try(candidate, fits)
                 if self.settle(candidate, error, unfit=unfit).load:
@@ -150,14 +164,14 @@ class Restorer:
         finally:
             self.source.close()
 
-    def whole(self, step: int | None, attempt: str | None) -> Iterator[Candidate]:
+    def whole(self, step: int | None, attempt: str | None, best: Goal | None = None) -> Iterator[Candidate]:
         """As `restore` finds them: the checkpoints to try, the same on every rank, where each needs every rank's part.
 
         Their number of ranks may be any. What lies only in other nodes' spools is flushed first. After each, every rank
         calls `settle` with how it fared; the next one comes only if all have to step back, and the end means that the
         run has none. `source` gives parts; `close` ends it. Raises as `restore`.
         """
-        return self._candidates(step, attempt, everything=True)
+        return self._candidates(step, attempt, everything=True, best=best)
 
     def settle(self, candidate: Candidate, error: Exception | None, *, unfit: bool = False) -> Settled:
         """Tell all ranks how this one fared with `candidate`; raises as `Agreement.settle`."""
@@ -173,24 +187,34 @@ class Restorer:
         return settled
 
     def skipped(self, until: CheckpointId | None = None) -> tuple[Skipped, ...]:
-        """What was passed over so far, newest first; of what was set aside before, what is newer than `until`."""
-        passed = dict.fromkeys(self.resume.incomplete, _INCOMPLETE)
-        passed |= {one: _ASIDE for one in self.resume.quarantined if until is None or one > until}
-        passed |= self._passed
-        newest = sorted(passed, reverse=True)
+        """What was passed over so far, in the order in which it would have been tried; of what was set aside before,
+        what would have come before `until`."""
+        resume, order = self.resume, self.resume.order
+        doubtful = dict.fromkeys(resume.quarantined, _ASIDE)
+        if resume.goal:
+            doubtful |= dict.fromkeys(resume.incomplete, _INCOMPLETE)
+        passed = {} if resume.goal else dict.fromkeys(resume.incomplete, _INCOMPLETE)
+        passed |= {one: why for one, why in doubtful.items() if until is None or order(one) > order(until)}
+        passed |= dict.fromkeys(resume.corrupt, UNTOLD) | self._passed
+        newest = sorted(passed, key=order, reverse=True)
         return tuple(Skipped(one.step, one.attempt, passed[one]) for one in newest)
 
     def close(self) -> None:
         self.source.close()
 
-    def _candidates(self, step: int | None, attempt: str | None, *, everything: bool) -> Iterator[Candidate]:
+    def _candidates(
+        self, step: int | None, attempt: str | None, *, everything: bool, best: Goal | None = None
+    ) -> Iterator[Candidate]:
         vanished = 0
         # Proven corrupt where one rank can look, and set aside there: the node that saved it may have it right, and
         # flush it again, on its own or when asked.
         tries = _TRIES if self._ranks.world > 1 else 1
         while vanished < _LOOKS:
-            self.resume = resume = self.agreement.look(step, attempt, everything=everything)
-            self._check_incomplete(step is None and attempt is None)
+            self.resume = resume = self.agreement.look(step, attempt, everything=everything, best=best)
+            if best is None:
+                self._check_incomplete(step is None and attempt is None)
+            else:
+                self._check_told(best)
             again = False
             for candidate in resume.candidates:
                 one = candidate.checkpoint
@@ -243,6 +267,17 @@ class Restorer:
                 "older step is your decision: restore(state, step=…)"
             )
 
+    def _check_told(self, best: Goal) -> None:
+        """What is best rests on every place's answer: one that is silent may have a better one."""
+        silent, unread = (*self.resume.unreached, *self.resume.alone), self.resume.unread
+        if silent or unread:
+            manifest = f"rank 0's manifest of {unread[0]} cannot be read" if unread else ""
+            why = f"{', '.join(silent)} did not answer" if silent else manifest
+            raise StoreUnavailable(
+                f"run {self._run!r}: which checkpoint is the best by {best.metric!r} cannot be told: {why}. Restoring "
+                "a certain one is your decision: restore(state, step=…)"
+            )
+
     def _check_world(self, candidate: Candidate) -> None:
         if candidate.world != self._ranks.world:
             raise StateMismatch(
@@ -256,7 +291,7 @@ class Restorer:
     ) -> tuple[Found | None, Exception | None, bool]:
         part = own_part(candidate, self._ranks.rank)
         try:
-            manifest, files, tier = self.source.obtain(part)
+            manifest, files, tier = self.source.obtain(part) if self._only is None else self._some(part, self._only)
             self._check_origin(manifest)
             found = Found(
                 part,
@@ -271,11 +306,19 @@ class Restorer:
                 self.agreement.clocks,
             )
         except Exception as error:  # the others are told before it is raised
-            return None, error, False
+            return None, error, isinstance(error, StateMismatch)
         try:
             return replace(found, tree=fits(found)), None, False
         except Exception as error:
             return None, error, True
+
+    def _some(self, part: PartId, names: Collection[str]) -> Part:
+        files = Files(self._spool, part.checkpoint, part.world, self.source.link, self.source.alone)
+        try:
+            manifest, found = read_entries(files, part, names)
+        finally:
+            files.close()
+        return manifest, found, next(iter(files.tiers), SPOOL)
 
     def _check_origin(self, manifest: Manifest) -> None:
         """That it belongs to the other ranks' parts, as far as one can see: ranks that cannot talk may have resumed
@@ -300,7 +343,7 @@ class Restorer:
                 f"run {self._run!r}: no checkpoint was found, but {', '.join(resume.unreached)} did not answer"
             )
         skipped = self.skipped()
-        asked = step is not None or attempt is not None
+        asked = step is not None or attempt is not None or (resume.goal is not None and resume.whole)
         if asked or resume.branches or resume.lost or any(one.reason != _INCOMPLETE for one in skipped):
             raise not_found(resume, self._run, step, [str(one) for one in skipped], attempt)
         for one in skipped:

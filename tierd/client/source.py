@@ -53,14 +53,25 @@ class Source:
         tiers: whether there may be copies beyond the spool; without, the spool's word is final.
         line: to ask for what a predecessor left in memory; None where nothing can be there.
         keep: hand files on in memory; without, they are only verified, and their directory is held in the spool.
+        metrics: those whose values a look tells.
 
     Attributes:
         link: the line to the daemon, which holds for it what it gives; None without one.
         alone: why there is none though tiers may have copies; empty where there are no tiers.
     """
 
-    def __init__(self, spool: Spool, run: str, *, tiers: bool, line: HandOff | None, keep: bool) -> None:
+    def __init__(
+        self,
+        spool: Spool,
+        run: str,
+        *,
+        tiers: bool,
+        line: HandOff | None,
+        keep: bool,
+        metrics: tuple[str, ...] = (),
+    ) -> None:
         self._spool, self._run, self._tiers, self._line, self._keep = spool, run, tiers, line, keep
+        self._metrics = metrics
         self.link: Link | None = None
         self._connected = False
         self.alone = ""
@@ -71,8 +82,8 @@ class Source:
         if not self._connected:
             self.link, self._connected = self._connect(), True
         if self.link:
-            return told(self.link.ask(Candidates(run=self._run)))
-        seen = see(World(self._look(), {}), self._run)
+            return told(self.link.ask(Candidates(run=self._run, metrics=self._metrics)))
+        seen = see(World(self._look(), {}), self._run, self._metrics)
         return msgspec.structs.replace(seen, alone=self.alone)
 
     def hand_over(self) -> Link | None:

@@ -6,16 +6,20 @@ candidate's bytes are right is found out by whoever reads them. From the same si
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
+from tierd.core.choose import Goal, listed
 from tierd.core.errors import CheckpointNotFound
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.sight import Sight, named, ranks_of, see
+from tierd.core.sight import CORRUPT, Sight, named, ranks_of, see
 from tierd.core.timeline import timeline
 from tierd.core.world import World
+
+UNTOLD = "rank 0's manifest is corrupt wherever it was seen: how good it is cannot be told"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,11 @@ class Resume:
     `incomplete` are newer than the first candidate and lack a rank's part. `lost` is an attempt whose origin nobody can
     tell; `origins` is what can be told. `unreached` are tiers that did not answer some rank; `alone` says which rank
     could ask no tier, and why.
+
+    `values` are what rank 0's manifests say of the metrics that were asked for, NaN where they say nothing, and
+    `metrics` the names of some that there are. `whole` are all complete checkpoints. Where the best was asked for by
+    `goal`: `unread` are complete ones of the timeline of which no place could say whether they are better, and
+    `corrupt` those of which none will, since rank 0's manifest is corrupt wherever it was seen.
     """
 
     candidates: tuple[Candidate, ...]
@@ -47,11 +56,23 @@ class Resume:
     quarantined: tuple[CheckpointId, ...] = ()
     alone: tuple[str, ...] = ()
     origins: Mapping[str, CheckpointId | None] = field(default_factory=dict)
+    goal: Goal | None = None
+    values: Mapping[str, Mapping[CheckpointId, float]] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ()
+    whole: frozenset[CheckpointId] = frozenset()
+    unread: tuple[CheckpointId, ...] = ()
+    corrupt: tuple[CheckpointId, ...] = ()
+
+    def order(self, checkpoint: CheckpointId) -> tuple[float, CheckpointId]:
+        """What candidates are tried by, largest first."""
+        return (_score(self.goal, self.values, checkpoint) if self.goal else 0.0), checkpoint
 
 
-def restore_candidates(world: World, run: str, step: int | None = None, attempt: str | None = None) -> Resume:
+def restore_candidates(
+    world: World, run: str, step: int | None = None, attempt: str | None = None, best: Goal | None = None
+) -> Resume:
     """Order the checkpoints of `run` by what is observed here, for whoever wants all ranks' parts; see `agree`."""
-    return agree([see(world, run)], run, step, attempt)
+    return agree([see(world, run, (best.metric,) if best else ())], run, step, attempt, best=best)
 
 
 def agree(
@@ -62,6 +83,7 @@ def agree(
     *,
     world: int | None = None,
     everything: bool = False,
+    best: Goal | None = None,
 ) -> Resume:
     """Order the checkpoints of `run` for a restore, by what all ranks see together.
 
@@ -71,6 +93,7 @@ def agree(
         attempt: only this attempt; with it a branch off the timeline can be asked for.
         world: how many ranks restore; None where none is meant.
         everything: every rank needs every rank's part, and not its own alone.
+        best: the best first, and of equals the newest; only those of whose metric rank 0's manifest has a number.
     """
     mute = world is not None and len(sights) < world  # what only this node sees, other ranks do not know of
     whole = _whole(sights, run)
@@ -92,6 +115,13 @@ def agree(
         )
         # An attempt asked for by name is a line of its own: its newest first, abandoned or not.
         order = order[:1] if step is not None else tuple(sorted(order, reverse=True))
+    values = _values(sights, run)
+    told, reach = values.get(best.metric, {}) if best else {}, order
+    if best is not None:
+        ranked = [one for one in reach if not math.isnan(told.get(one, math.nan))]
+        order = tuple(sorted(ranked, key=lambda one: (_score(best, values, one), one), reverse=True))
+    untold = tuple(one for one in reach if best and one not in told)
+    bad = _corrupt(sights, run) & set(untold)
     first = order[0] if order else None
     if step is None and attempt is None:
         reached = aside & set(timeline(known, known, origins).path)
@@ -103,7 +133,8 @@ def agree(
         branches=tuple(checkpoint for checkpoint in line.branches if checkpoint not in order),
         incomplete=tuple(
             sorted(
-                (c for c in found if c not in complete and c not in aside and (not first or c > first)), reverse=True
+                (c for c in found if c not in complete and c not in aside and (best or not first or c > first)),
+                reverse=True,
             )
         ),
         lost=line.lost,
@@ -116,7 +147,43 @@ def agree(
             if sight.alone
         ),
         origins=origins,
+        goal=best,
+        values=values,
+        metrics=tuple(sorted({name for sight in sights for name in sight.metrics})),
+        whole=frozenset(complete),
+        unread=tuple(one for one in untold if one not in bad),
+        corrupt=tuple(one for one in untold if one in bad),
     )
+
+
+def _values(sights: Sequence[Sight], run: str) -> dict[str, dict[CheckpointId, float]]:
+    """Of each metric, what any rank sees of it that is not corrupt."""
+    found: dict[str, dict[CheckpointId, float]] = {}
+    for sight in {msgspec.msgpack.encode(one.values): one for one in sights}.values():
+        for metric, attempts in sight.values.items():
+            found.setdefault(metric, {}).update(
+                (CheckpointId(run, attempt, step), math.nan if value is None else float(value))
+                for attempt, steps in attempts.items()
+                for step, value in steps.items()
+                if value != CORRUPT
+            )
+    return found
+
+
+def _corrupt(sights: Sequence[Sight], run: str) -> set[CheckpointId]:
+    return {
+        CheckpointId(run, attempt, step)
+        for sight in sights
+        for attempts in sight.values.values()
+        for attempt, steps in attempts.items()
+        for step, value in steps.items()
+        if value == CORRUPT
+    }
+
+
+def _score(goal: Goal, values: Mapping[str, Mapping[CheckpointId, float]], checkpoint: CheckpointId) -> float:
+    value = values.get(goal.metric, {}).get(checkpoint, math.nan)
+    return -math.inf if math.isnan(value) else goal.score(value)
 
 
 def _together(
@@ -184,6 +251,11 @@ def not_found(
     """The error that names what was asked, what was skipped and why, and what else could be asked for."""
     asked = f"run {run!r}" if step is None else f"run {run!r} step {step}"
     asked += f" of attempt {attempt}" if attempt else ""
+    if resume.goal and resume.whole and not resume.candidates:
+        return CheckpointNotFound(
+            f"{asked}: no complete checkpoint of the timeline has a number for the metric {resume.goal.metric!r}; "
+            f"{listed(resume.metrics)}"
+        )
     lines = [f"{asked}: no checkpoint could be verified"] if skipped else [f"{asked}: there is no such checkpoint"]
     lines += [f"  skipped {text}" for text in skipped]
     if resume.quarantined and not resume.candidates and step is None:

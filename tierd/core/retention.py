@@ -8,7 +8,7 @@ ages are differences between checkpoints.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -55,12 +55,15 @@ class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             to, and what an abandoned branch wrote last. At least 1.
         keep_every_steps: every checkpoint whose step is a multiple.
         keep_within: every checkpoint made at most this long before the newest.
+        keep_every: the oldest, and then each that was made at least this much later (or earlier: a clock that was set
+            back counts anew) than the last one that this rule keeps; TensorFlow's `keep_checkpoint_every_n_hours`.
         keep_best: the best by a metric; a checkpoint without it, or with NaN, is not ranked.
     """
 
     keep_last: Annotated[int, Meta(ge=1)] = 3
     keep_every_steps: Annotated[int, Meta(ge=1)] | None = None
     keep_within: Duration | None = None
+    keep_every: Duration | None = None
     keep_best: Best | None = None
 
 
@@ -118,6 +121,7 @@ class Ranking:
         self._all = [_order(info) for info in counted]  # oldest first, as are these
         self._path = [_order(info) for info in counted if self._is_on_path(info)]
         self._ranked = sorted(rank for info in counted if (rank := self._rank(info)))
+        self._spaced = list(_spaced(counted, policy.keep_every)) if policy.keep_every else []
 
     def verdict(self, info: CheckpointInfo) -> Verdict:
         """The verdict over `info`: one of these, or as if it alone came to them."""
@@ -148,6 +152,8 @@ class Ranking:
         newest = (info if newer == 0 or self._newest is None else self._newest).created
         if within and newest and info.created and (newest - info.created).total_seconds() <= seconds(within):
             yield f"within {within} of the newest"
+        if self._policy.keep_every and self._is_spaced(info, self._policy.keep_every):
+            yield f"one every {self._policy.keep_every}"
         best, rank = self._policy.keep_best, self._rank(info)
         if best and rank and (place := 1 + _above(self._ranked, rank)) <= best.count:
             yield f"best {best.metric}" + (f" ({place} of {best.count})" if best.count > 1 else "")
@@ -155,6 +161,12 @@ class Ranking:
     def _is_on_path(self, info: CheckpointInfo) -> bool:
         limit = self._way.get(info.id.attempt, -1)
         return limit is None or info.id.step <= limit
+
+    def _is_spaced(self, info: CheckpointInfo, every: Duration) -> bool:
+        # Only what is older decides, and of that only what this rule keeps: what was pruned in between changes nothing.
+        before = bisect_left(self._spaced, _order(info), key=lambda kept: kept[0])
+        last = self._spaced[before - 1][1] if before else None
+        return info.created is not None and _is_apart(info.created, last, every)
 
     def _rank(self, info: CheckpointInfo) -> tuple[float, Order] | None:
         """What the best are found by, larger is better; None where there is no such metric, or it is NaN."""
@@ -168,6 +180,19 @@ class Ranking:
 
 def _order(info: CheckpointInfo) -> Order:
     return info.id.run, info.id.attempt, info.id.step  # as the ids sort, and many times as fast
+
+
+def _spaced(counted: Sequence[CheckpointInfo], every: Duration) -> Iterator[tuple[Order, datetime]]:
+    """What `keep_every` keeps of `counted`, which are oldest first."""
+    last: datetime | None = None
+    for info in counted:
+        if info.created is not None and _is_apart(info.created, last, every):
+            last = info.created
+            yield _order(info), last
+
+
+def _is_apart(created: datetime, last: datetime | None, every: Duration) -> bool:
+    return last is None or abs((created - last).total_seconds()) >= seconds(every)
 
 
 def _above(ascending: list[T], one: T) -> int:

@@ -7,16 +7,20 @@ rank can be told every other rank's.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
-from tierd.core.errors import DaemonUnavailable, SpoolUnusable
+from tierd.core.errors import DaemonUnavailable, ManifestError, SpoolUnusable
 from tierd.core.ids import CheckpointId
-from tierd.core.world import SPOOL, Place, World, complete_worlds, union
+from tierd.core.manifest import metrics_to_json
+from tierd.core.world import SPOOL, Facts, Place, World, complete_worlds, union
 
+CORRUPT = "corrupt"
+_NAMES = 50  # of metrics, that a sight tells
 Steps = dict[str, list[int]]  # attempt -> steps
+Values = dict[str, dict[int, float | str | None]]  # attempt -> step -> a metric's value, as a manifest writes it
 
 
 class Sight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -31,6 +35,9 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         unreached: tiers that did not answer; and a place where a manifest could not be read that alone may tell what an
             attempt resumed from.
         alone: why no tier at all could be asked, where that is so.
+        values: of each metric that was asked for, what rank 0's manifests say: a number, null where one has no such
+            metric, `CORRUPT` where it is that. A checkpoint of which it was not read is not there.
+        metrics: the names of metrics in any of them, a few, where some were asked for.
     """
 
     whole: dict[int, Steps] = {}
@@ -40,6 +47,8 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     origins: dict[str, tuple[str, int] | None] = {}
     unreached: tuple[str, ...] = ()
     alone: str = ""
+    values: dict[str, Values] = {}
+    metrics: tuple[str, ...] = ()
 
     def complete(self, run: str) -> dict[CheckpointId, int]:
         """The checkpoints that are seen whole, with their world sizes."""
@@ -59,8 +68,8 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return {*self.parts, *self.aside, *(name for steps in self.whole.values() for name in steps)}
 
 
-def see(world: World, run: str) -> Sight:
-    """What a node sees that has observed `world`."""
+def see(world: World, run: str, metrics: Collection[str] = ()) -> Sight:
+    """What a node sees that has observed `world`; with the values of these metrics."""
     own = {seen.id: seen.ranks for seen in world.spool.copies(run)}
     others: dict[CheckpointId, Mapping[int, frozenset[int]]] = {}
     for place in world.tiers.values():
@@ -99,7 +108,37 @@ def see(world: World, run: str) -> Sight:
             for name, place in {SPOOL: world.spool, **world.tiers}.items()
             if place is None or _is_mute(place, run, origins)
         ),
+        values={metric: _values(world, run, metric) for metric in metrics},
+        metrics=tuple(sorted({name for facts in _speakers(world, run).values() for name in facts.metrics})[:_NAMES])
+        if metrics
+        else (),
     )
+
+
+def _speakers(world: World, run: str) -> dict[CheckpointId, Facts]:
+    """What rank 0's manifests say, set aside or not."""
+    found: dict[CheckpointId, Facts] = {}
+    for place in world.places.values():
+        aside = ((part, facts) for part, facts in place.quarantined.items() if part.checkpoint.run == run)
+        for part, facts in (*aside, *(item for seen in place.copies(run) for item in seen.facts.items())):
+            if part.rank == 0 and facts:
+                found[part.checkpoint] = facts
+    return found
+
+
+def _values(world: World, run: str, metric: str) -> Values:
+    corrupt = {
+        seen.id: CORRUPT
+        for place in world.places.values()
+        for seen in place.copies(run)
+        for part, error in seen.defects.items()
+        if part.rank == 0 and isinstance(error, ManifestError)
+    }
+    said = {one: metrics_to_json(facts.metrics).get(metric) for one, facts in _speakers(world, run).items()}
+    values: Values = {}
+    for one, value in sorted({**corrupt, **said}.items()):
+        values.setdefault(one.attempt, {})[one.step] = value
+    return values
 
 
 def _is_mute(place: Place, run: str, origins: Mapping[str, CheckpointId | None]) -> bool:

@@ -15,7 +15,7 @@ from msgspec import Meta
 from tierd.core import errors
 from tierd.core.errors import ConfigError, DaemonUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_rank, check_run, check_step
-from tierd.core.manifest import MAX_MANIFEST_SIZE
+from tierd.core.manifest import MAX_MANIFEST_SIZE, MetricName
 
 HEARTBEAT = 5.0  # seconds
 EXIT_HELD = 7  # how a daemon ends that finds another one on its spool: whoever started it can use that one
@@ -49,10 +49,14 @@ class Report(Request, frozen=True, kw_only=True, tag="report"):
     run: str | None = None
 
 
-class Candidates(Request, frozen=True, kw_only=True, tag="candidates"):
-    """What is there to restore of a run, from a fresh look at every tier. Answer: `sight`, as `core/sight.Sight`."""
+class Candidates(Request, frozen=True, kw_only=True, tag="candidates", omit_defaults=True):
+    """What is there to restore of a run, from a fresh look at every tier. Answer: `sight`, as `core/sight.Sight`.
+
+    `metrics`: those whose values are wanted.
+    """
 
     run: str
+    metrics: Annotated[tuple[MetricName, ...], Meta(max_length=8)] = ()
 
 
 class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):

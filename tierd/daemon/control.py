@@ -123,10 +123,10 @@ class Control:
             case wire.Report(run=run):
                 await self._look(run)
                 return {"report": report(self._reconciler.world(), self._reconciler.config, run)}
-            case wire.Candidates(run=run):
+            case wire.Candidates(run=run, metrics=metrics):
                 await self._handoff.settled()  # what a trainer handed over before it died is seen, too
                 await self._look(run)
-                return {"sight": await asyncio.to_thread(see, self._reconciler.world(), run)}
+                return {"sight": await asyncio.to_thread(see, self._reconciler.world(), run, metrics)}
             case wire.Fetch(part=part, wanted=wanted):
                 if part not in held:
                     self._reconciler.hold(part)

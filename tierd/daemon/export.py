@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierd.core.choose import Goal
 from tierd.core.errors import ConfigError, CorruptChunk, SpoolFull, StoreUnavailable
 from tierd.core.ids import PartId
 from tierd.core.manifest import MANIFEST_NAME, Manifest
 from tierd.core.manifest import encode as encode_manifest
-from tierd.core.resume import Candidate, not_found, restore_candidates
+from tierd.core.resume import UNTOLD, Candidate, not_found, restore_candidates
 from tierd.daemon.budget import Budget
 from tierd.daemon.copies import Copies
 from tierd.daemon.download import Progress, download, missing
@@ -54,8 +55,10 @@ async def export(
     attempt: str | None,
     progress: Progress,
     budget: Budget | None = None,
+    best: Goal | None = None,
 ) -> Exported:
-    """Restore every rank's files of the newest verified checkpoint under `target`, which is empty or absent.
+    """Restore every rank's files of the newest verified checkpoint, or the best, under `target`, which is empty or
+    absent.
 
     Args:
         progress: is kept up to date.
@@ -72,10 +75,12 @@ async def export(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"--to {target}: it exists and is not an empty directory; nothing was touched")
     world = await look_around(None, stores, run)
-    resume = restore_candidates(world, run, step, attempt)
+    resume = restore_candidates(world, run, step, attempt, best)
     if resume.unreached:
         raise StoreUnavailable(f"not every tier could be asked: {', '.join(resume.unreached)}")
-    skipped: list[str] = []
+    if resume.unread:
+        raise StoreUnavailable(f"rank 0's manifest of {resume.unread[0]} cannot be read, and it may be the best")
+    skipped = [f"step {one.step} (attempt {one.attempt}): {UNTOLD}" for one in resume.corrupt]
     aside = target.with_name(f".{target.name}.partial")
     with _held(aside) as home:
         for candidate in resume.candidates:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import distributed
 from torch.distributed.checkpoint.api import CheckpointException
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from tierd.client.dcp.reader import UNFIT, OpenReader
 from tierd.client.restore import Restored
+from tierd.core.choose import Goal
 from tierd.core.errors import StateMismatch, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ def load(
     step: int | None = None,
     *,
     attempt: str | None = None,
+    best: str | None = None,
+    mode: Literal["min", "max"] = "min",
     planner: LoadPlanner | None = None,
     weights_only: bool = True,
 ) -> Restored | None:
@@ -36,6 +39,7 @@ def load(
     Args:
         state: as for `dcp.load`: it is loaded in place.
         step, attempt, weights_only: as for `StorageReader`.
+        best, mode: as for `Checkpointer.restore`.
         planner: as for `dcp.load`.
 
     Returns:
@@ -48,7 +52,8 @@ def load(
         Where a checkpoint that lay in the spool turns out corrupt and no older one can be had, some tensors may have
         been loaded.
     """
-    reader = OpenReader(checkpointer, weights_only=weights_only)
+    goal = None if best is None else Goal(best, mode)
+    reader = OpenReader(checkpointer, weights_only=weights_only, best=goal)
     restorer = reader.restorer
     try:
         for candidate in reader.candidates(step, attempt):

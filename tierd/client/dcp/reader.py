@@ -23,8 +23,9 @@ from torch.futures import Future
 
 from tierd.client.dcp import metadata as dcp_metadata
 from tierd.client.dcp.entries import check_plain, load_tensor
-from tierd.client.dcp.files import Files, Span
+from tierd.client.files import Files, Span
 from tierd.client.restore import Skipped
+from tierd.core.choose import Goal
 from tierd.core.errors import CheckpointNotFound, ConfigError, ManifestError, StateMismatch, StateRefused
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.resume import Candidate
@@ -39,6 +40,9 @@ UNFIT = (StateMismatch, StateRefused, ConfigError)  # right, but not for this lo
 class OpenReader(Reader):
     """Reads the checkpoint that is open: each of `candidates` in its turn.
 
+    Args:
+        best: the best comes first.
+
     Attributes:
         restorer: finds them, and gathers how the ranks fared.
         step: the checkpoint's; None on a fresh start.
@@ -48,9 +52,10 @@ class OpenReader(Reader):
         unreached: tiers that did not answer; a newer checkpoint could lie there.
     """
 
-    def __init__(self, checkpointer: Checkpointer, *, weights_only: bool) -> None:
-        self.restorer = checkpointer._restorer(keep=False)
+    def __init__(self, checkpointer: Checkpointer, *, weights_only: bool, best: Goal | None = None) -> None:
+        self.restorer, self._best = checkpointer._restorer(keep=False, best=best.metric if best else None), best
         self._spool, self._launch, self._weights_only = checkpointer._spool, checkpointer._launch, weights_only
+        self._choice = checkpointer._choice
         self.step: int | None = None
         self.checkpoint: CheckpointId | None = None
         self.metrics: dict[str, float] = {}
@@ -67,7 +72,7 @@ class OpenReader(Reader):
 
         Another comes only if all ranks have settled that this one is not to be had. Raises as `StorageReader`.
         """
-        for candidate in self.restorer.whole(step, attempt):
+        for candidate in self.restorer.whole(step, attempt, self._best):
             failure: Exception | None = None
             try:
                 self._open(candidate)
@@ -83,6 +88,7 @@ class OpenReader(Reader):
     def go_on(self) -> None:
         """The launch goes on from this checkpoint. To be called on all ranks, or on none."""
         self._launch.go_on_from(self.checkpoint, self.restorer.resume.attempts, self.restorer.agreement.clocks)
+        self._choice.resume(self.checkpoint, self.restorer.resume)
 
     def _open(self, candidate: Candidate) -> None:
         checkpoint = self.checkpoint = candidate.checkpoint

@@ -208,6 +208,8 @@ class StorageWriter(FileSystemWriter):
         self._abandon()
         self._step = self._given
         self._draft = self._drafted(self._step or 0)
+        if self._checkpointer is not None:
+            self._checkpointer._choice.took(self._given)
 
     def _drafted(self, step: int) -> Manifest:
         """The part's manifest, still without files."""
@@ -257,9 +259,7 @@ class StorageWriter(FileSystemWriter):
         self._abandon()
         self._saver = None
         if self._checkpointer is not None:
-            self._checkpointer._launch.steps.add(self._draft.step)
-            self._checkpointer.stats.saves += 1
-            self._checkpointer._daemon.keep()
+            self._checkpointer._staged(self._draft.step, self._draft.numbers)
 
     @contextmanager
     def _careful(self) -> Iterator[None]:

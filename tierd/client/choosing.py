@@ -1,0 +1,177 @@
+"""Whether a checkpoint is due: what `tierd.When` says, the same on every rank.
+
+Law: steps and epochs are counted by each rank for itself, from what is the same on all. What a
+clock or a metric decides rank 0 decides, and tells the others over tierd's own group, at steps that may be due alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from threading import Lock
+
+import msgspec
+
+from tierd.client.ranks import Ranks
+from tierd.core.choose import Saved, When, best_so_far, is_counted, is_due, next_look, value_of
+from tierd.core.errors import ConfigError
+from tierd.core.ids import CheckpointId
+from tierd.core.resume import Resume
+
+
+class Word(msgspec.Struct, frozen=True):
+    """Rank 0's: whether a checkpoint is due, and at which step its clock is looked at next; or what was given wrongly.
+    What others say is not listened to."""
+
+    due: bool = False
+    look: int = 0
+    error: str = ""
+
+
+_NOTHING: tuple[int, int | None, float | None] = -1, None, None  # the step, epoch and value that were last found due
+
+
+class Choice:
+    """One rank's count of what was saved, and the question what is due.
+
+    What counts as saved: a save that took its snapshot. One that `when_busy` skips does not, so it is due again at the
+    next step. One that fails afterwards counts, or a full disk would be tried at every step; but its metric's value is
+    forgotten. Several ranks count steps and epochs from where a checkpoint was last found due, whatever became of it:
+    what a save came to on one rank the others do not know.
+
+    Raises:
+        ConfigError: what `when` says hangs on a clock or a metric, and the ranks cannot talk.
+    """
+
+    def __init__(self, when: When | None, ranks: Ranks, now: Callable[[], float] = time.monotonic) -> None:
+        self.when, self._ranks, self._now = when, ranks, now
+        self._lock = Lock()
+        self._saved = Saved(now())
+        self._values: dict[int, float] = {}  # of saves that have not ended yet, by step
+        self._asked = _NOTHING
+        self._look = 0
+        self._looked: tuple[int, float] | None = None  # the step and time of the last look
+        if when is not None and not ranks.talk and (when.every is not None or when.best is not None):
+            what = f"every={when.every!r}" if when.every is not None else f"best={when.best!r}"
+            raise ConfigError(
+                f"When({what}): rank 0 decides, and {ranks.world} ranks have no way to be told: initialise "
+                "torch.distributed first, or let steps and epochs decide"
+            )
+
+    @property
+    def metric(self) -> str | None:
+        return self.when.best if self.when else None
+
+    def due(self, step: int, epoch: int | None, metrics: Mapping[str, float] | None) -> bool:
+        """As `Checkpointer.due`."""
+        when = self.when
+        if when is None:
+            raise ConfigError("when is a checkpoint due? Checkpointer(…, when=tierd.When(steps=…)) says it")
+        asked, ended, _ = self._asked
+        if asked != step and self._ranks.world > 1:
+            self._count(asked, ended)
+            self._asked = _NOTHING
+        given = metrics if when.best is not None else None
+        if self._ranks.world == 1:
+            value = value_of(given, when.best or "") if given is not None else None
+            found = is_due(when, self._so_far(), step, epoch, value, self._now())
+        elif self._is_asked(when, step, epoch, judged=given is not None):
+            value, found = self._agreed(when, step, epoch, given)
+        else:
+            found = not when.best_only and is_counted(when, self._saved, step, epoch)
+            value = value_of(given, when.best or "") if found and given and when.best in given else None
+        if found:
+            self._asked = step, epoch, value
+        return found
+
+    def _is_asked(self, when: When, step: int, epoch: int | None, *, judged: bool) -> bool:
+        """Whether rank 0 has to be asked: the same on every rank."""
+        counted, looked = is_counted(when, self._saved, step, epoch), when.every is not None and step >= self._look
+        if when.best_only:
+            return judged and (counted or looked or not when.is_bounded)
+        return not counted and (judged or looked)
+
+    def _agreed(
+        self, when: When, step: int, epoch: int | None, metrics: Mapping[str, float] | None
+    ) -> tuple[float | None, bool]:
+        value, word = None, Word()
+        if self._ranks.rank == 0:
+            try:
+                value = value_of(metrics, when.best or "") if metrics is not None else None
+                now = self._now()
+                found = is_due(when, self._so_far(), step, epoch, value, now)
+                word = Word(found, step + self._ahead(when, step, now), "")
+            except ConfigError as error:
+                word = Word(error=str(error))
+        said = self._ranks.gather(word)[0]
+        if said.error:
+            raise ConfigError(said.error if self._ranks.rank == 0 else f"rank 0: {said.error}")
+        self._look = step + 1 if said.due else said.look
+        return value, said.due
+
+    def _ahead(self, when: When, step: int, now: float) -> int:
+        before, self._looked = self._looked, (step, now)
+        if before is None or step <= before[0]:
+            return 1
+        return next_look(self._so_far().at + when.every_s - now, (now - before[1]) / (step - before[0]))
+
+    # -- what was saved ---------------------------------------------------------------------------------------------
+
+    def _so_far(self) -> Saved:
+        with self._lock:
+            saved = self._saved
+            for value in self._values.values():
+                saved = self._with(saved, value)
+        return saved
+
+    def _with(self, saved: Saved, value: float) -> Saved:
+        goal = self.when.goal if self.when else None
+        return replace(saved, best=value) if goal and goal.better(value, saved.best) else saved
+
+    def resume(self, here: CheckpointId | None, resume: Resume) -> None:
+        """Training goes on from a checkpoint, or from nothing. What was best so far is what is complete on the timeline
+        up to there, as far as the places that answered tell."""
+        best: float | None = None
+        if self.when and self.when.goal and here:
+            told = resume.values.get(self.when.goal.metric, {})
+            whole = {one: value for one, value in told.items() if one in resume.whole}
+            best = best_so_far(whole, here, resume.origins, self.when.goal)
+        with self._lock:
+            self._saved = Saved(self._now(), here.step, None, best) if here else Saved(self._now())
+            self._values = {}
+        self._asked, self._look, self._looked = _NOTHING, 0, None
+
+    def taking(self, step: int, numbers: dict[str, float]) -> dict[str, float]:
+        """A save at `step` begins; what it says of itself: the value that it was found due by belongs to it."""
+        metric = self.metric
+        if metric is None:
+            return numbers
+        asked, _, value = self._asked
+        if asked == step and value is not None:
+            numbers = {metric: value, **numbers}
+        if metric in numbers:
+            with self._lock:
+                self._values[step] = numbers[metric]
+        return numbers
+
+    def took(self, step: int | None) -> None:
+        """Its snapshot is taken, or somebody else's save begins (None: at the step last found due): it counts."""
+        asked, epoch, _ = self._asked
+        with self._lock:
+            self._saved = replace(self._saved, at=self._now())
+        if self._ranks.world == 1:
+            self._count(asked if step is None else step, epoch if step in (None, asked) else None)
+
+    def ended(self, step: int, *, durable: bool) -> None:
+        """It is durable, or it failed; in any thread."""
+        with self._lock:
+            value = self._values.pop(step, None)
+            if value is not None and durable:
+                self._saved = self._with(self._saved, value)
+
+    def _count(self, step: int, epoch: int | None) -> None:
+        with self._lock:
+            before = self._saved
+            last = before.epoch if epoch is None else epoch
+            self._saved = replace(before, step=max(before.step, step), epoch=last)
