@@ -52,9 +52,11 @@ MAY = {
         "core",
     },
     "bench": {"bench", "client", "link", "spool", "persist", "core", ""},
-    "cli": {"cli", "bench", "daemon", "stores", "codec", "priority", "link", "spool", "persist", "core", ""},
+    "cli": {"cli", "bench", "check", "daemon", "stores", "codec", "priority", "link", "spool", "persist", "core", ""},
     "dcp": {"client"},
-    "": {"client"},  # `import tierd` itself: names, loaded at their first use
+    "observing": {"observing"},
+    "check": {"check", "client", "commit", "link", "observing", "spool", "stage", "core", ""},
+    "": {"client", "observing"},  # `import tierd` itself: names, loaded at their first use
     "__main__": {"cli"},
 }
 SYNC = {
@@ -72,6 +74,8 @@ SYNC = {
     "codec",
     "planes",
     "layout",
+    "observing",
+    "check",
     "",
 }
 OPENS_STORES = {"tierd/daemon/service.py", "tierd/stores/open.py"}

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tierd.client.restore import Restored, Skipped
     from tierd.client.rng import RngState
     from tierd.client.save import Save
+    from tierd.observing import observe
 
 __version__ = "0.1.0"
 
@@ -26,9 +27,10 @@ _HOMES = {
     "Skipped": "tierd.client.restore",
     "new_attempt": "tierd.client.launch",
     "RngState": "tierd.client.rng",
+    "observe": "tierd.observing",
 }
 
-__all__ = ["Checkpointer", "RngState", "Restored", "Save", "Skipped", "new_attempt", "__version__"]
+__all__ = ["Checkpointer", "RngState", "Restored", "Save", "Skipped", "new_attempt", "observe", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -87,3 +87,8 @@ class TornSnapshot(TierdError):
 
 class DaemonUnavailable(TierdError):
     """No daemon answers on the spool's control socket."""
+
+
+class LoopFailed(TierdError):
+    """A training loop under check ended, failed, hung or could not be killed before it was through: nothing could be
+    compared. The message holds the end of its output."""

@@ -1,0 +1,235 @@
+"""Why a killed run is another run, as far as what was seen tells.
+
+Law: pure, and by evidence: each cause states what was seen, and where nothing tells, nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from tierd.check.compare import Divergence, RankResult, Terms, first_difference, relative, samples
+from tierd.check.history import Counted, History, Sample, Setting
+
+_TINY = 1e-5  # relative; what another order of summation makes of a float32 loss in few steps
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """One likely cause.
+
+    Attributes:
+        kind: `not deterministic`, `position`, `prefetch`, `shuffle`, `order`, `ranks`, `generator`, `weights`,
+            `optimizer`, `summation`, `setting`, `steps`, `never restored`.
+        says: what was seen, and what to do.
+    """
+
+    kind: str
+    says: str
+
+
+def never_restored(killed: History, start: int) -> Cause | None:
+    """Where every launch began anew: then nothing was checked at all."""
+    if any(killed.resumes(rank, start) for rank in range(len(killed.launches[0]))):
+        return None
+    saves = sorted({step for launch in killed.launches for seen in launch for step in seen.saves})
+    if not saves:
+        return Cause("never restored", f"every launch began at step {start}, and none ever saved through tierd")
+    return Cause(
+        "never restored",
+        f"every launch began at step {start}, though saves of steps {', '.join(map(str, saves[:5]))} were made: "
+        "nothing is restored, or each kill came before the first save was complete",
+    )
+
+
+def causes(
+    reference: History, killed: History, again: History | None, results: Sequence[RankResult], terms: Terms
+) -> tuple[Cause, ...]:
+    """The likely causes of the first divergence, the most telling first.
+
+    Args:
+        again: a second uninterrupted run, where one was made.
+    """
+    failing = [one for one in results if one.divergence is not None and not one.ok]
+    if not failing:
+        return ()
+    worst = min(failing, key=lambda one: one.divergence.step if one.divergence else 0)
+    assert worst.divergence is not None
+    found = [
+        *_not_deterministic(reference, killed, again, worst, terms),
+        *_resume(reference, killed, worst.rank, worst.divergence, terms),
+    ]
+    if worst.divergence.what == "loss" or not found:
+        found += _settings(reference, killed, worst.rank, worst.divergence)
+    return tuple(found)
+
+
+def _not_deterministic(
+    reference: History, killed: History, again: History | None, worst: RankResult, terms: Terms
+) -> Iterator[Cause]:
+    """Two launches that nobody interrupted, and that differ: the loop does, whatever its resume does."""
+    expected = reference.effective(worst.rank)
+    others = [History(killed.launches[:1]), *([again] if again is not None else [])]
+    for other in others:
+        seen = other.effective(worst.rank)
+        last = min(terms.steps, max(seen, default=0))
+        found = first_difference(expected, seen, Terms(last, 0, terms.loss_tolerance))
+        if found is None:
+            continue
+        if found.what in ("samples", "order"):
+            why = "unseeded shuffling or workers: seed them (a generator= or worker_init_fn=, from a fixed seed)"
+        elif (distance := relative(found.expected_loss, found.got_loss)) is not None and distance <= _TINY:
+            why = (
+                "sums taken in another order, by threads or by kernels: torch.set_num_threads, "
+                "torch.use_deterministic_algorithms(True), or a --loss-tolerance"
+            )
+        else:
+            why = "weights, dropout or augmentation drawn without a seed: torch.manual_seed before the model is made"
+        yield Cause(
+            "not deterministic",
+            f"two launches from the very start differ as well, first in the {found.what} of step {found.step}: {why}",
+        )
+        return
+
+
+def _resume(reference: History, killed: History, rank: int, divergence: Divergence, terms: Terms) -> Iterator[Cause]:
+    expected, got = reference.effective(rank), killed.effective(rank)
+    begun = killed.resumes(rank, min(expected, default=0))
+    launch = divergence.launch
+    if divergence.what == "missing":
+        yield Cause(
+            "steps",
+            f"step {divergence.step} was made by {'no launch' if launch is None else f'launch {launch} alone'}: the "
+            "step to go on from is not the one after the checkpoint's",
+        )
+    elif launch not in begun:
+        return  # nothing had been resumed yet
+    elif divergence.what == "order":
+        yield Cause(
+            "order",
+            f"step {divergence.step} holds the same samples in another order: the order in which workers deliver, or "
+            "a shuffle within the batch, is not in the checkpoint",
+        )
+    elif divergence.what == "samples":
+        yield from _samples(reference, expected, got, rank, divergence, terms)
+    else:
+        yield _loss(expected, got, begun[launch], divergence)
+
+
+def _samples(
+    reference: History,
+    expected: Mapping[int, Counted],
+    got: Mapping[int, Counted],
+    rank: int,
+    divergence: Divergence,
+    terms: Terms,
+) -> Iterator[Cause]:
+    step, launch = divergence.step, divergence.launch
+    for other in range(len(reference.launches[0])):
+        theirs = reference.effective(other).get(step)
+        if other != rank and theirs and theirs.observation.samples == divergence.got != ():
+            yield Cause(
+                "ranks", f"rank {rank} got the samples of rank {other} at step {step}: each needs its own state"
+            )
+            return
+    whole = samples(expected)
+    before = len(samples(expected, step - 1))
+    place = _find(whole, divergence.got, before)
+    if place is not None and place < before:
+        where = "from the very first sample" if place == 0 else f"from sample {place} of the run"
+        yield Cause(
+            "position",
+            f"launch {launch} went back and read {where} at step {step}, where sample {before} was next: the position "
+            "in the data set is not in the checkpoint, or not restored (save the loader's or sampler's state_dict())",
+        )
+    elif place is not None:
+        ahead = place - before
+        size = len(divergence.expected) or 1
+        batches = f" ({ahead // size} batches)" if ahead % size == 0 else ""
+        yield Cause(
+            "prefetch",
+            f"launch {launch} skipped exactly {ahead} samples{batches} at step {step}: the position that was saved "
+            "counts what was prefetched, not what was trained on",
+        )
+    elif repeated := _repeated(expected, got, launch or 0, terms.steps):
+        yield Cause(
+            "position",
+            f"launch {launch} read {repeated} samples again that had been trained on, in an order of its own: the "
+            "position in the data set is not in the checkpoint, or not restored",
+        )
+    else:
+        yield Cause(
+            "shuffle",
+            f"launch {launch} went on with other samples at step {step}, found nowhere in that order in an "
+            "uninterrupted run: the shuffle's seed, epoch or generator is not in the checkpoint",
+        )
+
+
+def _find(whole: Sequence[Sample], batch: Sequence[Sample], near: int) -> int | None:
+    """Where `batch` stands in `whole`, at the place nearest to `near`; None where nowhere."""
+    if not batch:
+        return None
+    places = [
+        start
+        for start in range(len(whole) - len(batch) + 1)
+        if whole[start] == batch[0] and tuple(whole[start : start + len(batch)]) == tuple(batch)
+    ]
+    return min(places, key=lambda place: abs(place - near), default=None)
+
+
+def _repeated(expected: Mapping[int, Counted], got: Mapping[int, Counted], launch: int, last: int) -> int:
+    """Samples that this launch or a later one read again, beyond what any sample is read in an uninterrupted run."""
+    most = max(Counter(samples(expected, last)).values(), default=0)
+    earlier = {one for step in got if got[step].launch < launch for one in got[step].observation.samples}
+    counts = Counter(samples(got, last))
+    return sum(count - most for one, count in counts.items() if one in earlier and count > most)
+
+
+def _loss(expected: Mapping[int, Counted], got: Mapping[int, Counted], begun: int, divergence: Divergence) -> Cause:
+    step, launch = divergence.step, divergence.launch
+    distance = relative(divergence.expected_loss, divergence.got_loss)
+    if distance is not None and distance <= _TINY:
+        return Cause(
+            "summation",
+            f"the losses of step {step} are {distance:.1e} apart: sums were taken in another order (threads, kernels), "
+            "or something small was stored rounded; --loss-tolerance allows it",
+        )
+    a, b = expected[begun].observation.generators, got[begun].observation.generators
+    differing = sorted(name for name in a.keys() & b.keys() if a[name] != b[name])
+    if differing:
+        return Cause(
+            "generator",
+            f"same samples, other loss at step {step}; at launch {launch}'s first step, {begun}, the random number "
+            f"generators of {', '.join(differing)} stood elsewhere than uninterrupted (dropout and augmentation draw "
+            'from them): put tierd.RngState() into the state, as "rng"',
+        )
+    if step == begun:
+        return Cause(
+            "weights",
+            f"same samples and same random numbers, other loss already at launch {launch}'s first step, {begun}: "
+            "weights or buffers are not those of the checkpoint (not in the state, or overwritten after restore)",
+        )
+    return Cause(
+        "optimizer",
+        f"launch {launch}'s first loss, at step {begun}, is right and that of step {step} is not: updates go another "
+        "way; the optimizer's, the scheduler's or the scaler's state is not in the checkpoint",
+    )
+
+
+def _settings(reference: History, killed: History, rank: int, divergence: Divergence) -> Iterator[Cause]:
+    """What the processes were started with, where it differs."""
+    ours = reference.launches[0][rank].setting
+    theirs = killed.launches[divergence.launch - 1][rank].setting if divergence.launch else None
+    if ours is None or theirs is None or ours == theirs:
+        return
+    pairs = (f"{name} {getattr(ours, name)} and {getattr(theirs, name)}" for name in _changed(ours, theirs))
+    yield Cause(
+        "setting",
+        f"uninterrupted and in launch {divergence.launch} the processes differ in {', '.join(pairs)}: sums are taken "
+        "in another order with another number of threads",
+    )
+
+
+def _changed(ours: Setting, theirs: Setting) -> list[str]:
+    return [name for name in Setting.__struct_fields__ if getattr(ours, name) != getattr(theirs, name)]

@@ -1,0 +1,223 @@
+"""Launches of a loop under check: started, watched, killed, and gone when they should be.
+
+Law: nothing that was started outlives its launch, workers and all; a wait ends when nothing new is seen for `patience`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from tierd.check.child import Orders
+from tierd.check.history import KillPoint, Line, Seen
+from tierd.core.errors import LoopFailed, TierdError
+from tierd.core.wire import Status
+from tierd.link import Link
+from tierd.spool import Spool
+
+_CODE = "import sys; sys.path[:] = {path!r}; from tierd.check.child import main; main(sys.argv[1])"
+_TAIL = 15  # lines of a failed launch's output in the error
+_LOOK = 0.02
+
+
+@dataclass
+class Rank:
+    """One process of a launch, and what its record says so far."""
+
+    process: subprocess.Popen[bytes]
+    record: Path
+    output: Path
+    seen: Seen = field(default_factory=Seen)
+    _read: int = 0
+
+    def look(self) -> bool:
+        """Take in what is new in the record; whether there was anything."""
+        with suppress(FileNotFoundError), self.record.open("rb") as file:
+            file.seek(self._read)
+            lines = file.read().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith(b"\n")]
+            for line in whole:
+                self.seen.add(msgspec.json.decode(line, type=Line))
+            self._read += sum(map(len, whole))
+            return bool(whole)
+        return False
+
+    @property
+    def ended(self) -> int | None:
+        """How it ended, as `Popen.returncode`; None while it runs. It is not reaped: its number stays its own."""
+        if self.process.returncode is not None:
+            return self.process.returncode
+        found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return None
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+    def stop(self) -> None:
+        """SIGKILL to it and its workers; returns when it is gone."""
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.look()
+
+    def tail(self) -> str:
+        """The end of what it printed."""
+        with suppress(FileNotFoundError):
+            return "\n".join(self.output.read_text(errors="replace").splitlines()[-_TAIL:])
+        return ""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What is launched, again and again.
+
+    Attributes:
+        home: where records and output go.
+        patience: seconds without a new step after which a launch hangs.
+    """
+
+    target: str
+    ranks: int
+    steps: int
+    home: Path
+    patience: float
+    tell: Callable[[str], None]
+
+    def launch(self, name: str, spool: Path, kill: KillPoint | None, victim: int, margin: int) -> list[Seen]:
+        """One launch, to its end: killed at `kill` by rank `victim`, or ended when every rank is through.
+
+        Args:
+            name: of the launch, for its files and errors.
+            margin: samples that each rank goes on for after the last step, unless its function ends.
+
+        Raises:
+            LoopFailed: it ended, failed or hung before that; with the end of its output.
+        """
+        self.tell(f"{name}: {f'to be killed at {kill}' if kill else f'to step {self.steps}'}")
+        port = _free_port()
+        ranks: list[Rank] = []
+        try:
+            for rank in range(self.ranks):
+                ranks.append(self._start(name, spool, rank, kill if rank == victim else None, port))
+            self._watch(name, ranks, kill, ranks[victim], margin)
+        finally:
+            for one in ranks:
+                one.stop()
+        return [one.seen for one in ranks]
+
+    def _start(self, name: str, spool: Path, rank: int, kill: KillPoint | None, port: int) -> Rank:
+        path = tuple(dict.fromkeys(str(Path(one).absolute()) for one in ["", *sys.path]))
+        files = self.home / f"{name.replace(' ', '-')}-rank-{rank}"
+        record, output = files.with_suffix(".jsonl"), files.with_suffix(".out")
+        orders = Orders(self.target, str(spool), str(record), os.getpid(), path, str(kill) if kill else None)
+        command = [sys.executable, "-c", _CODE.format(path=list(path)), msgspec.json.encode(orders).decode()]
+        with output.open("wb") as out:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=_environment(rank, self.ranks, port),
+                start_new_session=True,  # a group of its own: its workers are killed with it
+            )
+        return Rank(process, record, output)
+
+    def _watch(self, name: str, ranks: Sequence[Rank], kill: KillPoint | None, victim: Rank, margin: int) -> None:
+        heard = time.monotonic()
+        while True:
+            ends = [one.ended for one in ranks]  # before the record: what was seen of the dead is then all there is
+            new = [one.look() for one in ranks]
+            if any(new):
+                heard = time.monotonic()
+            if victim.seen.killing is not None:
+                if victim.ended is not None:
+                    return
+            elif all(self._through(one, end, margin) for one, end in zip(ranks, ends, strict=True)):
+                if kill is not None:
+                    raise LoopFailed(self._never_killed(name, ranks, kill))
+                return
+            else:
+                for rank, (one, end) in enumerate(zip(ranks, ends, strict=True)):
+                    if end is not None and not self._through(one, end, margin):
+                        raise LoopFailed(self._gone(name, rank, one, end))
+            if time.monotonic() - heard > self.patience:
+                raise LoopFailed(self._hung(name, ranks))
+            time.sleep(_LOOK)
+
+    def _through(self, rank: Rank, end: int | None, margin: int) -> bool:
+        last = rank.seen.last
+        if last is None or last < self.steps:
+            return False
+        return end is not None or rank.seen.samples_after(self.steps) >= margin
+
+    # -- what went wrong --------------------------------------------------------------------------------------------
+
+    def _gone(self, name: str, rank: int, one: Rank, end: int) -> str:
+        how = f"was killed by signal {-end}" if end < 0 else f"ended with exit code {end}"
+        return f"{name}: rank {rank} {how} {_after(one)}, before step {self.steps}{_quoted(one)}"
+
+    def _hung(self, name: str, ranks: Sequence[Rank]) -> str:
+        slowest = min(range(len(ranks)), key=lambda rank: -1 if (last := ranks[rank].seen.last) is None else last)
+        return (
+            f"{name}: nothing new for {self.patience:g} s; rank {slowest} stands {_after(ranks[slowest])} "
+            f"(--patience says how long to wait){_quoted(ranks[slowest])}"
+        )
+
+    def _never_killed(self, name: str, ranks: Sequence[Rank], kill: KillPoint) -> str:
+        saves = sorted({step for one in ranks for step in one.seen.saves})
+        said = f"it saved at steps {', '.join(map(str, saves))}" if saves else "it never saved through tierd"
+        return f"{name}: came to step {self.steps} and could not be killed at {kill}: {said}"
+
+
+def _after(one: Rank) -> str:
+    last = one.seen.last
+    return "before its first tierd.observe" if last is None else f"after step {last}"
+
+
+def _quoted(one: Rank) -> str:
+    tail = one.tail()
+    return f"; its output ends with:\n{tail}" if tail else "; it printed nothing"
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What torchrun gives to a rank; one rank alone gets nothing more than it had."""
+    if ranks == 1:
+        return dict(os.environ)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    given = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    return (
+        given
+        | {name: str(value) for name, value in numbers.items()}
+        | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def stop_daemons(home: Path) -> None:
+    """End the daemons that the loop started for spools under `home`."""
+    for control in home.rglob(".tierd"):
+        try:
+            with Link(Spool(control.parent, write=False)) as link:
+                pid = int(link.ask(Status(), 10)["status"]["pid"])
+        except (TierdError, TimeoutError, OSError):
+            continue  # none is there any more
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,125 @@
+"""What a check found, to read and as JSON. Law: it says what was seen first, and what it may come of second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tierd.check.causes import Cause
+from tierd.check.compare import Divergence, RankResult
+from tierd.check.history import Sample
+
+_SHOWN = 6  # samples of a batch that are printed
+
+
+class LaunchResult(msgspec.Struct, frozen=True):
+    """One launch of the killed run.
+
+    Attributes:
+        killed_at: the kill point, as it was written; None for the last launch.
+        began, ended: the first and last step of any rank; None where it made none.
+        resumed: whether it went on from a checkpoint.
+    """
+
+    launch: int
+    killed_at: str | None
+    began: int | None
+    ended: int | None
+    resumed: bool
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Whether a loop resumes exactly.
+
+    Attributes:
+        ok: every rank is equal, or within the allowance, and something was resumed.
+        exact: every rank is equal.
+        allowance: samples that each rank may read again or skip, for each resume.
+        kept: where records, output and spools were left.
+    """
+
+    target: str
+    steps: int
+    ok: bool
+    exact: bool
+    allowance: int
+    loss_tolerance: float
+    launches: tuple[LaunchResult, ...]
+    ranks: tuple[RankResult, ...]
+    causes: tuple[Cause, ...]
+    kept: str | None = None
+
+    def to_json(self) -> str:
+        """The report as one JSON object."""
+        return msgspec.json.encode(self).decode()
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [self._verdict(), *map(_launch, self.launches), *self._ranks(), *self._causes(), *self._kept()]
+        )
+
+    def _verdict(self) -> str:
+        kills = sum(one.killed_at is not None for one in self.launches)
+        what = f"{self.target}: {self.steps} steps, {kills} kills, {len(self.ranks)} rank{'s'[: len(self.ranks) > 1]}"
+        if self.exact and self.ok:
+            tolerance = f" within {self.loss_tolerance:g}" if self.loss_tolerance else ", bit for bit"
+            return f"exact: {what}; every sample and every loss as uninterrupted{tolerance}"
+        if self.ok:
+            return f"within the allowance: {what}"
+        return f"NOT EXACT: {what}"
+
+    def _ranks(self) -> list[str]:
+        lines = []
+        for one in self.ranks:
+            lines.append(f"  rank {one.rank}: {_counts(one, self.allowance)}")
+            if one.divergence is not None:
+                lines += [f"    {line}" for line in _divergence(one.divergence)]
+        return lines
+
+    def _causes(self) -> list[str]:
+        return [f"  likely cause ({one.kind}): {one.says}" for one in self.causes]
+
+    def _kept(self) -> list[str]:
+        return [f"  left to look at: {self.kept}"] if self.kept else []
+
+
+def _launch(one: LaunchResult) -> str:
+    if one.began is None:
+        made = "made no step"
+    else:
+        begun = f"resumed, steps {one.began}" if one.resumed else f"from the start, steps {one.began}"
+        made = f"{begun} to {one.ended}"
+    return f"  launch {one.launch}: {made}{f'; killed at {one.killed_at}' if one.killed_at else ''}"
+
+
+def _counts(one: RankResult, allowance: int) -> str:
+    text = f"{one.samples} samples, {one.again} read again, {one.skipped} skipped"
+    for what, examples in (("again", one.again_examples), ("skipped", one.skipped_examples)):
+        if examples:
+            text += f"; {what}: {_list(examples)}"
+    if allowance:
+        text += (
+            f"; {one.again + one.skipped} of {one.allowed} allowed were used "
+            f"({allowance} for each of {one.resumes} resumes)"
+        )
+    return text
+
+
+def _divergence(one: Divergence) -> list[str]:
+    launch = f"launch {one.launch}" if one.launch else "no launch"
+    lines = [f"first differs at step {one.step} ({launch}): {one.what}"]
+    if one.what != "loss":
+        lines += [f"  uninterrupted: {_list(one.expected)}", f"  killed run:    {_list(one.got)}"]
+    if one.expected_loss != one.got_loss:
+        lines.append(f"  loss {_number(one.expected_loss)}, and {_number(one.got_loss)} in the killed run")
+    return lines
+
+
+def _list(samples: Sequence[Sample]) -> str:
+    more = f", … ({len(samples)} in all)" if len(samples) > _SHOWN else ""
+    return ", ".join(map(str, samples[:_SHOWN])) + more if samples else "nothing"
+
+
+def _number(loss: str | None) -> str:
+    return "none" if loss is None else f"{float.fromhex(loss):.9g}"
