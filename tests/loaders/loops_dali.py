@@ -17,7 +17,7 @@ SAMPLES, BATCH = 48, 4
 
 
 def train(spool: Path) -> None:
-    files = spool / "files"
+    files = spool.parent / "files"
     files.mkdir(parents=True, exist_ok=True)
     for number in range(SAMPLES):
         np.save(files / f"{number:03}.npy", np.array([number]))

@@ -40,13 +40,14 @@ def train(spool: Path) -> None:
     loader = StatefulDataLoader(Ids(), BATCH, sampler=sampler, generator=torch.Generator())
     with tierd.Checkpointer(spool, "run", to=[]) as ckpt:
         io = TierdCheckpointIO(ckpt)
-        saving = ModelCheckpoint(dirpath=spool / "lightning", every_n_train_steps=EVERY, save_top_k=-1)
+        saving = ModelCheckpoint(dirpath=spool.parent / "lightning", every_n_train_steps=EVERY, save_top_k=-1)
         trainer = lightning.Trainer(
             accelerator="cpu",
             max_epochs=-1,
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
+            default_root_dir=spool.parent,
             plugins=[io],
             callbacks=[io.callback, saving],
         )

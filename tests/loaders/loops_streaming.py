@@ -35,7 +35,7 @@ SAMPLES, BATCH = 48, 4
 
 
 def train(spool: Path) -> None:
-    files = spool.parent / f"{spool.name}-mds"
+    files = spool.parent / "mds"
     if not files.exists():
         with MDSWriter(out=os.fspath(files), columns={"id": "int"}, size_limit=200) as out:
             for number in range(SAMPLES):

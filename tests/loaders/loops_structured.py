@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from torch_dataloader_utils import StructuredDataset
 from torch_dataloader_utils.filesystem.discovery import discover_files
 
-
 SAMPLES, BATCH, FILES, WORKERS = 48, 4, 4, 2
 SHARD = SAMPLES // WORKERS  # samples
 
@@ -33,16 +32,12 @@ def dataset(files: Path, seed: int = 5, workers: int = WORKERS) -> StructuredDat
             pq.write_table(pa.table({"id": range(number * share, (number + 1) * share)}), path.with_suffix(".part"))
             path.with_suffix(".part").rename(path)
     found = discover_files(f"{os.fspath(files)}/*.parquet")
-    return StructuredDataset(
-        found, "parquet", batch_size=BATCH, shuffle=True, shuffle_seed=seed, num_workers=workers
-    )
+    return StructuredDataset(found, "parquet", batch_size=BATCH, shuffle=True, shuffle_seed=seed, num_workers=workers)
 
 
 def train_ahead(spool: Path, ahead: int) -> None:
-    data = dataset(spool.parent / f"{spool.name}-parquet")
-    loader = DataLoader(
-        data, batch_size=None, num_workers=WORKERS, prefetch_factor=ahead, generator=torch.Generator()
-    )
+    data = dataset(spool.parent / "parquet")
+    loader = DataLoader(data, batch_size=None, num_workers=WORKERS, prefetch_factor=ahead, generator=torch.Generator())
     resumed = [True]
 
     def batches(epoch: int):

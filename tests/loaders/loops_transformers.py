@@ -43,7 +43,7 @@ class Observe(TrainerCallback):
 
 def train(spool: Path) -> None:
     args = TrainingArguments(
-        output_dir=str(spool / "trainer"),
+        output_dir=str(spool.parent / "trainer"),
         per_device_train_batch_size=BATCH,
         num_train_epochs=100,
         learning_rate=0.01,

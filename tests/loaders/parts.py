@@ -5,7 +5,6 @@ A loop is `train(spool)`: it restores at its start, calls `tierd.observe` once a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,10 @@ def loop(
     batches: Callable[[int], Iterable[torch.Tensor]],
     after: Callable[[torch.Tensor], None] | None = None,
 ) -> None:
-    """Train epoch after epoch on `batches(epoch)`, tensors of sample ids, with `data` in the state."""
+    """Train epoch after epoch on `batches(epoch)`, tensors of sample ids, with `data` in the state.
+
+    A sample is told with its epoch: one that is skipped must not be made up for by the next epoch's.
+    """
     model = begin()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
@@ -59,13 +61,8 @@ def loop(
                 schedule.step()
                 if after:
                     after(ids)
-                tierd.observe(step, ids.tolist(), loss.item())
+                tierd.observe(step, [f"{state['epoch']}:{one}" for one in ids.tolist()], loss.item())
                 if step % EVERY == EVERY - 1:
                     ckpt.save(step, state)
                 step += 1
             state["epoch"] += 1
-
-
-def rank() -> int:
-    """This process's, from the launcher's environment."""
-    return int(os.environ.get("RANK", "0"))

@@ -50,7 +50,9 @@ class Restorable:
         try:
             return {"checkpoint": self.pipeline.checkpoint()}
         except RuntimeError as error:
-            raise ConfigError(f"DALI gives no checkpoint ({error}): make the pipeline with enable_checkpointing=True") from error
+            raise ConfigError(
+                f"DALI gives no checkpoint ({error}): make the pipeline with enable_checkpointing=True"
+            ) from error
 
     def load_state_dict(self, state_dict: dict[str, bytes]) -> None:
         """Make the pipeline anew, at that place.

@@ -8,8 +8,8 @@ every `every_batches`-th batch; `fit` called again in another process goes on th
 
 What is exact: after an epoch's end, always. In the middle of one `fit` cannot skip, so:
 
-- with `data`, a torchdata `StatefulDataLoader` that `fit` reads from, it goes on with the very next batch. Its order may
-  hang on the epoch only (a sampler with `set_epoch`, which is called): `fit` iterates a loader more often than it reads it;
+- with `data`, the torchdata `StatefulDataLoader` that `fit` reads, it goes on with the very next batch. Its order may
+  hang on the epoch alone (a sampler's `set_epoch` is called): `fit` iterates a loader more often than it reads it;
 - without, the epoch begins again, with what was learned so far: its samples up to there are seen twice.
 """
 
@@ -42,7 +42,9 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
     def __init__(self, checkpointer: Checkpointer, every_batches: int | None = None, data: Any = None) -> None:
         super().__init__()
         if _keras.backend.backend() != "torch":
-            raise ConfigError(f"Keras runs on {_keras.backend.backend()}: set KERAS_BACKEND=torch before it is imported")
+            raise ConfigError(
+                f"Keras runs on {_keras.backend.backend()}: set KERAS_BACKEND=torch before it is imported"
+            )
         if every_batches is not None and (type(every_batches) is not int or every_batches < 1):
             raise ConfigError(f"every_batches={every_batches!r}: a number from 1")
         self._checkpointer = checkpointer

@@ -4,15 +4,18 @@
     trainer = L.Trainer(plugins=[io], callbacks=[io.callback, ModelCheckpoint(every_n_train_steps=100)])
     trainer.fit(model, loader, ckpt_path=io.latest())
 
-`ModelCheckpoint` says when. The trainer's own dictionary (weights, optimizers, schedulers, loops, callbacks, the state of
-a `StatefulDataLoader`) and the random number generators, which Lightning leaves out, are saved as step `global_step`.
+`ModelCheckpoint` says when. The trainer's own dictionary (weights, optimizers, schedulers, loops, callbacks, the state
+of a `StatefulDataLoader`) and the random generators, which Lightning leaves out, are saved as step `global_step`.
 What of it has no safe encoding (an object among the hyper-parameters, say) is refused by its key. Nothing is pickled.
+
+`io.callback` sets the generators back, and the epochs of samplers: Lightning 2.6 calls `set_epoch` too late for an epoch
+that is resumed (https://github.com/Lightning-AI/pytorch-lightning/issues/21938).
 
 Law: a path that begins with ``tierd:`` is a checkpoint of tierd's and holds what was verified; every other path is
 Lightning's own file. Weights alone (`save_weights_only`) cannot be resumed from: Lightning writes them to their path.
 
-Lightning gives a `CheckpointIO` the dictionary of rank 0 alone, and every rank gets that back: the data state of rank 0,
-which is right where all ranks have drawn as many samples of their own shares. Generators are brought back on rank 0.
+Lightning gives a `CheckpointIO` the dictionary of rank 0 alone, and every rank gets that back, with its data state:
+right where all ranks have drawn as many samples, each of its own share. Generators are brought back on rank 0.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
         self._checkpointer = checkpointer
         self._restored: tuple[str, dict[str, Any]] | None = None
         self._last = -1
-        self.callback = _Generators()
+        self.callback = _Resume()
 
     def latest(self) -> str | None:
         """Restore the newest verified checkpoint; what to pass as `ckpt_path`, None on a fresh start.
@@ -76,6 +79,7 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         step = checkpoint["global_step"]
+        _forget_what_is_read(checkpoint)
         if step == self._last:
             log.info("step %d is saved already: %s is the same", step, path)
             return
@@ -109,19 +113,53 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
             return None
         path = f"{SCHEME}{found.step}"
         self._restored = path, state["lightning"]
-        self.callback.saved = state["rng"]
+        self.callback.generators, self.callback.loaders = state["rng"], _loaders(state["lightning"])
         return path
 
 
-class _Generators(_callbacks.Callback):  # type: ignore[misc,name-defined]
-    """Sets the generators back when everything is loaded and before the first batch is asked for."""
+class _Resume(_callbacks.Callback):  # type: ignore[misc,name-defined]
+    """What is to be done when everything is loaded, and before the first batch is asked for."""
 
-    saved: dict[str, Any] | None = None
+    generators: dict[str, Any] | None = None
+    loaders: list[Any]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        saved, self.saved = self.saved, None
-        if saved is not None and trainer.is_global_zero:
-            RngState().load_state_dict(saved)
+        generators, self.generators = self.generators, None
+        if generators is None:
+            return
+        if self._set_epochs(trainer):  # the loaders were iterated by another order
+            if self.loaders:
+                trainer.fit_loop._combined_loader._load_state_dicts(self.loaders)
+            iter(trainer.fit_loop._data_fetcher)
+        if trainer.is_global_zero:
+            RngState().load_state_dict(generators)
+
+    def _set_epochs(self, trainer: Any) -> bool:
+        """Whether there was a sampler that has an epoch."""
+        parts = [
+            getattr(loader, name, None)
+            for loader in trainer.fit_loop._combined_loader.flattened
+            for name in ("sampler", "batch_sampler")
+        ]
+        parts += [getattr(part, "sampler", None) for part in parts]
+        samplers = [part for part in parts if callable(getattr(part, "set_epoch", None))]
+        for sampler in samplers:
+            sampler.set_epoch(trainer.current_epoch)
+        return bool(samplers)
+
+
+def _loaders(checkpoint: dict[str, Any]) -> list[Any]:
+    """The states of the loaders, one for each."""
+    found: list[Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
+    return found
+
+
+def _forget_what_is_read(checkpoint: dict[str, Any]) -> None:
+    """After an epoch's last batch Lightning resumes with the next epoch, to which the state of a loader that is read to
+    its end does not belong: it would make that epoch empty."""
+    fit = checkpoint.get("loops", {}).get("fit_loop", {})
+    if fit.get("epoch_loop.batch_progress", {}).get("is_last_batch") and _loaders(checkpoint):
+        fit["state_dict"] = {**fit["state_dict"], "combined_loader": []}
 
 
 def _monitored(checkpoint: dict[str, Any]) -> dict[str, float]:
