@@ -71,7 +71,7 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
-        sampler = getattr(self._data, "sampler", None)
+        sampler: Any = getattr(self._data, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         if self._metrics is not None:

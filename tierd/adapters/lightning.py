@@ -8,8 +8,8 @@
 of a `StatefulDataLoader`) and the random generators, which Lightning leaves out, are saved as step `global_step`.
 What of it has no safe encoding (an object among the hyper-parameters, say) is refused by its key. Nothing is pickled.
 
-`io.callback` sets the generators back, and the epochs of samplers: Lightning 2.6 calls `set_epoch` too late for an epoch
-that is resumed (https://github.com/Lightning-AI/pytorch-lightning/issues/21938).
+`io.callback` sets the generators back, and the epochs of samplers: Lightning 2.6 calls `set_epoch` too late for the
+epoch that is resumed (https://github.com/Lightning-AI/pytorch-lightning/issues/21938).
 
 Law: a path that begins with ``tierd:`` is a checkpoint of tierd's and holds what was verified; every other path is
 Lightning's own file. Weights alone (`save_weights_only`) cannot be resumed from: Lightning writes them to their path.
@@ -21,6 +21,7 @@ right where all ranks have drawn as many samples, each of its own share. Generat
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tierd.adapters import framework
@@ -121,22 +122,22 @@ class _Resume(_callbacks.Callback):  # type: ignore[misc,name-defined]
     """What is to be done when everything is loaded, and before the first batch is asked for."""
 
     generators: dict[str, Any] | None = None
-    loaders: list[Any]
+    loaders: Sequence[Any] = ()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        generators, self.generators = self.generators, None
+        generators, loaders = self.generators, self.loaders
+        self.generators, self.loaders = None, ()
         if generators is None:
             return
-        if self._set_epochs(trainer):  # the loaders were iterated by another order
-            if self.loaders:
-                trainer.fit_loop._combined_loader._load_state_dicts(self.loaders)
+        if self._set_epochs(trainer):  # the loaders have begun, by another order
+            trainer.fit_loop._combined_loader._load_state_dicts(loaders)
             iter(trainer.fit_loop._data_fetcher)
         if trainer.is_global_zero:
             RngState().load_state_dict(generators)
 
     def _set_epochs(self, trainer: Any) -> bool:
         """Whether there was a sampler that has an epoch."""
-        parts = [
+        parts: list[Any] = [
             getattr(loader, name, None)
             for loader in trainer.fit_loop._combined_loader.flattened
             for name in ("sampler", "batch_sampler")
