@@ -6,12 +6,13 @@ Law: outside a check it is one `is None` test, and nothing is loaded for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from typing import SupportsFloat
 
-Record = Callable[[int, Iterable[Hashable], "float | None"], None]
+Record = Callable[[int, Iterable[Hashable], "SupportsFloat | None"], None]
 _record: Record | None = None
 
 
-def observe(step: int, samples: Iterable[Hashable], loss: float | None = None) -> None:
+def observe(step: int, samples: Iterable[Hashable], loss: SupportsFloat | None = None) -> None:
     """Say what one optimizer step of this rank was made of. Does nothing unless `tierd check-resume` runs the loop.
 
     Args:

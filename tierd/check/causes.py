@@ -6,12 +6,12 @@ Law: pure, and by evidence: each cause states what was seen, and where nothing t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import msgspec
 
 from tierd.check.compare import Divergence, RankResult, Terms, first_difference, relative, samples
-from tierd.check.history import Counted, History, Sample, Setting
+from tierd.check.history import Counted, History, Sample, Seen, Setting
 
 _TINY = 1e-5  # relative; what another order of summation makes of a float32 loss in few steps
 
@@ -35,7 +35,9 @@ def never_restored(killed: History, start: int) -> Cause | None:
         return None
     saves = sorted({step for launch in killed.launches for seen in launch for step in seen.saves})
     if not saves:
-        return Cause("never restored", f"every launch began at step {start}, and none ever saved through tierd")
+        return Cause(
+            "never restored", f"every launch began at step {start}: none had saved through tierd when it ended"
+        )
     return Cause(
         "never restored",
         f"every launch began at step {start}, though saves of steps {', '.join(map(str, saves[:5]))} were made: "
@@ -103,8 +105,11 @@ def _resume(reference: History, killed: History, rank: int, divergence: Divergen
             f"step {divergence.step} was made by {'no launch' if launch is None else f'launch {launch} alone'}: the "
             "step to go on from is not the one after the checkpoint's",
         )
-    elif launch not in begun:
-        return  # nothing had been resumed yet
+    elif launch not in begun:  # nothing had been resumed yet; what was resumed later may tell more
+        for later in begun:
+            if again := _repeated(expected, got, later, terms.steps):
+                yield _repeats(later, again)
+                return
     elif divergence.what == "order":
         yield Cause(
             "order",
@@ -114,7 +119,8 @@ def _resume(reference: History, killed: History, rank: int, divergence: Divergen
     elif divergence.what == "samples":
         yield from _samples(reference, expected, got, rank, divergence, terms)
     else:
-        yield _loss(expected, got, begun[launch], divergence)
+        a, b = reference.launches[0][rank], killed.launches[0][rank]
+        yield _loss(expected, got, begun[launch], divergence, _steady(a, b))
 
 
 def _samples(
@@ -141,7 +147,8 @@ def _samples(
         yield Cause(
             "position",
             f"launch {launch} went back and read {where} at step {step}, where sample {before} was next: the position "
-            "in the data set is not in the checkpoint, or not restored (save the loader's or sampler's state_dict())",
+            "in the data set is not in the checkpoint, or not restored (save the loader's or sampler's state_dict())"
+            + (", or the step to go on from is one too high" if before - place == len(divergence.expected) else ""),
         )
     elif place is not None:
         ahead = place - before
@@ -152,18 +159,20 @@ def _samples(
             f"launch {launch} skipped exactly {ahead} samples{batches} at step {step}: the position that was saved "
             "counts what was prefetched, not what was trained on",
         )
-    elif repeated := _repeated(expected, got, launch or 0, terms.steps):
-        yield Cause(
-            "position",
-            f"launch {launch} read {repeated} samples again that had been trained on, in an order of its own: the "
-            "position in the data set is not in the checkpoint, or not restored",
-        )
     else:
         yield Cause(
             "shuffle",
-            f"launch {launch} went on with other samples at step {step}, found nowhere in that order in an "
-            "uninterrupted run: the shuffle's seed, epoch or generator is not in the checkpoint",
+            f"launch {launch} went on at step {step} in an order that is nowhere in an uninterrupted run: the "
+            "shuffle's seed, epoch or generator is not in the checkpoint, or not restored",
         )
+
+
+def _repeats(launch: int, again: int) -> Cause:
+    return Cause(
+        "position",
+        f"launch {launch} read {again} samples again that had been trained on, in an order of its own: the position in "
+        "the data set is not in the checkpoint, or not restored (save the loader's or sampler's state_dict())",
+    )
 
 
 def _find(whole: Sequence[Sample], batch: Sequence[Sample], near: int) -> int | None:
@@ -186,7 +195,19 @@ def _repeated(expected: Mapping[int, Counted], got: Mapping[int, Counted], launc
     return sum(count - most for one, count in counts.items() if one in earlier and count > most)
 
 
-def _loss(expected: Mapping[int, Counted], got: Mapping[int, Counted], begun: int, divergence: Divergence) -> Cause:
+def _steady(reference: Seen, first: Seen) -> set[str]:
+    """The generators that stand the same in two launches from the start; others were never seeded, nor used."""
+    a, b = reference.observed.get(first.first or 0), first.observed.get(first.first or 0)
+    return {name for name, state in a.generators.items() if b.generators.get(name) == state} if a and b else set()
+
+
+def _loss(
+    expected: Mapping[int, Counted],
+    got: Mapping[int, Counted],
+    begun: int,
+    divergence: Divergence,
+    steady: Set[str],
+) -> Cause:
     step, launch = divergence.step, divergence.launch
     distance = relative(divergence.expected_loss, divergence.got_loss)
     if distance is not None and distance <= _TINY:
@@ -196,12 +217,12 @@ def _loss(expected: Mapping[int, Counted], got: Mapping[int, Counted], begun: in
             "or something small was stored rounded; --loss-tolerance allows it",
         )
     a, b = expected[begun].observation.generators, got[begun].observation.generators
-    differing = sorted(name for name in a.keys() & b.keys() if a[name] != b[name])
+    differing = sorted(name for name in steady & a.keys() & b.keys() if a[name] != b[name])
     if differing:
         return Cause(
             "generator",
             f"same samples, other loss at step {step}; at launch {launch}'s first step, {begun}, the random number "
-            f"generators of {', '.join(differing)} stood elsewhere than uninterrupted (dropout and augmentation draw "
+            f"generator of {', '.join(differing)} stood elsewhere than uninterrupted (dropout and augmentation draw "
             'from them): put tierd.RngState() into the state, as "rng"',
         )
     if step == begun:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import msgspec
 import xxhash
@@ -38,13 +38,14 @@ _SETTLE = 30.0  # seconds that a kill after a step waits for saves that were beg
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """What a process is started with. `kill` is for this rank, in this launch; `parent` the process that checks."""
+    """What a process is started with. `kill` is for this rank, in this launch; `parent` the process that checks;
+    `steps` the last one that it compares."""
 
     target: str
     spool: str
     record: str
     parent: int
-    path: tuple[str, ...]
+    steps: int
     kill: str | None = None
 
 
@@ -54,11 +55,13 @@ class Witness:
     def __init__(self, orders: Orders) -> None:
         self._fd = os.open(orders.record, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._kill = KillPoint.parse(orders.kill) if orders.kill else None
+        self._steps = orders.steps
+        self._dying: threading.Thread | None = None
         self._last: int | None = None
         self._saves: list[tuple[Save, Path]] = []
         self._pid = os.getpid()
 
-    def observe(self, step: int, samples: Iterable[Hashable], loss: float | None) -> None:
+    def observe(self, step: int, samples: Iterable[Hashable], loss: SupportsFloat | None) -> None:
         """One call of `tierd.observe`."""
         number = int(step)
         if self._last is not None and number <= self._last:
@@ -66,17 +69,26 @@ class Witness:
         if self._last is None:
             self._write(Line(setting=_setting()))
         self._last = number
+        if self._kill is not None and self._kill.in_save and any(one.step >= self._kill.step for one, _ in self._saves):
+            self._settle()  # the save that it dies in is under way: a fast loop must not be through before
         seen = Observation(number, as_samples(samples), _hexadecimal(loss), _generators())
         self._write(Line(observed=seen))
-        kill = self._kill
-        if kill is None or kill.in_save or number < kill.step:
+        if self._kill is not None and number >= self._kill.step:
+            self._near(self._kill, number)
+
+    def _near(self, kill: KillPoint, step: int) -> None:
+        """`step` is the kill's or a later one."""
+        if kill.in_save:
             return
-        if kill.delay_ms:
-            self._kill = None
-            threading.Thread(target=self._die_after, args=(kill.delay_ms / 1000,), daemon=True).start()
-        else:
+        if not kill.delay_ms:
             self._settle()
             self._die()
+        if self._dying is None:
+            self._write(Line(killing=str(kill)))
+            self._dying = threading.Thread(target=self._die_after, args=(kill.delay_ms / 1000,), daemon=True)
+            self._dying.start()
+        if step >= self._steps:  # a fast loop waits for its death here
+            self._dying.join()
 
     def saving(self, step: int) -> None:
         """A save is about to become visible. Not in the thread that trains."""
@@ -154,7 +166,7 @@ def _generators() -> dict[str, str]:
     return {name: xxhash.xxh3_64_hexdigest(state) for name, state in states.items()}
 
 
-def _hexadecimal(loss: Any) -> str | None:
+def _hexadecimal(loss: SupportsFloat | None) -> str | None:
     if loss is None:
         return None
     try:

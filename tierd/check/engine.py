@@ -110,7 +110,8 @@ def _check(loop: Loop, points: Sequence[KillPoint], terms: Terms, kept: str | No
         allowance=terms.allowance,
         loss_tolerance=terms.loss_tolerance,
         launches=tuple(
-            _launch(number, launch, points, start) for number, launch in enumerate(killed.launches, start=1)
+            _launch(number, launch, points, start, terms.steps)
+            for number, launch in enumerate(killed.launches, start=1)
         ),
         ranks=tuple(results),
         causes=found,
@@ -154,12 +155,12 @@ def _check_isolated(killed: History, start: int) -> None:
             )
 
 
-def _launch(number: int, launch: Sequence[Seen], points: Sequence[KillPoint], start: int) -> LaunchResult:
+def _launch(number: int, launch: Sequence[Seen], points: Sequence[KillPoint], start: int, steps: int) -> LaunchResult:
     began = min((seen.first for seen in launch if seen.first is not None), default=None)
     return LaunchResult(
         launch=number,
         killed_at=str(points[number - 1]) if number <= len(points) else None,
         began=began,
-        ended=max((seen.last for seen in launch if seen.last is not None), default=None),
+        ended=max((min(seen.last, steps) for seen in launch if seen.last is not None), default=None),
         resumed=began is not None and began > start,
     )

@@ -116,11 +116,11 @@ class Loop:
         return [one.seen for one in ranks]
 
     def _start(self, name: str, spool: Path, rank: int, kill: KillPoint | None, port: int) -> Rank:
-        path = tuple(dict.fromkeys(str(Path(one).absolute()) for one in ["", *sys.path]))
+        path = list(dict.fromkeys(str(Path(one).absolute()) for one in ["", *sys.path]))
         files = self.home / f"{name.replace(' ', '-')}-rank-{rank}"
         record, output = files.with_suffix(".jsonl"), files.with_suffix(".out")
-        orders = Orders(self.target, str(spool), str(record), os.getpid(), path, str(kill) if kill else None)
-        command = [sys.executable, "-c", _CODE.format(path=list(path)), msgspec.json.encode(orders).decode()]
+        orders = Orders(self.target, str(spool), str(record), os.getpid(), self.steps, str(kill) if kill else None)
+        command = [sys.executable, "-c", _CODE.format(path=path), msgspec.json.encode(orders).decode()]
         with output.open("wb") as out:
             process = subprocess.Popen(
                 command,
@@ -175,7 +175,7 @@ class Loop:
 
     def _never_killed(self, name: str, ranks: Sequence[Rank], kill: KillPoint) -> str:
         saves = sorted({step for one in ranks for step in one.seen.saves})
-        said = f"it saved at steps {', '.join(map(str, saves))}" if saves else "it never saved through tierd"
+        said = f"it saved steps {', '.join(map(str, saves))}" if saves else "it never saved through tierd"
         return f"{name}: came to step {self.steps} and could not be killed at {kill}: {said}"
 
 

@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from tierd.cli import act, advise, bench, pause, read
+from tierd.cli import act, advise, bench, check, pause, read
 from tierd.core import errors
 from tierd.core.wire import EXIT_HELD
 
@@ -27,6 +27,7 @@ read.register(app)
 pause.register(app)
 advise.register(app)
 bench.register(app)
+check.register(app)
 
 EXIT_CODES: dict[int, str] = {
     0: "done; what was asked about is sound",
@@ -37,6 +38,7 @@ EXIT_CODES: dict[int, str] = {
     5: "corruption was found",
     6: "a store or the daemon did not answer, or refused; nothing is known to be wrong",
     EXIT_HELD: "another daemon holds the spool",
+    check.EXIT_NOT_EXACT: "`check-resume`: the run that was killed is not the one that nobody interrupted",
 }
 _CODES: dict[type[errors.TierdError], int] = {
     errors.CheckpointNotFound: 4,

@@ -1,0 +1,57 @@
+"""The command that proves a resume: `check-resume`. Law: what judges is `tierd.check`; this is its command line."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from tierd.check import check_resume
+from tierd.cli.options import JsonOption
+
+EXIT_NOT_EXACT = 8
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command."""
+    app.command("check-resume")(check)
+
+
+def check(
+    target: Annotated[
+        str, typer.Argument(metavar="MODULE:FUNCTION", help="A training loop that takes a spool's path.")
+    ],
+    steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="The last step that is compared.")],
+    kill_at: Annotated[
+        str, typer.Option("--kill-at", metavar="POINT,…", help="7: after step 7; 7+save: in its save; 7+10ms.")
+    ],
+    ranks: Annotated[int, typer.Option("--ranks", min=1, metavar="R", help="Processes, as torchrun starts them.")] = 1,
+    allowance: Annotated[
+        int,
+        typer.Option("--allowance", min=0, metavar="K", help="Samples that a rank may read again or skip a resume."),
+    ] = 0,
+    loss_tolerance: Annotated[
+        float, typer.Option("--loss-tolerance", min=0.0, metavar="X", help="Relative; 0 compares every bit.")
+    ] = 0.0,
+    patience: Annotated[
+        float, typer.Option("--patience", min=0.0, metavar="S", help="Seconds without a new step: a launch hangs.")
+    ] = 120.0,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave spools, records and output behind.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Run a training loop once through, and once killed and started again, and compare samples and losses."""
+    report = check_resume(
+        target,
+        steps=steps,
+        kill_at=kill_at.split(","),
+        ranks=ranks,
+        allowance=allowance,
+        loss_tolerance=loss_tolerance,
+        patience=patience,
+        keep=keep,
+        tell=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    print(report.to_json() if json else report)
+    if not report.ok:
+        raise typer.Exit(EXIT_NOT_EXACT)
