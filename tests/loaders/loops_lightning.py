@@ -37,7 +37,7 @@ class Module(lightning.LightningModule):
 def train(spool: Path) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     sampler = Order(SAMPLES, 5)
-    loader = StatefulDataLoader(Ids(), BATCH, sampler=sampler, generator=torch.Generator())
+    loader = StatefulDataLoader(Ids(), BATCH, sampler=sampler, generator=torch.Generator(), num_workers=2)
     with tierd.Checkpointer(spool, "run", to=[]) as ckpt:
         io = TierdCheckpointIO(ckpt)
         saving = ModelCheckpoint(dirpath=spool.parent / "lightning", every_n_train_steps=EVERY, save_top_k=-1)

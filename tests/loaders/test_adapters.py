@@ -89,6 +89,18 @@ def test_lightnings_dictionary_is_refused_by_its_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.loaders
+def test_a_trainer_that_was_not_asked_to_resume_does_not_begin(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tierd.adapters.transformers import TierdCallback
+
+    with tierd.Checkpointer(tmp_path, "run", to=[]) as ckpt:
+        with pytest.raises(ConfigError, match="every_steps=0"):
+            TierdCallback(ckpt, every_steps=0)
+        with pytest.raises(ConfigError, match=r"call resume\(trainer\)"):
+            TierdCallback(ckpt, every_steps=1).on_train_begin(None, None, None)
+
+
+@pytest.mark.loaders
 def test_what_changed_of_a_structured_dataset_reaches_the_user(tmp_path: Path) -> None:
     pytest.importorskip("torch_dataloader_utils")
     from loaders.loops_structured import dataset

@@ -59,14 +59,13 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         Raises:
             As `Checkpointer.restore`; StateMismatch: the model was built otherwise.
         """
-        state = self._state(epoch=0)
-        # Metrics are reset when the epoch begins, and so taken as they were saved until then.
-        state["metrics"] = None
+        state = self._state(epoch=0, within=False)
+        state["metrics"] = None  # taken as they are: Keras resets them when the epoch begins
         found = self._checkpointer.restore(state)
         if found is None:
             return
         self._epoch, self._done, self._last = state["epoch"], state["done"], found.step
-        self._metrics = state["metrics"]
+        self._metrics = state["metrics"] if state["within"] else None
         self.model._initial_epoch = self._epoch  # as keras.callbacks.BackupAndRestore does
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -81,17 +80,17 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._done += 1
         if self._every is not None and self._done % self._every == 0:
-            self._save(self._epoch)
+            self._save(self._epoch, within=True)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._save(epoch + 1)
+        self._save(epoch + 1, within=False)
 
-    def _save(self, epoch: int) -> None:
+    def _save(self, epoch: int, within: bool) -> None:
         if self._done > self._last:
-            self._checkpointer.save(self._done, self._state(epoch))
+            self._checkpointer.save(self._done, self._state(epoch, within))
             self._last = self._done
 
-    def _state(self, epoch: int) -> dict[str, Any]:
+    def _state(self, epoch: int, within: bool) -> dict[str, Any]:
         model = self.model
         seeds = _seeds.global_seed_generator()
         return {
@@ -102,6 +101,7 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
             "rng": RngState(),
             "data": self._data,
             "epoch": epoch,
+            "within": within,
             "done": self._done,
         }
 
