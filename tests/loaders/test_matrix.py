@@ -85,6 +85,7 @@ ROWS = (
         "loops_keras:train_on_arrays",
         ("keras",),
         began=(0, 0, 12, 12),
+        word="exact, from the epoch's beginning",
         advice="`tierd.adapters.keras`, saving at an epoch's end",
     ),
 )
