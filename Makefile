@@ -43,7 +43,7 @@ bench: $(READY)
 loaders: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,loaders]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps mosaicml-streaming nvidia-dali-cuda120
-	TIERD_LOADERS=all $(BIN)/python -m pytest -m loaders
+	TIERD_LOADERS=all $(BIN)/python -m pytest -m loaders tests/loaders
 
 system: $(READY)
 	$(BIN)/python -m pytest -m system
