@@ -1,4 +1,4 @@
-"""The README's quickstart, whole: `tierd check-resume examples.quickstart:train --steps 40 --kill-at 12,25,30+save`."""
+"""The README's quickstart, whole: `tierd check-resume examples.quickstart:train --steps 40 --kill-at 8,14+save,33`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ import tierd
 STEPS = 1000
 
 
+def loss_of(model: nn.Module, numbers: torch.Tensor) -> torch.Tensor:
+    """How badly the model tells even numbers from odd ones."""
+    bits = (numbers.unsqueeze(1) >> torch.arange(10) & 1).float()
+    return nn.functional.binary_cross_entropy_with_logits(model(bits).squeeze(1), (numbers % 2).float())
+
+
 def train(spool: Path) -> None:
     """Learn to tell even numbers from odd ones, from wherever the last launch came to."""
     torch.manual_seed(0)
@@ -22,12 +28,12 @@ def train(spool: Path) -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     scaler = torch.amp.GradScaler(enabled=torch.cuda.is_available())
     loader = StatefulDataLoader(
-        range(200), batch_size=16, shuffle=True, num_workers=2, generator=torch.Generator().manual_seed(0)
+        range(160), batch_size=16, shuffle=True, num_workers=2, generator=torch.Generator().manual_seed(0)
     )
-    bits = torch.arange(10)
 
     # -- the README shows from here
-    ckpt = tierd.Checkpointer(spool, run="quickstart", to=[])  # to=["s3://bucket/checkpoints"] starts a daemon
+    # spool: a directory on local disk; to=["s3://bucket/checkpoints"] starts the daemon that copies there
+    ckpt = tierd.Checkpointer(spool, run="quickstart", to=[])
     state = {
         "model": model,
         "optimizer": optimizer,
@@ -44,8 +50,7 @@ def train(spool: Path) -> None:
     while state["step"] < STEPS:
         for numbers in loader:
             state["step"] += 1
-            logits = model((numbers.unsqueeze(1) >> bits & 1).float()).squeeze(1)
-            loss = nn.functional.binary_cross_entropy_with_logits(logits, (numbers % 2).float())
+            loss = loss_of(model, numbers)
             optimizer.zero_grad()
             scaler.scale(loss).backward()
             scaler.step(optimizer)

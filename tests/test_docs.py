@@ -14,6 +14,10 @@ from faults.__main__ import KINDS, kit
 from faults.page import RESULTS, put, refused, table
 from typer.main import get_command
 
+from tierd.check import Report as Checked
+from tierd.check.causes import Cause
+from tierd.check.compare import Divergence, RankResult
+from tierd.check.report import LaunchResult
 from tierd.cli import EXIT_CODES, app
 from tierd.cli.act import Judged
 from tierd.cli.read import Check
@@ -45,7 +49,7 @@ def commands(command: object = None, prefix: str = "tierd") -> dict[str, list[st
 
 def test_every_command_and_option_is_in_the_readme() -> None:
     found = commands()
-    assert len(found) == 14
+    assert len(found) == 15
     for command, options in found.items():
         assert command in README, f"{command} is not documented"
         for option in options:
@@ -53,7 +57,7 @@ def test_every_command_and_option_is_in_the_readme() -> None:
 
 
 def test_every_command_that_the_readme_names_exists() -> None:
-    named = {match[1] for match in re.finditer(r"`?tierd ((?:config |bench )?[a-z]+)\b", README)}
+    named = {match[1] for match in re.finditer(r"`?tierd ((?:config |bench )?[a-z]+(?:-[a-z]+)*)\b", README)}
     verbs = {command.removeprefix("tierd ") for command in commands()}
     prose = named - verbs
     assert {word for word in prose if f"`tierd {word}" in README or f"    tierd {word}" in README} == set()
@@ -103,6 +107,7 @@ def test_every_counter_and_stat() -> None:
         ("verify", (Check,)),
         ("restore", (Exported,)),
         ("prune", (Judged,)),
+        ("check-resume", (Checked, LaunchResult, RankResult, Divergence, Cause)),
     ],
 )
 def test_the_json_contract_names_every_member(command: str, shapes: tuple[type, ...]) -> None:

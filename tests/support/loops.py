@@ -10,6 +10,7 @@ import os
 import random
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,15 @@ def read(spool: Path, *, seed: int | None = 0, forget: str = "", last: int = 10*
     while state["step"] < last:
         order = list(range(40))
         random.Random(None if state["seed"] is None else state["seed"] + state["epoch"]).shuffle(order)
-        while state["position"] < 40:
+        while state["position"] < 40 and state["step"] < last:
             samples = order[state["position"] : state["position"] + batch]
             state["position"] += batch
             state["step"] += 1
             tierd.observe(state["step"], samples, 1 / state["step"])
             if state["step"] % EVERY == 0 and forget != "all":
                 keep(spool, {**state, "step": state["step"] + (forget == "step")})
-        state["epoch"], state["position"] = state["epoch"] + 1, 0
+        if state["position"] == 40:
+            state["epoch"], state["position"] = state["epoch"] + 1, 0
 
 
 def unseeded(spool: Path) -> None:
@@ -168,7 +170,7 @@ def naive_seeded(spool: Path) -> None:
     naive(spool, seed=0)
 
 
-def learn(spool: Path, forget: str = "") -> None:
+def learn(spool: Path, forget: str = "", to: Sequence[str] = ()) -> None:
     """A model with dropout; everything is restored but what is forgotten."""
     import torch
     from torch import nn
@@ -178,7 +180,7 @@ def learn(spool: Path, forget: str = "") -> None:
     model = nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 1))
     state = {"model": model, "rng": tierd.RngState(), "step": 0}
     state.pop(forget, None)
-    checkpointer = tierd.Checkpointer(spool, "learn", to=[])
+    checkpointer = tierd.Checkpointer(spool, "learn", to=to)
     checkpointer.restore(state)
     while True:
         state["step"] += 1
@@ -201,3 +203,10 @@ def without_rng(spool: Path) -> None:
 
 def without_model(spool: Path) -> None:
     learn(spool, "model")
+
+
+def handed_over(spool: Path) -> None:
+    """A daemon does the writing, and copies to a tier."""
+    tier = spool.parent / "tier"
+    tier.mkdir(exist_ok=True)
+    learn(spool, to=[tier.as_uri()])

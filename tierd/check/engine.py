@@ -92,7 +92,7 @@ def _check(loop: Loop, points: Sequence[KillPoint], terms: Terms, kept: str | No
     reference = _once(loop, "uninterrupted", margin)
     killed = _killed(loop, points, margin)
     start = min((seen.first or 0 for seen in reference.launches[0]), default=0)
-    _check_isolated(killed, start)
+    _check_isolated(reference, killed)
     results = [compare(reference, killed, rank, terms) for rank in range(loop.ranks)]
     fresh = never_restored(killed, start)
     found: tuple[Cause, ...] = (fresh,) if fresh else ()
@@ -146,12 +146,12 @@ def _spool(home: Path, name: str) -> Path:
     return path
 
 
-def _check_isolated(killed: History, start: int) -> None:
-    for rank, seen in enumerate(killed.launches[0]):
-        if seen.first is not None and seen.first != start:
+def _check_isolated(reference: History, killed: History) -> None:
+    for rank, (before, seen) in enumerate(zip(reference.launches[0], killed.launches[0], strict=True)):
+        if seen.first is not None and seen.first != before.first:
             raise ConfigError(
                 f"the first launch on an empty spool began at step {seen.first} on rank {rank}, and the one before it "
-                f"at step {start}: the loop restores something from outside of the directory that it is given"
+                f"at step {before.first}: the loop restores something from outside of the directory that it is given"
             )
 
 

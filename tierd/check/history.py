@@ -113,8 +113,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class History:
-    """One run: its launches, each with what every rank saw. `finished`: whether a rank's function came to its own end
-    in the last launch."""
+    """One run: its launches in their order, each with what every rank saw."""
 
     launches: Sequence[Sequence[Seen]]
 

@@ -127,10 +127,16 @@ class Loop:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=_environment(rank, self.ranks, port),
+                env=_environment(rank, self.ranks, port) | {"TMPDIR": str(self._scratch())},
                 start_new_session=True,  # a group of its own: its workers are killed with it
             )
         return Rank(process, record, output)
+
+    def _scratch(self) -> Path:
+        """Where the loop's own temporary files go: SIGKILL leaves them, so they are removed with the rest."""
+        path = self.home / "tmp"
+        path.mkdir(exist_ok=True)
+        return path
 
     def _watch(self, name: str, ranks: Sequence[Rank], kill: KillPoint | None, victim: Rank, margin: int) -> None:
         heard = time.monotonic()
@@ -221,3 +227,6 @@ def stop_daemons(home: Path) -> None:
             continue  # none is there any more
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+            for _ in range(100):  # it is not our child to wait for; what it still writes must not outlive the directory
+                os.kill(pid, 0)
+                time.sleep(_LOOK)

@@ -61,7 +61,7 @@ class Report(msgspec.Struct, frozen=True):
 
     def _verdict(self) -> str:
         kills = sum(one.killed_at is not None for one in self.launches)
-        what = f"{self.target}: {self.steps} steps, {kills} kills, {len(self.ranks)} rank{'s'[: len(self.ranks) > 1]}"
+        what = f"{self.target}: {self.steps} steps, {_many(kills, 'kill')}, {_many(len(self.ranks), 'rank')}"
         if self.exact and self.ok:
             tolerance = f" within {self.loss_tolerance:g}" if self.loss_tolerance else ", bit for bit"
             return f"exact: {what}; every sample and every loss as uninterrupted{tolerance}"
@@ -119,6 +119,10 @@ def _divergence(one: Divergence) -> list[str]:
 def _list(samples: Sequence[Sample]) -> str:
     more = f", … ({len(samples)} in all)" if len(samples) > _SHOWN else ""
     return ", ".join(map(str, samples[:_SHOWN])) + more if samples else "nothing"
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _number(loss: str | None) -> str:

@@ -33,7 +33,7 @@ EXIT_CODES: dict[int, str] = {
     0: "done; what was asked about is sound",
     1: "an unexpected failure: a bug, or an error of the operating system",
     2: "the command line was not understood",
-    3: "bad input: configuration, URL, name, step, a spool that cannot be used",
+    3: "bad input: configuration, URL, name, step, a spool that cannot be used, a loop that fails by itself",
     4: "not found: no such checkpoint, or none that could be verified",
     5: "corruption was found",
     6: "a store or the daemon did not answer, or refused; nothing is known to be wrong",

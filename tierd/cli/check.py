@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Annotated
 
@@ -41,6 +42,7 @@ def check(
     json: JsonOption = False,
 ) -> None:
     """Run a training loop once through, and once killed and started again, and compare samples and losses."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
     report = check_resume(
         target,
         steps=steps,

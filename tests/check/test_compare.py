@@ -1,0 +1,222 @@
+"""What a killed run's history means, how it is compared, and what is named as the cause. Histories by hand."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tierd.check.causes import causes, never_restored
+from tierd.check.compare import Terms, compare
+from tierd.check.history import History, KillPoint, Observation, Seen, Setting, as_samples
+from tierd.core.errors import ConfigError
+
+STEPS = 12
+SIZE = 4
+
+
+def batch(step: int) -> tuple[int, ...]:
+    """What is read uninterrupted: 0, 1, 2, 3 in step 1 and so on; for ever other samples."""
+    return tuple(range((step - 1) * SIZE, step * SIZE))
+
+
+def loss(step: int) -> float:
+    return 1 / (step + 1)
+
+
+def seen(first: int, last: int, samples=batch, losses=loss, generators=lambda step: {}, setting=None) -> Seen:
+    one = Seen(setting=setting, saves=[4])
+    for step in range(first, last + 1):
+        number = None if losses is None else losses(step).hex()
+        one.observed[step] = Observation(step, tuple(samples(step)), number, generators(step))
+    return one
+
+
+def history(*launches: Seen) -> History:
+    return History([[one] for one in launches])
+
+
+WHOLE = history(seen(1, STEPS))
+
+
+def judged(killed: History, reference: History = WHOLE, again: History | None = None, **terms):
+    wanted = Terms(STEPS, **terms)
+    result = compare(reference, killed, 0, wanted)
+    return result, [one.kind for one in causes(reference, killed, again, [result], wanted)]
+
+
+def test_kill_points():
+    assert [str(KillPoint.parse(one)) for one in (7, "7", " 7+save", "7+10ms", "7+0.5ms")] == [
+        "7", "7", "7+save", "7+10ms", "7+0.5ms",
+    ]  # fmt: skip
+    for wrong in ("", "save", "-1", "7+", "7+10", "7save"):
+        with pytest.raises(ConfigError, match="kill point"):
+            KillPoint.parse(wrong)
+
+
+def test_samples_of_every_kind_are_told_apart():
+    torch = pytest.importorskip("torch")
+    numpy = pytest.importorskip("numpy")
+    assert as_samples(torch.tensor([3, 1])) == as_samples(numpy.array([3, 1])) == (3, 1)
+    assert as_samples([numpy.int64(5), torch.tensor(6), "a", True]) == (5, 6, "a", 1)
+    assert as_samples(torch.tensor(4)) == (4,)
+    assert as_samples([("shard", 1), b"x"]) == ("('shard', 1)", "b'x'")
+
+
+def test_equal_is_exact():
+    result, found = judged(history(seen(1, 7), seen(5, 9), seen(9, STEPS)))
+    assert result.ok and result.exact and result.divergence is None and found == []
+    assert (result.samples, result.again, result.skipped, result.resumes) == (STEPS * SIZE, 0, 0, 2)
+
+
+def test_what_a_kill_took_back_does_not_count():
+    """Launch 1 went wrong after the checkpoint; launch 2 begins before that, so it is as if it had not happened."""
+    wrong = seen(1, 7, lambda step: batch(step) if step < 6 else (99,))
+    killed = history(wrong, seen(6, STEPS))
+    assert compare(WHOLE, killed, 0, Terms(STEPS)).exact
+    assert [killed.effective(0)[step].launch for step in (5, 6, STEPS)] == [1, 2, 2]
+    # A launch that begins too late leaves a hole: the steps that launch 1 had made were lost.
+    result, found = judged(history(seen(1, 7), seen(5, 6), seen(9, STEPS)))
+    assert (result.divergence.step, result.divergence.what, result.divergence.launch) == (7, "missing", None)
+    assert not result.ok and found == ["steps"]
+
+
+def test_one_bit_of_a_loss_is_found_and_a_tolerance_allows_it():
+    near = lambda step: loss(step) * (1 + (step == 9) * 1e-7)  # noqa: E731
+    killed = history(seen(1, 7), seen(5, STEPS, losses=near))
+    result, found = judged(killed)
+    assert (result.divergence.step, result.divergence.what, found) == (9, "loss", ["summation"])
+    assert judged(killed, loss_tolerance=1e-6)[0].ok
+    assert not judged(killed, loss_tolerance=1e-8)[0].ok
+    nan = history(seen(1, 7, losses=lambda step: float("nan")), seen(5, STEPS, losses=lambda step: float("nan")))
+    assert judged(nan, reference=history(seen(1, STEPS, losses=lambda step: float("nan"))))[0].exact
+    assert not judged(nan, loss_tolerance=0.5)[0].ok
+    assert not judged(history(seen(1, 7), seen(5, STEPS, losses=None)), loss_tolerance=0.5)[0].ok
+
+
+def resumed_with(samples, **more) -> History:
+    return history(seen(1, 7), seen(5, STEPS, samples, **more))
+
+
+@pytest.mark.parametrize(
+    ("samples", "kind", "says"),
+    [
+        (lambda step: batch(step - 4), "position", "from the very first sample at step 5, where sample 16 was next"),
+        (lambda step: batch(step - 2), "position", "from sample 8 of the run"),
+        (lambda step: batch(step - 1), "position", "or the step to go on from is one too high"),
+        (lambda step: batch(step + 3), "prefetch", "skipped exactly 12 samples (3 batches)"),
+        (lambda step: [one + 2 for one in batch(step)], "prefetch", "skipped exactly 2 samples at"),
+        (lambda step: batch(step)[::-1], "order", "same samples in another order"),
+        (lambda step: [one * 7 + 1000 for one in batch(step)], "shuffle", "nowhere in an uninterrupted run"),
+    ],
+)
+def test_the_cause_of_other_samples(samples, kind, says):
+    result, found = judged(resumed_with(samples))
+    assert not result.ok and found == [kind]
+    assert (result.divergence.step, result.divergence.launch) == (5, 2)
+    [cause] = causes(WHOLE, resumed_with(samples), None, [result], Terms(STEPS))
+    assert says in cause.says
+
+
+@pytest.mark.parametrize(
+    ("losses", "generators", "kind"),
+    [
+        (lambda step: loss(step) + (step >= 5), lambda step: {"torch": "other", "python": f"{step}"}, "generator"),
+        (lambda step: loss(step) + (step >= 5), lambda step: {"torch": f"{step}", "python": "any"}, "weights"),
+        (lambda step: loss(step) + (step >= 6), lambda step: {"torch": f"{step}", "python": "any"}, "optimizer"),
+    ],
+)
+def test_the_cause_of_another_loss(losses, generators, kind):
+    """`python`, which nobody seeded, stands elsewhere in every launch and says nothing."""
+
+    def steady(launch):
+        return lambda step: {"torch": f"{step}", "python": f"{launch} {step}"}
+
+    reference = history(seen(1, STEPS, generators=steady(0)))
+    killed = history(seen(1, 7, generators=steady(1)), seen(5, STEPS, losses=losses, generators=generators))
+    result, found = judged(killed, reference)
+    assert result.divergence.what == "loss" and found == [kind]
+
+
+def test_another_number_of_threads_is_named():
+    four, two = Setting(torch_threads=4, cpus=8), Setting(torch_threads=2, cpus=8)
+    reference = history(seen(1, STEPS, setting=four))
+    killed = history(seen(1, 7, setting=four), seen(5, STEPS, losses=lambda step: loss(step) * (1 + 1e-8), setting=two))
+    result, found = judged(killed, reference)
+    assert found == ["summation", "setting"]
+    assert "torch_threads 4 and 2" in causes(reference, killed, None, [result], Terms(STEPS))[1].says
+
+
+def test_a_loop_that_is_not_deterministic_is_not_blamed_on_its_resume():
+    other = lambda step: [one + 1000 for one in batch(step)]  # noqa: E731
+    assert judged(history(seen(1, 7, other), seen(5, STEPS, other)))[1] == ["not deterministic"]
+    # The launch before the first kill was alike as far as it went; a second uninterrupted run is not.
+    killed, again = resumed_with(other), history(seen(1, STEPS, lambda step: batch(step) if step < 5 else other(step)))
+    assert judged(killed, again=again)[1] == ["not deterministic", "shuffle"]
+    losses = history(seen(1, 7, losses=lambda step: 5.0), seen(5, STEPS, losses=lambda step: 5.0))
+    assert judged(losses)[1] == ["not deterministic"]
+
+
+def test_ranks_that_got_each_others_state():
+    def shifted(by):
+        return lambda step: [one + by for one in batch(step)]
+
+    whole = History([[seen(1, STEPS), seen(1, STEPS, shifted(500))]])
+    killed = History([[seen(1, 7), seen(1, 6, shifted(500))], [seen(5, STEPS, shifted(500)), seen(5, STEPS)]])
+    results = [compare(whole, killed, rank, Terms(STEPS)) for rank in (0, 1)]
+    assert [one.ok for one in results] == [False, False]
+    assert [one.kind for one in causes(whole, killed, None, results, Terms(STEPS))] == ["ranks"]
+
+
+def test_nothing_restored_is_no_proof():
+    killed = history(seen(1, 7), seen(1, STEPS))
+    assert compare(WHOLE, killed, 0, Terms(STEPS)).exact
+    assert never_restored(killed, 1).kind == "never restored"
+    assert never_restored(history(seen(1, 7), seen(5, STEPS)), 1) is None
+
+
+# -- an allowance -----------------------------------------------------------------------------------------------------
+
+
+def behind(count: int, first: int, last: int) -> Seen:
+    """Reads `count` samples again after its resume and goes on from there."""
+    return seen(first, last, lambda step: [one - count for one in batch(step)], losses=lambda step: 7.0)
+
+
+def test_an_allowance_is_honoured_counted_and_bounded():
+    reference = history(seen(1, STEPS + 4))
+    result, _ = judged(history(seen(1, 7), behind(3, 5, STEPS + 4)), reference, allowance=3)
+    assert result.ok and not result.exact
+    assert (result.again, result.skipped, result.allowed, result.again_examples) == (3, 0, 3, (13, 14, 15))
+    result, found = judged(history(seen(1, 7), behind(3, 5, STEPS + 4)), reference, allowance=2)
+    assert not result.ok and found == ["position"]
+    # Two resumes may use it twice.
+    killed = history(seen(1, 7), behind(3, 5, 9), behind(6, 9, STEPS + 4))
+    assert judged(killed, reference, allowance=3)[0].again == 6
+    assert judged(killed, reference, allowance=3)[0].ok and not judged(killed, reference, allowance=2)[0].ok
+
+
+def test_what_is_skipped_counts_as_well():
+    reference = history(seen(1, STEPS + 4))
+    killed = history(seen(1, 7), behind(-3, 5, STEPS + 4))
+    result, _ = judged(killed, reference, allowance=3)
+    assert result.ok and (result.again, result.skipped, result.skipped_examples) == (0, 3, (16, 17, 18))
+    assert not judged(killed, reference, allowance=2)[0].ok
+
+
+def test_a_loop_that_ends_at_its_last_step_is_behind_there_and_skips_nothing():
+    result, _ = judged(history(seen(1, 7), behind(3, 5, STEPS)), allowance=3)
+    assert result.ok and (result.again, result.skipped) == (3, 0)
+
+
+def test_no_allowance_excuses_what_was_no_resume():
+    reference = history(seen(1, STEPS + 4))
+    early = history(seen(1, 7, lambda step: [one - 1 for one in batch(step)]), seen(5, STEPS + 4))
+    assert not judged(early, reference, allowance=100)[0].ok
+    # Other losses on the same samples are not what an allowance is for.
+    losses = history(seen(1, 7), seen(5, STEPS + 4, losses=lambda step: 7.0))
+    assert not judged(losses, reference, allowance=100)[0].ok
+
+
+def test_histories_survive_their_record():
+    line = msgspec.json.encode(seen(1, 1).observed[1])
+    assert msgspec.json.decode(line, type=Observation) == seen(1, 1).observed[1]
