@@ -2,6 +2,7 @@
 # make test    sets itself up and runs every test that needs no root
 # make check   what every commit passes: ruff, mypy strict, the fast tests
 # make bench   measures what saving costs, beside its peers, an hour and a half on two cores; leaves benchmarks/overhead.*
+# make loaders installs the data loaders and training loops of others, kills loops over each, and compares
 # make system  tests that need root or a real S3 server (.ci/run calls it)
 # make faults  a short round of every kind of fault, as root (needs xfsprogs and strace); make gate: the full one, two hours
 
@@ -10,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint check bench system faults gate format clean
+.PHONY: demo test lint check bench loaders system faults gate format clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml constraints.txt
@@ -24,7 +25,7 @@ demo: $(READY)
 	$(BIN)/python -m examples.demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -m 'not system'
+	$(BIN)/python -m pytest -m 'not system and not loaders'
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -32,11 +33,17 @@ lint: $(READY)
 	$(BIN)/mypy
 
 check: lint
-	$(BIN)/python -m pytest -q -m 'not system and not slow'
+	$(BIN)/python -m pytest -q -m 'not system and not loaders and not slow'
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/tierd bench overhead --rounds 15,15,5 --dir . --out benchmarks
+
+# Two name more than they import, in versions that fit nothing of today or by the gigabyte of CUDA: without their dependencies.
+loaders: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,loaders]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps mosaicml-streaming nvidia-dali-cuda120
+	TIERD_LOADERS=all $(BIN)/python -m pytest -m loaders tests/loaders
 
 system: $(READY)
 	$(BIN)/python -m pytest -m system

@@ -54,6 +54,7 @@ MAY = {
     "bench": {"bench", "client", "link", "spool", "persist", "core", ""},
     "cli": {"cli", "bench", "check", "daemon", "stores", "codec", "priority", "link", "spool", "persist", "core", ""},
     "dcp": {"client"},
+    "adapters": {"adapters", "client", "core"},
     "observing": {"observing"},
     "check": {"check", "client", "commit", "link", "observing", "spool", "stage", "core", ""},
     "": {"client", "observing"},  # `import tierd` itself: names, loaded at their first use
@@ -71,6 +72,7 @@ SYNC = {
     "link",
     "client",
     "dcp",
+    "adapters",
     "codec",
     "planes",
     "layout",
@@ -114,7 +116,7 @@ def faults(path: str, source: str) -> list[str]:
                 found.append(f"{path}: {here or 'tierd'} imports {module}")
             if module.startswith("tierd.stores.open") and path not in OPENS_STORES and here != "cli":
                 found.append(f"{path}: opens stores")
-        if top == "torch" and here not in ("client", "bench"):
+        if top == "torch" and here not in ("adapters", "client", "bench"):
             found.append(f"{path}: imports torch")
         if top in DAEMON_ONLY - {"zstandard"} and here in SYNC:
             found.append(f"{path}: imports {module}")

@@ -1,0 +1,120 @@
+"""What adapters refuse, and how they say it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+import tierd
+from tierd.core.errors import ConfigError, StateMismatch, StateRefused
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("lightning", "lightning.pytorch.callbacks"),
+        ("transformers", "transformers.trainer_callback"),
+        ("keras", "keras"),
+    ],
+)
+def test_a_framework_that_is_not_there_is_named(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, f"tierd.adapters.{name}", raising=False)
+    with pytest.raises(ConfigError, match=f"{module} cannot be imported .*pip install {name}"):
+        importlib.import_module(f"tierd.adapters.{name}")
+
+
+class Pipe:
+    """As much of a DALI pipeline as the adapter calls."""
+
+    def __init__(self, checkpoint: bytes | None) -> None:
+        self.at = int(checkpoint or b"0")
+        self.built = False
+
+    def build(self) -> None:
+        self.built = True
+
+    def run(self) -> int:
+        assert self.built
+        self.at += 1
+        return self.at
+
+    def checkpoint(self) -> bytes:
+        return b"%d" % self.at
+
+
+def test_a_pipeline_is_made_anew_where_it_was(tmp_path: Path) -> None:
+    from tierd.adapters.dali import Restorable
+
+    data = Restorable(Pipe)
+    assert [data.pipeline.run() for _ in range(3)] == [1, 2, 3]
+    with tierd.Checkpointer(tmp_path, "run", to=[]) as ckpt:
+        ckpt.save(1, {"data": data})
+        again = Restorable(Pipe)
+        assert ckpt.restore({"data": again})
+    assert again.pipeline.run() == 4
+    with pytest.raises(StateMismatch, match="not the state of a DALI pipeline"):
+        again.load_state_dict({"epoch": 1})
+    with pytest.raises(StateMismatch, match="DALI does not take its checkpoint: invalid literal"):
+        again.load_state_dict({"checkpoint": b"no number"})
+
+
+@pytest.mark.loaders
+def test_lightnings_dictionary_is_refused_by_its_key(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    from tierd.adapters.lightning import TierdCheckpointIO
+
+    with tierd.Checkpointer(tmp_path, "run", to=[]) as ckpt:
+        io = TierdCheckpointIO(ckpt)
+        assert io.latest() is None
+        checkpoint = {"global_step": 3, "optimizer_states": [], "hyper_parameters": {"act": Pipe}}
+        with pytest.raises(StateRefused, match=r'state\["lightning"\]\["hyper_parameters"\]\["act"\]'):
+            io.save_checkpoint(checkpoint, "any.ckpt")
+        checkpoint["hyper_parameters"] = {"width": 8}
+        io.save_checkpoint(checkpoint, "any.ckpt")
+        io.save_checkpoint(checkpoint, "last.ckpt")  # the same step, at its epoch's end
+        assert io.latest() == "tierd:3" and io.load_checkpoint("tierd:3") == checkpoint
+        assert io.load_checkpoint("tierd:3") == checkpoint, "asked for by its step"
+        with pytest.raises(ConfigError, match="tierd:newest"):
+            io.load_checkpoint("tierd:newest")
+        with pytest.raises(FileNotFoundError):
+            io.load_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(ConfigError, match="rank=0, world_size=1"):
+        TierdCheckpointIO(
+            tierd.Checkpointer(tmp_path / "two", "run", rank=0, world_size=2, attempt=tierd.new_attempt())
+        )
+
+
+@pytest.mark.loaders
+def test_a_trainer_that_was_not_asked_to_resume_does_not_begin(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tierd.adapters.transformers import TierdCallback
+
+    with tierd.Checkpointer(tmp_path, "run", to=[]) as ckpt:
+        with pytest.raises(ConfigError, match="every_steps=0"):
+            TierdCallback(ckpt, every_steps=0)
+        with pytest.raises(ConfigError, match=r"call resume\(trainer\)"):
+            TierdCallback(ckpt, every_steps=1).on_train_begin(None, None, None)
+
+
+@pytest.mark.loaders
+def test_what_changed_of_a_structured_dataset_reaches_the_user(tmp_path: Path) -> None:
+    pytest.importorskip("torch_dataloader_utils")
+    from loaders.loops_structured import dataset
+
+    data = dataset(tmp_path / "files")
+    assert len(list(data)) > 0, "without workers it reads the first worker's shard"
+    with tierd.Checkpointer(tmp_path / "spool", "run", to=[]) as ckpt:
+        ckpt.save(1, {"data": data})
+        with pytest.raises(
+            StateMismatch, match=r"CheckpointMismatchError.*\n(.*\n)*.*shuffle_seed changed: checkpoint=5, current=6"
+        ):
+            ckpt.restore({"data": dataset(tmp_path / "files", seed=6)})
+        with pytest.raises(StateMismatch, match="num_workers=2 in the checkpoint, num_workers=3 here"):
+            ckpt.restore({"data": dataset(tmp_path / "files", workers=3)})
+        again = dataset(tmp_path / "files")
+        assert ckpt.restore({"data": again})
+    assert list(again) == [], "what was read to its end is not read again"

@@ -1,0 +1,138 @@
+"""Every loader is interrupted by SIGKILL in the middle of an epoch, at its edge and during a save, and compared with an
+uninterrupted run: each sample and each loss. A row is exact, or says what it allows; the README's table shows the rows.
+
+`make loaders` installs what the rows need and lets none be skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tierd.check import Report, check_resume
+
+README = Path(__file__).parents[2] / "README.md"
+STEPS = 24
+# Epochs have twelve steps, saves are after steps 2, 5, 8, 11 ...: mid-epoch, the first step of an epoch, a save.
+KILLS = ("4", "12", "17+save")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A loop of the matrix.
+
+    Attributes:
+        name: as the README has it.
+        loop: the function, below `loaders.`.
+        needs: modules that it imports.
+        allowance: samples for each resume; 0 is exact.
+        word: what the README says of the row in the place of "exact".
+        began: the step at which each launch goes on.
+        advice: what an exact resume needs.
+    """
+
+    name: str
+    loop: str
+    needs: tuple[str, ...] = ("torchdata",)
+    ranks: int = 1
+    allowance: int = 0
+    began: tuple[int, ...] = (0, 3, 12, 15)
+    word: str = "exact"
+    advice: str = ""
+
+
+OWN = "a `generator=` of its own"
+BY_EPOCH = f"{OWN}, seeded by the epoch"
+STATE = f"{OWN}; a dataset with a state"
+ROWS = (
+    Row("`StatefulDataLoader`, map-style, shuffled", "loops_torch:map_0", advice=BY_EPOCH),
+    Row("the same with 4 workers", "loops_torch:map_4", advice=BY_EPOCH),
+    Row("`StatefulDataLoader`, iterable, shuffled", "loops_torch:iterable_0", advice=STATE),
+    Row("the same with 4 workers", "loops_torch:iterable_4", advice=STATE),
+    Row("`DataLoader`, a seeded sampler, 2 workers", "loops_torch:seeded", advice=f"{OWN}; training counts samples"),
+    Row("`DistributedSampler`, 2 ranks", "loops_torch:distributed", ranks=2, advice="`set_epoch` with the saved epoch"),
+    Row(
+        "MosaicML `StreamingDataset`, 2 workers",
+        "loops_streaming:train",
+        ("streaming",),
+        advice="`StreamingDataLoader`; `clean_stale_shared_memory()` first",
+    ),
+    Row(
+        "torch-dataloader-utils `StructuredDataset`, 2 workers",
+        "loops_structured:train",
+        ("torch_dataloader_utils",),
+        allowance=2 * 24,
+        word="≤ 1 shard a worker again",
+        advice="a `DataLoader` of your own with `prefetch_factor=1`",
+    ),
+    Row("NVIDIA DALI, a CPU pipeline", "loops_dali:train", ("nvidia.dali",), advice="`tierd.adapters.dali`"),
+    Row("Lightning", "loops_lightning:train", ("lightning",), advice="`tierd.adapters.lightning`"),
+    Row(
+        "Hugging Face `Trainer`",
+        "loops_transformers:train",
+        ("transformers", "accelerate"),
+        advice="`tierd.adapters.transformers`",
+    ),
+    Row("Keras 3 on torch, a loader", "loops_keras:train", ("keras",), advice="`tierd.adapters.keras` with `data=`"),
+    Row(
+        "Keras 3 on torch, arrays",
+        "loops_keras:train_on_arrays",
+        ("keras",),
+        began=(0, 0, 12, 12),
+        word="exact, from the epoch's beginning",
+        advice="`tierd.adapters.keras`, saving at an epoch's end",
+    ),
+)
+
+
+def missing(row: Row) -> list[str]:
+    return [name for name in row.needs if importlib.util.find_spec(name.split(".")[0]) is None]
+
+
+def table() -> str:
+    """What stands in the README."""
+    head = "| loop | mid-epoch | epoch's edge | during a save | needs |\n| --- | --- | --- | --- | --- |\n"
+    return head + "".join(f"| {one.name} | {' | '.join([one.word] * 3)} | {one.advice} |\n" for one in ROWS)
+
+
+def check(row: Row) -> Report:
+    return check_resume(
+        f"loaders.{row.loop}", steps=STEPS, kill_at=KILLS, ranks=row.ranks, allowance=row.allowance, patience=300
+    )
+
+
+@pytest.fixture(scope="module")
+def reports(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Report]]]:
+    """Of the rows that were selected, two at a time: most of it is starting processes."""
+    chosen = {
+        item.callspec.params["row"] for item in request.session.items if "row" in getattr(item, "fixturenames", ())
+    }
+    pool = ThreadPoolExecutor(2)
+    yield {row.loop: pool.submit(check, row) for row in ROWS if row in chosen and not missing(row)}
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.loaders
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.loop)
+def test_a_killed_loop_goes_on_as_if_it_had_not_been(row: Row, reports: dict[str, Future[Report]]) -> None:
+    if absent := missing(row):
+        reason = f"{row.name}: no {' and no '.join(absent)} here; `make loaders` installs it"
+        pytest.fail(reason) if os.environ.get("TIERD_LOADERS") == "all" else pytest.skip(reason)
+    report = reports[row.loop].result()
+    print(report)
+    assert report.ok, str(report)
+    assert report.exact or row.allowance, str(report)
+    assert not any(rank.skipped for rank in report.ranks), str(report)
+    assert tuple(launch.began for launch in report.launches) == row.began, "a save was not resumed from"
+
+
+def test_the_readme_shows_these_rows() -> None:
+    shown = README.read_text().split("<!-- loaders: made of tests/loaders/test_matrix.py -->\n")[1]
+    assert shown.split("<!-- loaders: end -->")[0] == table()

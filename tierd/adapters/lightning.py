@@ -1,0 +1,173 @@
+"""Lightning saves and resumes through tierd.
+
+    io = tierd.adapters.lightning.TierdCheckpointIO(ckpt)
+    trainer = L.Trainer(plugins=[io], callbacks=[io.callback, ModelCheckpoint(every_n_train_steps=100)])
+    trainer.fit(model, loader, ckpt_path=io.latest())
+
+`ModelCheckpoint` says when. The trainer's own dictionary (weights, optimizers, schedulers, loops, callbacks, the state
+of a `StatefulDataLoader`) and the random generators, which Lightning leaves out, are saved as step `global_step`.
+What of it has no safe encoding (an object among the hyper-parameters, say) is refused by its key. Nothing is pickled.
+
+`io.callback` sets the generators back, and the epochs of samplers: Lightning 2.6 calls `set_epoch` too late for the
+epoch that is resumed (https://github.com/Lightning-AI/pytorch-lightning/issues/21938).
+
+Law: a path that begins with ``tierd:`` is a checkpoint of tierd's and holds what was verified; every other path is
+Lightning's own file. Weights alone (`save_weights_only`) cannot be resumed from: Lightning writes them to their path.
+
+Lightning gives a `CheckpointIO` the dictionary of rank 0 alone, and every rank gets that back, with its data state:
+right where all ranks have drawn as many samples, each of its own share. Generators are brought back on rank 0.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tierd.adapters import framework
+from tierd.client.rng import RngState
+from tierd.core.errors import CheckpointNotFound, ConfigError
+
+if TYPE_CHECKING:
+    from tierd.client.checkpointer import Checkpointer
+
+log = logging.getLogger("tierd")
+_callbacks = framework("lightning.pytorch.callbacks", "lightning")
+_io = framework("lightning.fabric.plugins.io.torch_io", "lightning")
+
+SCHEME = "tierd:"
+
+
+class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-defined]
+    """A `CheckpointIO` plugin over a `Checkpointer`, which stays the caller's to close.
+
+    Retention is the daemon's: `ModelCheckpoint(save_top_k=...)` removes nothing of it.
+
+    Args:
+        checkpointer: made with ``rank=0, world_size=1`` where several ranks train.
+
+    Raises:
+        ConfigError: the checkpointer waits for parts of other ranks, which Lightning never has written.
+    """
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        super().__init__()
+        if checkpointer._ranks.world > 1:
+            raise ConfigError(
+                "Lightning saves on rank 0 alone: make the Checkpointer with rank=0, world_size=1 on every rank"
+            )
+        self._checkpointer = checkpointer
+        self._restored: tuple[str, dict[str, Any]] | None = None
+        self._last = -1
+        self.callback = _Resume()
+
+    def latest(self) -> str | None:
+        """Restore the newest verified checkpoint; what to pass as `ckpt_path`, None on a fresh start.
+
+        Raises:
+            As `Checkpointer.restore`.
+        """
+        return self._restore(None)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Save the trainer's dictionary, as Lightning calls it. A second save at one step (at a batch's end and at its
+        epoch's) is none.
+
+        Raises:
+            StateRefused: a value in it cannot be stored; names its path.
+        """
+        if "optimizer_states" not in checkpoint:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        step = checkpoint["global_step"]
+        _forget_what_is_read(checkpoint)
+        if step == self._last:
+            log.info("step %d is saved already: %s is the same", step, path)
+            return
+        state = {"lightning": checkpoint, "rng": RngState()}
+        self._checkpointer.save(step, state, metrics=_monitored(checkpoint))
+        self._last = step
+
+    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        """What `latest` restored; or another step, ``tierd:500``; or Lightning's own file.
+
+        Raises:
+            CheckpointNotFound: no verified checkpoint of that step.
+        """
+        if not str(path).startswith(SCHEME):
+            own: dict[str, Any] = super().load_checkpoint(path, *args, **options)
+            return own
+        if self._restored is None or self._restored[0] != str(path):
+            step = str(path).removeprefix(SCHEME)
+            if not step.isdecimal():
+                raise ConfigError(f"{path}: write {SCHEME} and a step, or pass what latest() returns")
+            if self._restore(int(step)) is None:
+                raise CheckpointNotFound(f"{path}: this run has no checkpoint anywhere")
+        assert self._restored is not None
+        (_, checkpoint), self._restored = self._restored, None
+        return checkpoint
+
+    def _restore(self, step: int | None) -> str | None:
+        state: dict[str, Any] = {"lightning": None, "rng": None}
+        found = self._checkpointer.restore(state, step)
+        if found is None:
+            return None
+        path = f"{SCHEME}{found.step}"
+        self._restored = path, state["lightning"]
+        self.callback.generators, self.callback.loaders = state["rng"], _loaders(state["lightning"])
+        return path
+
+
+class _Resume(_callbacks.Callback):  # type: ignore[misc,name-defined]
+    """What is to be done when everything is loaded, and before the first batch is asked for."""
+
+    generators: dict[str, Any] | None = None
+    loaders: Sequence[Any] = ()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        generators, loaders = self.generators, self.loaders
+        self.generators, self.loaders = None, ()
+        if generators is None:
+            return
+        if self._set_epochs(trainer):  # the loaders have begun, by another order
+            trainer.fit_loop._combined_loader._load_state_dicts(loaders)
+            iter(trainer.fit_loop._data_fetcher)
+        if trainer.is_global_zero:
+            RngState().load_state_dict(generators)
+
+    def _set_epochs(self, trainer: Any) -> bool:
+        """Whether there was a sampler that has an epoch."""
+        parts: list[Any] = [
+            getattr(loader, name, None)
+            for loader in trainer.fit_loop._combined_loader.flattened
+            for name in ("sampler", "batch_sampler")
+        ]
+        parts += [getattr(part, "sampler", None) for part in parts]
+        samplers = [part for part in parts if callable(getattr(part, "set_epoch", None))]
+        for sampler in samplers:
+            sampler.set_epoch(trainer.current_epoch)
+        return bool(samplers)
+
+
+def _loaders(checkpoint: dict[str, Any]) -> list[Any]:
+    """The states of the loaders, one for each."""
+    found: list[Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
+    return found
+
+
+def _forget_what_is_read(checkpoint: dict[str, Any]) -> None:
+    """After an epoch's last batch Lightning resumes with the next epoch, to which the state of a loader that is read to
+    its end does not belong: it would make that epoch empty."""
+    fit = checkpoint.get("loops", {}).get("fit_loop", {})
+    if fit.get("epoch_loop.batch_progress", {}).get("is_last_batch") and _loaders(checkpoint):
+        fit["state_dict"] = {**fit["state_dict"], "combined_loader": []}
+
+
+def _monitored(checkpoint: dict[str, Any]) -> dict[str, float]:
+    """What `ModelCheckpoint`s look at, for retention by `keep_best`."""
+    states = [state for state in checkpoint.get("callbacks", {}).values() if isinstance(state, dict)]
+    return {
+        state["monitor"]: float(state["current_score"])
+        for state in states
+        if state.get("monitor") and state.get("current_score") is not None
+    }
