@@ -25,7 +25,7 @@ demo: $(READY)
 	$(BIN)/python -m examples.demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -m 'not system and not loaders'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not system and not loaders'
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -33,7 +33,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 check: lint
-	$(BIN)/python -m pytest -q -m 'not system and not loaders and not slow'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m 'not system and not loaders and not slow'
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
