@@ -59,11 +59,12 @@ def test_a_daemon_tells_shows_its_alerts_and_says_no_secret(tmp_path: Path, caps
             return said.out
 
         line = [sys.executable, "-c", LOUD, "run", "--config", str(config), "--json"]
+        commit(spool, part(0))  # what is there at the daemon's first look is no news; that it comes to a tier is
         daemon = subprocess.Popen(line, env=env, stdout=log, stderr=log, cwd=tmp_path)
         try:
-            wait_until(lambda: answers(spool) or daemon.poll() is not None, 60)
+            wait_until(lambda: receiver.what() == ["durable"] or daemon.poll() is not None, 60)
             commit(spool, part(1))
-            wait_until(lambda: receiver.what() == ["persisted", "durable"], 60)
+            wait_until(lambda: receiver.what() == ["durable", "persisted", "durable"], 60)
             tier.rename(tmp_path / "away")
             commit(spool, part(2))
             wait_until(lambda: "failing" in receiver.what() and heard.exists(), 60)

@@ -164,9 +164,13 @@ def test_a_receiver_that_fails_is_an_alert_until_it_works(spool, answer, caplog)
                 first, second = teller.status()
                 asked = 6 if answer in (302, 404) else 8  # three times once, and then each once
                 assert first.failures == asked and first.last_error and not second.last_error
-                assert (len(bad.asked), bad.told) == (0 if answer == "refused" else asked, [])
+                if answer in ("drip", "hang"):  # on a busy machine time may be up before all was sent
+                    assert 1 <= len(bad.asked) <= asked
+                else:
+                    assert len(bad.asked) == (0 if answer == "refused" else asked)
+                assert not bad.told
                 if answer == "drip":
-                    await until(lambda: bad.gone == asked, PATIENT)
+                    await until(lambda: len(bad.gone) == len(bad.asked), PATIENT)
                 bad.answer = 200
                 if answer == "refused":
                     teller._channels[0]._receiver._url = bad.url()

@@ -18,7 +18,7 @@ class Receiver:
         self.answer: int | str = 200
         self.told: list[dict[str, Any]] = []  # what was answered with 200
         self.asked: list[tuple[str, dict[str, str]]] = []  # path and headers of every request
-        self.gone = 0  # requests whose sender hung up on a drip
+        self.gone: list[str] = []  # paths of requests whose sender hung up on a drip
         self.release = threading.Event()
         self.port = 0
 
@@ -63,7 +63,7 @@ def receiving() -> Iterator[Receiver]:
                 while not receiver.release.wait(0.02):
                     self.wfile.write(b"x")
             except OSError:
-                receiver.gone += 1
+                receiver.gone.append(self.path)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     server.daemon_threads = True
