@@ -338,7 +338,7 @@ def _train(orders: Orders, tell: _Tell, page: Page) -> None:
             timeout=timedelta(seconds=50),
         )
     tell("restoring")
-    given: set[int] = set()
+    given: set[tuple[str, int]] = set()
     tell_taken = page.counted(CALLS.index("tell"), tell)
     _watch_giving(given)
     to = None if orders.daemon else []
@@ -359,7 +359,7 @@ def _train(orders: Orders, tell: _Tell, page: Page) -> None:
             arrays = content(seed, attempt, step, number)
             state = {name: torch.from_numpy(array) for name, array in arrays.items()}
             save = checkpointer.save(step, {**state, "told": told(seed, attempt, step, number)}, metrics={"loss": step})
-            tell_taken("returned", step=step, attempt=attempt, given=step in given)
+            tell_taken("returned", step=step, attempt=attempt, given=(attempt, step) in given)
             acks.add(save)
             for array in arrays.values():
                 array.fill(0)  # training goes on: nothing of this may get in
@@ -420,14 +420,14 @@ def _restore(checkpointer: tierd.Checkpointer, orders: Orders, tell: _Tell) -> i
     return found.step
 
 
-def _watch_giving(given: set[int]) -> None:
+def _watch_giving(given: set[tuple[str, int]]) -> None:
     """Note which snapshots the daemon was told of: there is no other sign that it holds one (P11)."""
     real = giving.HandOff.give
 
     def watched(self: Any, slot: int, arena: Any, manifest: Any, tensors: int, tree: bytes) -> Any:
         answer = real(self, slot, arena, manifest, tensors, tree)
         if answer is not None:
-            given.add(manifest.step)
+            given.add((manifest.attempt, manifest.step))
         return answer
 
     giving.HandOff.give = watched  # type: ignore[method-assign]
