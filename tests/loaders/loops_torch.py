@@ -106,10 +106,12 @@ class Seeded(Sampler[int]):
         order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch))
         yield from order[self.done :].tolist()
 
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch, self.done = epoch, 0
+
     def advance(self, samples: int) -> None:
         self.done += samples
-        if self.done == self.length:
-            self.epoch, self.done = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
         return {"seed": self.seed, "epoch": self.epoch, "done": self.done}
@@ -121,7 +123,12 @@ class Seeded(Sampler[int]):
 def seeded(spool: Path) -> None:
     sampler = Seeded(SAMPLES, 5)
     loader = DataLoader(Ids(), BATCH, sampler=sampler, num_workers=2, generator=torch.Generator())
-    loop(spool, sampler, lambda epoch: loader, lambda ids: sampler.advance(len(ids)))
+
+    def batches(epoch: int) -> DataLoader[int]:
+        sampler.set_epoch(epoch)
+        return loader
+
+    loop(spool, sampler, batches, lambda ids: sampler.advance(len(ids)))
 
 
 def distributed(spool: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import math
 import os
 import random
 import signal
@@ -34,6 +35,7 @@ from tierd.spool import Spool
 from tierd.stage import Stage
 
 _PR_SET_PDEATHSIG = 1
+_SAVES = 4  # the newest, of which some may not be durable yet, here or on another rank
 _SETTLE = 30.0  # seconds that a kill after a step waits for saves that were begun before it
 
 
@@ -94,6 +96,7 @@ class Witness:
         """A save is about to become visible. Not in the thread that trains."""
         self._write(Line(saving=step))
         if self._kill is not None and self._kill.in_save and step >= self._kill.step:
+            self._settle(step)
             self._die()
 
     def install(self) -> None:
@@ -115,15 +118,15 @@ class Witness:
         @wraps(made)
         def making(save: Save, part: PartId, spool: Spool) -> None:
             made(save, part, spool)
-            self._saves = [*(one for one in self._saves if not one[0].done()), (save, spool.path(part).parent)]
+            self._saves = [*self._saves, (save, spool.path(part).parent)][-_SAVES:]
 
         Stage.commit, HandOff.answer, Save.__init__ = committing, answering, making  # type: ignore[assignment, method-assign]
 
-    def _settle(self) -> None:
-        """Let saves that were begun become durable, on every rank: so the step that is resumed from is the same each
-        time. What becomes of one that is cut short is what `+save` asks."""
+    def _settle(self, before: float = math.inf) -> None:
+        """Let saves that were begun, of steps below `before`, become durable, on every rank: so the step that is
+        resumed from is the same each time. What becomes of one that is cut short is what `+save` asks."""
         end = time.monotonic() + _SETTLE
-        for save, home in self._saves:
+        for save, home in [one for one in self._saves if one[0].step < before]:
             try:
                 save.wait(timeout=max(0.0, end - time.monotonic()))
                 while sum(1 for _ in home.iterdir()) < save.part.world and time.monotonic() < end:
