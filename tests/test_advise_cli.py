@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.main import get_command
 
@@ -171,7 +171,6 @@ def test_words_for_what_decides(capsys: pytest.CaptureFixture[str]) -> None:
 decimals = st.from_regex(r"[0-9]{1,15}(\.[0-9]{1,9})?", fullmatch=True)
 
 
-@settings(deadline=None)  # typer and rich are slow on a busy machine
 @given(
     st.tuples(decimals, st.sampled_from(["B", "kB", "TiB"])).map("".join),
     st.tuples(decimals, st.sampled_from(["B/s", "TB/s"])).map("".join),

@@ -9,7 +9,7 @@ import tracemalloc
 import msgspec
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tierd import codec
@@ -55,7 +55,6 @@ def peak(call) -> int:
 # -- there and back ---------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.one_of(st.binary(min_size=1, max_size=2000), st.binary(min_size=1, max_size=9).map(lambda b: b * 500)))
 def test_what_is_encoded_decodes_to_itself(raw):
     found = encoded(raw)

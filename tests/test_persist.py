@@ -47,7 +47,7 @@ def overwrite(path, offset, data):
 # -- there and back ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=400), st.integers(1, 100))
 def test_what_is_written_is_described_and_read_back(tmp_path_factory, data, chunk_size):
     path = tmp_path_factory.mktemp("t") / "file"

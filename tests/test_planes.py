@@ -118,7 +118,7 @@ def test_large_chunks_have_several_blocks_and_an_odd_end():
     assert codec.decode(found.chunk, found.data, "t") == raw
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.one_of(
         st.binary(max_size=300),
@@ -141,7 +141,7 @@ def test_any_bytes_come_back_and_nothing_grows(raw):
     assert data is None or planes.unpack(data, len(raw)) == raw
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from([*KINDS, "noise", "text"]), st.integers(1, 3000)), min_size=1, max_size=8))
 def test_any_mixture_in_small_blocks_comes_back(parts):
     made = {"noise": noise, "text": lambda size: (b"some text, " * size)[:size]}
@@ -210,7 +210,7 @@ def test_every_flip_and_truncation_is_corruption_or_the_wrong_bytes(kind, small_
                 codec.decode(crafted(len(raw), other), other, "t")
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.binary(max_size=200), st.integers(1, 5000), st.integers(12, 20))
 def test_random_blocks_are_refused(body, size, log):
     data = struct.pack("<4sIB3s", b"TPL1", size, log, bytes(3)) + body

@@ -493,7 +493,7 @@ trees = st.recursive(
 states = st.dictionaries(st.sampled_from("abc"), trees, min_size=1, max_size=3)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data(), states)
 def test_any_state_and_any_change(data, state):
     capturer = Capturer()

@@ -348,7 +348,7 @@ made = st.fixed_dictionaries(
 
 
 @given(st.sampled_from((sampled, distributed, streamed, counted)), made, made, st.integers(0, 4))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_what_is_not_refused_goes_on_exactly(make, one, other, count):
     loader = make(**one)
     iterator, _ = taken(loader, count)

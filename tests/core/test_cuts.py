@@ -50,7 +50,7 @@ SIZES = st.integers(0, 40) | st.integers(0, 1000)
 RECORDS = st.lists(st.builds(Record, SIZES, st.binary(max_size=3), st.sampled_from([0, 1, 2, 4]), st.booleans()))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(RECORDS, st.integers(1, 64), st.integers(1, 16))
 def test_the_cuts_add_up_and_none_is_empty_or_too_large(records, grain, times):
     limit = grain * times
@@ -64,7 +64,7 @@ def test_the_cuts_add_up_and_none_is_empty_or_too_large(records, grain, times):
     assert sizes == cut_records(iter(records), limit, grain)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(RECORDS, st.integers(1, 64), st.integers(1, 16))
 def test_a_large_record_has_chunks_of_its_own_cut_from_its_beginning(records, grain, times):
     limit = grain * times
@@ -125,7 +125,7 @@ def test_after_an_insertion_packs_fall_into_step_again(largest):
     assert sum(worst) / len(worst) < 4 and max(worst) < 10  # of 64 grains
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(RECORDS, st.data())
 def test_an_insertion_among_large_records_changes_none_of_them(records, data):
     records = [Record(64 + record.size, bytes([i % 256, i // 256])) for i, record in enumerate(records)]
@@ -214,7 +214,7 @@ def test_a_header_that_is_not_at_hand_gets_fixed_cuts():
 GOOD = safetensors([("a", "F32", bytes(40)), ("b", "U8", bytes(30)), ("c", "F16", bytes(8))], {"tierd.moving": "40:70"})
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.integers(0, len(GOOD)), st.binary(max_size=12), st.integers(0, 4096), st.integers(1, 64))
 def test_damage_cuts_otherwise_and_nothing_more(at, patch, more, limit):
     data = bytearray(GOOD)
@@ -295,7 +295,7 @@ def test_an_entry_beyond_four_gigabytes_is_found():
 SMALL = archive([b"a" * 300, b"b" * 200], compression=zipfile.ZIP_DEFLATED) + archive([b"c" * 64])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.integers(0, len(SMALL)), st.binary(max_size=12), st.integers(0, 4096), st.integers(1, 64))
 def test_a_damaged_archive_is_cut_otherwise_and_nothing_more(at, patch, more, limit):
     data = bytearray(SMALL)

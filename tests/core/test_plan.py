@@ -155,7 +155,7 @@ LAWS = (
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_every_law_holds_in_every_world(case):
     for law in LAWS:
@@ -165,7 +165,7 @@ def test_every_law_holds_in_every_world(case):
 # -- doing what it says ends ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(cases(), st.data())
 def test_carried_out_in_any_order_the_plan_comes_to_rest_and_sends_nothing_twice(case, data):
     """Spool and tiers keep different amounts, in either direction: no flush undoes a prune or the reverse. Every state
@@ -197,7 +197,7 @@ def _same_newest(before, after):
                 assert whole(after[name], max(verified))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(cases(flawed=False, dark=False), st.data())
 def test_two_daemons_on_shared_tiers_come_to_rest_too(case, data):
     """Each node holds its own rank's parts, and knows of the other's only what the tiers show. Ranks that never come

@@ -91,7 +91,7 @@ def test_verdicts_are_given_where_there_is_a_policy_to_give_them(with_config):
     assert all(bool(copy.reasons) == with_config for copy in older.copies)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_what_will_be_deleted_is_announced_and_the_report_is_json(case):
     world, asked = case

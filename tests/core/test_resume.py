@@ -115,7 +115,7 @@ def test_tiers_that_did_not_answer_are_named():
     assert restore_candidates(World(Place(), {"a": None, "b": Place()}), "r").unreached == ("a",)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_a_candidate_is_complete_and_each_complete_checkpoint_is_tried_or_named(case):
     world, _ = case
@@ -227,7 +227,7 @@ def clusters(draw):
     ]
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 @given(clusters())
 def test_what_ranks_agree_on_each_can_have_and_nothing_newer_is_passed_over_unsaid(case):
     history, nodes = case
@@ -344,7 +344,7 @@ def test_a_corrupt_manifest_says_nothing_where_another_copy_does():
 
 
 @given(histories(max_world=2), st.sampled_from(["min", "max"]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_best_are_those_of_the_newest_first_in_another_order(history, mode):
     world = World(Place.of(history), {})
     newest, best = (tried(restore_candidates(world, "r", best=goal)) for goal in (None, Goal("loss", mode)))

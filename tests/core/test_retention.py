@@ -20,7 +20,7 @@ from tierd.core.ids import CheckpointId
 from tierd.core.retention import Best, CheckpointInfo, Ranking, RetentionPolicy, decide, seconds
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "retention.json").read_text())["cases"]
-SUITE = settings(max_examples=150, deadline=None)
+SUITE = settings(max_examples=150)
 
 
 def read_row(row) -> tuple[CheckpointInfo, bool, tuple[str, ...]]:

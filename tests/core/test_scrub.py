@@ -117,7 +117,7 @@ def test_another_runs_ranks_are_not_this_spools():
     assert not agenda(World(spool(1), {"a": other}), {}, PERIOD, NOW, "a")
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(1, 12), st.integers(0, 10**6), st.sampled_from([0.25, 1.0, 5.0]))
 def test_what_outlives_every_copy_that_names_it_is_read_within_the_period_and_not_all_the_time(keep, first, interval):
     """Frozen weights: put once, named by each checkpoint from then on, of which only the newest few are kept."""

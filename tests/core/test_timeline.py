@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.worlds import checkpoint, histories
-from hypothesis import given, settings
+from hypothesis import given
 
 from tierd.core.timeline import Timeline, timeline
 
@@ -57,7 +57,6 @@ def test_nothing_known_is_an_empty_line():
     assert timeline([], [], {}) == Timeline((), (), None)
 
 
-@settings(deadline=None)
 @given(histories(max_world=1))
 def test_every_complete_checkpoint_is_on_the_path_or_a_branch_and_each_step_back_is_lawful(history):
     complete = {part.checkpoint for part in history}
