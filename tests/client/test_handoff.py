@@ -108,6 +108,33 @@ def test_every_slot_is_handed_over(spool, daemon, brake):
         assert same(restored(spool, step)[1], step)
 
 
+def test_what_was_handed_over_is_read_though_the_dead_left_an_answer_unread(spool, daemon, monkeypatch):
+    """Seeds 73 and 75 of `python -m faults kills`: the system then reports a reset before what was sent."""
+    dead, reply = threading.Event(), handoff.HandOff._reply
+
+    def slow(self, line, answer, fds=None):
+        reply(self, line, answer, fds)
+        assert not line.lane or dead.wait(30)  # the greeting goes first
+
+    monkeypatch.setattr(handoff.HandOff, "_reply", slow)
+    script = """
+        import time
+        from tierd.client.handoff import HandOff
+        HandOff.answer = lambda *given: time.sleep(60)
+        ckpt = tierd.Checkpointer(ckpt._spool.root, "run", slots=2)
+        ckpt.save(1, tensors(1))
+        while not ckpt._spool.parts(): time.sleep(0.01)
+        ckpt.save(2, tensors(2))
+        time.sleep(1)  # it answers, and nobody reads that
+        die()
+    """
+    assert trainer(spool, script) == -signal.SIGKILL
+    assert steps(spool) == [1]
+    dead.set()
+    until(lambda: steps(spool) == [1, 2])
+    assert same(restored(spool)[1], 2)
+
+
 def test_an_overlapped_save_is_handed_over_when_its_copy_is_done(spool, daemon, brake):
     script = """
         weight = torch.nn.Parameter(torch.ones(100_000))

@@ -197,7 +197,7 @@ class HandOff:
         self._reply(line, {"ok": True})  # the greeting: somebody is awake here
         try:
             while True:
-                packet, fds, _, _ = socket.recv_fds(line.socket, wire.MAX_PACKET, 8, socket.MSG_CMSG_CLOEXEC)
+                packet, fds = _received(line.socket)
                 if not packet:
                     break
                 self._answer(line, packet, fds)
@@ -296,3 +296,15 @@ class HandOff:
             socket.send_fds(line.socket, [msgspec.json.encode(reply)], fds or [], socket.MSG_NOSIGNAL)
         except OSError:
             pass  # nobody is left to be told; what was sent before is still done
+
+
+def _received(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """The next packet; empty at the end. Of a peer that died with answers unread, the system says so once, as a reset,
+    before it gives what was sent: that is read all the same."""
+    for _ in range(2):
+        try:
+            packet, fds, _, _ = socket.recv_fds(connection, wire.MAX_PACKET, 8, socket.MSG_CMSG_CLOEXEC)
+            return packet, fds
+        except ConnectionResetError:
+            continue
+    return b"", []
