@@ -52,6 +52,20 @@ _GUARDS = (
         f"{_TRUST} -k closed_to_them",
     ),
     Mutant(
+        "a spool that has vanished is an empty spool",
+        "tierd/spool.py",
+        "if self._made and not self.control.exists():",
+        "if not self._made:",
+        "pytest tests/test_spool.py -k vanished_is_not",
+    ),
+    Mutant(
+        "what the dead sent behind an unread answer is dropped",
+        "tierd/daemon/handoff.py",
+        "for _ in range(2):",
+        "for _ in range(1):",
+        f"{_HANDED} -k left_an_answer",
+    ),
+    Mutant(
         "a spool that others filled is used",
         "tierd/trust.py",
         "if mode & stat.S_IWOTH and filled:",

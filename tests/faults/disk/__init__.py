@@ -87,14 +87,6 @@ MUTANTS = (
         "lacks step | written to the disk below",
     ),
     Mutant(
-        "a spool that has vanished is an empty spool",
-        "tierd/spool.py",
-        "if self._made and not self.control.exists():",
-        "if not self._made:",
-        "disk --only 542",
-        "restored None",
-    ),
-    Mutant(
         "a directory that cannot be listed is an empty one",
         "tierd/spool.py",
         "    except FileNotFoundError:\n        return []\n",
