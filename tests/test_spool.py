@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -366,7 +367,7 @@ def test_a_stage_that_was_swept_before_its_lock_was_taken_is_made_anew(spool, mo
 
 def test_what_a_removal_left_half_way_is_a_leftover(spool, monkeypatch):
     commit(spool, part())
-    monkeypatch.setattr(spool_module.shutil, "rmtree", lambda *args, **kwargs: None)
+    monkeypatch.setattr(spool_module, "remove", lambda *args, **kwargs: None)
     spool.remove([part()])
     monkeypatch.undo()
     assert spool.parts() == []
@@ -794,7 +795,7 @@ def test_a_place_without_rights_is_no_spool_and_the_message_says_what_to_do(tmp_
         assert _as_nobody(base / "spool").startswith("SpoolUnusable")  # cannot even be looked at
         assert _as_nobody(base / "new").startswith("SpoolUnusable")
     finally:
-        spool_module.shutil.rmtree(base)
+        shutil.rmtree(base)
 
 
 @pytest.mark.parametrize(

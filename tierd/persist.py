@@ -12,6 +12,7 @@ import errno
 import mmap
 import operator
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -309,6 +310,22 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def remove(path: Path, *, best_effort: bool = False) -> None:
+    """Remove whatever lies there: a directory with all that is in it, anything else unopened and unfollowed (opening a
+    FIFO would never end).
+
+    Args:
+        best_effort: of a directory, what can be removed, and no error for what cannot.
+
+    Raises:
+        OSError: it is not there, or cannot be removed.
+    """
+    if stat.S_ISDIR(path.lstat().st_mode):
+        shutil.rmtree(path, ignore_errors=best_effort)
+    else:
+        path.unlink()
 
 
 def open_plain(path: Path) -> int:

@@ -15,7 +15,6 @@ import errno
 import fcntl
 import os
 import secrets
-import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -34,7 +33,7 @@ from tierd.core.errors import (
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import MANIFEST_NAME, MAX_MANIFEST_SIZE, Manifest, decode
 from tierd.device import LARGE
-from tierd.persist import open_plain, read_file, sync_directory
+from tierd.persist import open_plain, read_file, remove, sync_directory
 from tierd.stage import Stage, try_lock
 from tierd.trust import check_owner, check_room, keep_private
 
@@ -411,12 +410,9 @@ def _childless(base: Path) -> Iterator[tuple[str, str]]:
 
 
 def _delete(grave: Path) -> None:
-    """Delete what was buried, as far as it goes. It may be no directory, and opening a FIFO would never end."""
+    """Delete what was buried, as far as it goes: it may be no directory."""
     with suppress(OSError):
-        if stat.S_ISDIR(grave.lstat().st_mode):
-            shutil.rmtree(grave, ignore_errors=True)
-        else:
-            grave.unlink()
+        remove(grave, best_effort=True)
 
 
 def _sync_left(directory: Path) -> None:

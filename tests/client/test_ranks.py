@@ -541,8 +541,8 @@ def test_a_copy_that_is_corrupt_everywhere_steps_all_back_and_each_says_whose(no
         assert "local" in skipped.reason and "tier" in skipped.reason
 
 
-def test_what_is_corrupt_on_the_tier_and_right_in_another_nodes_spool_is_flushed_again_and_restored(nodes):
-    """Seeds 200120 and 200195 of the simulation: ranks came to other nodes, and all stepped back."""
+def restored_past_a_corrupt_copy(nodes) -> list:
+    """Ranks have come to each other's nodes; rank 1's newest part is corrupt on the tier, and right in one spool."""
     nodes.save(1, 2)
     nodes.settle()
     nodes.order = [1, 0]
@@ -550,7 +550,12 @@ def test_what_is_corrupt_on_the_tier_and_right_in_another_nodes_spool_is_flushed
     for key in daemon.call(contents(nodes.inner)):
         if is_chunk(key) and "/000000000002." in key and "/00001/" in key:
             daemon.call(flip(nodes.inner, key))
-    found = nodes.restore()
+    return nodes.restore()
+
+
+def test_what_is_corrupt_on_the_tier_and_right_in_another_nodes_spool_is_flushed_again_and_restored(nodes):
+    """Seeds 200120 and 200195 of the simulation: ranks came to other nodes, and all stepped back."""
+    found = restored_past_a_corrupt_copy(nodes)
     assert [(one.step, one.skipped) for one in found] == [(2, ())] * 2 and found[1].tier == "tier"
 
 
@@ -565,7 +570,8 @@ def test_what_the_other_node_flushed_again_before_anybody_looked_is_restored(nod
         return settled
 
     monkeypatch.setattr(Restorer, "settle", slowly)
-    test_what_is_corrupt_on_the_tier_and_right_in_another_nodes_spool_is_flushed_again_and_restored(nodes)
+    found = restored_past_a_corrupt_copy(nodes)
+    assert [(one.step, one.skipped) for one in found] == [(2, ())] * 2 and found[1].tier == "tier"
 
 
 def test_corrupt_on_the_tier_and_in_every_spool_many_are_stepped_back_over(nodes):

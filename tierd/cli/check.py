@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from tierd.check import check_resume
 from tierd.cli.options import JsonOption
 
 EXIT_NOT_EXACT = 8
@@ -42,6 +41,8 @@ def check(
     json: JsonOption = False,
 ) -> None:
     """Run a training loop once through, and once killed and started again, and compare samples and losses."""
+    from tierd.check import check_resume  # no other command needs what it loads
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
     report = check_resume(
         target,

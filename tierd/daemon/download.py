@@ -11,8 +11,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import shutil
-import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +22,7 @@ from tierd.daemon.budget import Budget
 from tierd.daemon.copies import Copies
 from tierd.daemon.together import to_the_end, together
 from tierd.device import LARGE, PAGE, PIECE, memory_for, reserve, set_direct, write_all
-from tierd.persist import Buffer, flat, read_chunk, sync_directory
+from tierd.persist import Buffer, flat, read_chunk, remove, sync_directory
 
 _HANDS = 8  # chunks on their way at once, as far as the budget goes
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -315,10 +313,8 @@ def make_way(home: Path, name: str) -> None:
         if here.is_symlink() or (here.exists() and not here.is_dir()):
             here.unlink()
     path = home / name
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    elif path.is_symlink() or (path.exists() and not path.is_file()):
-        path.unlink()
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        remove(path)
 
 
 def _remove_strangers(home: Path, files: set[str]) -> None:
@@ -330,11 +326,9 @@ def _remove_strangers(home: Path, files: set[str]) -> None:
             inside = (here / name).relative_to(home).as_posix()
             if inside in files or inside in above:
                 continue
-            if stat.S_ISDIR((here / name).lstat().st_mode):
-                shutil.rmtree(here / name)
+            remove(here / name)
+            if name in names:  # what is gone is not walked into
                 names.remove(name)
-            else:
-                (here / name).unlink()
 
 
 def _sync_directories(home: Path) -> None:

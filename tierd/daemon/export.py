@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from tierd.daemon.copies import Copies
 from tierd.daemon.download import Progress, download, missing
 from tierd.daemon.observe import look_around
 from tierd.daemon.together import to_the_end
-from tierd.persist import sync_directory, write_file
+from tierd.persist import remove, sync_directory, write_file
 from tierd.stage import try_lock
 from tierd.stores.base import Store
 
@@ -165,7 +164,7 @@ def _mode(home: Path, target: Path) -> int:
 def _clear(home: Path, keep: set[str]) -> None:
     for path in home.iterdir():
         if path.name not in keep:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            remove(path)
 
 
 async def _all_ranks(

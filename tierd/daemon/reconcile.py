@@ -280,7 +280,7 @@ class Reconciler:
         await self._look_at_spool()
         if name != SPOOL:
             await self.tiers.look(name, self._runs() | self.interest, self._place.ranks)
-            self._tell_news()
+            self._tell_durable(name)
 
     def _runs(self) -> set[str]:
         return {checkpoint.run for checkpoint in self._place.checkpoints}
@@ -293,27 +293,28 @@ class Reconciler:
             self._free = free / total if total else 1.0
             self._leftovers = self._aged(await asyncio.to_thread(self.spool.leftovers))
             self._place = place  # last: all that was asked was answered
-            self._tell_news()
+            self._tell_came()
             if set(self._place.parts()) != before:
                 self.wake()
 
-    def _tell_news(self) -> None:
+    def _tell_came(self) -> None:
         for part in self._news.came(self._place):
             facts = self._place.facts(part)
             self._saved(part, facts.size if facts else 0, ", by its trainer")
-        for name, place in self.tiers.places.items():
-            for checkpoint, took in self._news.whole(name, self._place, place, time.monotonic()) if place else ():
-                self._tell_durable(name, checkpoint, took)
+        for name in self.tiers.places:
+            self._tell_durable(name)
 
-    def _tell_durable(self, tier: str, checkpoint: CheckpointId, took: float) -> None:
-        place = self.tiers.places[tier]
-        seen = place.checkpoints[checkpoint] if place else None
-        known = list(seen.facts.values()) if seen else []
-        raw, stored = (sum(sizes) for sizes in ([one.size for one in known], [one.stored_size for one in known]))
-        ranks = max((world for world, ranks in seen.ranks.items() if len(ranks) == world), default=0) if seen else 0
-        why = f"every part of {ranks} ranks is there, verified; {len(known)} of them read, {raw} bytes as {stored}"
-        more = {"raw_bytes": raw, "stored_bytes": stored} if len(known) == ranks else {}
-        self.journal.tell("durable", tier, checkpoint, why, seconds=round(took, 3), world_size=ranks, **more)
+    def _tell_durable(self, tier: str) -> None:
+        if (place := self.tiers.places[tier]) is None:
+            return
+        for checkpoint, took in self._news.whole(tier, self._place, place, time.monotonic()):
+            seen = place.checkpoints[checkpoint]
+            known = seen.facts.values()
+            raw, stored = sum(one.size for one in known), sum(one.stored_size for one in known)
+            ranks = max((world for world, ranks in seen.ranks.items() if len(ranks) == world), default=0)
+            why = f"every part of {ranks} ranks is there, verified; {len(known)} of them read, {raw} bytes as {stored}"
+            more = {"raw_bytes": raw, "stored_bytes": stored} if len(known) == ranks else {}
+            self.journal.tell("durable", tier, checkpoint, why, seconds=round(took, 3), world_size=ranks, **more)
 
     def _aged(self, names: list[str]) -> tuple[str, ...]:
         # A stage is without its lock for a moment after it is made: only what stays so is left over.
@@ -370,7 +371,7 @@ class Reconciler:
         told = f"verified, {done.raw} bytes as {done.stored}, {done.sent} of them sent"
         sizes = {"raw_bytes": done.raw, "stored_bytes": done.stored, "sent_bytes": done.sent}
         self.journal.tell("flushed", tier, part, told, **sizes, seconds=round(time.monotonic() - begun, 3))
-        self._tell_news()
+        self._tell_durable(tier)
 
     async def _prune(self, checkpoint: CheckpointId, tier: str, reasons: tuple[str, ...]) -> None:
         if tier == SPOOL:
