@@ -139,9 +139,9 @@ def place(*parts) -> Place:
 def test_a_part_is_news_once_and_not_at_the_first_look_nor_when_it_was_fetched() -> None:
     news, old, own, given, fetched = News(), *(part(checkpoint(1, step), 0, 1) for step in range(4))
     assert news.came(place(old)) == []
-    assert not news.is_known(given) and not news.is_known(fetched)  # told when it was given; being fetched
+    assert news.take(given) and news.take(fetched)  # told when it was given; being fetched
     assert news.came(place(old)) == []  # a look that began before
-    assert news.came(place(old, own, given, fetched)) == [own] and news.is_known(own)
+    assert news.came(place(old, own, given, fetched)) == [own] and not news.take(own)
     assert news.came(place(own, given)) == [] and news.came(place(old, own, given)) == [old]
 
 

@@ -20,11 +20,11 @@ class News:
         self._awaited: dict[str, set[CheckpointId]] = {}  # by tier, what it did not hold whole yet
         self._settled: dict[str, set[CheckpointId]] = {}  # and what it did
 
-    def is_known(self, part: PartId) -> bool:
-        """Whether the part's coming is no news any more; from now on it is none."""
-        known = part in self._known or part in (self._parts or ())
+    def take(self, part: PartId) -> bool:
+        """Whether the part's coming is news; from now on it is none."""
+        new = part not in self._known and part not in (self._parts or ())
         self._known.add(part)
-        return known
+        return new
 
     def came(self, spool: Place) -> list[PartId]:
         """The parts that came into the spool since it was last seen."""

@@ -142,7 +142,7 @@ class Reconciler:
         else:
             self.journal.counters["persisted"] += 1
             how = "past the page cache" if outcome.direct else "through the page cache"
-            if not self._news.is_known(part):
+            if self._news.take(part):
                 self._saved(part, outcome.size, f", {how}")
         self.wake()
 
@@ -430,7 +430,7 @@ class Reconciler:
 
     async def fetch(self, part: PartId, *, counted: bool = False, wanted: Wanted | None = None) -> tuple[str, ...]:
         """Make the spool's copy of `part` whole, or bring some of it, as `Repairer.heal` does, and look again."""
-        self._news.is_known(part)
+        self._news.take(part)
         try:
             return await self._repairer.heal(part, counted=counted, wanted=wanted)
         finally:
