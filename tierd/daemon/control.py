@@ -141,7 +141,7 @@ class Control:
             case wire.Pin(checkpoint=checkpoint, pinned=pinned):
                 return await self._pin(checkpoint, pinned)
             case wire.Failed(part=part, why=why):
-                self._reconciler.given_up(part, why)
+                self._reconciler.notices.given_up(part, why)
                 return {}
             case wire.FellBack(checkpoint=checkpoint, skipped=skipped):
                 self._reconciler.journal.tell("fell back", SPOOL, checkpoint, f"passed over: {'; '.join(skipped)}")

@@ -1,4 +1,4 @@
-"""One place's lane: when it works, when it rests, and how long after a failure.
+"""One place's lane: when it works, when it rests, how long after a failure, and what it puts off meanwhile.
 
 Law: the delay after the n-th failure in a row is uniform in [½, 1] of min(2ⁿ s, 5 min): retries of many nodes spread,
 and a tier that is back is found within minutes.
@@ -7,8 +7,10 @@ and a tier that is back is found within minutes.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
+from collections.abc import Hashable
 
 _LONGEST = 300.0  # seconds
 
@@ -24,6 +26,7 @@ class Lane:
         self.failures = 0
         self.last_error: Exception | None = None
         self.doing: str | None = None
+        self._off: dict[Hashable, float] = {}  # what was put off -> until when, monotonic seconds
 
     def now(self) -> float:
         return time.monotonic()
@@ -39,6 +42,20 @@ class Lane:
         delay = min(2.0 ** min(self.failures + (3 if long else 0), 16), _LONGEST) * jitter.uniform(0.5, 1.0)
         self.retry_at = self.now() + delay
         return delay
+
+    def put_off(self, what: Hashable, seconds: float) -> None:
+        """Let others go first for so long."""
+        self._off = {one: until for one, until in self._off.items() if until > self.now()}
+        self._off[what] = self.now() + seconds
+
+    def is_off(self, what: Hashable) -> bool:
+        return self._off.get(what, 0.0) > self.now()
+
+    @property
+    def off_for(self) -> float:
+        """Seconds until something that was put off has its turn; infinite where nothing was."""
+        now = self.now()
+        return min((until - now for until in self._off.values() if until > now), default=math.inf)
 
     async def rest(self, rescan: float) -> None:
         """Wait for an event, at most `rescan` seconds; after a failure, out the backoff whatever happens."""

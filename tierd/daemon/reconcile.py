@@ -21,14 +21,14 @@ from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, Store
 from tierd.core.events import Event
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
-from tierd.core.news import News
 from tierd.core.plan import Action, Discard, Flush, Mend, Prune, flushes, pending, plan
 from tierd.core.retention import seconds
 from tierd.core.world import SPOOL, Place, World
 from tierd.daemon.budget import Budget
 from tierd.daemon.download import Wanted
-from tierd.daemon.journal import SAVES, Journal
+from tierd.daemon.journal import Journal
 from tierd.daemon.lane import Lane
+from tierd.daemon.notices import Notices
 from tierd.daemon.observe import SpoolEye
 from tierd.daemon.pause import Pause
 from tierd.daemon.prune import quarantine
@@ -93,13 +93,11 @@ class Reconciler:
         self.moved = asyncio.Condition()  # notified after every look and every action
         self.lanes = {name: Lane(name) for name in (SPOOL, *stores)}
         self._spool_eye = SpoolEye(spool)
-        self._news = News()
-        self._refused: set[PartId] = set()  # whose trainers are told that they could not be committed
+        self.notices = Notices(self.journal)
         self._place = Place()
         self._free = 1.0
         self._leftovers: tuple[str, ...] = ()
         self._busy: Counter[PartId] = Counter()
-        self._stuck: dict[tuple[str, PartId | CheckpointId], float] = {}  # place and what -> until when
         self._unlocked: dict[str, float] = {}
         self._planned: tuple[World | None, frozenset[Flush]] = None, frozenset()
         self._looking = asyncio.Lock()
@@ -136,30 +134,8 @@ class Reconciler:
 
     def taken(self, part: PartId, outcome: Written | Exception) -> None:
         """A part was committed from a trainer's memory, or could not be."""
-        if isinstance(outcome, Exception):
-            self._refused.add(part)
-            self._save_failed(part, str(outcome))
-        else:
-            self.journal.counters["persisted"] += 1
-            how = "past the page cache" if outcome.direct else "through the page cache"
-            if self._news.take(part):
-                self._saved(part, outcome.size, f", {how}")
+        self.notices.taken(part, outcome)
         self.wake()
-
-    def given_up(self, part: PartId, why: str) -> None:
-        """A trainer gave a save up: maybe since it was told so from here."""
-        if part not in self._refused:
-            self._save_failed(part, why)
-        self._refused.discard(part)
-
-    def _save_failed(self, part: PartId, why: str) -> None:
-        self.journal.counters["persist_failures"] += 1
-        self.journal.tell("persist failed", SPOOL, part, why)
-        self.journal.failed((SAVES, part.lane), "save", SPOOL, part, why)
-
-    def _saved(self, part: PartId, size: int, how: str) -> None:
-        self.journal.tell("persisted", SPOOL, part, f"{size} bytes{how}", raw_bytes=size)
-        self.journal.saved(part)
 
     def world(self) -> World:
         """The latest look at everything."""
@@ -206,7 +182,7 @@ class Reconciler:
             async with self.moved:
                 self.moved.notify_all()
             if action is None or lane.last_error:
-                await lane.rest(min(self._rescan(lane), self._until_unstuck(lane), self.pause.left or math.inf))
+                await lane.rest(min(self._rescan(lane), lane.off_for, self.pause.left or math.inf))
 
     async def _look_and_plan(self, lane: Lane) -> Action | None:
         """The lane's next action. Where looking takes long, an earlier look is good enough to send parts by, and
@@ -232,28 +208,11 @@ class Reconciler:
         for action in plan(self.world(), self.config, backoff, lane.now()):
             if (
                 action.tier == lane.name
-                and not self._is_stuck(action, lane.now())
+                and not lane.is_off(_subject(action))
                 and (isinstance(action, Flush) or not self._draining)
             ):
                 return action
         return None
-
-    def _is_stuck(self, action: Action, now: float) -> bool:
-        if isinstance(action, Discard):
-            return False
-        what = action.checkpoint if isinstance(action, Prune) else action.part
-        return self._stuck.get((action.tier, what), 0.0) > now
-
-    def _rests(self, place: str, what: PartId | CheckpointId, seconds: float) -> None:
-        now = time.monotonic()
-        self._stuck = {one: until for one, until in self._stuck.items() if until > now}
-        self._stuck[place, what] = now + seconds
-
-    def _until_unstuck(self, lane: Lane) -> float:
-        now = lane.now()
-        return min(
-            (end - now for (place, _), end in self._stuck.items() if place == lane.name and end > now), default=math.inf
-        )
 
     def _failed(self, lane: Lane, action: Action | None, error: Exception) -> None:
         self.journal.counters["errors"] += 1
@@ -270,7 +229,7 @@ class Reconciler:
         self.journal.worked(thing, _subject(None), others=False)
         if action is not None:
             self.journal.worked(thing, _subject(action))
-        elif not self.pause.paused and not self._draining and self._until_unstuck(lane) == math.inf:
+        elif not self.pause.paused and not self._draining and lane.off_for == math.inf:
             self.journal.worked(thing)  # nothing is left to do that was tried in vain
 
     # -- looking ----------------------------------------------------------------------------------------------------
@@ -293,28 +252,14 @@ class Reconciler:
             self._free = free / total if total else 1.0
             self._leftovers = self._aged(await asyncio.to_thread(self.spool.leftovers))
             self._place = place  # last: all that was asked was answered
-            self._tell_came()
+            self.notices.came(place)
+            for name in self.tiers.places:
+                self._tell_durable(name)
             if set(self._place.parts()) != before:
                 self.wake()
 
-    def _tell_came(self) -> None:
-        for part in self._news.came(self._place):
-            facts = self._place.facts(part)
-            self._saved(part, facts.size if facts else 0, ", by its trainer")
-        for name in self.tiers.places:
-            self._tell_durable(name)
-
     def _tell_durable(self, tier: str) -> None:
-        if (place := self.tiers.places[tier]) is None:
-            return
-        for checkpoint, took in self._news.whole(tier, self._place, place, time.monotonic()):
-            seen = place.checkpoints[checkpoint]
-            known = seen.facts.values()
-            raw, stored = sum(one.size for one in known), sum(one.stored_size for one in known)
-            ranks = max((world for world, ranks in seen.ranks.items() if len(ranks) == world), default=0)
-            why = f"every part of {ranks} ranks is there, verified; {len(known)} of them read, {raw} bytes as {stored}"
-            more = {"raw_bytes": raw, "stored_bytes": stored} if len(known) == ranks else {}
-            self.journal.tell("durable", tier, checkpoint, why, seconds=round(took, 3), world_size=ranks, **more)
+        self.notices.durable(tier, self._place, self.tiers.places[tier])
 
     def _aged(self, names: list[str]) -> tuple[str, ...]:
         # A stage is without its lock for a moment after it is made: only what stays so is left over.
@@ -356,7 +301,7 @@ class Reconciler:
             await self._mend(part, SPOOL, counted=True)
             return
         except (OSError, StoreRefused):  # this part's disk, or what no tier takes: others go first meanwhile
-            self._rests(tier, part, _STUCK)
+            self.lanes[tier].put_off(part, _STUCK)
             raise
         finally:
             self._busy -= Counter([part])
@@ -377,7 +322,7 @@ class Reconciler:
         if tier == SPOOL:
             parts = await self._covered(checkpoint)
             if parts is None:
-                self._rests(tier, checkpoint, _AGAIN)
+                self.lanes[tier].put_off(checkpoint, _AGAIN)
                 self.wake()
                 return
             if checkpoint in self.held or any(part.checkpoint == checkpoint for part in self._busy):
@@ -388,7 +333,7 @@ class Reconciler:
             if low or reuse - self.writers():  # who left meanwhile looked for it too early
                 await asyncio.to_thread(self.spool.drop_recycled, () if low else self.writers())
         elif not await self.tiers.prune(checkpoint, tier):
-            self._rests(tier, checkpoint, _STUCK)
+            self.lanes[tier].put_off(checkpoint, _STUCK)
             return
         self.journal.counters["pruned"] += 1
         self.journal.tell("pruned", tier, checkpoint, "; ".join(reasons))
@@ -423,14 +368,14 @@ class Reconciler:
         except (CorruptChunk, ObjectNotFound):
             pass  # told and set aside by fetch; or gone meanwhile
         except TierdError as error:
-            self._rests(tier, part, _STUCK)  # others of this lane go first meanwhile
+            self.lanes[tier].put_off(part, _STUCK)  # others of this lane go first meanwhile
             if tier == SPOOL:
                 raise
             log.warning("%s: %s cannot be mended yet: %s", tier, part, error)  # another tier's lane backs off
 
     async def fetch(self, part: PartId, *, counted: bool = False, wanted: Wanted | None = None) -> tuple[str, ...]:
         """Make the spool's copy of `part` whole, or bring some of it, as `Repairer.heal` does, and look again."""
-        self._news.take(part)
+        self.notices.fetched(part)
         try:
             return await self._repairer.heal(part, counted=counted, wanted=wanted)
         finally:

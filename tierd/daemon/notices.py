@@ -1,0 +1,72 @@
+"""What became of saves, told as it is seen: committed, failed, arrived in the spool, whole on a tier.
+
+Law: whoever sees it first tells it, a trainer's hand-over or a look, and nobody tells it again.
+"""
+
+from __future__ import annotations
+
+import time
+
+from tierd.commit import Written
+from tierd.core.ids import PartId
+from tierd.core.news import News
+from tierd.core.world import SPOOL, Place
+from tierd.daemon.journal import SAVES, Journal
+
+
+class Notices:
+    """Tells the journal."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._news = News()
+        self._refused: set[PartId] = set()  # whose trainers are told that they could not be committed
+
+    def taken(self, part: PartId, outcome: Written | Exception) -> None:
+        """A part was committed from a trainer's memory, or could not be."""
+        if isinstance(outcome, Exception):
+            self._refused.add(part)
+            self._failed(part, str(outcome))
+        else:
+            self._journal.counters["persisted"] += 1
+            how = "past the page cache" if outcome.direct else "through the page cache"
+            if self._news.take(part):
+                self._saved(part, outcome.size, f", {how}")
+
+    def given_up(self, part: PartId, why: str) -> None:
+        """A trainer gave a save up: maybe since it was told so from here."""
+        if part not in self._refused:
+            self._failed(part, why)
+        self._refused.discard(part)
+
+    def fetched(self, part: PartId) -> None:
+        """A part that is about to come from a tier is no save."""
+        self._news.take(part)
+
+    def came(self, spool: Place) -> None:
+        """The spool was looked at: what nobody handed over was committed by its trainer."""
+        for part in self._news.came(spool):
+            facts = spool.facts(part)
+            self._saved(part, facts.size if facts else 0, ", by its trainer")
+
+    def durable(self, tier: str, spool: Place, place: Place | None) -> None:
+        """The spool or a tier was looked at, or something was flushed there."""
+        if place is None:
+            return
+        for checkpoint, took in self._news.whole(tier, spool, place, time.monotonic()):
+            seen = place.checkpoints[checkpoint]
+            known = seen.facts.values()
+            raw, stored = sum(one.size for one in known), sum(one.stored_size for one in known)
+            ranks = max((world for world, ranks in seen.ranks.items() if len(ranks) == world), default=0)
+            why = f"every part of {ranks} ranks is there, verified; {len(known)} of them read, {raw} bytes as {stored}"
+            more = {"raw_bytes": raw, "stored_bytes": stored} if len(known) == ranks else {}
+            self._journal.tell("durable", tier, checkpoint, why, seconds=round(took, 3), world_size=ranks, **more)
+
+    def _failed(self, part: PartId, why: str) -> None:
+        self._journal.counters["persist_failures"] += 1
+        self._journal.tell("persist failed", SPOOL, part, why)
+        self._journal.failed((SAVES, part.lane), "save", SPOOL, part, why)
+
+    def _saved(self, part: PartId, size: int, how: str) -> None:
+        self._journal.tell("persisted", SPOOL, part, f"{size} bytes{how}", raw_bytes=size)
+        self._journal.saved(part)
