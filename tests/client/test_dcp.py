@@ -28,6 +28,7 @@ from tierd.client.dcp import streams as dcp_streams
 from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
+    CorruptChunk,
     ManifestError,
     StateMismatch,
     StateRefused,
@@ -134,6 +135,10 @@ def test_the_best_is_loaded_and_what_is_saved_through_dcp_counts(spool):
         assert not checkpointer.due(3, metrics={"loss": 1.0}) and checkpointer.due(3, metrics={"loss": 0.9})
         with pytest.raises(CheckpointNotFound, match="metric 'f1'; there are: loss"):
             tierd.dcp.load(empty(), checkpointer, best="f1")
+        reader = tierd.dcp.StorageReader(checkpointer, best="loss", mode="max")
+        by_hand = empty()
+        dcp.load(by_hand, storage_reader=reader)
+        assert reader.step == 5 and reader.metrics == {"loss": 2.5} and same(by_hand, 5)
 
 
 def test_a_fresh_start_is_none_and_a_reader_says_so(local):
@@ -312,6 +317,27 @@ def test_a_stream_that_fails_in_any_thread_fails_the_save(local, spool, monkeypa
             thread.join(20)
     assert spool.parts() == []
     assert spool.leftovers() == [f"stage/{path.name}" for path in (spool.control / "stage").iterdir()]
+
+
+def test_the_daemon_is_told_what_dcp_could_not_write(daemon, spool, monkeypatch):
+    journal = daemon.reconciler.journal
+    with tierd.Checkpointer(spool.root, "run") as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr("tierd.client.dcp.writer.describe_directory", _torn)
+            for tries, step in enumerate((1, 2, 3), 1):
+                with pytest.raises(CheckpointException, match="CorruptChunk"):
+                    save(ckpt, step)
+                wait_until(lambda tries=tries: journal.counters["persist_failures"] == tries, 60)
+        failed = [event for event in journal.events if event.what == "persist failed"]
+        assert [(event.step, event.rank, event.why) for event in failed] == [(n, 0, "torn") for n in (1, 2, 3)]
+        assert [alert.doing for alert in journal.alerts()] == ["save"]
+        save(ckpt, 4)
+        daemon.settle()
+        assert not journal.alerts()
+
+
+def _torn(*_: object) -> None:
+    raise CorruptChunk("torn")
 
 
 def test_each_file_is_synced_once(local, monkeypatch):

@@ -21,6 +21,7 @@ from tierd.core.errors import (
     ConfigError,
     DaemonUnavailable,
     SaveFailed,
+    SpoolFull,
     SpoolUnusable,
     StateMismatch,
     StepRefused,
@@ -338,10 +339,7 @@ def test_the_daemon_is_told_what_a_restore_passed_over_and_which_saves_were_give
         (told,) = [event for event in journal.events if event.what == "fell back"]
         assert (told.step, told.run, told.rank) == (1, "run", None) and "step 2" in told.why
 
-        def write_part(*_):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        monkeypatch.setattr("tierd.client.pipeline.write_part", write_part)
+        monkeypatch.setattr("tierd.client.pipeline.write_part", _no_room)
         monkeypatch.setattr("tierd.client.handoff.HandOff.give", lambda *_: None)  # the daemon cannot know
         with tierd.Checkpointer(spool.root, "run") as checkpointer:
             for step in (3, 4, 5):
@@ -352,3 +350,40 @@ def test_the_daemon_is_told_what_a_restore_passed_over_and_which_saves_were_give
         failed = [event for event in journal.events if event.what == "persist failed"]
         assert [(event.step, event.rank) for event in failed] == [(3, 0), (4, 0), (5, 0)]
         assert [(alert.doing, alert.place) for alert in journal.alerts()] == [("save", "local")]
+
+
+def test_the_daemon_is_told_what_stage_could_not_write(spool, monkeypatch):
+    with Daemon(spool.root, {"tier": Double()}) as daemon, tierd.Checkpointer(spool.root, "run") as checkpointer:
+        journal = daemon.reconciler.journal
+
+        def failed() -> list[tuple[int | None, str]]:
+            return [(event.step, event.why) for event in journal.events if event.what == "persist failed"]
+
+        def fails(step: int, error: BaseException) -> None:
+            with pytest.raises(type(error)), checkpointer.stage(step):
+                raise error
+
+        fails(1, RuntimeError("the other library came to a bad end"))
+        wait_until(lambda: failed() == [(1, "the other library came to a bad end")], 60)
+        fails(2, KeyboardInterrupt())  # somebody's decision
+        with checkpointer.stage(3) as directory:
+            (directory / "weights").write_bytes(b"right")
+        with pytest.raises(StepRefused), checkpointer.stage(3):
+            pass  # what is there was not lost
+        daemon.settle()
+        with monkeypatch.context() as patch:
+            patch.setattr("tierd.client.checkpointer.describe_directory", _no_room)
+            for step in (4, 5, 6):
+                with pytest.raises(SpoolFull), checkpointer.stage(step):
+                    pass
+                wait_until(lambda step=step: failed()[-1][0] == step, 60)
+        assert [step for step, _ in failed()] == [1, 4, 5, 6] and "no space" in failed()[-1][1].lower()
+        assert [(alert.doing, alert.tries) for alert in journal.alerts()] == [("save", 3)]
+        with checkpointer.stage(7) as directory:
+            (directory / "weights").write_bytes(b"right")
+        daemon.settle()
+        assert not journal.alerts()
+
+
+def _no_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

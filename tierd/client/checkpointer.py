@@ -33,7 +33,7 @@ from tierd.client.snapshot import Snapshot
 from tierd.client.source import MEMORY
 from tierd.client.state import unflatten
 from tierd.core.choose import Goal, When, check_epoch
-from tierd.core.errors import ConfigError, SaveSkipped, StateMismatch
+from tierd.core.errors import ConfigError, SaveSkipped, StateMismatch, StepRefused
 from tierd.core.ids import PartId, check_attempt, check_run, check_step
 from tierd.core.manifest import TENSORS, TREE
 from tierd.core.wire import MAX_TOLD, Failed
@@ -237,7 +237,7 @@ class Checkpointer:
         """A save has become durable or failed. Not in the thread that trains."""
         if error is not None:
             self._launch.steps.discard(save.step)
-            self._daemon.tell(Failed(part=save.part, why=str(error)[:MAX_TOLD]))
+            self._tell_failed(save.part, error)
         self._choice.ended(save.step, durable=error is None)
         save.finish(error)
         if self._line is not None:
@@ -263,8 +263,8 @@ class Checkpointer:
                 with translated(f"spool {self._spool.root}"):
                     files = describe_directory(stage.path)
                     stage.commit(msgspec.structs.replace(self._launch.manifest(part, numbers), files=files))
-        except BaseException:
-            self._choice.ended(part.checkpoint.step, durable=False)
+        except BaseException as error:
+            self._unstaged(part, error)
             raise
         self._choice.took(part.checkpoint.step)
         self._staged(part.checkpoint.step, numbers)
@@ -276,6 +276,15 @@ class Checkpointer:
         self._choice.taking(step, numbers)
         self._choice.ended(step, durable=True)
         self._daemon.keep()
+
+    def _unstaged(self, part: PartId, error: BaseException) -> None:
+        """What something else was to write is not there."""
+        self._choice.ended(part.checkpoint.step, durable=False)
+        if isinstance(error, Exception) and not isinstance(error, StepRefused):  # a committed step was not lost
+            self._tell_failed(part, error)
+
+    def _tell_failed(self, part: PartId, error: Exception) -> None:
+        self._daemon.tell(Failed(part=part, why=(str(error) or type(error).__name__)[:MAX_TOLD]))
 
     # -- restore ----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from tierd.client.dcp.reader import UNFIT, OpenReader
 from tierd.client.restore import Restored
-from tierd.core.choose import Goal
 from tierd.core.errors import StateMismatch, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -38,8 +37,7 @@ def load(
 
     Args:
         state: as for `dcp.load`: it is loaded in place.
-        step, attempt, weights_only: as for `StorageReader`.
-        best, mode: as for `Checkpointer.restore`.
+        step, attempt, best, mode, weights_only: as for `StorageReader`.
         planner: as for `dcp.load`.
 
     Returns:
@@ -52,8 +50,7 @@ def load(
         Where a checkpoint that lay in the spool turns out corrupt and no older one can be had, some tensors may have
         been loaded.
     """
-    goal = None if best is None else Goal(best, mode)
-    reader = OpenReader(checkpointer, weights_only=weights_only, best=goal)
+    reader = OpenReader(checkpointer, best=best, mode=mode, weights_only=weights_only)
     restorer = reader.restorer
     try:
         for candidate in reader.candidates(step, attempt):

@@ -14,7 +14,7 @@ import io
 import os
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -41,7 +41,7 @@ class OpenReader(Reader):
     """Reads the checkpoint that is open: each of `candidates` in its turn.
 
     Args:
-        best: the best comes first.
+        best, mode: as for `Checkpointer.restore`: the best comes first.
 
     Attributes:
         restorer: finds them, and gathers how the ranks fared.
@@ -52,8 +52,16 @@ class OpenReader(Reader):
         unreached: tiers that did not answer; a newer checkpoint could lie there.
     """
 
-    def __init__(self, checkpointer: Checkpointer, *, weights_only: bool, best: Goal | None = None) -> None:
-        self.restorer, self._best = checkpointer._restorer(keep=False, best=best.metric if best else None), best
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        *,
+        best: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        weights_only: bool = True,
+    ) -> None:
+        self._best = None if best is None else Goal(best, mode)
+        self.restorer = checkpointer._restorer(keep=False, best=best)
         self._spool, self._launch, self._weights_only = checkpointer._spool, checkpointer._launch, weights_only
         self._choice = checkpointer._choice
         self.step: int | None = None
@@ -230,7 +238,7 @@ class StorageReader(OpenReader):
     `restore`. Those that load need not be as many as those that saved.
 
     Args:
-        step, attempt: as for `Checkpointer.restore`.
+        step, attempt, best, mode: as for `Checkpointer.restore`.
         weights_only: refuse entries that torch's weights-only unpickler does not take.
 
     Attributes:
@@ -248,9 +256,11 @@ class StorageReader(OpenReader):
         step: int | None = None,
         *,
         attempt: str | None = None,
+        best: str | None = None,
+        mode: Literal["min", "max"] = "min",
         weights_only: bool = True,
     ) -> None:
-        super().__init__(checkpointer, weights_only=weights_only)
+        super().__init__(checkpointer, best=best, mode=mode, weights_only=weights_only)
         try:
             if next(self.candidates(step, attempt), None) is not None:
                 self.go_on()  # here, where every rank passes that has passed the gather

@@ -267,9 +267,11 @@ class StorageWriter(FileSystemWriter):
         try:
             with translated(f"spool {self._spool.root}"):
                 yield
-        except BaseException:
+        except BaseException as error:
             self._abandon()
             self._saver = None
+            if self._checkpointer is not None:
+                self._checkpointer._unstaged(self._draft.part, error)
             raise
 
     def _abandon(self) -> None:
