@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import stat
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.confined import allowed, directives
+from support.receiver import receiving
 from support.s3stub import Bucket, serving
 
 pytestmark = pytest.mark.system
@@ -154,14 +156,16 @@ print("all is well")
 
 @pytest.mark.timeout(300)
 def test_the_daemon_works_under_all_that_the_unit_takes_from_it(home: Path) -> None:
-    """Save, flush to a disk and to S3, prune, scrub, pause, fetch, drain: by an ordinary user's daemon and trainer."""
+    """Save, flush to a disk and to S3, prune, scrub, pause, fetch, drain: by an ordinary user's daemon and trainer; and
+    a webhook and a command are told of it."""
     (home / "tier").mkdir()
     os.chown(home / "tier", USER, USER)
-    with serving(Bucket()) as bucket:
+    with serving(Bucket()) as bucket, receiving() as hook:
         (home / "tierd.toml").write_text(
             f'spool = "{home}/spool"\nscrub = "2s"\nrescan = "1s"\nretention = {{ keep_last = 1 }}\n'
             f'[[tier]]\nname = "disk"\nurl = "file://{home}/tier"\nretention = {{ keep_last = 2 }}\n'
             f'[[tier]]\nname = "s3"\nurl = "{bucket.url()}"\nretention = {{ keep_last = 2 }}\n'
+            f'[[tell]]\nurl = "{hook.url()}"\n[[tell]]\ncommand = ["/bin/sh", "-c", "cat >> {home}/told"]\n'
         )
         daemon = confined(UNIT, home, "-m", "tierd", "run", "--config", str(home / "tierd.toml"))
         try:
@@ -180,5 +184,7 @@ def test_the_daemon_works_under_all_that_the_unit_takes_from_it(home: Path) -> N
             log, _ = daemon.communicate(timeout=100)
     assert daemon.returncode == 0, log  # by SIGSYS, where it asked for what the unit refuses
     assert "ended" in log and "WARNING" not in log and "ERROR" not in log, log
+    told = [json.loads(line)["what"] for line in (home / "told").read_text().replace("}{", "}\n{").splitlines()]
+    assert {"persisted", "durable", "pruned", "healed"} <= set(told) & set(hook.what()), (told, hook.what())
     modes = {stat.S_IMODE(path.lstat().st_mode) & 0o077 for path in (home / "tier").rglob("*")}
     assert modes == {0}  # UMask=
