@@ -10,10 +10,10 @@ import time
 import pytest
 from support.doubles import Double, is_manifest
 from support.training import restored, same, tensors
-from support.world import Daemon, hurry
+from support.world import Daemon, hurry, part
 
 import tierd
-from tierd.client import pipeline
+from tierd.client import attachment, pipeline
 from tierd.core.errors import (
     ConfigError,
     DaemonUnavailable,
@@ -22,6 +22,7 @@ from tierd.core.errors import (
     SpoolUnusable,
     StoreUnavailable,
 )
+from tierd.core.wire import Failed
 
 
 class Disk:
@@ -129,6 +130,21 @@ def test_a_daemon_that_takes_its_time_holds_up_no_save(spool, tmp_path, monkeypa
     assert checkpointer.stats.blocked_s < 1.0
     checkpointer.close()
     assert 1 <= len(tries) <= 3
+
+
+def test_failures_are_told_in_their_order_though_the_first_telling_takes_longest(spool, daemon, monkeypatch):
+    link, waits = attachment.Link, iter([0.5, 0.2])
+
+    def slow(spool):
+        time.sleep(next(waits, 0.0))
+        return link(spool)
+
+    monkeypatch.setattr(attachment, "Link", slow)
+    tie = attachment.Attachment(spool, None)
+    for step in (1, 2, 3, 4):
+        tie.tell(Failed(part=part(step), why="no room"))
+    tie.close()
+    assert [event.step for event in daemon.reconciler.journal.events if event.what == "persist failed"] == [1, 2, 3, 4]
 
 
 def test_a_failure_that_is_quicker_than_the_caller_is_still_no_exception_of_save(local, monkeypatch):

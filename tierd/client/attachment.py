@@ -90,15 +90,19 @@ class Attachment:
             log.warning("no daemon takes checkpoints from the spool: %s", error)
 
     def tell(self, request: Request) -> None:
-        """Have the daemon know of something; returns at once, and where none answers soon, nobody is told."""
+        """Have the daemon know of something, after what it was told before; returns at once, and where none answers
+        soon, nobody is told."""
         if self.tiers:
-            self._telling = threading.Thread(target=self._tell, args=(request,), name="tierd-tell", daemon=True)
+            told = request, self._telling
+            self._telling = threading.Thread(target=self._tell, args=told, name="tierd-tell", daemon=True)
             try:
                 self._telling.start()
             except RuntimeError:  # the interpreter is ending, or no thread is to be had
                 pass
 
-    def _tell(self, request: Request) -> None:
+    def _tell(self, request: Request, before: threading.Thread | None) -> None:
+        if before and before.ident:
+            before.join(_TOLD)
         try:
             with Link(self._spool) as link:
                 link.ask(request, _TOLD)
