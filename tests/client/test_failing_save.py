@@ -115,7 +115,7 @@ def test_a_hung_tier_does_not_hold_up_the_first_save(spool, monkeypatch):
         store.delay = 3600.0
         begun = time.monotonic()
         checkpointer.save(1, tensors(1)).wait()
-        assert time.monotonic() - begun < 60  # of 3600
+        assert time.monotonic() - begun < 3
         assert daemon.spool.parts()
 
 
@@ -127,7 +127,7 @@ def test_a_daemon_that_takes_its_time_holds_up_no_save(spool, tmp_path, monkeypa
     monkeypatch.setattr(checkpointer._daemon, "_attach", lambda to: tries.append(time.sleep(2.0)))
     for step in range(8):
         checkpointer.save(step, tensors(step)).wait()
-    assert checkpointer.stats.blocked_s < 2.0
+    assert checkpointer.stats.blocked_s < 1.0
     checkpointer.close()
     assert 1 <= len(tries) <= 3
 

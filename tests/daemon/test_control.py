@@ -200,7 +200,7 @@ def test_a_silent_daemon_costs_a_bounded_wait(spool, monkeypatch):
             begun = time.monotonic()
             with pytest.raises(DaemonUnavailable, match="silent"):
                 link.ask(Status())
-            assert time.monotonic() - begun < 60
+            assert time.monotonic() - begun < 5
 
 
 def test_a_daemon_that_goes_away_in_the_middle_is_unavailable(spool):

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import time
 
 import pytest
 from support.doubles import Double
@@ -48,8 +49,10 @@ def test_a_commit_wakes_the_daemon_without_a_rescan(spool):
                 await settle(daemon)
                 for step in range(3):
                     await asyncio.sleep(0.1)
+                    begun = time.monotonic()
                     commit(spool, part(step))
-                    await until(lambda step=step: daemon.tiers.has(part(step), "tier"), 60)
+                    await until(lambda step=step: daemon.tiers.has(part(step), "tier"), 5)
+                    assert time.monotonic() - begun < 2.5
 
     asyncio.run(work())
 
