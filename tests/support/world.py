@@ -139,7 +139,7 @@ def wait_until(condition: Callable[[], object], timeout: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-async def settle(daemon: Reconciler, timeout: float = 60.0) -> None:
+async def settle(daemon: Reconciler, timeout: float = 20.0) -> None:
     """Until every place answers and, look after look, nothing is left to do."""
     end = time.monotonic() + timeout
     quiet = 0
@@ -218,7 +218,7 @@ class Daemon:
             self._thread.join(20)
             assert not self._thread.is_alive()
 
-    def call(self, coroutine, timeout: float = 70.0):
+    def call(self, coroutine, timeout: float = 20.0):
         """Run a coroutine on the daemon's loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout)
 
