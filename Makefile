@@ -48,8 +48,12 @@ loaders: $(READY)
 system: $(READY)
 	$(BIN)/python -m pytest -m system
 
-faults gate: $(READY)
-	PYTHONPATH=tests:. $(BIN)/python -m faults $(patsubst faults,short,$@)
+faults: $(READY)
+	PYTHONPATH=tests:. $(BIN)/python -m faults short
+
+gate: $(READY)
+	PYTHONPATH=tests:. $(BIN)/python -m faults gate
+	TIERD_HISTORIES=1000 $(BIN)/python -m pytest -n 2 tests/reading/test_beside_writers.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

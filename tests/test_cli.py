@@ -16,7 +16,8 @@ import tierd
 from tierd.cli import run
 from tierd.core.config import from_urls
 from tierd.core.ids import PartId
-from tierd.core.manifest import decode, seal
+from tierd.core.manifest import VERSION, decode, seal
+from tierd.core.protocol import PROTOCOL
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.service import open_tiers
 from tierd.spool import Spool
@@ -186,9 +187,10 @@ def test_show_invents_no_policy(places: tuple[Path, Path], capsys: pytest.Captur
     assert all(copy["keep"] for copy in json.loads(capsys.readouterr().out)["checkpoint"]["copies"])
 
 
-def test_prune_without_a_policy_is_refused(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["prune", str(places[1])]) == 3
-    assert "no policy" in capsys.readouterr().err
+def test_prune_goes_by_the_default_that_the_daemon_recorded(places: tuple[Path, Path]) -> None:
+    assert list(places[1].glob("r/retention/*.default.json"))
+    assert run(["prune", str(places[1])]) == 0
+    assert len(list(places[1].glob("r/manifests/*"))) == 3
     assert len(list(places[1].glob("r/manifests/*"))) == 3
 
 
@@ -276,3 +278,19 @@ def test_without_the_daemons_packages_the_command_line_says_what_to_install(tmp_
     )
     assert done.returncode == 3
     assert "pip install 'tierd[daemon]'" in done.stderr
+
+
+# -- versions -------------------------------------------------------------------------------------------------------
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"tierd {tierd.__version__}, protocol {PROTOCOL}, format {VERSION}\n"
+    assert run(["--version", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"version": tierd.__version__, "protocol": str(PROTOCOL), "format": VERSION}
+
+
+@pytest.mark.parametrize("line", [[], ["--json"], ["--json", "advise"]])
+def test_a_command_line_without_its_command(line: list[str]) -> None:
+    assert run(line) == 2

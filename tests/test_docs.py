@@ -20,7 +20,9 @@ from tierd.check.compare import Divergence, RankResult
 from tierd.check.report import LaunchResult
 from tierd.cli import EXIT_CODES, app
 from tierd.cli.act import Judged
+from tierd.cli.ending import Drained, LeftPart, Waited
 from tierd.cli.read import Check
+from tierd.cli.space import Removal, Usages
 from tierd.client.save import Stats
 from tierd.core import events
 from tierd.core.config import Config, TellConfig, TierConfig, from_toml
@@ -29,9 +31,11 @@ from tierd.core.report import Checkpoint, Copy, Report
 from tierd.core.retention import Best, RetentionPolicy
 from tierd.daemon.export import Exported
 from tierd.daemon.journal import AlertStatus
+from tierd.daemon.remove import Held
 from tierd.daemon.scrub import ScrubStatus
-from tierd.daemon.status import COUNTERS, Status, TierStatus
+from tierd.daemon.status import COUNTERS, PolicyStatus, Status, TierStatus
 from tierd.daemon.tell import TellStatus
+from tierd.daemon.usage import Usage
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -52,7 +56,7 @@ def commands(command: object = None, prefix: str = "tierd") -> dict[str, list[st
 
 def test_every_command_and_option_is_in_the_readme() -> None:
     found = commands()
-    assert len(found) == 15
+    assert len(found) == 19
     for command, options in found.items():
         assert command in README, f"{command} is not documented"
         for option in options:
@@ -69,7 +73,14 @@ def test_every_command_that_the_readme_names_exists() -> None:
 def test_every_option_that_the_readme_names_exists() -> None:
     section = README.split("## The command line")[1].split("## Metrics")[0]
     known = {option for options in commands().values() for option in options}
+    known |= {option for parameter in get_command(app).params for option in parameter.opts}  # before any command
     assert set(re.findall(r"--[a-z][a-z-]+", section)) <= known
+
+
+def test_every_option_before_a_command_is_in_the_readme() -> None:
+    for parameter in get_command(app).params:
+        for option in parameter.opts:
+            assert f"`tierd --version {option}`" in README or f"`tierd {option}`" in README
 
 
 def test_exit_codes() -> None:
@@ -82,7 +93,7 @@ def test_every_configuration_key_and_default() -> None:
     for struct in (Config, TierConfig, TellConfig, RetentionPolicy, Best):
         for name in struct.__struct_fields__:
             assert re.search(rf"`[^`]*\b{name}\b[^`]*`", section), f"{struct.__name__}.{name} is not documented"
-    for name in ("rescan", "drain", "min_free_percent", "scrub", "scrub_rate"):
+    for name in ("rescan", "drain", "min_free_percent", "finished", "scrub", "scrub_rate"):
         default = Config.__struct_defaults__[Config.__struct_fields__.index(name) - len(Config.__struct_fields__)]
         row = next(line for line in section.splitlines() if line.startswith(f"| `{name}` "))
         assert f"`{default:g}`" in row if isinstance(default, float) else f"`{default}`" in row
@@ -108,11 +119,15 @@ def test_every_counter_and_stat() -> None:
 @pytest.mark.parametrize(
     ("command", "shapes"),
     [
-        ("status", (Status, TierStatus, ScrubStatus, Event, AlertStatus, TellStatus)),
+        ("status", (Status, TierStatus, PolicyStatus, ScrubStatus, Event, AlertStatus, TellStatus)),
         ("ls", (Report, Checkpoint, Copy)),
         ("verify", (Check,)),
         ("restore", (Exported,)),
         ("prune", (Judged,)),
+        ("du", (Usages, Usage)),
+        ("rm", (Removal, Held)),
+        ("drain", (Drained, LeftPart)),
+        ("wait", (Waited,)),
         ("check-resume", (Checked, LaunchResult, RankResult, Divergence, Cause)),
     ],
 )

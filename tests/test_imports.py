@@ -28,15 +28,16 @@ MAY = {
     "persist": {"persist", "device", "core"},
     "stage": {"stage", "persist", "core"},
     "trust": {"trust", "core"},
-    "spool": {"spool", "stage", "persist", "device", "trust", "core"},
+    "records": {"records", "persist", "trust", "core"},
+    "spool": {"spool", "records", "stage", "persist", "device", "trust", "core"},
     "commit": {"commit", "spool", "persist", "device", "core"},
     "layout": {"layout"},
     "planes": {"planes", "layout", "device"},
     "codec": {"codec", "planes", "layout", "persist", "core"},
-    "link": {"link", "spool", "persist", "trust", "core"},
+    "link": {"link", "spool", "persist", "trust", "core", ""},
     "priority": {"priority"},
     "stores": {"stores", "device", "priority", "core"},
-    "client": {"client", "link", "commit", "arena", "spool", "stage", "persist", "device", "core", ""},
+    "client": {"client", "records", "link", "commit", "arena", "spool", "stage", "persist", "device", "core", ""},
     "daemon": {
         "daemon",
         "stores",
@@ -45,12 +46,15 @@ MAY = {
         "commit",
         "arena",
         "spool",
+        "records",
         "stage",
         "persist",
         "device",
         "trust",
         "core",
+        "",
     },
+    "reading": {"reading", "client", "daemon", "stores", "device", "persist", "priority", "core"},
     "bench": {"bench", "client", "link", "spool", "persist", "core", ""},
     "cli": {"cli", "bench", "check", "daemon", "stores", "codec", "priority", "link", "spool", "persist", "core", ""},
     "dcp": {"client"},
@@ -65,6 +69,7 @@ SYNC = {
     "device",
     "persist",
     "trust",
+    "records",
     "stage",
     "spool",
     "commit",
@@ -80,7 +85,7 @@ SYNC = {
     "check",
     "",
 }
-OPENS_STORES = {"tierd/daemon/service.py", "tierd/stores/open.py"}
+OPENS_STORES = {"tierd/daemon/service.py", "tierd/reading/reader.py", "tierd/stores/open.py"}
 PURE = {"os", "time", "random", "asyncio", "io", "socket", "threading", "subprocess", "secrets", "pathlib", "tempfile"}
 
 
@@ -166,6 +171,12 @@ def test_every_room_is_there_and_no_other():
         ("tierd/commit.py", "import asyncio"),
         ("tierd/arena.py", "import torch"),
         ("tierd/client/save.py", "from tierd.daemon.flush import flush"),
+        ("tierd/client/restore.py", "from tierd.reading import open"),
+        ("tierd/daemon/export.py", "from tierd.reading.tiers import Tiers"),
+        ("tierd/reading/tiers.py", "from tierd.stores.open import open_store"),
+        ("tierd/reading/shared.py", "import torch"),
+        ("tierd/reading/reader.py", "from tierd.spool import Spool"),
+        ("tierd/__init__.py", "from tierd.reading import open"),
         ("tierd/client/save.py", "from tierd.codec import encode"),
         ("tierd/client/save.py", "from tierd import planes"),
         ("tierd/client/save.py", "def f():\n    try:\n        import asyncio\n    except ImportError:\n        pass"),
@@ -214,8 +225,10 @@ def test_importing_the_package_loads_nothing():
 
 def test_a_trainer_loads_nothing_of_the_daemon():
     """Torch may load asyncio for itself, and rich where it finds it: only what torch alone does not load counts."""
-    extra = loaded("from tierd import Checkpointer, RngState") - loaded("import torch")
-    assert "tierd" in extra and not extra & DAEMON_ONLY
+    torch = loaded("import torch")
+    for names in ("Checkpointer, RngState", "*"):
+        extra = loaded(f"from tierd import {names}") - torch
+        assert "tierd" in extra and not extra & DAEMON_ONLY
 
 
 def test_a_trainer_loads_no_codec():
@@ -223,6 +236,21 @@ def test_a_trainer_loads_no_codec():
     script = f"import sys\nfrom tierd import Checkpointer\nprint(*{rooms})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
     assert not set(done.stdout.split()) & {"tierd_codec", "tierd_planes", "tierd_layout"}
+
+
+def test_a_reader_without_the_daemons_extra_is_told_what_to_install():
+    script = """
+import sys
+sys.modules["zstandard"] = None  # as if it were not installed
+import tierd
+tierd.Checkpointer
+try:
+    tierd.open
+except tierd.core.errors.ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.strip() == "tierd.open needs the package zstandard: pip install 'tierd[torch,daemon]'"
 
 
 def test_the_trainers_side_without_torch_loads_no_asyncio():

@@ -352,7 +352,7 @@ def test_a_stage_that_was_swept_before_its_lock_was_taken_is_made_anew(spool, mo
 
     def open_after_a_sweep(path, *args, **kwargs):
         fd = real(path, *args, **kwargs)
-        if "stage" in str(path) and not swept:
+        if Path(path).parent.name == "stage" and not swept:
             swept.append(path)
             Path(path).rename(spool.control / "trash" / "swept")
         return fd

@@ -13,31 +13,45 @@ if TYPE_CHECKING:
     from tierd import dcp as dcp
     from tierd.client.checkpointer import Checkpointer
     from tierd.client.launch import new_attempt
-    from tierd.client.restore import Restored, Skipped
+    from tierd.client.restore import Restored
     from tierd.client.rng import RngState
     from tierd.client.save import Save
+    from tierd.client.search import Skipped
     from tierd.core.choose import EarlyStopping, When
+    from tierd.core.retention import Best
+    from tierd.core.retention import RetentionPolicy as Retention
     from tierd.observing import observe
+    from tierd.reading import Loaded as Loaded
+    from tierd.reading import Reader as Reader
+    from tierd.reading import open as open
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Best": "tierd.core.retention",
     "Checkpointer": "tierd.client.checkpointer",
     "EarlyStopping": "tierd.core.choose",
+    "Loaded": "tierd.reading",
+    "Reader": "tierd.reading",
     "Restored": "tierd.client.restore",
+    "Retention": "tierd.core.retention",
     "Save": "tierd.client.save",
-    "Skipped": "tierd.client.restore",
+    "Skipped": "tierd.client.search",
     "new_attempt": "tierd.client.launch",
     "RngState": "tierd.client.rng",
     "When": "tierd.core.choose",
     "observe": "tierd.observing",
+    "open": "tierd.reading",
 }
 
+# Without `open`, `Reader` and `Loaded`: `from tierd import *` must not load the daemon's packages in a trainer.
 __all__ = [
+    "Best",
     "Checkpointer",
     "EarlyStopping",
     "RngState",
     "Restored",
+    "Retention",
     "Save",
     "Skipped",
     "When",
@@ -52,4 +66,4 @@ def __getattr__(name: str) -> Any:
         return import_module("tierd.dcp")
     if name not in _HOMES:
         raise AttributeError(f"module 'tierd' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOMES[name]), {"Retention": "RetentionPolicy"}.get(name, name))

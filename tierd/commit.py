@@ -1,7 +1,8 @@
 """A snapshot in memory becomes a committed part: the one way, for the trainer's thread and for the daemon alike.
 
 Law: what is committed was written from memory, whole, by one try. After EIO everything of that try is abandoned: what a
-failed write or fsync left behind proves nothing, so all is written anew, once, into blocks of its own.
+failed write or fsync left behind proves nothing, so all is written anew, once, into blocks of its own. So it is after a
+full disk, where somebody made room.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -21,7 +22,7 @@ from tierd.core.ids import PartId
 from tierd.core.manifest import CHUNK_SIZE, File, Manifest
 from tierd.device import LARGE
 from tierd.persist import Buffer, FileWriter, flat
-from tierd.spool import Spool
+from tierd.spool import Spool, is_full
 
 log = logging.getLogger("tierd")
 
@@ -39,6 +40,10 @@ class Pieces(Protocol):
 
 
 Source: TypeAlias = Buffer | Pieces
+
+# Called with the part, its size in bytes, and whether a quota is used up (else the disk is full); may take seconds.
+# Whether there is room now, so that a second try is worth it.
+Room: TypeAlias = Callable[[PartId, int, bool], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,24 @@ def write_part(spool: Spool, manifest: Manifest, files: Mapping[str, Source], ch
             return _write(spool, manifest, sources, chunk_size, reuse=False)
         except StepRefused:  # it was renamed into place, and may not stay there: the first try's error says so
             raise error from None
+
+
+def write_with_room(
+    write: Callable[[], Written], part: PartId, files: Mapping[str, Source], room: Room | None
+) -> Written:
+    """Call `write`, which is `write_part` of these `files`; a second time where the disk is full and `room` makes room.
+
+    Raises:
+        As `write_part`: OSError where the disk is full and stays so.
+    """
+    try:
+        return write()
+    except OSError as error:
+        size = sum(map(len, files.values()))
+        if not is_full(error) or room is None or not room(part, size, error.errno == errno.EDQUOT):
+            raise
+        log.warning("%s: %s; room was made, and it is written anew", part, error)
+    return write()
 
 
 def _write(spool: Spool, manifest: Manifest, sources: Mapping[str, Pieces], chunk_size: int, *, reuse: bool) -> Written:

@@ -18,14 +18,20 @@ from typing import Any
 
 import msgspec
 
-from tierd.core.errors import DaemonUnavailable
-from tierd.core.wire import EXIT_HELD, HEARTBEAT, MAX_REPLY, Request, encode_line, raise_error
+from tierd import __version__
+from tierd.core.errors import DaemonUnavailable, TierdError, VersionMismatch
+from tierd.core.protocol import PROTOCOL, Peer, explain
+from tierd.core.wire import EXIT_HELD, HEARTBEAT, MAX_REPLY, Hello, Request, Status, encode_line, greeted, raise_error
 from tierd.spool import Spool
 from tierd.trust import stranger
+
+THIS = Peer(PROTOCOL, __version__)
+HELLO = Hello(protocol=str(PROTOCOL), version=__version__)
 
 _SILENCE = 6 * HEARTBEAT  # seconds without a byte after which a daemon counts as hung
 _START = 60.0  # seconds that a daemon may take to answer after it was started; imports from a network disk are slow
 _QUEUE = 5.0  # seconds to wait for a place in the daemon's queue of callers
+_PROBE = 5.0  # seconds that a daemon which closed at the greeting may take to say how it does
 _AGAIN = 1.0  # seconds between attempts to take a spool that another daemon holds
 _ABSENT = (errno.ENOENT, errno.ECONNREFUSED)
 _started: list[
@@ -45,14 +51,24 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
+class _Closed(DaemonUnavailable):
+    """The daemon closed the connection."""
+
+
 class Link:
     """One connection. What the daemon holds for it (a restored part, a place among the trainers) ends with it.
+
+    Args:
+        greet: exchange protocol numbers before the first request. Only a request that every daemon understands, in a
+            form that never changes, can do without.
 
     Raises:
         DaemonUnavailable: nobody listens.
     """
 
-    def __init__(self, spool: Spool) -> None:
+    def __init__(self, spool: Spool, *, greet: bool = True) -> None:
+        self._spool = spool
+        self._to_greet = greet
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(_SILENCE)
         self._rest = b""
@@ -83,9 +99,11 @@ class Link:
         Raises:
             TierdError: the condition that the daemon answered with.
             DaemonUnavailable: the connection broke, or the daemon went silent.
+            VersionMismatch: as `greet`.
             TimeoutError: `timeout_s` is over, or the daemon says that the request's own time is.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
+        self._greet(end)
         try:
             self._send(encode_line(request))
             while True:
@@ -100,6 +118,38 @@ class Link:
             raise
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DaemonUnavailable(f"the daemon's connection broke: {error}") from error
+
+    def greet(self) -> None:
+        """Exchange protocol numbers, unless that was done. `ask` does so by itself.
+
+        Raises:
+            VersionMismatch: the daemon is too old for this client, or too new.
+            DaemonUnavailable: the connection broke, or the daemon went silent.
+        """
+        self._greet(None)
+
+    def _greet(self, end: float | None) -> None:
+        if not self._to_greet:
+            return
+        try:
+            self._send(encode_line(HELLO))
+            reply = msgspec.json.decode(self._line(end), type=dict[str, Any])
+        except TimeoutError:
+            raise
+        except (_Closed, ConnectionError) as error:
+            if _is_older_than_numbers(self._spool):
+                self._check(Peer(None, ""))
+            raise _Closed("the daemon closed the connection") from error
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise DaemonUnavailable(f"the daemon's connection broke: {error}") from error
+        self._check(greeted(reply))
+        if not reply.get("ok"):
+            raise_error(reply)
+        self._to_greet = False
+
+    def _check(self, daemon: Peer) -> None:
+        if why := explain(THIS, daemon):
+            raise VersionMismatch(f"spool {self._spool.root}: {why}")
 
     def _send(self, line: bytes) -> None:
         self._socket.settimeout(_SILENCE)
@@ -121,12 +171,16 @@ class Link:
                     raise _over() from None
                 raise DaemonUnavailable(f"the daemon was silent for {_SILENCE:.0f} s") from None
             if not data:
-                raise DaemonUnavailable("the daemon closed the connection")
+                raise _Closed("the daemon closed the connection")
             self._rest += data
             if len(self._rest) > MAX_REPLY:
                 raise DaemonUnavailable(f"the daemon's answer is longer than {MAX_REPLY} bytes")
         line, _, self._rest = self._rest.partition(b"\n")
         return line
+
+    def about_peer(self, asked: Callable[[socket.socket], bool]) -> bool:
+        """What `asked` finds out about the process at the other end."""
+        return asked(self._socket)
 
     def alive(self) -> bool:
         """Whether the daemon still holds the connection; asks nothing."""
@@ -155,6 +209,15 @@ class Link:
 
 def _over() -> TimeoutError:
     return TimeoutError("the daemon did not answer in the time given")
+
+
+def _is_older_than_numbers(spool: Spool) -> bool:
+    """Whether the daemon answers requests and no greeting. A daemon that only ends answers neither."""
+    try:
+        with Link(spool, greet=False) as link:
+            return "protocol" not in link.ask(Status(), _PROBE)["status"]
+    except (TierdError, TimeoutError):
+        return False
 
 
 def connect(connection: socket.socket, path: Path, patience_s: float = _QUEUE) -> None:
@@ -197,7 +260,7 @@ def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
         DaemonUnavailable: it ended or did not answer; the message holds the end of its log.
     """
     log = spool.control / "daemon.log"
-    command = [sys.executable, "-m", "tierd", "run", "--spool", str(spool.root), "--until-idle"]
+    command = [sys.executable, "-m", "tierd", "run", "--spool", str(spool.root), "--until-idle", "--await-trainer"]
     for url in urls:
         command += ["--to", url]
     process = _start(command, log)

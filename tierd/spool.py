@@ -7,6 +7,7 @@ anything in it is touched. So a reader, or a start after a power cut, finds a wh
     <spool>/<run>/pins/<step:012>.<attempt>
     <spool>/.tierd/{lock, control.sock, stage/, trash/, recycle/<lane>, quarantine/<run>/<checkpoint>/<part>/}
     <spool>/.tierd/fetch/<run>.<checkpoint>.<part>/, on its way from a tier, or left there half-way
+    <spool>/.tierd/{saved, retention}/, what `records` keeps of runs
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tierd.core.errors import (
+    ConfigError,
     CorruptChunk,
     ManifestError,
     ObjectNotFound,
@@ -30,10 +32,11 @@ from tierd.core.errors import (
     StepRefused,
     TierdError,
 )
-from tierd.core.ids import CheckpointId, PartId
+from tierd.core.ids import CheckpointId, PartId, check_run
 from tierd.core.manifest import MANIFEST_NAME, MAX_MANIFEST_SIZE, Manifest, decode
 from tierd.device import LARGE
 from tierd.persist import open_plain, read_file, remove, sync_directory
+from tierd.records import RETENTION, SAVED, forget, mark_saved
 from tierd.stage import Stage, try_lock
 from tierd.trust import check_owner, check_room, keep_private
 
@@ -50,9 +53,14 @@ def translated(doing: str) -> Iterator[None]:
 def condition(error: OSError, doing: str) -> TierdError:
     """The condition that an `OSError` of the spool's file system states."""
     text = f"{doing}: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_full(error):
         return SpoolFull(f"{text}; free space on that file system, or keep less in the spool")
     return SpoolUnusable(text)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether an `OSError` says that the disk, or this user's quota of it, is used up."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class Spool:
@@ -165,9 +173,10 @@ class Spool:
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def stage(self, part: PartId) -> Stage:
-        """A new stage for `part`; refuses at once what was committed before."""
+        """A new stage for a `part` that is saved here; refuses at once what was committed before."""
         if self.path(part).exists():
             raise StepRefused(f"{part} is already committed; a checkpoint is never overwritten")
+        mark_saved(self.control, part.checkpoint)
         return Stage(self.control / "stage", part, self.path(part))
 
     def remove(self, parts: Iterable[PartId], reuse: Collection[str] = ()) -> None:
@@ -231,10 +240,11 @@ class Spool:
         self._drop_if_empty(home.parent)
 
     def _drop_if_empty(self, checkpoint: Path) -> None:
-        try:
-            checkpoint.rmdir()  # its last part went
-        except OSError:
-            pass
+        for directory in (checkpoint, checkpoint.parent / _PINS, checkpoint.parent):
+            try:
+                directory.rmdir()  # its last part went, and perhaps the run's last checkpoint
+            except OSError:
+                pass
 
     def quarantined(self) -> dict[PartId, Manifest | None]:
         """Parts that were set aside, with their manifests where those can still be read."""
@@ -257,7 +267,8 @@ class Spool:
         """Stages and fetches whose writer is gone, what a removal left half-way, and directories of checkpoints that
         hold no part and that nobody writes one for; by name, for `discard`."""
         found = [f"trash/{path.name}" for path in self._room("trash").iterdir()]
-        empty = [(run, name) for run, name in _childless(self.root) if CheckpointId.parse(run, name)]
+        empty = [f"{run}/{name}" for run, name in _childless(self.root) if CheckpointId.parse(run, name)]
+        empty += self._vacant()
         living: list[str] = []  # whose commit may have made such a directory, and wait for a slow disk to sync it
         for room in _LOCKED:
             for path in self._room(room).iterdir():
@@ -268,22 +279,48 @@ class Spool:
                 else:
                     living.append(path.name)
         found += [
-            f"{_EMPTY}/{run}/{name}"
-            for run, name in empty
-            if not any(one.startswith(f"{run}.{name}.") for one in living)
+            f"{_EMPTY}/{name}"
+            for name in empty
+            if not any(one.startswith(f"{name.replace('/', '.')}.") for one in living)
         ]
         return sorted(found)
 
+    def _vacant(self) -> list[str]:
+        """Runs whose directories hold nothing any more, but perhaps an empty one for pins."""
+        found = []
+        for run in _directories(self.root):
+            try:
+                check_run(run)
+                inside = list((self.root / run).iterdir())
+                if not inside or ([path.name for path in inside] == [_PINS] and not any(inside[0].iterdir())):
+                    found.append(run)
+            except (ConfigError, OSError):  # it is no run's, it goes just now, or a file lies there
+                continue
+        return found
+
     def discard(self, name: str) -> None:
-        """Remove a leftover, or a quarantined part (``quarantine/<run>/<checkpoint>/<part>``)."""
+        """Remove a leftover, a quarantined part (``quarantine/<run>/<checkpoint>/<part>``), or a pin
+        (``pins/<run>/<checkpoint>``)."""
         path = self.control / name
         room, _, rest = name.partition("/")
         if room == _EMPTY:  # a writer whose directory goes before its rename makes it anew
-            try:
-                (self.root / rest).rmdir()
-            except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
-                    raise
+            home = self.root / rest
+            left_ns = home.stat().st_mtime_ns if home.is_dir() else 0
+            for directory in (home / _PINS, home):
+                try:
+                    directory.rmdir()
+                except OSError as error:
+                    if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                        raise
+            if "/" in rest:
+                self._drop_if_empty(home)
+            elif not home.exists():
+                forget(self.control, rest, left_ns)
+            return
+        if room == _PINS:
+            run, _, checkpoint = rest.partition("/")
+            if (pin := CheckpointId.parse(run, checkpoint)) is not None:
+                self.pin(pin, pinned=False)
             return
         if room not in _LOCKED:
             self._trash(path)
@@ -319,10 +356,12 @@ class Spool:
     def pin(self, checkpoint: CheckpointId, *, pinned: bool) -> None:
         """Make retention leave a checkpoint alone, or not any more."""
         check_owner(self.root)
-        path = self.root / checkpoint.run / "pins" / checkpoint.name
-        if pinned:
+        path = self.root / checkpoint.run / _PINS / checkpoint.name
+        while pinned:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
+            with suppress(FileNotFoundError):  # the empty directory was tidied away just now
+                path.touch()
+                break
         else:
             path.unlink(missing_ok=True)
         if path.parent.is_dir():
@@ -383,9 +422,10 @@ def _sync_entry(path: Path) -> None:
             raise
 
 
-_ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine")
+_ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine", SAVED, RETENTION)
 _LOCKED = ("stage", "fetch")  # rooms where a directory's lock says that its writer lives
-_EMPTY = "empty"  # no room: what `leftovers` calls a checkpoint's directory that a commit or a removal left behind
+_EMPTY = "empty"  # no room: what `leftovers` calls a checkpoint's or run's directory that was left behind empty
+_PINS = "pins"  # a run's directory of its pins; no room
 
 
 def _descend(base: Path) -> Iterator[tuple[str, str, str]]:

@@ -50,18 +50,18 @@ class Stage:
         for directory, _, _ in os.walk(self.path, topdown=False, onerror=_raise):
             sync_directory(Path(directory))
         while True:
-            for parent in (target.parent.parent, target.parent):
-                with suppress(FileExistsError):  # and no look whether it is one: it may go just then
-                    parent.mkdir()
-                sync_directory(parent.parent)  # even if it was there: another rank may have made and not synced it
             try:
+                for parent in (target.parent.parent, target.parent):
+                    with suppress(FileExistsError):  # and no look whether it is one: it may go just then
+                        parent.mkdir()
+                    sync_directory(parent.parent)  # even if it was there: another rank may have made and not synced it
                 self.path.rename(target)
                 break
             except OSError as error:
                 if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                     raise StepRefused(f"{self.part} is already committed; a checkpoint is never overwritten") from error
                 if not isinstance(error, FileNotFoundError) or not self.path.exists():
-                    raise  # else the checkpoint's last other part went just now, and its directory with it
+                    raise  # else the last other part there went just now, and an empty directory with it
         try:
             sync_directory(target.parent)
             sync_directory(self.path.parent)

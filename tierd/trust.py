@@ -88,9 +88,19 @@ def listen(path: Path, kind: socket.SocketKind) -> socket.socket:
 
 def stranger(connection: socket.socket, owner: int = 0) -> int | None:
     """The uid at the other end of a unix socket; None for this process's own, root's, and `owner`."""
-    answer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    uid: int = struct.unpack("3i", answer)[1]
+    _, uid, _ = _credentials(connection)
     return None if uid in (os.geteuid(), 0, owner) else uid
+
+
+def peer_pid(connection: socket.socket) -> int:
+    """The process at the other end of a unix socket; 0 where it is in a pid namespace that is not seen from here."""
+    return _credentials(connection)[0]
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    answer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, gid = struct.unpack("3i", answer)
+    return pid, uid, gid
 
 
 def leave_no_core() -> None:

@@ -140,7 +140,7 @@ def test_failures_are_told_in_their_order_though_the_first_telling_takes_longest
         return link(spool)
 
     monkeypatch.setattr(attachment, "Link", slow)
-    tie = attachment.Attachment(spool, None)
+    tie = attachment.Attachment(spool, None, "run")
     for step in (1, 2, 3, 4):
         tie.tell(Failed(part=part(step), why="no room"))
     tie.close()

@@ -420,7 +420,7 @@ def test_a_bad_message_ends_its_connection_and_nothing_else(spool, daemon, tmp_p
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         connect(peer, spool.handoff_socket)
         peer.settimeout(10)
-        assert peer.recv(1 << 16) == b'{"ok":true}'
+        assert b'"ok":true' in peer.recv(1 << 16)
         if "beyond" in what or "no manifest" in what:
             socket.send_fds(peer, [b'{"op":"lend","slot":0}'], [arena.fd])
         socket.send_fds(peer, [packet], [fds[kind] for kind in kinds])

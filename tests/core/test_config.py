@@ -33,6 +33,16 @@ keep_every_steps = 1000
 keep_within = "7d"
 keep_best = {metric = "loss", mode = "max", count = 3}
 """
+SEVERAL = """
+spool = "/s"
+retention = { keep_every_steps = [100, 7], keep_every = ["12h", "7d"], keep_best = [{metric = "a"}, {metric = "b"}] }
+"""
+
+
+def test_a_rule_takes_several_values():
+    assert from_toml(SEVERAL + TIER, "tierd.toml").retention == RetentionPolicy(
+        keep_every_steps=(7, 100), keep_every=("12h", "7d"), keep_best=(Best(metric="a"), Best(metric="b"))
+    )
 
 
 def test_everything_that_can_be_said():
@@ -62,7 +72,7 @@ def test_everything_that_can_be_said():
 
 def test_little_needs_to_be_said():
     config = from_toml(f'spool = "/s"\n{TIER}', "tierd.toml")
-    assert config.retention == config.tier[0].retention == RetentionPolicy(keep_last=3)
+    assert config.retention is config.tier[0].retention is None  # each run's own
     assert config.named("nfs") is config.tier[0]
 
 
@@ -138,7 +148,7 @@ def test_urls_alone_are_a_configuration_and_name_their_tiers():
         ("file-2", "file:///b"),
     ]
     assert {config.retention.keep_last, *(tier.retention.keep_last for tier in config.tier)} == {9}
-    assert from_urls("/s", ["/a"]).retention == RetentionPolicy()
+    assert from_urls("/s", ["/a"]).retention is from_urls("/s", ["/a"]).tier[0].retention is None
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,9 @@ def a_tier_keeps_its_newest_verified_and_what_is_pinned_held_or_arriving(world, 
         assert newer_whole(tier, prune.checkpoint) >= policy.keep_last
         assert prune.checkpoint not in tier.pins | world.spool.pins | world.held
         assert prune.checkpoint not in {p.checkpoint for p in world.busy}
-        assert not (
-            policy.keep_every_steps
-            and whole(tier, prune.checkpoint)
-            and prune.checkpoint.step % policy.keep_every_steps == 0
-        )
+        rules = policy.keep_every_steps or ()
+        for steps in (rules,) if isinstance(rules, int) else rules:
+            assert not (whole(tier, prune.checkpoint) and prune.checkpoint.step % steps == 0)
 
 
 def nothing_held_busy_or_pinned_is_pruned_from_the_spool(world, settings):
@@ -113,17 +111,25 @@ def begun(tier, owner):
     return sum(tier.facts(p) is not None for p in tier.parts() if p.checkpoint == owner)
 
 
-def flushes_come_first_newest_first_and_only_what_is_readable_and_missing(world, settings):
-    """Newest first, but before it what another node has begun, so that some checkpoint becomes whole."""
+def flushes_come_first_and_only_what_is_readable_and_missing(world, settings):
+    """The newest of each run that is newer than all that the tier has, and before it what another node has begun."""
     actions = planned(world, settings)
     flushes = [a for a in actions if isinstance(a, Flush)]
-    owners = [(f.part.checkpoint, world.tiers[f.tier]) for f in flushes]
-    order = [(owner.attempt, begun(tier, owner), owner.step) for owner, tier in owners]
-    assert order == sorted(order, reverse=True)
     assert list(actions[: len(flushes)]) == flushes
     for flush in flushes:
-        assert world.spool.facts(flush.part)
+        others = [tier for name, tier in world.tiers.items() if tier and name != flush.tier]
+        sources = others if flush.relayed else [world.spool]
+        assert any(place.facts(flush.part) for place in sources)
+        assert not (flush.relayed and world.spool.lists(flush.part))
         assert not world.tiers[flush.tier].facts(flush.part)
+    for name in world.tiers:
+        owners = [f.part.checkpoint for f in flushes if f.tier == name]
+        if ahead := [c for c in owners if not newer_whole(world.tiers[name], c)]:
+            assert owners[0] in ahead
+            tier = world.tiers[name]
+            assert owners[0].attempt == max(c.attempt for c in ahead)
+            same = [c for c in ahead if (c.run, c.attempt) == (owners[0].run, owners[0].attempt)]
+            assert owners[0] == max(same, key=lambda c: (begun(tier, c), c.step))
 
 
 def the_newest_local_checkpoint_is_always_wanted_by_every_tier(world, settings):
@@ -150,7 +156,7 @@ LAWS = (
     nothing_held_busy_or_pinned_is_pruned_from_the_spool,
     a_tier_that_did_not_answer_is_not_touched_and_proves_nothing,
     the_plan_is_a_function_of_what_was_seen_not_of_its_order,
-    flushes_come_first_newest_first_and_only_what_is_readable_and_missing,
+    flushes_come_first_and_only_what_is_readable_and_missing,
     the_newest_local_checkpoint_is_always_wanted_by_every_tier,
 )
 

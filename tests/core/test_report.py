@@ -61,6 +61,15 @@ def test_each_state_a_copy_can_be_in():
     assert [one.complete for one in found.checkpoints] == [True, False, False]  # names alone decide
 
 
+def test_a_copy_that_unusable_manifests_make_incomplete_says_so_and_not_that_parts_may_come():
+    tier = Place.of({part(A200, 0, 2): None, part(A200, 1, 2): None, part(B210, 0, 2): None})
+    found = report(World(Place(), {"a": tier}), LAST1)
+    assert {one.step: one.copies[0].reasons for one in found.checkpoints} == {
+        200: ("incomplete: 2 of its 2 manifests cannot be used",),
+        210: ("incomplete: its other parts may still come",),
+    }
+
+
 def test_what_a_quarantined_part_still_tells_is_told():
     aside = Place(quarantined={part(B210, 1, 4): facts(7, metrics={"loss": 2.0}, origin=A100)})
     found = report(World(solo(Place(), A100), {"a": aside}), None).checkpoints[0]

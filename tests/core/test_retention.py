@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierd.core.ids import CheckpointId
-from tierd.core.retention import Best, CheckpointInfo, Ranking, RetentionPolicy, decide, seconds
+from tierd.core.retention import Best, CheckpointInfo, Ranking, RetentionPolicy, decide, merged, seconds
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "retention.json").read_text())["cases"]
 SUITE = settings(max_examples=150)
@@ -178,3 +178,63 @@ def test_one_more_is_judged_as_if_it_had_been_among_the_others(history, policy):
     for number, one in enumerate(history):
         alone = Ranking(history[:number] + history[number + 1 :], policy)
         assert alone.verdict(one) == together[one.id]
+
+
+# -- several policies -------------------------------------------------------------------------------------------------
+
+
+@SUITE
+@given(infos(), policies, policies)
+def test_merged_policies_keep_whatever_either_keeps(found, one, other):
+    both = merged([one, other])
+    assert deleted(found, both) <= deleted(found, one) & deleted(found, other)
+
+
+@SUITE
+@given(st.lists(policies, min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_merging_depends_on_no_order_and_a_policy_adds_nothing_to_itself(found, rng):
+    together = merged(found)
+    shuffled = rng.sample(found, len(found))
+    assert merged(shuffled) == together
+    assert merged([together, together, *found]) == together
+    assert merged(found[:1]) == found[0]
+    assert merged([merged(found[:2]), *found[2:]]) == together
+
+
+def test_merging_takes_the_most_of_each_rule():
+    one = RetentionPolicy(keep_last=2, keep_within="90m", keep_every_steps=10, keep_best=Best(metric="loss", count=3))
+    other = RetentionPolicy(
+        keep_last=5,
+        keep_within="1h",
+        keep_every_steps=15,
+        keep_every="6h",
+        keep_best=[Best(metric="loss"), Best(metric="acc", mode="max")],
+    )
+    assert merged([one, other]) == RetentionPolicy(
+        keep_last=5,
+        keep_within="90m",
+        keep_every_steps=(10, 15),
+        keep_every="6h",
+        keep_best=(Best(metric="acc", mode="max"), Best(metric="loss", count=3)),
+    )
+    assert merged([]) is None
+
+
+def test_equal_policies_are_equal_however_they_are_written():
+    one = msgspec.convert({"keep_every_steps": [10], "keep_every": ["60s", "1m"], "keep_best": []}, RetentionPolicy)
+    assert one == RetentionPolicy(keep_every_steps=10, keep_every="1m")
+    assert msgspec.json.decode(msgspec.json.encode(one), type=RetentionPolicy) == one
+
+
+@pytest.mark.parametrize(
+    ("rules", "where"),
+    [
+        ({"keep_every_steps": [5, 0]}, "keep_every_steps"),
+        ({"keep_every_steps": [1] * 17}, "keep_every_steps"),
+        ({"keep_every": ["6h", "soon"]}, "keep_every"),
+        ({"keep_best": [{"metric": ""}]}, "keep_best"),
+    ],
+)
+def test_each_of_several_values_is_checked(rules, where):
+    with pytest.raises(msgspec.ValidationError, match=where):
+        msgspec.convert(rules, RetentionPolicy)

@@ -83,11 +83,9 @@ def test_the_hostile_requests_below_differ_from_a_good_one_only_in_what_they_say
         b"\xff\xfe",
         b'{"op": "reboot"}',
         b'{"op": "attach"',
-        b'{"op": "attach", "as": "root"}',
         b'{"op": "candidates"}',
         b'{"op": "candidates", "run": 7}',
         b'{"op": "candidates", "run": "../x"}',
-        b'{"op": "candidates", "run": "r", "step": 1}',
         b'{"op": "report", "run": "/etc"}',
         b'{"op": "wait", "part": null, "tier": "s3"}',
         b'{"op": "pin", "checkpoint": {"run": "r", "attempt": "a", "step": 1}, "pinned": true}',
@@ -112,6 +110,41 @@ def test_the_hostile_requests_below_differ_from_a_good_one_only_in_what_they_say
 def test_garbage_and_names_that_could_lead_elsewhere_are_no_requests(line):
     with pytest.raises(msgspec.DecodeError):
         wire.decode_request(line)
+
+
+# -- one minor version apart ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "members"),
+    [
+        (wire.Report(), "op"),
+        (wire.Candidates(run="r"), "op run"),
+        (wire.Fetch(part=PART), "op part"),
+        (wire.Wait(part=PART, tier="s3"), "op part tier"),
+        (wire.Pause(), "op"),
+    ],
+    ids=repr,
+)
+def test_a_member_that_is_not_set_is_not_sent(request_, members):
+    """Because a daemon that does not know the member may refuse it."""
+    assert set(json.loads(wire.encode_line(request_))) == set(members.split())
+
+
+@pytest.mark.parametrize(
+    ("message", "known"),
+    [
+        (b'{"op": "attach", "as": "root"}', wire.Attach()),
+        (b'{"op": "candidates", "run": "r", "step": 1}', wire.Candidates(run="r")),
+        (fetch(later=[1]), wire.Fetch(part=PART)),
+    ],
+)
+def test_a_member_that_is_not_known_is_ignored(message, known):
+    assert wire.decode_request(message) == known
+
+
+def test_a_member_of_the_hand_off_that_is_not_known_is_ignored():
+    assert wire.decode_handed(b'{"op": "lend", "slot": 3, "pages": "huge"}') == wire.Lend(slot=3)
 
 
 @given(st.binary(max_size=100))
@@ -155,3 +188,14 @@ def test_an_error_that_is_none_of_ours_says_that_the_daemon_failed(reply):
 def test_a_message_that_is_nested_too_deeply_is_none(read):
     with pytest.raises(msgspec.DecodeError):
         read(b'{"x":' + b"[" * 8000 + b',"op":"status"}')
+
+
+@pytest.mark.parametrize(
+    "reply", [{}, {"protocol": None, "version": "1"}, {"protocol": "1", "version": "1"}, {"version": "\ud800"}]
+)
+def test_a_greeting_without_a_protocol_number_is_of_before_the_numbers(reply):
+    assert wire.greeted({"ok": True, **reply}).protocol is None
+
+
+def test_a_greeting_says_what_it_was_made_with():
+    assert wire.greeted({**wire.greeting("0.2.0"), "later": 1}) == (wire.PROTOCOL, "0.2.0")

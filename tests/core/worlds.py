@@ -13,7 +13,7 @@ from tierd.core.errors import ManifestError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.plan import Action, Discard, Flush, Mend, Prune, plan
 from tierd.core.retention import Best, RetentionPolicy
-from tierd.core.world import SPOOL, Facts, Place, World
+from tierd.core.world import SPOOL, Facts, Place, Sent, World
 
 EPOCH = datetime(2025, 1, 1, tzinfo=UTC)
 
@@ -80,10 +80,19 @@ def newer_whole(place: Place, owner: CheckpointId) -> int:
 policies = st.builds(
     RetentionPolicy,
     keep_last=st.sampled_from([1, 1, 2, 3]),
-    keep_every_steps=st.sampled_from([None, None, None, 2, 4]),
-    keep_within=st.sampled_from([None, None, None, "2m", "10m"]),
-    keep_every=st.sampled_from([None, None, None, "3m", "20m"]),
-    keep_best=st.sampled_from([None, None, None, Best(metric="loss"), Best(metric="loss", mode="max", count=2)]),
+    keep_every_steps=st.sampled_from([None, None, None, 2, 4, (3, 5)]),
+    keep_within=st.sampled_from([None, None, None, "2m", "10m", "120s"]),
+    keep_every=st.sampled_from([None, None, None, "3m", "20m", ("180s", "5m")]),
+    keep_best=st.sampled_from(
+        [
+            None,
+            None,
+            None,
+            Best(metric="loss"),
+            Best(metric="loss", mode="max", count=2),
+            (Best(metric="loss", count=2), Best(metric="loss", mode="max")),
+        ]
+    ),
 )
 
 
@@ -171,10 +180,19 @@ class Cluster:
 
     def __init__(self, spools: list[Place], tiers: dict[str, Place | None], settings: Config) -> None:
         self.spools, self.tiers, self.settings = spools, tiers, settings
-        self.flushed: Counter[Flush] = Counter()
+        self.flushed: Counter[tuple[PartId, str]] = Counter()
+        self.sent: dict[str, Sent] = {}
 
     def world(self, node: int) -> World:
-        return World(self.spools[node], dict(self.tiers))
+        return World(self.spools[node], dict(self.tiers), sent=dict(self.sent))
+
+    def _after(self, name: str, owner: CheckpointId) -> Sent:
+        """What was sent to a tier last, once this is."""
+        last = self.sent.get(name)
+        if last and last.last == owner:
+            return last
+        newest = not newer_whole(self.tiers[name], owner)
+        return Sent(owner, 0 if newest or last is None else last.others + 1)
 
     def lanes(self) -> list[tuple[int, Action]]:
         """What each lane of each daemon would do next."""
@@ -188,12 +206,16 @@ class Cluster:
 
     def act(self, node: int, action: Action) -> None:
         match action:
-            case Flush(p, name):
-                self.flushed[action] += 1
+            case Flush(p, name, relayed):
+                self.flushed[p, name] += 1
                 tier = self.tiers[name]
+                sources = [t for other, t in self.tiers.items() if other != name and t]
+                found = next((t.facts(p) for t in (sources if relayed else [self.spools[node]]) if t.facts(p)), None)
+                assert found, f"nobody has {p}"
+                self.sent[name] = self._after(name, p.checkpoint)
                 self.tiers[name] = remade(
                     tier,
-                    parts={**held(tier), p: self.spools[node].facts(p)},
+                    parts={**held(tier), p: found},
                     defects={q: d for q, d in tier.defects() if q != p},
                     quarantined={q: f for q, f in tier.quarantined.items() if q != p},
                     owners=tier.owners | {p.checkpoint},

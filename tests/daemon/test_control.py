@@ -54,7 +54,6 @@ GARBAGE = {
     "half a request": b'{"op":"stat',
     "no op": b"{}\n",
     "unknown op": b'{"op":"reboot"}\n',
-    "unknown field": b'{"op":"status","more":1}\n',
     "wrong type": b'{"op":"candidates","run":7}\n',
     "escape in a run": b'{"op":"candidates","run":"../../etc"}\n',
     "escape in a part": json.dumps(

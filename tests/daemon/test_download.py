@@ -159,6 +159,13 @@ def test_a_full_disk_is_said_before_anything_is_fetched(spool, store, monkeypatc
     assert not gets(store)
 
 
+def test_a_small_disk_takes_what_fits_beside_a_small_reserve(spool, store, monkeypatch):
+    """64 MiB to spare are more than a disk of some MB has."""
+    monkeypatch.setattr(Spool, "free", lambda self: (4 << 20, 8 << 20))
+    asyncio.run(fetch(spool, PART, {"tier": store}))
+    assert read(spool, PART) == FILES
+
+
 def test_what_nobody_goes_on_with_gives_way_to_what_is_wanted(spool, store, monkeypatch):
     other = spool.fetching(part(3))
     other.mkdir()

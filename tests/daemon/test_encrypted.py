@@ -80,9 +80,9 @@ def test_what_did_not_change_is_named_and_not_sent_again(spool):
         await converge(spool, {"tier": store})
         assert len(double.puts(is_chunk)) == 4
         assert (await manifest_on(store, part(2))).owners == {part(1).checkpoint, part(2).checkpoint}
-        assert await prune(store, part(1).checkpoint)
+        assert (await prune(store, [part(1).checkpoint])).gone
         assert await restored(spool, part(2), tier=store) == {"weights.bin": shared, "new": b"new"}
-        assert await prune(store, part(2).checkpoint)
+        assert (await prune(store, [part(2).checkpoint])).gone
         assert [key for key in await contents(double) if key != "README.md"] == []
 
     asyncio.run(work())
@@ -232,7 +232,7 @@ def test_without_the_key_nothing_is_restored_passed_over_quarantined_or_deleted(
         with pytest.raises(StoreUnavailable, match=f"encrypted with key {KEY.id}"):
             await export({"tier": store}, "run", spool.root.parent / "out", None, None, Progress())
         with pytest.raises(FormatTooNew):
-            await prune(store, PART.checkpoint)
+            await prune(store, [PART.checkpoint])
         async with running(reconciler(spool, {"tier": store}, keep=1, keep_local=1)) as daemon:
             await until(lambda: daemon.journal.counters["errors"])  # nor is anything put beside it
             assert isinstance(daemon.lanes["tier"].last_error, StoreRefused)

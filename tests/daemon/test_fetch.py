@@ -98,6 +98,8 @@ def test_a_whole_part_comes_into_an_empty_spool(spool, tmp_path):
         ".tierd/fetch",
         ".tierd/quarantine",
         ".tierd/recycle",
+        ".tierd/retention",
+        ".tierd/saved",
         ".tierd/stage",
         ".tierd/trash",
     ]

@@ -81,7 +81,7 @@ def test_what_read_wrong_for_a_while_is_not_flushed_for_ever(tier, spool):
 
 def test_a_prune_is_not_held_up(tier):
     async def work():
-        assert await prune(FlipsOnTheWay(tier), part(1).checkpoint)
+        assert (await prune(FlipsOnTheWay(tier), [part(1).checkpoint])).gone
         assert steps_on([info.key async for info in tier.scan("")]) == [2, 3]
 
     asyncio.run(work())

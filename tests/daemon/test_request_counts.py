@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from support.doubles import Counting, contents, is_chunk
+from support.doubles import Counting, contents, is_chunk, is_manifest
 from support.world import RUN, commit, config, content, converge, part, reconciler, running, settle, until
 
 from tierd.core.errors import ManifestError
@@ -17,6 +17,7 @@ from tierd.daemon.manifests import Manifests
 from tierd.daemon.observe import TierEye
 from tierd.daemon.pause import Pause
 from tierd.daemon.prune import prune
+from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.tiers import Tiers
 from tierd.spool import Spool
 
@@ -34,13 +35,13 @@ async def filled(spool: Spool, store: Counting, checkpoints: int, ranks: int) ->
 
 @pytest.mark.parametrize(("checkpoints", "ranks", "mine"), [(4, 3, {0}), (3, 5, {2, 3}), (2, 2, set())])
 def test_a_look(spool, checkpoints, ranks, mine):
-    """LIST: pages(N·W) + quarantine + pins, at first also the chunks; GET: what speaks, and what is of a local rank."""
+    """LIST: pages(N·W) + what lies behind, at first also the chunks; GET: what speaks, and what is of a local rank."""
 
     async def work():
         store = Counting(first=2, page=5)
         await filled(spool, store, checkpoints, ranks)
         eye = TierEye(store)
-        listing = store.pages(checkpoints * ranks) + 2
+        listing = store.pages(checkpoints * ranks) + 1
         place = await eye.look({RUN}, {RUN: mine})
         chunks = store.pages(checkpoints * ranks * C)  # fewer than a page a checkpoint: one listing of all
         assert store.taken() == {"LIST": listing + chunks, "GET": checkpoints * len(mine | {0})}
@@ -95,15 +96,77 @@ def test_a_prune_reads_each_survivor_once_and_the_next_one_none_of_them(spool, c
         known = Manifests(store)
         for left in range(checkpoints - 1, 0, -1):
             step = checkpoints - 1 - left
-            assert await prune(store, part(step).checkpoint, known=known)
+            assert (await prune(store, [part(step).checkpoint], known=known)).gone
             pages = store.pages
-            listed = pages((left + 1) * ranks) + pages(left * ranks)
-            assert store.taken() == {
-                "GET": ranks + (left * ranks if step == 0 else 0),
-                "LIST": 2 + 3 + 2 * pages(ranks) + listed + pages(ranks * C) + 1,
-                "PUT": 1,
-                "DELETE": 3,
-            }
+            listed, found = pages((left + 1) * ranks), store.taken()
+            chunks = pages(ranks * C + 1)  # the first of the next checkpoint ends the listing
+            assert found.pop("GET", 0) == (checkpoints * ranks if step == 0 else 0)
+            assert found.pop("LIST") == 3 + listed * (2 if step == 0 else 1) + chunks
+            assert found == {"PUT": 1, "DELETE": 3}
+
+    asyncio.run(work())
+
+
+def changing(step: int) -> dict[str, bytes]:
+    """Files of which one never changes and others change ever more seldom: chunks of many older checkpoints."""
+    rows = {f"row{number}": bytes([number, step // (number + 1)]) * 400 for number in range(5)}
+    return {"frozen": b"f" * 900, **rows}
+
+
+def counted(daemon: Reconciler, store: Counting) -> list[tuple[int, dict[str, int]]]:
+    """What each pass of prunes deletes and costs from now on, in requests."""
+    passes, real = [], daemon.tiers.prune
+
+    async def prune(checkpoints, tier):
+        before = store.count.copy()
+        gone = await real(checkpoints, tier)
+        passes.append((len(gone), dict(store.count - before)))
+        return gone
+
+    daemon.tiers.prune = prune
+    return passes
+
+
+def test_a_prune_reads_no_survivor_however_many_there_are(spool):
+    """40 checkpoints that borrow from each other, then `keep_last` is lowered: at most 3 GETs and 8 LISTs a pass."""
+
+    async def work():
+        store = Counting()
+        for step in range(40):
+            commit(spool, part(step), changing(step))
+            await converge(spool, {"tier": store}, keep=100)
+        assert sum(is_manifest(key) for key in await contents(store)) == 40
+        passes = []
+        for keep in (20, 3):  # each by a daemon that was just started
+            daemon = reconciler(spool, {"tier": store}, keep=keep, keep_local=100)
+            found = counted(daemon, store)
+            async with running(daemon):
+                await settle(daemon)
+            assert daemon.journal.counters["pruned"] == sum(gone for gone, _ in found)
+            passes += found
+        assert [gone for gone, _ in passes] == [20, 17], "one pass for all that goes"
+        for _, cost in passes:
+            assert cost.get("GET", 0) <= 3 and cost["LIST"] <= 8, f"a pass of prunes costs {cost}"
+
+    asyncio.run(work())
+
+
+def test_a_prune_behind_each_save_costs_the_same_beside_many_as_beside_few(spool):
+    async def work():
+        most = []
+        for keep in (3, 12):
+            store, home = Counting(), Spool(spool.root.parent / f"{keep}")
+            daemon = reconciler(home, {"tier": store}, keep=keep, keep_local=100)
+            passes = counted(daemon, store)
+            async with running(daemon):
+                for step in range(keep + 5):
+                    commit(home, part(step), changing(step))
+                    daemon.wake()
+                    await settle(daemon)
+            assert sum(gone for gone, _ in passes) == 5
+            most.append(max(cost.get("GET", 0) for _, cost in passes))
+            assert all(cost["LIST"] <= 8 for _, cost in passes), passes
+        assert most[0] == most[1] <= 3, f"GETs of a prune: {most}"
 
     asyncio.run(work())
 
@@ -120,7 +183,7 @@ def test_a_prune_deletes_nothing_past_a_manifest_that_cannot_be_read_and_makes_i
         place = await eye.look({RUN}, {RUN: {0}})
         assert place.has(bad) and place.checkpoints[bad.checkpoint].usable
         with pytest.raises(ManifestError):
-            await prune(store, part(0).checkpoint, known=eye.manifests)
+            await prune(store, [part(0).checkpoint], known=eye.manifests)
         assert await contents(store) == before
         place = await eye.look({RUN}, {RUN: {0}})
         assert place.lists(bad) and not place.has(bad) and not place.checkpoints[bad.checkpoint].usable
@@ -183,7 +246,7 @@ def test_those_who_ask_while_a_look_is_under_way_share_the_next(spool):
         await asyncio.gather(*asked)
         first = store.taken()["LIST"]
         await asyncio.gather(*(tiers.look("tier", {RUN}, {}) for _ in range(8)))
-        assert first == 4 and store.taken() == {"LIST": 3}
+        assert first == 3 and store.taken() == {"LIST": 2}
 
         begun = asyncio.ensure_future(tiers.look("tier", {RUN}, {}))
         for _ in range(100):
@@ -192,7 +255,7 @@ def test_those_who_ask_while_a_look_is_under_way_share_the_next(spool):
                 break
         late = [asyncio.ensure_future(tiers.look("tier", {RUN}, {})) for _ in range(8)]
         await asyncio.gather(begun, *late)
-        assert store.taken() == {"LIST": 6}
+        assert store.taken() == {"LIST": 4}
 
     asyncio.run(work())
 

@@ -172,7 +172,7 @@ def test_a_flush_that_ends_during_a_look_takes_nothing_from_it(spool, tmp_path, 
 
         daemon.tiers._eyes["tier"].look = slow
         asked = asyncio.ensure_future(daemon.look("tier"))
-        await until(lambda: sum(call == ("scan", "run/pins/") for call in store.calls) == 2)
+        await until(lambda: sum(call == ("scan", "run/") for call in store.calls) == 2)
         await daemon._flush(own, "tier")
         assert daemon.tiers.has(own, "tier")
         gate.set()
@@ -372,7 +372,7 @@ def test_what_retires_a_copy_that_no_tier_has_is_read_on_its_own_way_too(spool, 
         daemon = reconciler(spool, {"tier": Double()}, keep=2)
         newer = [part(2), part(3), part(4, 2), part(5, 2)]
         daemon.tiers.places["tier"] = Place.of(dict.fromkeys(newer, Facts.of(spool.manifest(part(1)))))
-        assert await daemon.tiers.are_past(part(1).checkpoint)
+        assert await daemon.tiers.are_past(part(1).checkpoint, daemon.world())
 
     asyncio.run(work())
     assert asked == [(1, 2), (1, 3), (2, 4), (2, 5)]

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 import pytest
-from support.doubles import Double, is_manifest
+from support.doubles import Double, contents, is_manifest
 from support.world import CHUNK, RUN, commit, config, converge, part, reconciler, running, until
 
 from tierd.core.errors import StoreUnavailable, TierdError
@@ -109,7 +109,7 @@ class Daemon:
                 tier = await self.eye.look({RUN})
                 seen = sorted({*tier.checkpoints, *tier.owners})
                 if seen and self.rng.random() < 0.3:  # whatever a plan may say, on whatever it saw
-                    await prune(self.node, self.rng.choice(seen), self.who, self.eye.manifests)
+                    await prune(self.node, [self.rng.choice(seen)], self.who, self.eye.manifests)
                 for action in self._actions(tier)[:1]:
                     await self._do(action, tier)
             except TierdError:
@@ -127,7 +127,7 @@ class Daemon:
             manifest = decode(bytes(await self.node.get(whose.manifest_key))) if whose else None
             await flush(self.spool, action.part, Way(self.node, who=self.who), lender=manifest)
         else:
-            await prune(self.node, action.checkpoint, self.who, self.eye.manifests)
+            await prune(self.node, [action.checkpoint], self.who, self.eye.manifests)
 
 
 def frozen(step: int, rank: int, rng: random.Random) -> dict[str, bytes]:
@@ -212,7 +212,7 @@ def test_a_mark_from_far_ahead_holds_nothing_up(monkeypatch):
         async with turns.naming(store, part(2), b"manifest", [own], "aaaaaaaa"):
             pass
         assert (await turns.sweep(store, RUN, "aaaaaaaa"))[0]
-        assert not await prune(store, own)
+        assert not (await prune(store, [own])).gone
         assert not [info.key async for info in store.scan(f"{RUN}/pruning/")]
 
     asyncio.run(work())
@@ -258,7 +258,7 @@ def test_what_a_prune_left_under_a_name_that_still_lends_goes_when_its_mark_is_o
         store.before = None
         monkeypatch.setattr(turns, "_OWN_STALE", 0)
         await converge(spool, {"tier": store}, keep=1)
-        keys = [info.key async for info in store.inner.scan(RUN)]
+        keys = [key for key in await contents(store.inner) if key.startswith(RUN)]
         (manifest,) = [decode(bytes(await store.inner.get(key))) for key in keys if is_manifest(key)]
         named = {f"{RUN}/{chunk.stored.key}" for chunk in manifest.chunks() if chunk.stored}
         assert {key for key in keys if not is_manifest(key)} == named, "or a chunk, or a mark, is left"
@@ -278,7 +278,7 @@ def most_in_memory(survivors: int) -> int:
             chunks = tuple(Chunk(size=1, xxh3_128=one.xxh3_128, stored=one) for one in stored)
             await store.put(which.manifest_key, encode(made(which, (File(path="w", size=1000, chunks=chunks),))))
         tracemalloc.start()
-        assert await prune(store, part(1).checkpoint)
+        assert (await prune(store, [part(1).checkpoint])).gone
 
     try:
         asyncio.run(pruned())

@@ -145,7 +145,9 @@ def test_it_says_ready_alive_and_stopping_in_this_order(spool, tmp_path, told, m
 
     asyncio.run(work())
     seen = told()
-    assert [one for one in seen if one != "WATCHDOG=1"] == ["READY=1", "STOPPING=1"]  # alive also while it drains
+    states = [one for one in seen if not one.startswith(("WATCHDOG=", "STATUS="))]
+    assert states == ["READY=1", "STOPPING=1"]  # alive also while it drains
+    assert seen[-1].startswith("STATUS=drained: nothing is left")
     assert "READY=1" in seen[:2]
     assert (tmp_path / "tier" / RUN / "manifests").is_dir(), "what was committed before SIGTERM was drained"
 
@@ -154,7 +156,7 @@ def test_an_idle_daemon_ends_when_the_last_trainer_has_gone_and_all_is_flushed(s
     monkeypatch.setattr(service, "_GRACE", 0.4)
 
     async def work():
-        daemon = asyncio.ensure_future(service.serve(served(spool, tmp_path), until_idle=True))
+        daemon = asyncio.ensure_future(service.serve(served(spool, tmp_path), until_idle=True, await_trainer=True))
         await until(spool.socket.exists)
         await asyncio.sleep(1.0)
         assert not daemon.done(), "it waits for its first trainer"
@@ -171,6 +173,19 @@ def test_an_idle_daemon_ends_when_the_last_trainer_has_gone_and_all_is_flushed(s
     assert (tmp_path / "tier" / RUN / "manifests").is_dir()
     with spool.lock():
         pass  # and let go of the spool
+
+
+@pytest.mark.parametrize("parts", [0, 2])
+def test_an_idle_daemon_that_no_trainer_started_ends_when_all_is_flushed(spool, tmp_path, parts):
+    for step in range(parts):
+        commit(spool, part(step))
+
+    async def work():
+        async with asyncio.timeout(20):  # and not the 120 s that a trainer has
+            assert await service.serve(served(spool, tmp_path), until_idle=True) == ()
+
+    asyncio.run(work())
+    assert len(list((tmp_path / "tier").glob(f"{RUN}/manifests/*"))) == parts
 
 
 def test_an_idle_daemon_stays_while_something_is_left_to_flush(spool, monkeypatch):

@@ -1,9 +1,10 @@
 """Mutants that ordinary tests find: what guards a spool, its sockets, a tier's secrets, an encrypted tier, the only
-copy, and what was handed over before a death."""
+copy, what was handed over before a death, and how a daemon and a trainer end."""
 
 from __future__ import annotations
 
 from faults.rounds import Mutant
+from faults.space import SPACE
 
 _TRUST, _SECRETS, _FILE = (
     "pytest tests/test_trust.py",
@@ -12,7 +13,10 @@ _TRUST, _SECRETS, _FILE = (
 )
 _STORE, _DAEMON = "pytest tests/stores/test_encrypted.py::", "pytest tests/daemon/test_encrypted.py::"
 _ENCRYPTED, _KEYS = "tierd/stores/encrypted.py", "tierd/stores/keys.py"
+_APART = "pytest tests/wire/test_apart.py"
 _HANDED, _PIPELINE = "pytest tests/client/test_handoff.py", "tierd/client/pipeline.py"
+_READER = "pytest tests/reading/test_reader.py"
+_OWNED, _WHICH = "pytest tests/daemon/test_run_policies.py", "tierd/core/policies.py"
 _LINKS = "os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW"
 
 _GUARDS = (
@@ -222,7 +226,7 @@ _DELETIONS = (
     Mutant(
         "a local copy goes without another look at the tiers",
         "tierd/daemon/reconcile.py",
-        "        return parts if on_one or await self.tiers.are_past(checkpoint) else None\n",
+        "        return parts if on_one or await self.tiers.are_past(checkpoint, self.world()) else None\n",
         "        return parts\n",
         "pytest tests/daemon/test_reconcile.py -k whole_by_its_names_alone",
     ),
@@ -273,4 +277,318 @@ _DEATHS = (
     ),
 )
 
-PLAIN = _GUARDS + _ENCRYPTION + _DELETIONS + _DEATHS
+_VERSIONS = (
+    Mutant(
+        "two minor versions apart are taken to work together",
+        "tierd/core/protocol.py",
+        "abs(mine.minor - other.minor) <= 1:",
+        "abs(mine.minor - other.minor) <= 2:",
+        "pytest tests/core/test_protocol.py -k who_has_to_be_upgraded",
+    ),
+    Mutant(
+        "a member that is not set is sent",
+        "tierd/core/wire.py",
+        'tag_field="op", omit_defaults=True)',
+        'tag_field="op", omit_defaults=False)',
+        "pytest tests/core/test_wire.py -k not_sent",
+    ),
+    Mutant(
+        "a member that is not known is refused",
+        "tierd/core/wire.py",
+        'tag_field="op", omit_defaults=True)',
+        'tag_field="op", omit_defaults=True, forbid_unknown_fields=True)',
+        "pytest tests/core/test_wire.py -k is_ignored",
+    ),
+    Mutant(
+        "a request of a later client ends its connection",
+        "tierd/daemon/control.py",
+        "                    request = unknown(error)",
+        "                    raise",
+        f"{_APART} -k one_minor_version_later_is_answered",
+    ),
+    Mutant(
+        "a snapshot is handed to a daemon that is too far apart",
+        "tierd/client/handoff.py",
+        "if why := explain(THIS, greeted(greeting)):",
+        'if why := "":',
+        f"{_APART} -k saves_and_restores_beside",
+    ),
+    Mutant(
+        "a member that an old daemon does not send ends `status`",
+        "tierd/cli/status.py",
+        '        return "unknown"',
+        "        raise",
+        f"{_APART} -k status_of_an_old_daemon",
+    ),
+)
+
+_READING = (
+    Mutant(
+        "a reader calls corrupt what was pruned",
+        "tierd/reading/reader.py",
+        "                there = self._tiers.has(candidate.checkpoint, candidate.world)",
+        "                there = True",
+        f"{_READER} -k pruned_while",
+        "Skipped(step=4",
+    ),
+    Mutant(
+        "a reader steps back where a tier did not answer",
+        "tierd/reading/tiers.py",
+        "copies.give_up(",
+        "raise ObjectNotFound(",
+        f"{_READER} -k never_a_reason",
+        "vanished",
+    ),
+    Mutant(
+        "entries that differ between ranks pass for the same",
+        "tierd/reading/shared.py",
+        "    if name not in one.entries or one.entries[name] != other.entries.get(name):",
+        "    if name not in one.entries:",
+        f"{_READER} -k every_bit",
+        "DID NOT RAISE",
+    ),
+    Mutant(
+        "tensors that differ between ranks pass for the same",
+        "tierd/reading/shared.py",
+        "if a[2] != b[2]]",
+        "if a[0] != b[0]]",
+        f"{_READER} -k every_bit",
+        "DID NOT RAISE",
+    ),
+    Mutant(
+        "a reader does not verify",
+        "tierd/daemon/copies.py",
+        "        raw = await to_the_end(decode, chunk, data, name)",
+        "        raw = data",
+        f"{_READER} -k passed_over",
+    ),
+    Mutant(
+        "an export calls corrupt what was pruned",
+        "tierd/daemon/export.py",
+        "                if not await is_there(self.stores, one, candidate.world):",
+        "                if False:",
+        f"{_READER} -k pruned_while",
+        "step 4",
+    ),
+)
+
+_POLICIES = (
+    Mutant(
+        "whoever restored a run prunes it",
+        "tierd/core/plan.py",
+        "max(known) in mine and run not in world.spool.restored",
+        "max(known) in mine",
+        f"{_OWNED} -k beside_a_reader",
+    ),
+    Mutant(
+        "a restore counts as a save",
+        "tierd/daemon/observe.py",
+        "if marks.get(run) != attempt)",
+        "if run in marks and marks[run] != attempt)",
+        f"{_OWNED} -k beside_a_reader",
+    ),
+    Mutant(
+        "a reader tidies up on a tier",
+        "tierd/daemon/reconcile.py",
+        "        saved = sorted(self._runs() - self._place.restored)\n",
+        "        saved = sorted(self._runs())\n",
+        f"{_OWNED} -k not_a_readers_to_delete",
+    ),
+    Mutant(
+        "a recorded default wins over what was given",
+        _WHICH,
+        'if one.given != "default" and one.retention)]',
+        "if one.retention)]",
+        f"{_OWNED} -k default_is_recorded",
+    ),
+    Mutant(
+        "a policy that cannot be read is none",
+        _WHICH,
+        "if one.retention is None]\n    return lost",
+        "if False]\n    return lost",
+        f"{_OWNED} -k cannot_be_read",
+    ),
+    Mutant(
+        "a daemon without a configuration goes by its default",
+        _WHICH,
+        "    return merged(given) or merged(",
+        "    return merged(own) or DEFAULT or merged(",
+        f"{_OWNED} -k obeys_what_lies_there",
+    ),
+    Mutant(
+        "merged policies keep the least",
+        "tierd/core/retention.py",
+        "keep_last=max(one.keep_last for one in found)",
+        "keep_last=min(one.keep_last for one in found)",
+        "pytest tests/core/test_retention.py -k merg",
+    ),
+)
+
+_PRUNES = (
+    Mutant(
+        "small chunks are shared",
+        "tierd/core/sharing.py",
+        "chunk.size >= SMALLEST_SHARED_BYTES",
+        "chunk.size >= 1",
+        "pytest tests/core/test_sharing.py tests/daemon/test_sharing.py -k large_chunks",
+        "1 MiB is the smallest",
+    ),
+    Mutant(
+        "a chunk is shared without end",
+        "tierd/core/sharing.py",
+        "if count >= MOST_SHARERS",
+        "if count < 0",
+        "pytest tests/daemon/test_sharing.py -k bound",
+        "a chunk is named by",
+    ),
+    Mutant(
+        "a pass of prunes looks before it marks",
+        "tierd/daemon/doomed.py",
+        "        await self.marks.put(self.doomed | remembered)\n",
+        "        await self.marks.put(set())\n",
+        "pytest tests/daemon/test_turns.py -k no_manifest_ever",
+        "has lost",
+    ),
+    Mutant(
+        "a pass of prunes reads its survivors again",
+        "tierd/daemon/manifests.py",
+        "        return read.borrowed.get(_mark(info)) if read else None",
+        "        return None",
+        "pytest tests/daemon/test_request_counts.py -k survivor_however",
+        "a pass of prunes costs",
+    ),
+    Mutant(
+        "a daemon at rest looks at every rescan",
+        "tierd/core/rest.py",
+        "return max(rescan_s, requests * tiers * 3600 / REQUESTS_AN_HOUR)",
+        "return rescan_s",
+        "pytest tests/daemon/test_rest.py -k tiers0",
+        "requests an hour",
+    ),
+)
+
+_ENDING = (
+    Mutant(
+        "a drain that left something counts as done",
+        "tierd/cli/act.py",
+        "        raise typer.Exit(EXIT_UNFINISHED)  # the log says what is left",
+        "        pass",
+        "pytest tests/test_ending_cli.py -k sigterm_with_parts",
+    ),
+    Mutant(
+        "what one tier has counts as on none",
+        "tierd/core/remaining.py",
+        "    nowhere = [one for one in left if not one.on]",
+        "    nowhere = list(left)",
+        "pytest tests/daemon/test_ending.py -k unfinished",
+    ),
+    Mutant(
+        "a part lacks on no tier that does not answer",
+        "tierd/core/remaining.py",
+        "if (part, name) in wanted or (place is None and world.spool.lists(part))",
+        "if (part, name) in wanted",
+        "pytest tests/core/test_remaining.py -k did_not_answer",
+    ),
+    Mutant(
+        "an idle daemon waits for a trainer that nobody announced",
+        "tierd/daemon/service.py",
+        "    while await_trainer and not control.seen",
+        "    while not control.seen",
+        "pytest tests/daemon/test_watch_notify.py -k no_trainer_started",
+    ),
+    Mutant(
+        "a daemon that ends with its container is trusted to flush",
+        "tierd/client/outliving.py",
+        "    return pid != 0 and namespace_ends_with_us()",
+        "    return False",
+        "pytest tests/client/test_closing.py -k other_end",
+    ),
+    Mutant(
+        "nobody is told that no tier accepts checkpoints",
+        "tierd/client/acceptance.py",
+        "            looked = True\n",
+        "            continue\n",
+        "pytest tests/client/test_closing.py -k mistyped",
+    ),
+    Mutant(
+        "a named tier is not waited for",
+        "tierd/client/checkpointer.py",
+        "                    closing.wait_for(wait, timeout)",
+        "                    pass",
+        "pytest tests/client/test_closing.py -k named_tier",
+    ),
+    Mutant(
+        "a reload changes the spool",
+        "tierd/daemon/reload.py",
+        "        if config.spool != reconciler.config.spool:",
+        "        if False:",
+        "pytest tests/daemon/test_reload.py -k cannot_be_used",
+    ),
+    Mutant(
+        "a restore is cut off from its stores by a reload",
+        "tierd/daemon/reload.py",
+        "        if working:\n",
+        "        if False:\n",
+        "pytest tests/daemon/test_reload.py -k under_way",
+    ),
+)
+
+_DEMAND = "pytest tests/core/test_demand.py"
+_PLACES = (
+    Mutant(
+        "a tier deletes what another wants and lacks",
+        "tierd/core/plan.py",
+        "    names = demand.waiting(name, one, seen, hoped=hoped) if seen else ()",
+        "    names = ()",
+        f"{_DEMAND} -k holds_what",
+    ),
+    Mutant(
+        "rules that keep for good count from the oldest verified",
+        "tierd/core/plan.py",
+        "        reasons = again.reasons if again.keep else demand.reasons(SPOOL, verdict.id)",
+        "        reasons = ()",
+        f"{_DEMAND} -k starts_at_the_oldest",
+    ),
+    Mutant(
+        "a tier that does not answer lacks nothing",
+        "tierd/core/demand.py",
+        "        if seen is None:\n            return True",
+        "        if seen is None:\n            return place is not None",
+        f"{_DEMAND} -k until_it_is_silent",
+    ),
+    Mutant(
+        "a slow tier is sent nothing but the newest",
+        "tierd/core/order.py",
+        "    if sent is not None and sent.others**2 < len(good):",
+        "    if False:",
+        f"{_DEMAND} -k for_ever",
+    ),
+    Mutant(
+        "a relay puts what it read without a look",
+        "tierd/daemon/mend.py",
+        "    await to_the_end(check_stored, stored, data, run)",
+        "    pass",
+        "pytest tests/daemon/test_relay.py -k takes_what_is_wrong",
+    ),
+    Mutant(
+        "a full tier is sent more before anything is deleted there",
+        "tierd/core/plan.py",
+        "    return (*urgent, *actions)",
+        "    return (*actions, *urgent)",
+        f"{_DEMAND} -k full_tier",
+    ),
+)
+
+PLAIN = (
+    _PRUNES
+    + _GUARDS
+    + _ENCRYPTION
+    + _DELETIONS
+    + _DEATHS
+    + _VERSIONS
+    + _READING
+    + SPACE
+    + _POLICIES
+    + _ENDING
+    + _PLACES
+)

@@ -23,11 +23,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 ELSEWHERE = {
     "Type",
     "ExecStart",
+    "ExecReload",
     "EnvironmentFile",
     "User",
     "Group",
     "Restart",
     "RestartSec",
+    "RestartPreventExitStatus",
     "WatchdogSec",
     "KillMode",
     "TimeoutStopSec",

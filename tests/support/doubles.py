@@ -77,9 +77,9 @@ class Double:
         await self.inner.aclose()
 
 
-async def contents(store: Store) -> dict[str, bytes]:
-    """Everything that a store holds."""
-    keys = [info.key async for info in store.scan("")]
+async def contents(store: Store, *, policies: bool = False) -> dict[str, bytes]:
+    """Everything that a store holds; with `policies` also the runs' retention, which says when it was written."""
+    keys = [info.key async for info in store.scan("") if policies or "/retention/" not in info.key]
     return {key: bytes(await store.get(key)) for key in keys}
 
 

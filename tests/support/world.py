@@ -90,19 +90,27 @@ def read(spool: Spool, which: PartId) -> dict[str, bytes]:
 
 
 def listing(spool: Spool) -> list[str]:
-    """Everything below the spool but what a daemon keeps for itself."""
-    own = ("lock", "control.sock", "daemon.log")
-    return sorted(str(path.relative_to(spool.root)) for path in spool.root.rglob("*") if path.name not in own)
+    """Everything below the spool but what a daemon keeps for itself, and the marks of who saves here."""
+    own, marks = ("lock", "control.sock", "daemon.log"), spool.control / "saved"
+    found = (path for path in spool.root.rglob("*") if path.name not in own and marks not in path.parents)
+    return sorted(str(path.relative_to(spool.root)) for path in found)
 
 
 def config(
-    spool: Spool, *tiers: str, keep: int = 100, keep_local: int | None = None, rescan: str = "60s", **more: object
+    spool: Spool,
+    *tiers: str,
+    keep: int | None = 100,
+    keep_local: int | None = None,
+    rescan: str = "60s",
+    **more: object,
 ) -> Config:
-    policy = RetentionPolicy(keep_last=keep)
+    """`keep`, `keep_local`: `keep_last` on every tier and in the spool; without `keep`, nobody configured any."""
+    policy = RetentionPolicy(keep_last=keep) if keep else None
+    local = keep_local or keep
     return Config(
         spool=str(spool.root),
         tier=tuple(TierConfig(name=name, url=f"file:///{name}", retention=policy) for name in tiers),
-        retention=RetentionPolicy(keep_last=keep_local or keep),
+        retention=RetentionPolicy(keep_last=local) if local else None,
         rescan=rescan,
         **{"min_free_percent": 0.0, "scrub": "0s", **more},
     )
@@ -182,7 +190,9 @@ def corrupt(path: Path) -> None:
 
 
 def hurry(monkeypatch) -> None:
-    """Backoffs of milliseconds, leftovers at once: the order of things stays, the waiting goes."""
+    """Backoffs of milliseconds, leftovers at once: the order of things stays, the waiting goes. Chunks of any size are
+    shared, because those of tests have `CHUNK` bytes."""
+    monkeypatch.setattr("tierd.core.sharing.SMALLEST_SHARED_BYTES", 1)
     monkeypatch.setattr(lane, "_LONGEST", 0.02)
     monkeypatch.setattr("tierd.daemon.reconcile._ABANDONED", 0.05)
     monkeypatch.setattr("tierd.daemon.tiers._ANSWER", 0.5)

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import Annotated
 
 import typer
 
-from tierd.cli import act, advise, bench, check, pause, read
-from tierd.core import errors
+from tierd import __version__
+from tierd.cli import act, advise, bench, check, ending, pause, read, space, status
+from tierd.cli.tables import print_json
+from tierd.core import errors, manifest
+from tierd.core.protocol import PROTOCOL
 from tierd.core.wire import EXIT_HELD
 
 app = typer.Typer(
@@ -21,10 +25,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.callback()(lambda: None)  # or typer would drop the command's name while there is only one
 act.register(app)
 read.register(app)
+status.register(app)
 pause.register(app)
+space.register(app)
+ending.register(app)
 advise.register(app)
 bench.register(app)
 check.register(app)
@@ -39,6 +45,7 @@ EXIT_CODES: dict[int, str] = {
     6: "a store or the daemon did not answer, or refused; nothing is known to be wrong",
     EXIT_HELD: "another daemon holds the spool",
     check.EXIT_NOT_EXACT: "`check-resume`: the run that was killed is not the one that nobody interrupted",
+    ending.EXIT_UNFINISHED: "`run` after SIGTERM, `drain`: some tier still lacks a part that it wants",
 }
 _CODES: dict[type[errors.TierdError], int] = {
     errors.CheckpointNotFound: 4,
@@ -50,6 +57,24 @@ _CODES: dict[type[errors.TierdError], int] = {
     errors.DaemonUnavailable: 6,
     errors.SpoolHeld: EXIT_HELD,
 }
+
+
+@app.callback(invoke_without_command=True)
+def _main(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the versions and exit.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --version: print JSON.")] = False,
+) -> None:
+    if version:
+        if json:
+            print_json({"version": __version__, "protocol": str(PROTOCOL), "format": manifest.VERSION})
+        else:
+            print(f"tierd {__version__}, protocol {PROTOCOL}, format {manifest.VERSION}")
+        raise typer.Exit()
+    if json:
+        raise typer.BadParameter("before a command, it is for --version alone; give it after the command", context)
+    if context.invoked_subcommand is None:
+        context.fail("Missing command.")
 
 
 def run(arguments: list[str] | None = None) -> int:

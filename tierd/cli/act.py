@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
+from tierd.cli.ending import EXIT_UNFINISHED
 from tierd.cli.options import (
     AttemptOption,
     BestOption,
@@ -34,15 +35,18 @@ from tierd.cli.tables import console, print_json, progress, size, table
 from tierd.core import wire
 from tierd.core.choose import Goal, check_goal
 from tierd.core.config import Config, from_urls, without_addresses
+from tierd.core.demand import Demand
 from tierd.core.errors import ConfigError, DaemonUnavailable, StoreRefused, StoreUnavailable
 from tierd.core.events import Event
 from tierd.core.ids import CheckpointId, check_run, pin_key
-from tierd.core.plan import judge_tier
+from tierd.core.plan import judge
+from tierd.core.policies import known_policy, unknown
+from tierd.core.pruning import MOST_CHECKPOINTS
 from tierd.core.resume import agree
 from tierd.core.retention import RetentionPolicy
 from tierd.core.sight import told
 from tierd.core.urls import parse_url
-from tierd.core.world import runs
+from tierd.core.world import World, runs
 from tierd.daemon.download import Progress
 from tierd.daemon.export import Exported, export
 from tierd.daemon.manifests import Manifests
@@ -71,16 +75,25 @@ def run(
         list[str] | None, typer.Option("--to", metavar="URL", help="A tier; again for more, in order.")
     ] = None,
     config: ConfigOption = None,
-    keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="Checkpoints to keep in each place.")] = 3,
+    keep_last: Annotated[
+        int | None,
+        typer.Option("--keep-last", min=1, help="Checkpoints to keep in each place; not given: each run's own policy."),
+    ] = None,
     until_idle: Annotated[
         bool, typer.Option("--until-idle", help="End when no trainer is attached and everything is flushed.")
+    ] = False,
+    await_trainer: Annotated[
+        bool, typer.Option("--await-trainer", help="With --until-idle: give a first trainer 120 s to attach.")
     ] = False,
     key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
     """Run the daemon: flush, verify, retain; until SIGTERM. With --json, each event is a line on stdout."""
     where = _daemon_config(spool, to, config, keep_last, key_file)
-    asyncio.run(serve(where, until_idle=until_idle, told=_tell if json else None))
+    told = _tell if json else None
+    reread = (lambda: load_config(config)) if config is not None else None
+    if asyncio.run(serve(where, until_idle=until_idle, await_trainer=await_trainer, reread=reread, told=told)):
+        raise typer.Exit(EXIT_UNFINISHED)  # the log says what is left
 
 
 def _tell(event: Event) -> None:
@@ -89,7 +102,7 @@ def _tell(event: Event) -> None:
 
 
 def _daemon_config(
-    spool: Path | None, to: list[str] | None, config: Path | None, keep_last: int, key_file: Path | None
+    spool: Path | None, to: list[str] | None, config: Path | None, keep_last: int | None, key_file: Path | None
 ) -> Config:
     if config is not None:
         if spool or to or key_file:
@@ -100,7 +113,8 @@ def _daemon_config(
     if spool is None:
         raise ConfigError("no spool: give --spool DIR, or --config FILE")
     key = str(key_file.absolute()) if key_file else None
-    return from_urls(str(spool.absolute()), to or [], RetentionPolicy(keep_last=keep_last), key)
+    retention = RetentionPolicy(keep_last=keep_last) if keep_last else None
+    return from_urls(str(spool.absolute()), to or [], retention, key)
 
 
 def restore(
@@ -170,16 +184,15 @@ def prune(
     config: ConfigOption = None,
     run: RunOption = None,
     keep_last: Annotated[
-        int | None, typer.Option("--keep-last", min=1, help="The policy, where no file says it.")
+        int | None, typer.Option("--keep-last", min=1, help="The policy, in place of each run's own.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and why the rest stays.")] = False,
     key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Apply retention to the tiers now. A spool is pruned by its daemon alone, which does both by itself."""
+    """Apply retention to the tiers now: each run's own policy, or the one given. A spool is pruned by its daemon alone,
+    which does both by itself."""
     where = places(None, url, config, keep_last, key_file)
-    if not where.policy:
-        raise ConfigError("no policy: give --keep-last N, or --config FILE")
     judged = asyncio.run(_prune(where, run, dry_run=dry_run))
     if json:
         print_json({"verdicts": judged})
@@ -204,20 +217,50 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
     async with AsyncExitStack() as stack:
         stores = await open_tiers(where.config, stack)
         world = await look_around(where.spool, stores, run)
+        if where.policy:  # a person decides
+            answered = {name: place and replace(place, policies={}) for name, place in world.tiers.items()}
+            world = replace(world, tiers=answered)
+        asked = [one for one in runs(world) if run in (None, one)]
+        _check_policies(world, where, asked)
         for name, place in world.tiers.items():
             if place is None:
                 raise StoreUnavailable(f"{name} did not answer; nothing more was pruned")
             known = Manifests(stores[name])
-            for one in (one for one in runs(world) if run in (None, one)):
-                for verdict in judge_tier(world, place, where.config.named(name).retention, one):
-                    going = not verdict.keep and not dry_run
-                    if going:
-                        going = await prune_tier(stores[name], verdict.id, known=known)
-                    found = verdict.id
+            for one in asked:
+                verdicts = judge(Demand(world, where.config, one), name)
+                going = [verdict.id for verdict in verdicts if not verdict.keep and not dry_run]
+                gone: set[CheckpointId] = set()
+                while going:
+                    some, going = going[:MOST_CHECKPOINTS], going[MOST_CHECKPOINTS:]
+                    gone |= (await prune_tier(stores[name], some, known=known, seen=place)).gone
+                for verdict in verdicts:
+                    found, went = verdict.id, verdict.id in gone
                     judged.append(
-                        Judged(name, found.run, found.step, found.attempt, verdict.keep, verdict.reasons, going)
+                        Judged(name, found.run, found.step, found.attempt, verdict.keep, verdict.reasons, went)
                     )
     return judged
+
+
+def _check_policies(world: World, where: Places, asked: list[str]) -> None:
+    """Raise `ConfigError` where a run has no policy on a tier, or one that cannot be read; before anything goes."""
+    assert where.config is not None
+    for name, place in world.tiers.items():
+        if place is None or where.policy:
+            continue
+        for run in asked:
+            if why := unknown(place, run):
+                raise ConfigError(f"{name}: what run {run!r} keeps is not known: {why}; give --keep-last N")
+            others = {other for one in place.policies.get(run, ()) for other in one.tiers}
+            if len(others) > len(where.config.tier):
+                raise ConfigError(
+                    f"{name}: run {run!r} is kept on {', '.join(sorted(others))}, and what a tier that is not named "
+                    "here still wants from this one is not known; name every tier, give --config FILE, or decide "
+                    "yourself by --keep-last N"
+                )
+            if known_policy(world, where.config, run, name) is None and any(place.copies(run)):
+                raise ConfigError(
+                    f"{name}: nobody said what run {run!r} keeps there; give --keep-last N, or --config FILE"
+                )
 
 
 def pin(

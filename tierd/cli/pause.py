@@ -12,7 +12,7 @@ import typer
 from tierd.cli.options import ConfigOption, JsonOption, SpoolOption, places
 from tierd.cli.tables import console, paused, print_json
 from tierd.core import wire
-from tierd.core.errors import ConfigError, DaemonUnavailable, SpoolHeld
+from tierd.core.errors import ConfigError, DaemonUnavailable, RequestUnknown, SpoolHeld, VersionMismatch
 from tierd.core.retention import seconds
 from tierd.daemon.pause import Pause
 from tierd.link import Link
@@ -73,6 +73,8 @@ def _ask(spool: Spool, request: wire.Pause | wire.Resume) -> str | None:
             with Link(spool) as link:
                 answer: str | None = link.ask(request)["paused"]
                 return answer
+        except (VersionMismatch, RequestUnknown):  # it runs, so nobody else may change the pause
+            raise
         except DaemonUnavailable as error:
             try:
                 with translated(f"spool {spool.root}"), spool.lock():

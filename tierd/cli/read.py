@@ -1,13 +1,13 @@
-"""Commands that only look: status, ls, show, verify."""
+"""Commands that only look at checkpoints: ls, show, verify."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import typer
 
 from tierd.cli.options import (
@@ -24,17 +24,17 @@ from tierd.cli.options import (
     UrlArgument,
     places,
 )
-from tierd.cli.tables import checkpoints, console, paused, print_json, progress, size, table
+from tierd.cli.tables import checkpoints, console, print_json, progress, size, table
 from tierd.core import wire
 from tierd.core.errors import (
     CheckpointNotFound,
-    ConfigError,
     DaemonUnavailable,
     FormatTooNew,
     ManifestError,
     ObjectNotFound,
     StoreUnavailable,
     TierdError,
+    VersionMismatch,
 )
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
@@ -53,58 +53,8 @@ from tierd.stores.base import Store
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
-    for command in (status, ls, show, verify):
+    for command in (ls, show, verify):
         app.command()(command)
-
-
-def status(spool: SpoolOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
-    """How the node's daemon does: each tier's backlog, failures and last events."""
-    found = places(spool, None, config)
-    if found.spool is None:
-        raise ConfigError("the spool that --config names is not there yet: no daemon has run")
-    with Link(found.spool) as link:
-        answer = link.ask(wire.Status())["status"]
-    if json:
-        print_json(answer)
-        return
-    out = console()
-    free = f"{answer['spool_free']:.0%} of its disk is free"
-    out.print(f"daemon {answer['pid']}, spool {answer['spool']} ({answer['spool_parts']} parts, {free})")
-    out.print(f"trainers attached: {answer['trainers']}")
-    scrub = answer["scrub"]
-    reading = scrub["doing"] or "idle"
-    out.print(f"scrub: oldest copy verified {scrub['oldest'] or 'never'}, {scrub['due']} overdue, {reading}")
-    if answer.get("paused"):
-        out.print(f"{paused(answer['paused'])}: nothing is flushed; to go on: tierd resume --spool {answer['spool']}")
-    out.print(
-        table(
-            None,
-            ("TIER", "URL", "ANSWERS", "PENDING", "BYTES", "DOING", "LAST ERROR"),
-            [
-                (
-                    tier["name"],
-                    tier["url"],
-                    "yes" if tier["reached"] else "no",
-                    str(tier["pending_parts"]),
-                    size(tier["pending_bytes"]),
-                    tier["doing"] or (f"again in {tier['retry_in_s']:.0f} s" if tier["retry_in_s"] else "idle"),
-                    tier["last_error"] or "",
-                )
-                for tier in answer["tiers"]
-            ],
-        )
-    )
-    for tier in answer["tiers"]:
-        out.print(f"{tier['name']}: {tier['effort']}")
-    for one in answer["tell"]:
-        failed = f", the last failed: {one['last_error']}" if one["last_error"] else ""
-        counts = f"{one['told']} told, {one['untold']} not, {one['waiting']} waiting"
-        out.print(f"{one['name']}: to {one['to']}: {counts}{failed}", markup=False)
-    for alert in answer["alerts"]:
-        fails = f"{alert['doing']} {alert['subject']} failed {alert['tries']} times in a row"
-        out.print(f"ALERT {alert['place']}: {fails}, since {alert['since'][:19]}: {alert['why']}", markup=False)
-    for event in answer["events"][-10:]:
-        out.print(f"{event['at'][:19]}  {event['place']}  {event['what']}  {event['subject']}  {event['why']}")
 
 
 def ls(
@@ -143,7 +93,7 @@ def show(
     checkpoint = choose(world, run, step, attempt)
     found = next(
         c
-        for c in report(world, where.config if where.policy else None, run).checkpoints
+        for c in report(world, where.config, run, defaults=where.policy).checkpoints
         if (c.step, c.attempt) == _name(checkpoint)
     )
     manifests = asyncio.run(_manifests(where, world, checkpoint))
@@ -229,10 +179,12 @@ def _report(where: Places, run: str | None) -> Report:
     if where.spool is not None and not where.config:
         try:
             with Link(where.spool) as link:  # it knows the tiers and their retention
-                return msgspec.convert(link.ask(wire.Report(run=run))["report"], Report)
+                return wire.read_member(link.ask(wire.Report(run=run)), "report", Report)
+        except VersionMismatch as error:
+            print(f"tierd: {error}. Without it, only the spool is shown", file=sys.stderr)
         except DaemonUnavailable:
             pass
-    return report(asyncio.run(_look(where, run)), where.config if where.policy else None, run)
+    return report(asyncio.run(_look(where, run)), where.config, run, defaults=where.policy)
 
 
 async def _look(where: Places, run: str | None) -> World:

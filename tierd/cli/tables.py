@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +39,17 @@ def size(count: float) -> str:
 def paused(until: str | None) -> str:
     """A pause for a reader; empty when there is none."""
     return f"paused {'' if until == 'until resumed' else 'until '}{until}" if until else ""
+
+
+def disagreements(policies: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """A line for each policy that differs from another of its run on its tier, or cannot be read, and the way out."""
+    found = [one for one in policies if one["disagrees"]]
+    for one in found:
+        rules = {name: value for name, value in (one["retention"] or {}).items() if value is not None}
+        says = f"keeps {rules}" if one["retention"] else f"cannot be read, so nothing is deleted: {one['why']}"
+        yield f"{one['tier']}: run {one['run']}: {one['key']} ({one['given']} on {one['host'] or '?'}) {says}"
+    if found:
+        yield "Whatever any of these keeps is kept. Make them agree, or delete the object of a node that is gone."
 
 
 def table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:

@@ -5,14 +5,20 @@ Law: the daemon is a convenience of saving and a necessity only of restoring wha
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
+import time
 from collections.abc import Sequence
 
+from tierd.client.acceptance import Watch
 from tierd.core.config import from_urls
-from tierd.core.errors import ConfigError, DaemonUnavailable, TierdError
+from tierd.core.errors import ConfigError, DaemonUnavailable, TierdError, VersionMismatch
+from tierd.core.ids import PartId
+from tierd.core.remaining import Backlog, backlog_of
 from tierd.core.sight import told
-from tierd.core.wire import Attach, Candidates, Request
+from tierd.core.wire import Attach, Candidates, MakeRoom, Request
+from tierd.core.wire import Backlog as AskBacklog
 from tierd.link import Link, start_daemon
 from tierd.spool import Spool
 
@@ -20,30 +26,41 @@ log = logging.getLogger("tierd")
 
 _TOLD = 5.0  # seconds that what it is told may take
 _ANSWER = 5.0  # seconds that naming an attempt waits for the daemon's look at the tiers
+_ROOM = 10.0  # seconds that a save which met a full disk waits for the daemon to make room
 
 
 class Attachment:
-    """Known to the daemon as a trainer for as long as this is open, when `to` asked for one.
+    """Known to the daemon as a trainer for as long as this is open, where one is to be.
+
+    Attributes:
+        keep_last: how many checkpoints the daemon keeps in the spool; None while no daemon has said so.
 
     Args:
         to: URLs of the tiers that a daemon is started for; None where one is expected to be there; empty for none.
+        run: which this trainer saves. The tiers are asked for it, and other runs in the spool may count as finished.
 
     Raises:
         ConfigError: a URL cannot be used.
         DaemonUnavailable: the daemon for `to` did not start.
     """
 
-    def __init__(self, spool: Spool, to: Sequence[str] | None) -> None:
-        self._spool = spool
+    def __init__(self, spool: Spool, to: Sequence[str] | None, run: str) -> None:
+        self._spool, self._run = spool, run
+        self.keep_last: int | None = None
         if isinstance(to, str) or not all(isinstance(url, str) for url in to or ()):
             raise ConfigError(f"to={to!r}: a list of URLs, such as to=['s3://bucket/prefix']")
         self._to = tuple(to) if to is not None else None
         self._link: Link | None = None
         self._lock = threading.Lock()
         self._keeping: threading.Thread | None = None
+        self._warned = ""  # of which mismatch of versions the log was told
         self._telling: threading.Thread | None = None  # the last one that does
+        self._watch: Watch | None = None
         if self._to:
             self._attach(self._to)
+            self._watch = Watch(functools.partial(self._backlog, run))
+        else:
+            self.renew()
 
     @property
     def tiers(self) -> bool:
@@ -66,11 +83,13 @@ class Attachment:
         return seen
 
     def keep(self) -> None:
-        """After a save: the daemon that `to` asked for may have ended, and this checkpoint needs one.
+        """After a save: the daemon may have ended, and this checkpoint needs one, or another may have come.
 
         Returns at once: a daemon that takes its time to start, or to answer, must not hold up the next save.
         """
-        if not self._to or (self._keeping and self._keeping.is_alive()):
+        if self._watch:
+            self._watch.saved()
+        if self._to == () or (self._keeping and self._keeping.is_alive()):
             return
         self._keeping = threading.Thread(target=self.renew, name="tierd-keep")
         try:
@@ -79,15 +98,31 @@ class Attachment:
             self.renew()
 
     def renew(self) -> None:
-        """Attach again, to a new daemon if need be, unless the old tie still holds."""
-        if not self._to:
+        """Attach again, to a new daemon if need be and `to` says which, unless the old tie still holds."""
+        if self._to == ():
             return
         try:
             with self._lock:
                 if self._link is None or not self._link.alive():
                     self._attach(self._to)
         except (TierdError, TimeoutError, OSError) as error:
-            log.warning("no daemon takes checkpoints from the spool: %s", error)
+            if self._to is not None:
+                log.warning("no daemon takes checkpoints from the spool: %s", error)
+
+    def make_room(self, part: PartId, size_bytes: int, quota: bool) -> bool:
+        """Have the daemon give up verified copies, so that `size_bytes` fit; whether a second try is worth it.
+
+        It takes at most `_ROOM` seconds, and so is nothing for the thread that trains.
+        """
+        if self._to == ():
+            return False
+        request = MakeRoom(run=part.checkpoint.run, size_bytes=size_bytes, quota=quota)
+        try:
+            with Link(self._spool) as link:
+                return bool(link.ask(request, _ROOM).get("enough"))
+        except (TierdError, TimeoutError, OSError) as error:
+            log.info("the daemon made no room: %s", error)
+            return False
 
     def tell(self, request: Request) -> None:
         """Have the daemon know of something, after what it was told before; returns at once, and where none answers
@@ -109,22 +144,45 @@ class Attachment:
         except (TierdError, TimeoutError, OSError) as error:
             log.info("the daemon was not told: %s", error)
 
-    def close(self) -> None:
-        """Let go. The daemon flushes what is left and ends by itself."""
+    def _backlog(self, run: str, hurry: bool) -> Backlog:
+        with Link(self._spool) as link:
+            return backlog_of(link.ask(AskBacklog(hurry=hurry, run=run), _ANSWER))
+
+    def close(self, patience_s: float = _TOLD) -> None:
+        """Let go. The daemon flushes what is left and ends by itself. `renew` attaches again.
+
+        Args:
+            patience_s: seconds that what it is being told, and asked, may still take.
+        """
+        end_s = time.monotonic() + patience_s
+        if self._watch:
+            self._watch.close(patience_s)
         if self._keeping and self._keeping.ident:
             self._keeping.join()
         if self._telling and self._telling.ident:
-            self._telling.join(_TOLD)
+            self._telling.join(max(0.0, end_s - time.monotonic()))
         if self._link is not None:
             self._link.close()
+            self._link = None
 
-    def _attach(self, to: Sequence[str]) -> None:
-        config = from_urls(str(self._spool.root), to)
+    def _attach(self, to: Sequence[str] | None) -> None:
+        config = from_urls(str(self._spool.root), to) if to is not None else None
         try:
             self._link = Link(self._spool)
         except DaemonUnavailable:
+            if to is None:
+                raise
             start_daemon(self._spool, to)
             self._link = Link(self._spool)
-        tiers = self._link.ask(Attach())["tiers"]
-        if sorted(tiers.values()) != sorted(tier.url for tier in config.tier):
+        try:
+            answer = self._link.ask(Attach(run=self._run), None if to is not None else _ANSWER)
+        except VersionMismatch as error:  # that daemon flushes what it finds in the spool, attached to or not
+            self._link.close()
+            self._link = None
+            if str(error) != self._warned:
+                self._warned = str(error)
+                log.warning("%s", error)
+            return
+        tiers, self.keep_last = answer["tiers"], answer.get("keep_last")
+        if config is not None and sorted(tiers.values()) != sorted(tier.url for tier in config.tier):
             log.warning("spool %s: its daemon has other tiers than `to` names: %s", self._spool.root, tiers)

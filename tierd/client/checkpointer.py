@@ -20,6 +20,8 @@ import msgspec
 from tierd.client.attachment import Attachment
 from tierd.client.capture import Capture, Capturer
 from tierd.client.choosing import Choice
+from tierd.client.closing import Closing, check_failed, check_wait
+from tierd.client.entries import check_written_by_save
 from tierd.client.handoff import HandOff
 from tierd.client.launch import Launch, tell_failure
 from tierd.client.load import check_fit, chosen, load
@@ -31,13 +33,17 @@ from tierd.client.save import Save, Stats, checked_metrics
 from tierd.client.slots import estimate
 from tierd.client.snapshot import Snapshot
 from tierd.client.source import MEMORY
+from tierd.client.space import SpaceCheck
 from tierd.client.state import unflatten
 from tierd.core.choose import Goal, When, check_epoch
-from tierd.core.errors import ConfigError, SaveSkipped, StateMismatch, StepRefused
+from tierd.core.errors import ConfigError, SaveSkipped, StepRefused
 from tierd.core.ids import PartId, check_attempt, check_run, check_step
 from tierd.core.manifest import TENSORS, TREE
+from tierd.core.retention import RetentionPolicy, checked
 from tierd.core.wire import MAX_TOLD, Failed
+from tierd.core.world import SPOOL
 from tierd.link import Link
+from tierd.records import set_policy
 from tierd.spool import Spool, translated
 from tierd.stage import describe_directory
 
@@ -50,6 +56,7 @@ log = logging.getLogger("tierd")
 
 _BUSY = ("wait", "skip", "fail")
 _MAX_SLOTS = 16
+_PATIENCE_S = 2.0  # that closing waits for what the daemon is still being told
 
 
 class Checkpointer:
@@ -71,9 +78,11 @@ class Checkpointer:
         when_busy: what `save` does while every slot is still being persisted: `"wait"` for one, `"skip"` (the `Save`
             has then ended with `SaveSkipped`), or `"fail"` (raise it).
         when: what `due` goes by, the same on every rank.
+        retention: what the run keeps on every tier, and in the spool where no configuration says that; the same on
+            every rank. Not given: what a configuration or an earlier launch said, else `keep_last=3`.
 
     Raises:
-        ConfigError: a name, rank or URL cannot be used; or ranks were given different ones, or cannot agree; or
+        ConfigError: a name, rank, URL or policy cannot be used; or ranks were given different ones, or cannot agree; or
             `when` hangs on a clock or a metric, and they cannot talk.
         StoreUnavailable: another rank could not begin; says which and why.
         SpoolUnusable: the spool cannot be written to.
@@ -91,9 +100,13 @@ class Checkpointer:
         slots: int = 1,
         when_busy: Literal["wait", "skip", "fail"] = "wait",
         when: When | None = None,
+        retention: RetentionPolicy | None = None,
     ) -> None:
         self._ranks = Ranks(rank, world_size)
         self._closed = False
+        self._saved: set[str] = set()  # attempts that this launch made something durable under
+        self._failed: dict[int, str] = {}  # why, by step, where no later save of the step became durable
+        self._verified: set[str] = set()  # tiers that `close` has waited for with success
         self._pid = os.getpid()
         self._hold: Link | None = None  # while it is open, the daemon leaves the last restored directory alone
         self._when_busy = when_busy
@@ -107,7 +120,10 @@ class Checkpointer:
             given = check_attempt(attempt) if attempt is not None else None
             self._choice = Choice(when, self._ranks)
             self._spool = Spool(spool)
-            self._daemon = Attachment(self._spool, to)
+            if retention is not None:  # before a daemon is there that would decide without it
+                with translated(f"spool {self._spool.root}"):
+                    set_policy(self._spool.control, run, checked(retention))
+            self._daemon = Attachment(self._spool, to, run)
         except Exception as error:
             tell_failure(self._ranks, run, error)
             raise
@@ -120,7 +136,10 @@ class Checkpointer:
         self._capturer = Capturer()
         self._gate = Gate(self.stats)
         self._line = HandOff(self._spool) if self._daemon.tiers else None
-        self._pipeline = Pipeline(self._spool, slots, self.stats, self._line, self._ended)
+        self._pipeline = Pipeline(self._spool, slots, self.stats, self._line, self._ended, self._daemon.make_room)
+        self._staged_bytes = 0  # of what was last staged: the next will be about as large
+        self._space = SpaceCheck(self._spool, lambda: self._daemon.keep_last)
+        self._space.done = not self._daemon.tiers  # nothing is pruned there, so no number is right
 
     @property
     def attempt(self) -> str:
@@ -177,16 +196,22 @@ class Checkpointer:
         if self._when_busy != "wait" and self._pipeline.busy:
             return self._skipped(save)
         try:
-            self._take(save, self._capturer.capture(state), numbers)
+            capture = self._capturer.capture(state)
+            self._take(save, capture, numbers)
         except BaseException:
             self._choice.ended(save.step, durable=False)
             raise
         self._choice.took(save.step)
+        self._check_space(capture.layout.size)
         self.stats.saves += 1
         blocked = time.perf_counter() - begun
         self.stats.blocked_s += blocked
         self.stats.first_blocked_s = self.stats.first_blocked_s or blocked
         return save
+
+    def _check_space(self, size_bytes: int) -> None:
+        if not self._space.done:
+            self._pipeline.behind(lambda: self._space.check(size_bytes))
 
     def _part(self, step: int, metrics: Mapping[str, float] | None) -> tuple[PartId, dict[str, float]]:
         part, numbers = self._launch.part(step), checked_metrics(metrics or {})
@@ -238,6 +263,8 @@ class Checkpointer:
         if error is not None:
             self._launch.steps.discard(save.step)
             self._tell_failed(save.part, error)
+        else:
+            self._durable(save.part.checkpoint.attempt, save.step)
         self._choice.ended(save.step, durable=error is None)
         save.finish(error)
         if self._line is not None:
@@ -257,11 +284,14 @@ class Checkpointer:
         part, numbers = self._part(step, metrics)
         try:
             with translated(f"spool {self._spool.root}"):
+                if self._spool.free()[0] < self._staged_bytes:  # what writes there is asked for no second try
+                    self._daemon.make_room(part, self._staged_bytes, quota=False)
                 stage = self._spool.stage(part)
             with stage:
                 yield stage.path
                 with translated(f"spool {self._spool.root}"):
                     files = describe_directory(stage.path)
+                    self._staged_bytes = sum(file.size for file in files)
                     stage.commit(msgspec.structs.replace(self._launch.manifest(part, numbers), files=files))
         except BaseException as error:
             self._unstaged(part, error)
@@ -272,6 +302,7 @@ class Checkpointer:
     def _staged(self, step: int, numbers: dict[str, float]) -> None:
         """What something else wrote is committed."""
         self._launch.steps.add(step)
+        self._durable(self._launch.attempt, step)
         self.stats.saves += 1
         self._choice.taking(step, numbers)
         self._choice.ended(step, durable=True)
@@ -283,8 +314,14 @@ class Checkpointer:
         if isinstance(error, Exception) and not isinstance(error, StepRefused):  # a committed step was not lost
             self._tell_failed(part, error)
 
+    def _durable(self, attempt: str, step: int) -> None:
+        self._saved.add(attempt)
+        self._failed.pop(step, None)
+
     def _tell_failed(self, part: PartId, error: Exception) -> None:
-        self._daemon.tell(Failed(part=part, why=(str(error) or type(error).__name__)[:MAX_TOLD]))
+        why = (str(error) or type(error).__name__)[:MAX_TOLD]
+        self._failed[part.checkpoint.step] = why
+        self._daemon.tell(Failed(part=part, why=why))
 
     # -- restore ----------------------------------------------------------------------------------------------------
 
@@ -345,6 +382,7 @@ class Checkpointer:
             self._launch.go_on_from(None, restorer.resume.attempts, restorer.agreement.clocks)
             if state is not None:
                 self._pipeline.reserve(estimate(state))
+                self._check_space(estimate(state))
             return None
         self._hold, manifest = found.hold, found.manifest
         self._launch.go_on_from(found.part.checkpoint, found.attempts, found.clocks)  # on all ranks, whoever fails now
@@ -356,6 +394,7 @@ class Checkpointer:
                 state.update(into)
             self._pipeline.adopt(found.arena)
             self._pipeline.reserve(size)
+            self._check_space(size)
         if found.unreached:
             log.warning("restored step %d; not asked for newer ones: %s", manifest.step, ", ".join(found.unreached))
         return Restored(
@@ -387,12 +426,7 @@ class Checkpointer:
         )
 
     def _tree(self, found: Found) -> dict[str, Any]:
-        if any(name.endswith((".distcp", ".metadata")) for name in found.files):
-            raise StateMismatch(f"{found.part} was written through DCP: tierd.dcp.load(state, checkpointer) reads it")
-        if TREE not in found.files or TENSORS not in found.files:
-            raise StateMismatch(
-                f"{found.part} was written through stage(): call restore() without a state and read its `directory`"
-            )
+        check_written_by_save(found.part, found.files)
         return unflatten(found.files[TREE], found.files[TENSORS])
 
     def _let_go(self) -> None:
@@ -408,18 +442,70 @@ class Checkpointer:
         if os.getpid() != self._pid:
             raise ConfigError("this process was forked from the one that made the Checkpointer: make one of its own")
 
-    def close(self) -> None:
-        """Wait until every save is durable (or failed) and let go of the daemon, which flushes on by itself."""
-        if not self._closed and os.getpid() == self._pid:  # a forked child has none of the threads
+    def close(self, wait: str | None = None, timeout: float | None = None) -> None:
+        """Wait until every save is durable in the spool (or failed), and let go of the daemon, which flushes on alone.
+
+        Where nobody would flush on, this warns of the saves that are on no tier, with their number and steps: no tier
+        accepts checkpoints, no daemon answers, or the daemon ends with this process, because this process is PID 1 of
+        its container or PID 1 ends with it.
+
+        Args:
+            wait: None: where the daemon ends with this process, also wait for the tiers, at most 10 minutes. `"local"`:
+                never wait for a tier. A tier's name: wait until that tier has verified every save of this launch that
+                its retention wants.
+            timeout: seconds that the wait for tiers may take, after every save has ended. None: 10 minutes, or for a
+                named tier, as long as the daemon works.
+
+        Raises:
+            TimeoutError: the named tier does not have everything after `timeout`; names the steps.
+            SaveFailed: a tier was named, and has everything but saves that failed; names the steps.
+            StoreRefused: the named tier says no; names the steps.
+            ConfigError: `wait` or `timeout` cannot be used, or there is no such tier.
+            DaemonUnavailable: a tier was named, and no daemon answers.
+
+        It is closed in any case, except after a `wait` or `timeout` of the wrong kind. A named tier can still be waited
+        for then: call it again after an error, or after a close that waited for no tier.
+        """
+        check_wait(wait, timeout, tiers=self._daemon.tiers)
+        if os.getpid() != self._pid:  # a forked child has none of the threads
+            return
+        if self._closed and (wait in (None, SPOOL) or wait in self._verified):
+            return
+        if not self._closed:
             self._gate.detach()
             self._pipeline.drain()
-            self._closed = True
-            self._pipeline.close()
+        patience_s = _PATIENCE_S
+        try:
+            if self._saved and self._daemon.tiers:
+                closing = Closing(self._spool, self._is_mine, self._daemon.renew)
+                if wait not in (None, SPOOL):
+                    closing.wait_for(wait, timeout)
+                else:
+                    closing.end(patient=wait is None, timeout_s=timeout)
+            if wait not in (None, SPOOL):
+                check_failed(wait, self._failed)
+                self._verified.add(wait)
+        except TimeoutError:
+            patience_s = 0.0
+            raise
+        finally:
+            if not self._closed:
+                self._closed = True
+                self._pipeline.close()
             self._let_go()
-            self._daemon.close()
+            self._daemon.close(patience_s)
+
+    def _is_mine(self, part: PartId) -> bool:
+        one = part.checkpoint
+        return (one.run, part.rank) == (self._launch.run, self._launch.rank) and one.attempt in self._saved
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            if kind is None:
+                raise
+            log.error("closing failed, too: %s", error)  # what is in flight is what the caller has to see

@@ -7,9 +7,10 @@ the daemon brings, chunk by chunk, and no more of it than is wanted.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -52,34 +53,26 @@ class Span:
     stop: int
 
 
-class Files:
-    """Reads one checkpoint.
+class Ranges(ABC):
+    """Verified ranges of one checkpoint's files, wherever they lie."""
 
-    Args:
-        link: to the daemon, which keeps what it brings as long as this is open; None without one. A part that the spool
-            has already is not kept: where retention removes it meanwhile, it is brought.
-        alone: why there is none though tiers may have copies; empty where there are no tiers.
-
-    Attributes:
-        tiers: those that gave something.
-    """
-
-    def __init__(self, spool: Spool, checkpoint: CheckpointId, world: int, link: Link | None, alone: str) -> None:
-        self._spool, self._link, self._alone = spool, link, alone
-        self.checkpoint, self.world = checkpoint, world
-        self.tiers: list[str] = []
-        self._manifests: dict[PartId, Manifest] = {}
+    def __init__(self) -> None:
         self._files: dict[PartId, dict[str, tuple[File, list[int]]]] = {}
-        self._memory = memoryview(b"")
 
-    def part(self, rank: int) -> PartId:
-        return PartId(self.checkpoint, rank, self.world)
-
+    @abstractmethod
     def manifest(self, part: PartId) -> Manifest:
-        """The manifest of a part. Raises as `read`."""
-        if part not in self._manifests:
-            self._manifests[part] = self._find_manifest(part)
-        return self._manifests[part]
+        """The manifest of a part. Raises as `fill`."""
+
+    @abstractmethod
+    def fill(self, memory: memoryview, spans: Collection[Span], base: int = 0) -> None:
+        """Put the bytes of `spans`, ranges of one file, verified, into `memory`, an image of that file from byte `base`
+        on.
+
+        Raises:
+            CorruptChunk, ManifestError: proven wrong in every place.
+            ObjectNotFound: no place has the part.
+            StoreUnavailable, DaemonUnavailable: a place that may have them right did not answer.
+        """
 
     def span(self, part: PartId, path: str, offset: int = 0, length: int | None = None) -> Span:
         """A range of a file, by default all of it.
@@ -100,6 +93,36 @@ class Files:
             raise ManifestError(f"{part}: {path!r} has {file.size} bytes, and none at {offset}..{offset + length}")
         first, end = bisect_right(edges, offset) - 1, bisect_right(edges, offset + length - 1)
         return Span(part, path, file, offset, length, first, end, edges[first], edges[end])
+
+
+class Files(Ranges):
+    """Reads one checkpoint, from the spool and through the daemon.
+
+    Args:
+        link: to the daemon, which keeps what it brings as long as this is open; None without one. A part that the spool
+            has already is not kept: where retention removes it meanwhile, it is brought.
+        alone: why there is none though tiers may have copies; empty where there are no tiers.
+
+    Attributes:
+        tiers: those that gave something.
+    """
+
+    def __init__(self, spool: Spool, checkpoint: CheckpointId, world: int, link: Link | None, alone: str) -> None:
+        super().__init__()
+        self._spool, self._link, self._alone = spool, link, alone
+        self.checkpoint, self.world = checkpoint, world
+        self.tiers: list[str] = []
+        self._manifests: dict[PartId, Manifest] = {}
+        self._memory = memoryview(b"")
+
+    def part(self, rank: int) -> PartId:
+        return PartId(self.checkpoint, rank, self.world)
+
+    def manifest(self, part: PartId) -> Manifest:
+        """The manifest of a part. Raises as `read`."""
+        if part not in self._manifests:
+            self._manifests[part] = self._find_manifest(part)
+        return self._manifests[part]
 
     def bring(self, spans: Iterable[Span]) -> None:
         """Have the daemon bring what the spool lacks of these. Raises as `read`."""
@@ -123,6 +146,12 @@ class Files:
             for span in batch:
                 begin = span.offset - head.start
                 yield span, data[begin : begin + span.length]
+
+    def fill(self, memory: memoryview, spans: Collection[Span], base: int = 0) -> None:
+        self.bring(spans)
+        for span, data in self.read(spans):
+            begin = span.offset - base
+            memory[begin : begin + span.length] = data
 
     def close(self) -> None:
         """Let go of the memory that was read into."""

@@ -6,6 +6,7 @@ daemon that is absent, full or dead costs a call that fails at once.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -18,12 +19,15 @@ import msgspec
 
 from tierd.arena import Arena
 from tierd.commit import Written
-from tierd.core.errors import DaemonUnavailable, ObjectNotFound
+from tierd.core.errors import DaemonUnavailable, ObjectNotFound, VersionMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE, Manifest, encode
-from tierd.core.wire import HEARTBEAT, MAX_PACKET, AnyHanded, Leave, Lend, Persist, Recall, raise_error
-from tierd.link import connect
+from tierd.core.protocol import explain
+from tierd.core.wire import HEARTBEAT, MAX_PACKET, AnyHanded, Leave, Lend, Persist, Recall, greeted, raise_error
+from tierd.link import HELLO, THIS, connect
 from tierd.spool import Spool
+
+log = logging.getLogger("tierd")
 
 _SILENCE = 6 * HEARTBEAT  # seconds without a packet after which a daemon counts as hung, and is then left alone
 _GREETING = 0.5  # seconds that a daemon has to greet who connects
@@ -62,9 +66,11 @@ class HandOff:
         self._spool = spool
         self._line: _Line | None = None
         self._not_before = 0.0  # monotonic seconds
+        self._warned = ""  # of which mismatch of versions the log was told
 
     def renew(self) -> bool:
-        """Connect, unless the connection stands; whether there is one. A daemon that hangs is left alone for long."""
+        """Connect, unless the connection stands; whether there is one. A daemon that hangs, or that is of a version too
+        far from this one, is left alone for `_SILENCE` seconds."""
         if self._line is not None:
             return True
         if time.monotonic() < self._not_before:
@@ -76,10 +82,17 @@ class HandOff:
         connection.setblocking(False)
         try:
             connect(connection, self._spool.handoff_socket, patience_s=0.0)
-            _receive(connection, _GREETING)  # a connection alone proves nothing: the system accepts for who hangs
+            # A connection alone proves nothing, because the system accepts it for a daemon that hangs.
+            greeting, _ = _receive(connection, _GREETING)
+            _send(connection, HELLO)  # also to a daemon that is too far apart: it then logs which side to upgrade
+            if why := explain(THIS, greeted(greeting)):
+                raise VersionMismatch(f"spool {self._spool.root}: {why}")
         except (OSError, DaemonUnavailable) as error:
             if not isinstance(error, FileNotFoundError | ConnectionRefusedError):
                 self._not_before = time.monotonic() + _SILENCE
+            if isinstance(error, VersionMismatch) and str(error) != self._warned:
+                self._warned = str(error)
+                log.warning("%s. Until then training writes its checkpoints itself", error)
             connection.close()
             return False
         _open.add(connection)

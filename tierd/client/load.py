@@ -54,8 +54,10 @@ def chosen(state: Mapping[str, Any], names: Collection[str] | None) -> Mapping[s
         return state
     missing = [show_part(name) for name in names if name not in state]
     if missing or not names:
-        what = f"{_few(missing)} not in the state passed" if missing else "it names nothing"
-        raise ConfigError(f"only: {what}, which has {', '.join(map(show_part, state)) or 'no entry'}")
+        there = ", ".join(map(show_part, state)) or "no entry"
+        if missing:
+            raise ConfigError(f"only: {_few(missing)} not in the state passed, which has {there}")
+        raise ConfigError(f"only: it names nothing; the state passed has {there}")
     entries = {name: state[name] for name in names}
     return entries if isinstance(state, MutableMapping) else MappingProxyType(entries)
 

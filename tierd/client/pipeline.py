@@ -19,7 +19,7 @@ from tierd.client.slots import Slot
 from tierd.client.snapshot import Snapshot
 from tierd.client.tensorfile import pieces
 from tierd.client.worker import Worker
-from tierd.commit import Source, Written, write_part
+from tierd.commit import Room, Source, Written, write_part, write_with_room
 from tierd.core.errors import DaemonUnavailable, SpoolUnusable, StateRefused, StepRefused
 from tierd.core.manifest import TENSORS, TREE, Manifest
 from tierd.device import LARGE
@@ -36,6 +36,7 @@ class Pipeline:
         slots: how many snapshots may be in memory at a time.
         line: the way to the daemon; None where there is none to be.
         ended: called with every save that ends, and why it failed if it did.
+        room: asked by the thread that persists where the disk is full.
     """
 
     def __init__(
@@ -45,11 +46,13 @@ class Pipeline:
         stats: Stats,
         line: HandOff | None,
         ended: Callable[[Save, Exception | None], None],
+        room: Room | None = None,
     ) -> None:
         self._spool = spool
         self._stats = stats
         self._line = line
         self._ended = ended
+        self._room = room
         self._slots = [Slot(number) for number in range(slots)]
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for slot in self._slots:
@@ -65,6 +68,10 @@ class Pipeline:
     def busy(self) -> bool:
         """Whether a snapshot taken now would have to wait for a slot."""
         return len(self._unfinished) >= len(self._slots)
+
+    def behind(self, work: Callable[[], None]) -> None:
+        """Do `work` after the snapshots that were taken are copied, in their thread."""
+        self._copier.give(work)
 
     def reserve(self, size: int) -> None:
         """Have memory for a tensor file of `size` bytes ready, touched behind training."""
@@ -167,18 +174,18 @@ class Pipeline:
 
     def _answer(self, manifest: Manifest, slot: Slot, given: Given | None, files: dict[str, memoryview]) -> Written:
         if given is None or self._line is None:
-            return write_part(self._spool, manifest, files)
+            return self._write(manifest, files)
         try:
             written = self._line.answer(given)
             self._stats.handed_over += 1
             return written
         except SpoolUnusable as error:
             log.warning("%s: the daemon says %s; it is tried here", manifest.part, error)
-            return write_part(self._spool, manifest, files)
+            return self._write(manifest, files)
         except DaemonUnavailable as error:
             log.warning("%s: %s; it is persisted here", manifest.part, error)
         try:
-            return write_part(self._spool, manifest, files)
+            return self._write(manifest, files)
         except StepRefused:
             # The daemon had renamed it into place, and ended before it could say so.
             for directory in list(self._spool.path(manifest.part).parents)[:3]:
@@ -187,6 +194,9 @@ class Pipeline:
         finally:
             # A daemon that only fell silent may still be reading: what it reads must stay what it was given.
             slot.drop()
+
+    def _write(self, manifest: Manifest, files: dict[str, memoryview]) -> Written:
+        return write_with_room(lambda: write_part(self._spool, manifest, files), manifest.part, files, self._room)
 
     def _end(self, save: Save, persist: Callable[[], Written]) -> None:
         try:

@@ -25,6 +25,7 @@ from tierd.core.errors import (
     StoreRefused,
     StoreUnavailable,
     TierdError,
+    VersionMismatch,
 )
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
@@ -101,12 +102,25 @@ class Source:
         end = time.monotonic() + _PATIENCE
         while True:
             try:
-                return Link(self._spool)
+                link = Link(self._spool)
+                break
             except DaemonUnavailable as error:
                 if time.monotonic() >= end:
                     self.alone = str(error)
                     return None
             time.sleep(0.1)
+        try:
+            link.greet()
+        except (
+            VersionMismatch
+        ) as error:  # as if there were no daemon: what the spool has whole is restored all the same
+            self.alone = str(error)
+            link.close()
+            return None
+        except BaseException:
+            link.close()
+            raise
+        return link
 
     def _look(self) -> Place:
         """Raises `SpoolUnusable` where the spool cannot be listed: it is not empty then."""

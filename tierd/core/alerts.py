@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 TRIES = 3
+BACKLOG = "backlog"  # the subject where what is to be done becomes ever more, and a sort of work
 _AGAIN, _LONGEST = 600.0, 86_400.0  # seconds until a lasting alert is told again: at first, and at most
 
 Thing = tuple[str, str]  # a sort of work, and whose
@@ -77,19 +78,20 @@ class Alerts(Generic[S]):
         return [(thing, one.last) for thing, one in self._failing.items() if thing[0] == sort]
 
     def failed(
-        self, thing: Thing, doing: str, place: str, subject: S, why: str, now: float, at: str
+        self, thing: Thing, doing: str, place: str, subject: S, why: str, now: float, at: str, *, enough: int = TRIES
     ) -> tuple[Alert[S], bool] | None:
         """A try failed: the alert that is to be told by that, if any, and whether it is a new one.
 
         Args:
             now: monotonic seconds.
             at: the same moment, RFC 3339.
+            enough: failed tries in a row that make an alert.
         """
         one = self._failing.setdefault(thing, _Failing(place, subject))
         tried = one.each.setdefault(subject, _Tried(doing, why, now, at))
         tried.count, tried.doing, tried.why = tried.count + 1, doing, why
         one.row, one.last = one.row + 1, subject
-        if one.tries < TRIES or (one.told and now < one.again):
+        if one.tries < enough or (one.told and now < one.again):
             return None
         fresh, one.told = not one.told, True
         alert = one.alert()

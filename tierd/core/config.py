@@ -30,7 +30,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     name: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9-]{0,31}\Z")]
     url: str
-    retention: RetentionPolicy = RetentionPolicy()
+    retention: RetentionPolicy | None = None  # None: the run's own policy holds
     verify: Literal["checksum", "read"] = "checksum"
     limit_up: Rate | None = None  # of what the daemon sends there
     limit_down: Rate | None = None  # and reads there, but for restores
@@ -63,10 +63,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         spool: absolute path of the spool's directory.
         tier: the tiers, in order of preference.
-        retention: what stays in the spool, of what a tier has verified.
+        retention: what stays in the spool, of what a tier has verified; None: what the trainer says, or the default.
         rescan: at least this often everything is looked at again, whatever events say.
         drain: how long SIGTERM lets flushes in flight go on.
+        hold_for: a tier that has not answered for longer is no reason any more to keep what it wants on other tiers.
         min_free_percent: with less of the spool's disk free, local copies that a tier has verified go early.
+        finished: a run without a trainer for so long, of which a tier has verified everything, leaves the spool.
         scrub: every copy is read again, and compared, within this; "0s": none is.
         scrub_rate: how fast, in each place.
         tell: whom events are told.
@@ -74,10 +76,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     spool: Annotated[str, Meta(pattern=r"^/[^\x00]*\Z")]
     tier: Annotated[tuple[TierConfig, ...], Meta(min_length=1)]
-    retention: RetentionPolicy = RetentionPolicy()
+    retention: RetentionPolicy | None = None
     rescan: Duration = "30s"
     drain: Duration = "60s"
+    hold_for: Duration = "7d"
     min_free_percent: Annotated[float, Meta(ge=0, le=90)] = 5.0
+    finished: Duration = "1d"
     scrub: Duration = "30d"
     scrub_rate: Rate = "20MB/s"
     tell: tuple[TellConfig, ...] = ()
@@ -117,23 +121,30 @@ def from_toml(text: str, where: str) -> Config:
 
 
 def from_urls(
-    spool: str, urls: Sequence[str], retention: RetentionPolicy | None = None, key_file: str | None = None
+    spool: str,
+    urls: Sequence[str],
+    retention: RetentionPolicy | None = None,
+    key_file: str | None = None,
+    where: str = "--to",
 ) -> Config:
     """The configuration that ``tierd run --spool DIR --to URL`` means; tiers are named after their URL's scheme.
+    `where` begins an error's message.
+
+    Args:
+        retention: the policy in every place; None: each run's own.
 
     Raises:
         ConfigError: no URL, or one that cannot be used.
     """
     if not urls:
         raise ConfigError("no tier: name at least one with --to URL, or give --config FILE")
-    retention = retention or RetentionPolicy()
     tiers: list[TierConfig] = []
     for url in urls:
         scheme = parse_url(url).scheme
         taken = sum(tier.name.split("-")[0] == scheme for tier in tiers)
         name = scheme if not taken else f"{scheme}-{taken + 1}"
         tiers.append(TierConfig(name=name, url=url, retention=retention, key_file=key_file))
-    return _checked(Config(spool=spool, tier=tuple(tiers), retention=retention), "--to")
+    return _checked(Config(spool=spool, tier=tuple(tiers), retention=retention), where)
 
 
 def _checked(config: Config, where: str) -> Config:

@@ -32,6 +32,10 @@ class StoreUnavailable(TierdError):
     """The store did not answer, or answered that it cannot now. The only condition that is retried."""
 
 
+class StoreFull(StoreUnavailable):
+    """The store has no room for a put: its file system is full, or the quota is used up."""
+
+
 class StoreRefused(TierdError):
     """The store answered no: credentials, permissions, a missing bucket. Trying again at once will not help."""
 
@@ -87,6 +91,14 @@ class TornSnapshot(TierdError):
 
 class DaemonUnavailable(TierdError):
     """No daemon answers on the spool's control socket."""
+
+
+class VersionMismatch(DaemonUnavailable):
+    """Client and daemon are too far apart to work together; the message says which one to upgrade."""
+
+
+class RequestUnknown(DaemonUnavailable):
+    """The daemon is older than this request. It answers other requests."""
 
 
 class LoopFailed(TierdError):

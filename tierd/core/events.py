@@ -28,7 +28,10 @@ KINDS: dict[str, Kind] = {
     "flushed": Kind("a part is on a tier, each byte of it verified there", usual=False),
     "durable": Kind("a tier has come to hold every rank's part of a checkpoint, verified"),
     "failing": Kind(
-        "three tries in a row of the same thing failed; again while that lasts, ever more seldom", "alert", urgent=True
+        "three tries in a row of the same thing failed, or what is to be pruned becomes ever more for ten minutes; "
+        "again while that lasts, ever more seldom",
+        "alert",
+        urgent=True,
     ),
     "works again": Kind("what was failing works", urgent=True),
     "corrupt": Kind("a copy is proven corrupt", "error"),
@@ -37,6 +40,7 @@ KINDS: dict[str, Kind] = {
     "quarantined": Kind("a copy is set aside: no place had it right", "error"),
     "fell back": Kind("a restore was given an older checkpoint than the newest there is", "error"),
     "pruned": Kind("retention deleted a copy of a checkpoint"),
+    "given up": Kind("the last copy of a checkpoint went although a tier still wanted it", "alert", urgent=True),
     MORE: Kind("so many events were not told there: too many a minute, no room, or given up"),
 }
 CHOICES = tuple(name for name in KINDS if name != MORE)

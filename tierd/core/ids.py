@@ -18,6 +18,7 @@ MAX_WORLD = 99_999
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ATTEMPT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")
 _CHECKPOINT = re.compile(r"([0-9]{12})\.([0-9a-f]{12}-[0-9a-f]{8})")
+_RETENTION = re.compile(r"([0-9a-f]{8})\.([a-z]{1,16})\.json")
 _PART = re.compile(r"([0-9]{5})-of-([0-9]{5})")
 _RESERVED_RUNS = frozenset({"README.md"})  # a tier's own objects at its root
 
@@ -62,6 +63,11 @@ def check_attempt(attempt: str) -> str:
             "(tierd.new_attempt() makes one); every rank of a launch is given the same"
         )
     return attempt
+
+
+def is_attempt(name: str) -> bool:
+    """Whether `name` has the form that `next_attempt` gives."""
+    return _ATTEMPT.fullmatch(name) is not None
 
 
 def next_attempt(now_ms: int, seen: Iterable[str], token: str) -> str:
@@ -203,6 +209,27 @@ def pruning_prefix(run: str) -> str:
 
 def pin_key(checkpoint: CheckpointId) -> str:
     return f"{pins_prefix(checkpoint.run)}{checkpoint.name}"
+
+
+def parse_pin(run: str, key: str) -> CheckpointId | None:
+    """The checkpoint that the pin under `key` keeps, or None when the key is not one of `run`'s pins."""
+    prefix = pins_prefix(run)
+    return CheckpointId.parse(run, key.removeprefix(prefix)) if key.startswith(prefix) else None
+
+
+def retention_prefix(run: str) -> str:
+    return f"{run}/retention/"
+
+
+def retention_key(run: str, by: str, given: str) -> str:
+    """Where a tier holds the policy that node `by` (8 hex digits) has for `run`: ``retention/<by>.<given>.json``."""
+    return f"{retention_prefix(run)}{by}.{given}.json"
+
+
+def parse_retention(run: str, key: str) -> tuple[str, str] | None:
+    """`(by, given)` of the policy that lies under `key`, or None when the key is not one of `run`'s policies."""
+    match = _RETENTION.fullmatch(key.removeprefix(retention_prefix(run)))
+    return (match[1], match[2]) if match else None
 
 
 def chunk_owner(run: str, key: str) -> CheckpointId | None:

@@ -6,6 +6,8 @@ where its rank 0 lies in the spool, so that one node of a job tells of it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.world import Place
 
@@ -34,10 +36,19 @@ class News:
         self._known -= now | (before - now)
         return came
 
-    def whole(self, tier: str, spool: Place, place: Place, now: float) -> list[tuple[CheckpointId, float]]:
+    def expect(self, tier: str, checkpoint: CheckpointId, now: float) -> None:
+        """A tier is about to be sent a checkpoint that it does not hold whole, and that the spool may have no more."""
+        if checkpoint not in self._settled.setdefault(tier, set()):
+            self._awaited.setdefault(tier, set()).add(checkpoint)
+            self._since.setdefault(checkpoint, now)
+
+    def whole(
+        self, tier: str, spool: Place, place: Place, now: float, others: Collection[Place] = ()
+    ) -> list[tuple[CheckpointId, float]]:
         """The checkpoints that a tier has come to hold whole, each with the seconds since it was seen in the spool.
 
-        To be asked after each look at either, before anything is flushed by what it showed.
+        To be asked after each look at either, before anything is flushed by what it showed. `others`: the other tiers;
+        what one of those has may still come.
         """
         awaited, settled = self._awaited.setdefault(tier, set()), self._settled.setdefault(tier, set())
         for one, seen in spool.checkpoints.items():
@@ -50,7 +61,7 @@ class News:
         settled.update(whole)
         awaited.difference_update(whole)
         for left in (awaited, settled):
-            left -= {one for one in left if one not in spool.checkpoints and one not in place.checkpoints}
+            left -= {one for one in left if all(one not in some.checkpoints for some in (spool, place, *others))}
         self._since = {one: at for one, at in self._since.items() if one in spool.checkpoints or self._is_awaited(one)}
         return took
 

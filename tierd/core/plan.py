@@ -8,13 +8,18 @@ that cannot be used, deletes nothing and makes it known. Called again on an unch
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from tierd.core.config import Config
+from tierd.core.demand import Demand, info_of, lacked, readable
 from tierd.core.errors import FormatTooNew, ManifestError
+from tierd.core.eviction import evictions, may_leave
 from tierd.core.ids import CheckpointId, PartId
+from tierd.core.order import Candidate, in_turn
+from tierd.core.policies import unknown
 from tierd.core.retention import HOPED_FOR, CheckpointInfo, Origins, Ranking, RetentionPolicy, Verdict, decide
 from tierd.core.world import SPOOL, Place, Seen, World, is_complete, runs, union
 
@@ -23,10 +28,11 @@ Backoff = Mapping[str, float]  # tier -> monotonic time before which it is left 
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """Copy a part from the spool to a tier."""
+    """Copy a part to a tier: from the spool, or `relayed` from another tier because the spool has it no more."""
 
     part: PartId
     tier: str
+    relayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,8 @@ Action = Flush | Prune | Discard | Mend
 
 
 def plan(world: World, config: Config, backoff: Backoff, now: float) -> tuple[Action, ...]:
-    """What to do next, most urgent first: flushes newest first, then deletions oldest first.
+    """What to do next, most urgent first: flushes as `order.in_turn` has it, then deletions oldest first. On a tier
+    that is full, deletions come first.
 
     Args:
         world: what was observed.
@@ -67,37 +74,58 @@ def plan(world: World, config: Config, backoff: Backoff, now: float) -> tuple[Ac
         now: monotonic time, seconds; compared with `backoff` only.
     """
     awake = _awake(world, backoff, now)
-    sent = flushes(world, config, backoff, now)
+    demands = {run: Demand(world, config, run) for run in runs(world)}
+    sent = _sent(world, demands, awake)
     mends = [Mend(part) for part in _corrupt(world.spool)]
     anew = {(flush.part, flush.tier) for flush in sent}
     for name, place in awake.items():  # what is flushed anew needs no mending
         mends += [Mend(part, name) for part in _corrupt(place) if (part, name) not in anew and part not in world.busy]
     actions: list[Action] = [*sent, *mends]
-    for run in runs(world):
-        for name, place in awake.items():
-            actions += _tier_prunes(world, place, config.named(name).retention, run, name)
-        actions += _spool_prunes(world, config, run)
-        actions += _aged_quarantine(world, config, run)
+    urgent: list[Action] = []
+    for name in awake:
+        found = [prune for demand in demands.values() for prune in _tier_prunes(demand, name)]
+        if name in world.full:
+            urgent += found or _given_up(demands.values(), name)
+        else:
+            actions += found
+    for demand in demands.values():
+        leaving = demand.run in world.finished and may_leave(world, demand.run, retired(demand))
+        leaving = leaving and not _is_owed(demand)
+        actions += _departure(world, demand.run) if leaving else _spool_prunes(demand, config)
+        actions += _aged_quarantine(demand, config)
     actions += [Discard(name) for name in world.leftovers]
-    return tuple(actions)
+    return (*urgent, *actions)
 
 
 def flushes(world: World, config: Config, backoff: Backoff, now: float) -> tuple[Flush, ...]:
-    """The flushes of `plan` alone: of the newest launch first, and there first of what others have begun."""
-    found = [
-        ranked
-        for run in runs(world)
-        for name, place in _awake(world, backoff, now).items()
-        for ranked in _flushes(world, place, config.named(name).retention, run, name)
-    ]
-    found.sort(key=lambda ranked: ranked[0], reverse=True)
-    return tuple(flush for _, flush in found)
+    """The flushes of `plan` alone."""
+    return _sent(world, {run: Demand(world, config, run) for run in runs(world)}, _awake(world, backoff, now))
+
+
+def _sent(world: World, demands: Mapping[str, Demand], awake: Mapping[str, Place]) -> tuple[Flush, ...]:
+    found: list[Flush] = []
+    for name, tier in awake.items():
+        parts: dict[CheckpointId, list[Flush]] = {}
+        candidates: list[Candidate] = []
+        for demand in demands.values():
+            for candidate, some in _lacked(demand, name, tier):
+                candidates.append(candidate)
+                parts[candidate.checkpoint] = some
+        if candidates:
+            newest = {run: one for run in demands if (one := _newest(tier, run))}
+            turns = in_turn(candidates, newest, world.sent.get(name), world.needed)
+            found += [flush for one in turns for flush in parts[one]]
+    return tuple(found)
+
+
+def _newest(tier: Place, run: str) -> CheckpointId | None:
+    return max((seen.id for seen in tier.copies(run) if seen.usable), default=None)
 
 
 def _begun(tier: Place, run: str) -> dict[CheckpointId, int]:
     """How many parts there are of each checkpoint that is newer than all complete ones. Where saves outrun flushes,
     nodes that each sent their newest would never send parts of the same one; so they finish what any of them began."""
-    newest = max((seen.id for seen in tier.copies(run) if seen.usable), default=None)
+    newest = _newest(tier, run)
     sizes = {
         seen.id: sum(map(len, seen.ranks.values())) - len(seen.defects)
         for seen in tier.copies(run)
@@ -114,28 +142,58 @@ def _corrupt(place: Place) -> list[PartId]:
     return [part for part, defect in place.defects() if isinstance(defect, ManifestError)]
 
 
-def _flushes(
-    world: World, tier: Place, policy: RetentionPolicy, run: str, name: str
-) -> Iterator[tuple[tuple[str, int, int], Flush]]:
-    """What a tier is to be sent, each with its rank: the highest first."""
-    waiting = pending(world.spool, tier, run)
-    if not waiting:
+def _lacked(demand: Demand, name: str, tier: Place) -> Iterator[tuple[Candidate, list[Flush]]]:
+    """The checkpoints that a tier wants and of which this daemon has parts to send, with those parts."""
+    world, run = demand.world, demand.run
+    waiting: dict[CheckpointId, list[Flush]] = {}
+    for part in pending(world.spool, tier, run):
+        waiting.setdefault(part.checkpoint, []).append(Flush(part, name))
+    if not waiting and len(world.places) < 3:  # no other tier answers
         return
-    begun = _begun(tier, run)
-    wanted = {verdict.id for verdict in judge_tier(world, tier, policy, run, pending=True) if verdict.keep}
-    wanted |= set(begun)
-    # A restore elsewhere waits for it, and does not hope for anything newer.
-    needed = judge_tier(world, tier, policy, run, pending=True, hoped=world.needed) if world.needed else ()
-    wanted |= {verdict.id for verdict in needed if verdict.keep and verdict.id in world.needed}
-    # Ranks that never come must not keep what is whole already from the tier.
-    for verdict in judge_tier(world, tier, policy, run, pending=True, hoped=()):
-        both = [place.checkpoints[verdict.id] for place in (world.spool, tier) if verdict.id in place.checkpoints]
-        if verdict.keep and is_complete(union(*(seen.ranks for seen in both))):
-            wanted.add(verdict.id)
-    for part in waiting:
-        one = part.checkpoint
+    wanted, begun = _wanted(demand, name, tier), _begun(tier, run)
+    for part in _relays(demand, tier, wanted):
+        waiting.setdefault(part.checkpoint, []).append(Flush(part, name, relayed=True))
+    for one, parts in waiting.items():
         if one in wanted:
-            yield (one.attempt, begun.get(one, 0), one.step), Flush(part, name)
+            copies, at_home = demand.spread(one, name)
+            yield Candidate(one, begun.get(one, 0), wanted[one], copies, at_home), parts
+
+
+def _wanted(demand: Demand, name: str, tier: Place) -> dict[CheckpointId, bool]:
+    """What a tier is to be sent as far as it lacks it; whether for good."""
+    world, run = demand.world, demand.run
+    # A pin or a restore that the janitor does not know of keeps nothing on the tier: it would be sent and pruned.
+    pins = tier.pins | world.spool.pins if is_janitor(world, tier, run) else tier.pins
+    over = _over(tier, demand.policy(name), run)
+    # Ranks that never come must not keep what is whole already from the tier.
+    wanted = {one: good for one, good in demand.wanted(name, pins).items() if one in demand.whole}
+    # Of what is in this spool, other spools may hold the rest.
+    hoped = demand.wanted(name, pins, {seen.id for seen in world.spool.copies(run) if seen.id.attempt >= over})
+    wanted = dict.fromkeys(_begun(tier, run), False) | hoped | wanted
+    # A restore elsewhere waits for it, and does not hope for anything newer.
+    needed = demand.wanted(name, pins, world.needed) if world.needed else {}
+    return {one: good for one, good in needed.items() if one in world.needed} | wanted
+
+
+def _relays(demand: Demand, tier: Place, wanted: Collection[CheckpointId]) -> Iterator[PartId]:
+    """The parts that this daemon copies to `tier` from another one: those of the ranks whose parts of the newest launch
+    are in its spool; and, for a janitor, of the ranks that this launch does not have, because no spool holds those."""
+    world, run = demand.world, demand.run
+    newest = max((one.attempt for one in demand.copies), default=None)
+    own = [seen.ranks for seen in world.spool.copies(run) if seen.id.attempt == newest]
+    if not own or run in world.spool.restored or len(world.places) < 3:
+        return  # nobody saves the run here, or there is no other tier
+    ranks = frozenset[int]().union(*(some for one in own for some in one.values()))
+    beyond = math.inf
+    if is_janitor(world, tier, run):
+        sizes = [seen.ranks for one, seen in demand.merged.items() if one.attempt == newest]
+        beyond = max((size for one in sizes for size in one), default=math.inf)
+    for one in demand.whole.intersection(wanted):
+        seen = tier.checkpoints.get(one)
+        if seen is None or not seen.usable:
+            for part in lacked(tier, demand.merged[one], ranks, beyond):
+                if not world.spool.lists(part):
+                    yield part
 
 
 def pending(spool: Place, tier: Place, run: str) -> list[PartId]:
@@ -163,26 +221,33 @@ def lender(tier: Place, part: PartId) -> PartId | None:
     return next((one for one in found if tier.has(one)), None)
 
 
-def judge_tier(
-    world: World,
-    tier: Place,
-    policy: RetentionPolicy,
-    run: str,
-    *,
-    pending: bool = False,
-    hoped: Collection[CheckpointId] | None = None,
-) -> tuple[Verdict, ...]:
-    """Retention's verdicts over what a tier holds of `run`; with `pending`, as if the spool's parts were there too, and
-    of what is `hoped` for also the other ranks' parts, that other spools may hold. If nothing is said of that, then of
-    all that may still become complete."""
+def judge(demand: Demand, name: str) -> tuple[Verdict, ...]:
+    """Retention's verdicts over what a place, the spool or a tier that answers, holds of a run: newest first. A tier
+    keeps also what it wants by everything that is known, and what other tiers want and lack."""
+    world = demand.world
+    tier = None if name == SPOOL else world.tiers[name]
+    if tier is None:
+        return judge_spool(demand)
+    over = _over(tier, demand.policy(name), demand.run)
+    verdicts = judge_tier(world, tier, demand.policy(name), demand.run)
+    return tuple(verdict if verdict.keep else _at_large(demand, name, tier, verdict, over) for verdict in verdicts)
+
+
+def _at_large(demand: Demand, name: str, tier: Place, verdict: Verdict, over: str) -> Verdict:
+    """The verdict over what a tier by itself would delete. What is incomplete may become complete as in `_patient`."""
+    one, hoped = verdict.id, verdict.id.attempt >= over
+    if reasons := demand.reasons(name, one, hoped=hoped):
+        return Verdict(one, True, reasons)
+    seen = tier.checkpoints.get(one)
+    names = demand.waiting(name, one, seen, hoped=hoped) if seen else ()
+    names = tuple(other for other in names if other not in demand.world.silent)
+    return Verdict(one, True, (f"held for {', '.join(names)}",), names) if names else verdict
+
+
+def judge_tier(world: World, tier: Place, policy: RetentionPolicy, run: str) -> tuple[Verdict, ...]:
+    """Retention's verdicts over what a tier holds of `run`, by that alone."""
     over = _over(tier, policy, run)
-    if pending:
-        # A pin or a restore that the janitor does not know of keeps nothing on the tier: it would be sent and pruned.
-        pins = tier.pins | world.spool.pins if is_janitor(world, tier, run) else tier.pins
-        if hoped is None:
-            hoped = {seen.id for seen in world.spool.copies(run) if seen.id.attempt >= over}
-        return decide(_infos(tier, run, world.spool, pins, hoped), policy, world.origins(run))
-    infos = _infos(tier, run, Place(), _pins(world) | world.held)
+    infos = _infos(tier, run, _pins(world) | world.held)
     verdicts = _patient(infos, policy, world.origins(run), over)
     if any(isinstance(defect, FormatTooNew) and part.checkpoint.run == run for part, defect in tier.defects()):
         # Which chunks a newer tierd's manifest names cannot be known, nor what it would keep.
@@ -190,7 +255,16 @@ def judge_tier(
             verdict if verdict.keep else Verdict(verdict.id, True, ("a newer tierd writes here, or another key",))
             for verdict in verdicts
         )
-    return verdicts
+    return _held(verdicts, world, tier, run)
+
+
+def _held(verdicts: tuple[Verdict, ...], world: World, tier: Place, run: str) -> tuple[Verdict, ...]:
+    """Everything stays on a tier while it is not known what the run wants kept there."""
+    why = unknown(tier, run) or unknown(world.spool, run)
+    if why is None:
+        return verdicts
+    reason = (f"what the run keeps is not known: {why}",)
+    return tuple(verdict if verdict.keep else Verdict(verdict.id, True, reason) for verdict in verdicts)
 
 
 def _over(tier: Place, policy: RetentionPolicy, run: str) -> str:
@@ -200,21 +274,12 @@ def _over(tier: Place, policy: RetentionPolicy, run: str) -> str:
     return whole[policy.keep_last - 1] if len(whole) >= policy.keep_last else ""
 
 
-def _infos(
-    tier: Place, run: str, spool: Place, pins: frozenset[CheckpointId], hoped: Collection[CheckpointId] = ()
-) -> list[CheckpointInfo]:
-    """What retention is told of a tier, as if it held what is readable in `spool` as well, and all of what is `hoped`
-    for."""
+def _infos(tier: Place, run: str, pins: frozenset[CheckpointId]) -> list[CheckpointInfo]:
+    """What retention is told of a tier."""
     lent = {owner for seen in tier.copies(run) for facts in seen.facts.values() for owner in facts.borrowed}
     aside = {part.checkpoint for part in tier.quarantined}
     extra = aside | (tier.owners - lent - tier.lent) | tier.cut
-    own = {seen.id: seen for seen in tier.copies(run)}
-    local = {seen.id: _readable(seen) for seen in spool.copies(run)}
-    infos = [
-        _info(both, pins, complete=is_complete(both.ranks) or both.id in hoped)
-        for checkpoint in {**own, **{one: seen for one, seen in local.items() if seen.ranks}}
-        for both in [_added(own.get(checkpoint), local.get(checkpoint))]
-    ]
+    infos = [info_of(seen, pins, complete=is_complete(seen.ranks)) for seen in tier.copies(run)]
     known = {info.id for info in infos}
     infos += [
         CheckpointInfo(checkpoint, complete=False, verified=True, pinned=checkpoint in pins, aside=checkpoint in aside)
@@ -222,15 +287,6 @@ def _infos(
         if checkpoint.run == run
     ]
     return infos
-
-
-def _readable(seen: Seen) -> Seen:
-    """A spool's copy without the parts that cannot be sent."""
-    if not seen.defects:
-        return seen
-    bad = {(part.rank, part.world) for part in seen.defects}
-    ranks = {world: frozenset(rank for rank in some if (rank, world) not in bad) for world, some in seen.ranks.items()}
-    return Seen(seen.id, {world: some for world, some in ranks.items() if some}, seen.facts)
 
 
 def _added(own: Seen | None, local: Seen | None) -> Seen:
@@ -264,62 +320,88 @@ def _patient(infos: list[CheckpointInfo], policy: RetentionPolicy, origins: Orig
     )
 
 
-def _info(seen: Seen, pins: frozenset[CheckpointId], *, complete: bool, verified: bool = True) -> CheckpointInfo:
-    # The lowest rank speaks for the checkpoint; a part whose manifest cannot be used makes it incomplete.
-    facts = seen.spoken
-    return CheckpointInfo(
-        seen.id,
-        complete=complete and not seen.defects,
-        verified=verified,
-        pinned=seen.id in pins,
-        created=facts.created if facts else None,
-        metrics=facts.metrics if facts else None,
-        origin=facts.origin if facts else None,
-    )
-
-
-def _tier_prunes(world: World, tier: Place, policy: RetentionPolicy, run: str, name: str) -> Iterator[Prune]:
-    if not is_janitor(world, tier, run):
+def _tier_prunes(demand: Demand, name: str) -> Iterator[Prune]:
+    world, run, tier = demand.world, demand.run, demand.world.tiers[name]
+    if tier is None or not is_janitor(world, tier, run):
         return
-    going = [verdict for verdict in judge_tier(world, tier, policy, run) if not verdict.keep]
+    going = [verdict for verdict in judge(demand, name) if not verdict.keep]
     if not going:
         return
-    wanted = {verdict.id for verdict in judge_tier(world, tier, policy, run, pending=True) if verdict.keep}
     # What the spool would send again at once stays, even where the other ranks' parts never came.
-    coming = {seen.id for seen in world.spool.copies(run) if seen.facts} & wanted
+    coming = {seen.id for seen in world.spool.copies(run) if seen.facts}.intersection(_wanted(demand, name, tier))
     coming |= {part.checkpoint for part in world.busy}
     for verdict in reversed(going):
         if verdict.id not in coming:
             yield Prune(verdict.id, name, verdict.reasons)
 
 
+def lost_to(world: World, config: Config, place: str, seen: Seen) -> tuple[str, ...]:
+    """The tiers that want a checkpoint of which a place has just deleted its copy, `seen`, if no place has another one:
+    two places may have deleted theirs at once, each while the other still had it."""
+    copies = {seen.id: seen}
+    if place == SPOOL:
+        before = replace(world, spool=replace(world.spool, checkpoints={**world.spool.checkpoints, **copies}))
+    else:
+        tier = world.tiers[place] or Place()
+        restored = replace(tier, checkpoints={**tier.checkpoints, **copies})
+        before = replace(world, tiers={**world.tiers, place: restored})
+    demand = Demand(before, config, seen.id.run)
+    return demand.waiting(place, seen.id, seen, hoped=False) if demand.is_last(place, seen.id) else ()
+
+
+def _given_up(demands: Iterable[Demand], name: str) -> list[Prune]:
+    """Of what a full tier only holds for others, the oldest. The next one goes when a put has failed once more."""
+    held = [
+        verdict
+        for demand in demands
+        for tier in [demand.world.tiers[name]]
+        if tier is not None and is_janitor(demand.world, tier, demand.run)
+        for verdict in judge(demand, name)
+        if verdict.held_for and not any(part.checkpoint == verdict.id for part in demand.world.busy)
+    ]
+    if not held:
+        return []
+    oldest = min(held, key=lambda one: (one.id.attempt, one.id.step, one.id.run))
+    return [Prune(oldest.id, name, (f"{name} is full; it was {oldest.reasons[0]}",))]
+
+
 def is_janitor(world: World, tier: Place, run: str) -> bool:
-    """Whether this daemon may prune `run` on a shared tier: its spool holds rank 0 of the newest attempt."""
+    """Whether this daemon may prune `run` on a shared tier: it saved the newest attempt, and its spool holds rank 0 of
+    it. What was only restored to a spool makes nobody a janitor, because reading never deletes."""
     mine = {seen.id.attempt for seen in world.spool.copies(run) if any(0 in some for some in seen.ranks.values())}
     known = {seen.id.attempt for place in (world.spool, tier) for seen in place.copies(run)}
-    return bool(known) and max(known) in mine
+    return bool(known) and max(known) in mine and run not in world.spool.restored
 
 
-def judge_spool(world: World, config: Config, run: str) -> tuple[Verdict, ...]:
-    """Retention's verdicts over the spool's copies of `run`: a copy counts as verified when a tier verified it, or when
-    every tier would drop it at once because newer verified ones have retired it there."""
-    retired = [_retired(world, place, config.named(name).retention, run) for name, place in world.tiers.items()]
-    gone = frozenset.intersection(*retired) if retired else frozenset()
+def judge_spool(demand: Demand) -> tuple[Verdict, ...]:
+    """Retention's verdicts over the spool's copies of a run: a copy counts as verified when a tier verified it, or when
+    every tier that is not silent would drop it at once, because newer ones have retired it there. The spool keeps also
+    what it would keep if all of it were verified, or if it held everything that is known."""
+    world, run, policy = demand.world, demand.run, demand.policy(SPOOL)
+    gone = retired(demand)
     pins = _pins(world) | world.held
-    verdicts = decide(
-        [
-            _info(
-                seen,
-                pins,
-                complete=is_complete(seen.ranks) or any(_complete_on(seen.id, place) for place in world.tiers.values()),
-                verified=_on_a_tier(seen, world) or seen.id in gone,
-            )
-            for seen in world.spool.copies(run)
-        ],
-        config.retention,
-        world.origins(run),
-    )
-    return _bounded(verdicts, config.retention.keep_last)
+    infos = {
+        seen.id: info_of(
+            seen,
+            pins,
+            complete=is_complete(seen.ranks) or any(_complete_on(seen.id, place) for place in world.tiers.values()),
+            verified=world.on_a_tier(seen) or seen.id in gone,
+        )
+        for seen in world.spool.copies(run)
+    }
+    verdicts = decide(list(infos.values()), policy, demand.origins)
+    if all(verdict.keep for verdict in verdicts):
+        return _bounded(verdicts, policy.keep_last)
+    verified = Ranking([replace(info, verified=True) for info in infos.values()], policy, demand.origins)
+
+    def at_large(verdict: Verdict) -> Verdict:
+        if verdict.keep or not infos[verdict.id].complete:
+            return verdict
+        again = verified.verdict(infos[verdict.id])
+        reasons = again.reasons if again.keep else demand.reasons(SPOOL, verdict.id)
+        return Verdict(verdict.id, True, reasons) if reasons else verdict
+
+    return _bounded(tuple(map(at_large, verdicts)), policy.keep_last)
 
 
 def _bounded(verdicts: tuple[Verdict, ...], count: int) -> tuple[Verdict, ...]:
@@ -335,20 +417,40 @@ def _pins(world: World) -> frozenset[CheckpointId]:
     return world.spool.pins.union(*(place.pins for place in world.tiers.values() if place))
 
 
-def _retired(world: World, tier: Place | None, policy: RetentionPolicy, run: str) -> frozenset[CheckpointId]:
-    if tier is None:
+def retired(demand: Demand) -> frozenset[CheckpointId]:
+    """The spool's copies of a run that no tier needs: every tier that is not silent lacks it and would drop it at once,
+    because newer ones have retired it there."""
+    world = demand.world
+    found = [_retired(demand, name, place) for name, place in world.tiers.items() if name not in world.silent]
+    return frozenset.intersection(*found) if found else frozenset()
+
+
+def evictable(world: World, config: Config) -> tuple[CheckpointId, ...]:
+    """What a full disk may take, in this order."""
+    held = sorted({one.run for one in world.spool.checkpoints})
+    gone = frozenset[CheckpointId]().union(*(retired(Demand(world, config, run)) for run in held))
+    return evictions(world, gone)
+
+
+def _retired(demand: Demand, name: str, tier: Place | None) -> frozenset[CheckpointId]:
+    """What is in the spool and not on a tier that would drop it at once."""
+    if tier is None or unknown(tier, demand.run) or unknown(demand.world.spool, demand.run):
         return frozenset()
+    world, run, policy = demand.world, demand.run, demand.policy(name)
     waiting = {part.checkpoint for part in pending(world.spool, tier, run)}
     if not waiting:
         return frozenset()
     # As if only this one were added: others that are merely pending retire nothing.
     pins, over = _pins(world) | world.held, _over(tier, policy, run)
-    ranking = Ranking(_infos(tier, run, Place(), pins), policy, world.origins(run))
+    ranking = Ranking(_infos(tier, run, pins), policy, demand.origins)
     gone = set()
     for checkpoint in waiting:
-        added = _added(tier.checkpoints.get(checkpoint), _readable(world.spool.checkpoints[checkpoint]))
-        complete = is_complete(added.ranks) or checkpoint.attempt >= over
-        if not ranking.verdict(_info(added, pins, complete=complete)).keep:
+        added, hoped = (
+            _added(tier.checkpoints.get(checkpoint), readable(world.spool.checkpoints[checkpoint])),
+            checkpoint.attempt >= over,
+        )
+        info = info_of(added, pins, complete=is_complete(added.ranks) or hoped)
+        if not ranking.verdict(info).keep and not demand.reasons(name, checkpoint, hoped=hoped):
             gone.add(checkpoint)
     return frozenset(gone)
 
@@ -358,37 +460,49 @@ def _complete_on(checkpoint: CheckpointId, tier: Place | None) -> bool:
     return seen is not None and seen.usable
 
 
-def _on_a_tier(seen: Seen, world: World) -> bool:
-    """Whether one tier holds a verified copy of all of the spool's parts: a tier's manifest is put after every byte was
-    verified, and those of the spool's own ranks were read."""
-    there = [place.checkpoints.get(seen.id) for place in world.tiers.values() if place]
-    return any(one and one.covers(seen) for one in there)
-
-
-def _spool_prunes(world: World, config: Config, run: str) -> Iterator[Prune]:
-    verdicts = judge_spool(world, config, run)
+def _spool_prunes(demand: Demand, config: Config) -> Iterator[Prune]:
+    world, verdicts = demand.world, judge_spool(demand)
     busy = {part.checkpoint for part in world.busy} | world.held
-    pins = _pins(world)
     low = world.free * 100 < config.min_free_percent
-    counted = {v.id for v in verdicts if low and _on_a_tier(world.spool.checkpoints[v.id], world)}
-    newest = max(counted, default=None)
+    gone = retired(demand) if low else frozenset()
+    counted = {v.id for v in verdicts if low and (v.id in gone or world.on_a_tier(world.spool.checkpoints[v.id]))}
+    trained = demand.run not in world.trainerless  # else nobody is about to restore it, and a tier has it
+    spared = _pins(world) | {max(counted, default=None)} if trained else world.local_pins
     for verdict in reversed(verdicts):
         if verdict.id in busy:
             continue
         if not verdict.keep:
             yield Prune(verdict.id, SPOOL, verdict.reasons)
-        elif verdict.id in counted and verdict.id != newest and verdict.id not in pins:
+        elif verdict.id in counted and verdict.id not in spared:
             yield Prune(verdict.id, SPOOL, (f"under {config.min_free_percent:g} % of the spool's disk is free",))
 
 
-def _aged_quarantine(world: World, config: Config, run: str) -> Iterator[Discard]:
+def _is_owed(demand: Demand) -> bool:
+    """Whether a tier is still to be sent, or to be rid of, something of a run, which only its own node does."""
+    there = [(name, place) for name, place in demand.world.tiers.items() if place]
+    return any(any(_lacked(demand, name, place)) or any(_tier_prunes(demand, name)) for name, place in there)
+
+
+def _departure(world: World, run: str) -> Iterator[Prune | Discard]:
+    """A finished run leaves the spool whole: its pins, which a tier has, too, and then its copies, the newest last."""
+    for pin in sorted(world.spool.pins):
+        if pin.run == run:
+            yield Discard(f"pins/{run}/{pin.name}")
+    busy = {part.checkpoint for part in world.busy} | world.held
+    for one in sorted(seen.id for seen in world.spool.copies(run)):
+        if one not in busy:
+            yield Prune(one, SPOOL, ("the run is finished, and tiers have what they want of it",))
+
+
+def _aged_quarantine(demand: Demand, config: Config) -> Iterator[Discard]:
+    world, run = demand.world, demand.run
     # Kept for a person to look at until as many newer verified checkpoints exist as the policy keeps.
     aside = [part for part in world.spool.quarantined if part.checkpoint.run == run]
     if not aside:
         return
-    verified = sorted(seen.id for seen in world.spool.copies(run) if _on_a_tier(seen, world))
+    verified = sorted(seen.id for seen in world.spool.copies(run) if world.on_a_tier(seen))
     low = world.free * 100 < config.min_free_percent
     for part in aside:
         newer = len(verified) - bisect_right(verified, part.checkpoint)
-        if newer >= config.retention.keep_last or low:
+        if newer >= demand.policy(SPOOL).keep_last or low:
             yield Discard(f"quarantine/{part.path}")

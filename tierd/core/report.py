@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tierd.core.config import Config
+from tierd.core.demand import Demand
 from tierd.core.errors import FormatTooNew
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.plan import judge_spool, judge_tier
+from tierd.core.plan import judge
+from tierd.core.policies import known_policy
 from tierd.core.resume import restore_candidates
-from tierd.core.retention import Verdict
+from tierd.core.retention import HOPED_FOR, Verdict
 from tierd.core.world import SPOOL, Facts, Place, Seen, World, is_complete, runs, union
 
 
@@ -60,17 +62,26 @@ class Report:
     unreached: tuple[str, ...]
 
 
-def report(world: World, config: Config | None, run: str | None = None) -> Report:
-    """Describe `run`, or every run. Without a configuration no verdicts are given: every copy says `keep`."""
+def report(world: World, config: Config | None, run: str | None = None, *, defaults: bool = True) -> Report:
+    """Describe `run`, or every run. Without a configuration no verdicts are given: every copy says `keep`.
+
+    Args:
+        defaults: where nobody said what a run keeps, judge by the default policy; without, that place has no verdicts.
+    """
     asked = [name for name in runs(world) if run in (None, name)]
-    found = [checkpoint for name in asked for checkpoint in _run(world, config, name)]
+    found = [checkpoint for name in asked for checkpoint in _run(world, config, name, defaults)]
     unreached = tuple(name for name, place in world.tiers.items() if place is None)
     return Report(tuple(found), unreached)
 
 
-def _run(world: World, config: Config | None, run: str) -> list[Checkpoint]:
+def _run(world: World, config: Config | None, run: str, defaults: bool) -> list[Checkpoint]:
     places = world.places
-    verdicts = {name: _verdicts(world, config, run, name, place) for name, place in places.items()}
+    demand = Demand(world, config, run) if config else None
+    verdicts = {
+        name: {one.id: one for one in judge(demand, name)}
+        for name in places
+        if demand and config and (defaults or known_policy(world, config, run, name))
+    }
     resume = restore_candidates(world, run)
     first = resume.candidates[0].checkpoint if resume.candidates else None
     copies = world.copies(run)
@@ -90,17 +101,6 @@ def _run(world: World, config: Config | None, run: str) -> list[Checkpoint]:
         )
         for checkpoint in sorted({*copies, *aside}, reverse=True)
     ]
-
-
-def _verdicts(world: World, config: Config | None, run: str, name: str, place: Place) -> dict[CheckpointId, Verdict]:
-    if config is None:
-        return {}
-    judged = (
-        judge_spool(world, config, run)
-        if name == SPOOL
-        else judge_tier(world, place, config.named(name).retention, run)
-    )
-    return {verdict.id: verdict for verdict in judged}
 
 
 def _checkpoint(
@@ -151,9 +151,18 @@ def _copy(name: str, seen: Seen | None, aside: list[PartId], verdict: Verdict | 
         size=sum(found.size for found in facts),
         stored_size=sum(found.stored_size for found in facts),
         keep=verdict.keep if verdict else True,
-        reasons=verdict.reasons if verdict else (),
+        reasons=_reasons(seen, verdict) if verdict else (),
         defects=tuple(str(seen.defects[part]) for part in sorted(seen.defects)) if seen else (),
     )
+
+
+def _reasons(seen: Seen | None, verdict: Verdict) -> tuple[str, ...]:
+    """The verdict's reasons; where no part is missing, unusable manifests make the copy incomplete, and it says so."""
+    if seen is None or not seen.defects or not is_complete(seen.ranks):
+        return verdict.reasons
+    count = sum(map(len, seen.ranks.values()))
+    unusable = f"incomplete: {len(seen.defects)} of its {count} manifests cannot be used"
+    return tuple(unusable if reason == HOPED_FOR else reason for reason in verdict.reasons)
 
 
 def _state(name: str, seen: Seen) -> str:

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import force_setattr
 
+from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
 from tierd.core.timeline import way
 
 T = TypeVar("T", bound=tuple[Any, ...])
+V = TypeVar("V")
 Order: TypeAlias = tuple[str, str, int]  # run, attempt, step
 Origins: TypeAlias = Mapping[str, CheckpointId | None]  # attempt -> what it resumed from
 
@@ -47,24 +50,108 @@ class Best(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     count: Annotated[int, Meta(ge=1)] = 1
 
 
+_MOST = 16  # values of one rule in a file; a merged policy may hold more
+Steps = Annotated[int, Meta(ge=1)]
+
+
 class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A checkpoint stays when any rule wants it.
+
+    The last three rules take one value or several. Equal policies compare equal: several values are sorted, without
+    duplicates, and one value stands alone.
 
     Attributes:
         keep_last: this many newest, both along the timeline and by launch and step: the checkpoints a resume falls back
             to, and what an abandoned branch wrote last. At least 1.
-        keep_every_steps: every checkpoint whose step is a multiple.
         keep_within: every checkpoint made at most this long before the newest.
+        keep_every_steps: every checkpoint whose step is a multiple.
         keep_every: the oldest, and then each that was made at least this much later (or earlier: a clock that was set
             back counts anew) than the last one that this rule keeps; TensorFlow's `keep_checkpoint_every_n_hours`.
         keep_best: the best by a metric; a checkpoint without it, or with NaN, is not ranked.
     """
 
     keep_last: Annotated[int, Meta(ge=1)] = 3
-    keep_every_steps: Annotated[int, Meta(ge=1)] | None = None
+    keep_every_steps: Steps | Annotated[tuple[Steps, ...], Meta(max_length=_MOST)] | None = None
     keep_within: Duration | None = None
-    keep_every: Duration | None = None
-    keep_best: Best | None = None
+    keep_every: Duration | Annotated[tuple[Duration, ...], Meta(max_length=_MOST)] | None = None
+    keep_best: Best | Annotated[tuple[Best, ...], Meta(max_length=_MOST)] | None = None
+
+    def __post_init__(self) -> None:
+        """Bring the rules into their one form. Raises `ValueError` where a time is none."""
+        _span("keep_within", self.keep_within or "0s")
+        widest: dict[tuple[str, str], Best] = {}
+        for best in _several(self.keep_best):
+            known = widest.get((best.metric, best.mode))
+            widest[best.metric, best.mode] = best if known is None or best.count > known.count else known
+        force_setattr(self, "keep_every_steps", _one_or_several(sorted(set(_several(self.keep_every_steps)))))
+        every = sorted(_several(self.keep_every), reverse=True)
+        spans = {_span("keep_every", span): span for span in every}  # 60s is 1m
+        force_setattr(self, "keep_every", _one_or_several([spans[length] for length in sorted(spans)]))
+        force_setattr(self, "keep_best", _one_or_several([widest[key] for key in sorted(widest)]))
+
+    @property
+    def every_steps(self) -> tuple[int, ...]:
+        """The values of `keep_every_steps`."""
+        return _several(self.keep_every_steps)
+
+    @property
+    def every(self) -> tuple[Duration, ...]:
+        """The values of `keep_every`."""
+        return _several(self.keep_every)
+
+    @property
+    def bests(self) -> tuple[Best, ...]:
+        """The values of `keep_best`, one for each metric and mode."""
+        return _several(self.keep_best)
+
+
+def checked(policy: object) -> RetentionPolicy:
+    """A policy that a program made, checked as one from a file is.
+
+    Raises:
+        ConfigError: it is no policy, or one of its values cannot be used.
+    """
+    if not isinstance(policy, RetentionPolicy):
+        raise ConfigError(f"retention={policy!r}: a tierd.Retention, such as tierd.Retention(keep_last=10)")
+    try:
+        return msgspec.convert(msgspec.to_builtins(policy), RetentionPolicy)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        raise ConfigError(f"retention={policy!r}: {error}") from error
+
+
+def merged(policies: Iterable[RetentionPolicy]) -> RetentionPolicy | None:
+    """The policy that keeps whatever any of these keeps; None for no policy.
+
+    The result does not depend on the order, and merging a policy with itself changes nothing.
+    """
+    found = list(policies)
+    if not found:
+        return None
+    spans = [one.keep_within for one in found if one.keep_within]
+    return RetentionPolicy(
+        keep_last=max(one.keep_last for one in found),
+        keep_within=max(spans, key=lambda span: (seconds(span), span), default=None),
+        keep_every_steps=tuple(value for one in found for value in one.every_steps),
+        keep_every=tuple(value for one in found for value in one.every),
+        keep_best=tuple(value for one in found for value in one.bests),
+    )
+
+
+def _several(values: V | Sequence[V] | None) -> tuple[V, ...]:
+    if isinstance(values, list | tuple):
+        return tuple(values)
+    return () if values is None else (cast(V, values),)
+
+
+def _span(rule: str, text: Duration) -> float:
+    try:
+        return seconds(text)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{rule}: {error}") from error
+
+
+def _one_or_several(values: list[V]) -> V | tuple[V, ...] | None:
+    return None if not values else values[0] if len(values) == 1 else tuple(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +174,12 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a checkpoint stays, and every reason."""
+    """Whether a checkpoint stays, and every reason. `held_for` names the tiers that alone make it stay."""
 
     id: CheckpointId
     keep: bool
     reasons: tuple[str, ...]
+    held_for: tuple[str, ...] = ()
 
 
 def decide(
@@ -120,8 +208,8 @@ class Ranking:
         self._way = way(max(known), known) if known else {}
         self._all = [_order(info) for info in counted]  # oldest first, as are these
         self._path = [_order(info) for info in counted if self._is_on_path(info)]
-        self._ranked = sorted(rank for info in counted if (rank := self._rank(info)))
-        self._spaced = list(_spaced(counted, policy.keep_every)) if policy.keep_every else []
+        self._ranked = {best: sorted(rank for info in counted if (rank := _rank(info, best))) for best in policy.bests}
+        self._spaced = {every: list(_spaced(counted, every)) for every in policy.every}
 
     def verdict(self, info: CheckpointInfo) -> Verdict:
         """The verdict over `info`: one of these, or as if it alone came to them."""
@@ -142,21 +230,34 @@ class Ranking:
         return Verdict(info.id, False, (f"{what}, and {newer} newer complete ones are verified",))
 
     def _reasons(self, info: CheckpointInfo, newer: int) -> Iterator[str]:
-        count, every, within = self._policy.keep_last, self._policy.keep_every_steps, self._policy.keep_within
+        count, within = self._policy.keep_last, self._policy.keep_within
         on_path = newer == 0 or self._is_on_path(info)
         place = 1 + (_above(self._path, _order(info)) if on_path else newer)
         if place <= count:
             yield "newest" if newer == 0 else f"last {place} of {count}" + ("" if on_path else ", off the timeline")
-        if every and info.id.step % every == 0:
-            yield f"every {every} steps"
+        yield from self._by_step(info)
         newest = (info if newer == 0 or self._newest is None else self._newest).created
         if within and newest and info.created and (newest - info.created).total_seconds() <= seconds(within):
             yield f"within {within} of the newest"
-        if self._policy.keep_every and self._is_spaced(info, self._policy.keep_every):
-            yield f"one every {self._policy.keep_every}"
-        best, rank = self._policy.keep_best, self._rank(info)
-        if best and rank and (place := 1 + _above(self._ranked, rank)) <= best.count:
-            yield f"best {best.metric}" + (f" ({place} of {best.count})" if best.count > 1 else "")
+        yield from self._by_time_or_metric(info)
+
+    def is_for_good(self, info: CheckpointInfo) -> bool:
+        """Whether it stays however many newer ones come: by a pin, or any rule but `keep_last` and `keep_within`."""
+        return info.pinned or any(True for rule in (self._by_step, self._by_time_or_metric) for _ in rule(info))
+
+    def _by_step(self, info: CheckpointInfo) -> Iterator[str]:
+        for steps in self._policy.every_steps:
+            if info.id.step % steps == 0:
+                yield f"every {steps} steps"
+
+    def _by_time_or_metric(self, info: CheckpointInfo) -> Iterator[str]:
+        for every in self._policy.every:
+            if self._is_spaced(info, every):
+                yield f"one every {every}"
+        for best in self._policy.bests:
+            rank = _rank(info, best)
+            if rank and (place := 1 + _above(self._ranked[best], rank)) <= best.count:
+                yield f"best {best.metric}" + (f" ({place} of {best.count})" if best.count > 1 else "")
 
     def _is_on_path(self, info: CheckpointInfo) -> bool:
         limit = self._way.get(info.id.attempt, -1)
@@ -164,18 +265,19 @@ class Ranking:
 
     def _is_spaced(self, info: CheckpointInfo, every: Duration) -> bool:
         # Only what is older decides, and of that only what this rule keeps: what was pruned in between changes nothing.
-        before = bisect_left(self._spaced, _order(info), key=lambda kept: kept[0])
-        last = self._spaced[before - 1][1] if before else None
+        kept = self._spaced[every]
+        before = bisect_left(kept, _order(info), key=lambda one: one[0])
+        last = kept[before - 1][1] if before else None
         return info.created is not None and _is_apart(info.created, last, every)
 
-    def _rank(self, info: CheckpointInfo) -> tuple[float, Order] | None:
-        """What the best are found by, larger is better; None where there is no such metric, or it is NaN."""
-        best = self._policy.keep_best
-        value = (info.metrics or {}).get(best.metric) if best else None
-        if best is None or value is None or value != value:
-            return None
-        # Equal values: the newer wins, so that a plateau does not pin its oldest checkpoint.
-        return value if best.mode == "max" else -value, _order(info)
+
+def _rank(info: CheckpointInfo, best: Best) -> tuple[float, Order] | None:
+    """What the best are found by, larger is better; None where there is no such metric, or it is NaN."""
+    value = (info.metrics or {}).get(best.metric)
+    if value is None or value != value:
+        return None
+    # Equal values: the newer wins, so that a plateau does not pin its oldest checkpoint.
+    return value if best.mode == "max" else -value, _order(info)
 
 
 def _order(info: CheckpointInfo) -> Order:

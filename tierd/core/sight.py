@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
-from tierd.core.errors import DaemonUnavailable, ManifestError, SpoolUnusable
+from tierd.core.errors import ManifestError, SpoolUnusable
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import metrics_to_json
+from tierd.core.wire import read_member
 from tierd.core.world import SPOOL, Facts, Place, World, complete_worlds, union
 
 CORRUPT = "corrupt"
@@ -151,16 +152,13 @@ def _is_mute(place: Place, run: str, origins: Mapping[str, CheckpointId | None])
     )
 
 
-def told(answer: Mapping[str, Any]) -> Sight:
+def told(answer: dict[str, Any]) -> Sight:
     """The sight in a daemon's answer to `Candidates`.
 
     Raises:
         DaemonUnavailable: it answers otherwise.
     """
-    try:
-        return msgspec.convert(answer["sight"], Sight, str_keys=True)
-    except (KeyError, msgspec.ValidationError, UnicodeError) as error:
-        raise DaemonUnavailable(f"the daemon is of another version of tierd ({error}): restart it") from error
+    return read_member(answer, "sight", Sight)
 
 
 def named(run: str, steps: Steps) -> set[CheckpointId]:

@@ -6,7 +6,7 @@ an empty place. A checkpoint takes the same room whatever its number of ranks, s
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -14,6 +14,7 @@ from datetime import datetime
 from tierd.core.errors import TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
+from tierd.core.run_retention import StoredRetention
 
 SPOOL = "local"  # the spool's name wherever a tier's name can stand
 
@@ -84,10 +85,19 @@ class Seen:
         return self.facts[min(self.facts, key=lambda part: (part.rank, part.world))] if self.facts else None
 
     @property
+    def sound(self) -> Mapping[int, frozenset[int]]:
+        """`ranks` without the parts that are known to be unusable."""
+        if not self.defects:
+            return self.ranks
+        return {
+            world: some - {part.rank for part in self.defects if part.world == world}
+            for world, some in self.ranks.items()
+        }
+
+    @property
     def usable(self) -> bool:
         """Whether it is complete without the parts that are known to be unusable."""
-        bad = Counter(part.world for part in self.defects)
-        return any(len(ranks) - bad[world] == world for world, ranks in self.ranks.items())
+        return is_complete(self.sound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +107,9 @@ class Place:
     `owners` are the checkpoints under whose name chunks lie on a tier, `lent` those of which some manifest, read for a
     prune and not among the facts, names chunks, `cut` those whose deletion was cut off. Quarantined parts still tell
     the timeline where they can.
+
+    `policies` are the retention policies that lie there, by run; in the spool, the trainer's. `restored` are, of the
+    spool alone, the runs whose newest attempt there was only restored: this node never saved it.
     """
 
     checkpoints: Mapping[CheckpointId, Seen] = field(default_factory=dict)
@@ -105,6 +118,8 @@ class Place:
     quarantined: Mapping[PartId, Facts | None] = field(default_factory=dict)
     lent: frozenset[CheckpointId] = frozenset()
     cut: frozenset[CheckpointId] = frozenset()
+    policies: Mapping[str, tuple[StoredRetention, ...]] = field(default_factory=dict)
+    restored: frozenset[str] = frozenset()
 
     @staticmethod
     def of(
@@ -182,6 +197,14 @@ class Place:
         aside = {one: found for one, found in self.quarantined.items() if one != part}
         return replace(self, checkpoints={**self.checkpoints, fresh.id: fresh}, quarantined=aside)
 
+    def with_policies(self, fresh: Collection[StoredRetention]) -> Place:
+        """The same, after policies were recorded there."""
+        policies = dict(self.policies)
+        for one in fresh:
+            others = [old for old in policies.get(one.run, ()) if (old.by, old.given) != (one.by, one.given)]
+            policies[one.run] = (*others, one)
+        return replace(self, policies=policies)
+
     def without(self, checkpoint: CheckpointId) -> Place:
         """The same, after a checkpoint was pruned there."""
         left = {owner: seen for owner, seen in self.checkpoints.items() if owner != checkpoint}
@@ -189,8 +212,20 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Sent:
+    """What this daemon sent to a tier: `last`, and how many `others` since one was the newest checkpoint there."""
+
+    last: CheckpointId
+    others: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class World:
-    """Everything observed. `held` and `busy` are what the daemon itself has in hand: nothing there is deleted."""
+    """Everything observed. `held` and `busy` are what the daemon itself has in hand: nothing there is deleted.
+
+    `trainerless` are the runs in the spool that had neither an attached trainer nor a new part for minutes; `finished`
+    those that had neither for as long as the configuration's `finished` says.
+    """
 
     spool: Place
     tiers: Mapping[str, Place | None]  # in order of preference; None: it did not answer
@@ -199,11 +234,40 @@ class World:
     held: frozenset[CheckpointId] = frozenset()  # being restored
     needed: frozenset[CheckpointId] = frozenset()  # by a restore on another node, which finds them only on a tier
     busy: frozenset[PartId] = frozenset()  # being flushed
+    trainerless: frozenset[str] = frozenset()
+    finished: frozenset[str] = frozenset()
+    silent: frozenset[str] = frozenset()  # tiers that have not answered for `hold_for`
+    full: frozenset[str] = frozenset()  # tiers that took no more, and from which nothing was deleted since
+    sent: Mapping[str, Sent] = field(default_factory=dict)  # by tier
+    who: str = ""  # this node among those that share a tier, 8 hex digits
 
     @property
     def places(self) -> dict[str, Place]:
         """Every place that answered, by name, the spool first."""
         return {SPOOL: self.spool, **{name: place for name, place in self.tiers.items() if place}}
+
+    @property
+    def pins(self) -> frozenset[CheckpointId]:
+        """Every pin that any place shows."""
+        return frozenset[CheckpointId]().union(*(place.pins for place in self.places.values()))
+
+    @property
+    def local_pins(self) -> frozenset[CheckpointId]:
+        """The pins that the spool shows and no tier does."""
+        return self.spool.pins.difference(*(place.pins for place in self.tiers.values() if place))
+
+    def on_a_tier(self, seen: Seen) -> bool:
+        """Whether one tier holds a verified copy of all of the spool's parts: a tier's manifest is put after every byte
+        was verified, and those of the spool's own ranks were read."""
+        there = [place.checkpoints.get(seen.id) for place in self.tiers.values() if place]
+        return any(one and one.covers(seen) for one in there)
+
+    def size_bytes(self, part: PartId) -> int:
+        """A part's raw bytes. Where nobody has read its manifest, those of the rank that speaks for its checkpoint; 0
+        where nobody has read that either."""
+        copies = [seen for place in self.places.values() if (seen := place.checkpoints.get(part.checkpoint))]
+        known = [seen.facts.get(part) for seen in copies] + [seen.spoken for seen in copies]
+        return next((facts.size for facts in known if facts), 0)
 
     def copies(self, run: str) -> dict[CheckpointId, dict[str, Seen]]:
         """Every checkpoint of a run that any place shows, by the names of the places that do."""

@@ -23,7 +23,7 @@ from tierd.core.errors import (
     StoreUnavailable,
     TierdError,
 )
-from tierd.core.ids import CheckpointId, PartId, chunks_prefix
+from tierd.core.ids import CheckpointId, PartId, chunks_prefix, manifests_prefix
 from tierd.core.manifest import MAX_MANIFEST_SIZE, Chunk, Manifest, Stored
 from tierd.core.manifest import decode as decode_manifest
 from tierd.daemon.together import to_the_end, together
@@ -110,6 +110,21 @@ async def get_object(store: Store, key: str, stored: Stored, where: str = "", le
                 raise CorruptChunk(f"{where}{key}: {info.size} bytes, not the {stored.size} of its manifest") from None
             break
         raise
+
+
+async def is_there(stores: Mapping[str, Store], checkpoint: CheckpointId, world: int) -> bool:
+    """Whether the tiers together still list a manifest of every rank: what is pruned loses its manifests first.
+
+    Raises:
+        StoreUnavailable, StoreRefused: a tier does not say.
+    """
+    ranks: set[int] = set()
+    for store in stores.values():
+        async for info in store.scan(f"{manifests_prefix(checkpoint.run)}{checkpoint.name}/"):
+            part = PartId.parse_key(info.key)
+            if part and part.world == world:
+                ranks.add(part.rank)
+    return len(ranks) == world
 
 
 @dataclass(slots=True)

@@ -20,9 +20,9 @@ from tierd.core.errors import ConfigError, CorruptChunk, SpoolFull, StoreUnavail
 from tierd.core.ids import PartId
 from tierd.core.manifest import MANIFEST_NAME, Manifest
 from tierd.core.manifest import encode as encode_manifest
-from tierd.core.resume import UNTOLD, Candidate, not_found, restore_candidates
+from tierd.core.resume import UNTOLD, Candidate, Resume, not_found, restore_candidates
 from tierd.daemon.budget import Budget
-from tierd.daemon.copies import Copies
+from tierd.daemon.copies import Copies, is_there
 from tierd.daemon.download import Progress, download, missing
 from tierd.daemon.observe import look_around
 from tierd.daemon.together import to_the_end
@@ -31,6 +31,8 @@ from tierd.stage import try_lock
 from tierd.stores.base import Store
 
 log = logging.getLogger("tierd.daemon")
+
+_LOOKS = 3  # at what there is, when a checkpoint is pruned between a look and the reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,51 +57,105 @@ async def export(
     progress: Progress,
     budget: Budget | None = None,
     best: Goal | None = None,
+    rank: int | None = None,
 ) -> Exported:
     """Restore every rank's files of the newest verified checkpoint, or the best, under `target`, which is empty or
     absent.
 
     Args:
         progress: is kept up to date.
+        rank: this rank's files alone.
 
     Raises:
         CheckpointNotFound: none could be verified, or not the one asked for.
-        StoreUnavailable: a tier did not answer, so that a newer or the right copy may lie there.
+        StoreUnavailable: a tier did not answer, so that a newer or the right copy may lie there; or checkpoints
+            vanished while they were read, again and again.
         SpoolFull: there is no room.
-        ConfigError: `target` is in the way, or another restore to it is at work.
+        ConfigError: `target` is in the way, or another restore to it is at work; or the checkpoint has no such rank.
     """
     target = target.resolve() if target.is_symlink() else target.absolute()
     if target.is_mount():
-        raise ConfigError(f"--to {target}: a mount point, which no finished directory can replace; name one inside it")
+        raise ConfigError(f"{target}: a mount point, which no finished directory can replace; name one inside it")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"--to {target}: it exists and is not an empty directory; nothing was touched")
-    world = await look_around(None, stores, run)
-    resume = restore_candidates(world, run, step, attempt, best)
-    if resume.unreached:
-        raise StoreUnavailable(f"not every tier could be asked: {', '.join(resume.unreached)}")
-    if resume.unread:
-        raise StoreUnavailable(f"rank 0's manifest of {resume.unread[0]} cannot be read, and it may be the best")
-    skipped = [f"step {one.step} (attempt {one.attempt}): {UNTOLD}" for one in resume.corrupt]
+        raise ConfigError(f"{target}: it exists and is not an empty directory; nothing was touched")
+    work = _Export(stores, run, target, progress, budget or Budget(), rank)
+    resume = await work.look(step, attempt, best)
     aside = target.with_name(f".{target.name}.partial")
     with _held(aside) as home:
+        for _ in range(_LOOKS):
+            exported = await work.first(resume, home, aside, step)
+            if exported:
+                return exported
+            resume = await work.look(step, attempt, best)
+    raise StoreUnavailable(
+        f"run {run!r}: what was to be restored vanished while it was read, {_LOOKS} times; try again"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Export:
+    stores: Mapping[str, Store]
+    run: str
+    target: Path
+    progress: Progress
+    budget: Budget
+    rank: int | None
+
+    async def look(self, step: int | None, attempt: str | None, best: Goal | None) -> Resume:
+        resume = restore_candidates(await look_around(None, self.stores, self.run), self.run, step, attempt, best)
+        if resume.unreached:
+            raise StoreUnavailable(f"not every tier could be asked: {', '.join(resume.unreached)}")
+        if resume.unread:
+            raise StoreUnavailable(f"rank 0's manifest of {resume.unread[0]} cannot be read, and it may be the best")
+        return resume
+
+    async def first(self, resume: Resume, home: Path, aside: Path, step: int | None) -> Exported | None:
+        """The first candidate that is right, at its place; None where one was pruned while it was read: look again."""
+        skipped = [f"step {one.step} (attempt {one.attempt}): {UNTOLD}" for one in resume.corrupt]
         for candidate in resume.candidates:
+            one = candidate.checkpoint
             try:
-                parts, tiers = await _all_ranks(stores, candidate, home, progress, budget or Budget())
+                parts, tiers = await self._parts(candidate, home)
             except CorruptChunk as error:
-                skipped.append(f"step {candidate.checkpoint.step} (attempt {candidate.checkpoint.attempt}): {error}")
+                if not await is_there(self.stores, one, candidate.world):
+                    return None
+                skipped.append(f"step {one.step} (attempt {one.attempt}): {error}")
                 continue
-            _publish(home, aside, target, {manifest.part.name for manifest in parts})
+            _publish(home, aside, self.target, {manifest.part.name for manifest in parts})
             return Exported(
-                run,
-                candidate.checkpoint.step,
-                candidate.checkpoint.attempt,
-                tuple(str(target / manifest.part.name) for manifest in parts),
+                self.run,
+                one.step,
+                one.attempt,
+                tuple(str(self.target / manifest.part.name) for manifest in parts),
                 sum(manifest.size for manifest in parts),
                 tiers,
                 tuple(skipped),
             )
         _clear(home, set())
-    raise not_found(resume, run, step, skipped)
+        raise not_found(resume, self.run, step, skipped)
+
+    async def _parts(self, candidate: Candidate, directory: Path) -> tuple[list[Manifest], tuple[str, ...]]:
+        if self.rank is not None and (type(self.rank) is not int or not 0 <= self.rank < candidate.world):
+            raise ConfigError(f"rank={self.rank!r}: {candidate.checkpoint} has ranks 0..{candidate.world - 1}")
+        ranks = range(candidate.world) if self.rank is None else (self.rank,)
+        found = [await _ask(self.stores, PartId(candidate.checkpoint, rank, candidate.world)) for rank in ranks]
+        self.progress.begin(sum(manifest.size for _, manifest in found))
+        needed = sum(missing(directory / manifest.part.name, manifest) for _, manifest in found)
+        room = os.statvfs(directory)
+        if needed > room.f_bavail * room.f_frsize:
+            raise SpoolFull(
+                f"{directory.readlink()}: {needed} bytes are still to come, and {room.f_bavail * room.f_frsize} are "
+                "free"
+            )
+        used: set[str] = set()
+        for copies, manifest in found:
+            home = directory / manifest.part.name
+            if home.is_symlink() or not home.is_dir():
+                home.unlink(missing_ok=True)
+                home.mkdir()
+            await to_the_end(_describe, home, await _whole(home, copies, self.budget, self.progress))
+            used |= copies.used
+        return [manifest for _, manifest in found], tuple(name for name in self.stores if name in used)
 
 
 @contextmanager
@@ -147,9 +203,7 @@ def _publish(home: Path, aside: Path, target: Path, parts: set[str]) -> None:
     aside.replace(target)
     sync_directory(target.parent)
     if not os.path.samestat(home.stat(), target.lstat()):
-        raise ConfigError(
-            f"--to {target}: somebody who may write to {target.parent} put another directory in its place"
-        )
+        raise ConfigError(f"{target}: somebody who may write to {target.parent} put another directory in its place")
 
 
 def _mode(home: Path, target: Path) -> int:
@@ -165,28 +219,6 @@ def _clear(home: Path, keep: set[str]) -> None:
     for path in home.iterdir():
         if path.name not in keep:
             remove(path)
-
-
-async def _all_ranks(
-    stores: Mapping[str, Store], candidate: Candidate, directory: Path, progress: Progress, budget: Budget
-) -> tuple[list[Manifest], tuple[str, ...]]:
-    found = [await _ask(stores, PartId(candidate.checkpoint, rank, candidate.world)) for rank in range(candidate.world)]
-    progress.begin(sum(manifest.size for _, manifest in found))
-    needed = sum(missing(directory / manifest.part.name, manifest) for _, manifest in found)
-    room = os.statvfs(directory)
-    if needed > room.f_bavail * room.f_frsize:
-        raise SpoolFull(
-            f"{directory.readlink()}: {needed} bytes are still to come, and {room.f_bavail * room.f_frsize} are free"
-        )
-    used: set[str] = set()
-    for copies, manifest in found:
-        home = directory / manifest.part.name
-        if home.is_symlink() or not home.is_dir():
-            home.unlink(missing_ok=True)
-            home.mkdir()
-        await to_the_end(_describe, home, await _whole(home, copies, budget, progress))
-        used |= copies.used
-    return [manifest for _, manifest in found], tuple(name for name in stores if name in used)
 
 
 async def _whole(home: Path, copies: Copies, budget: Budget, progress: Progress) -> Manifest:

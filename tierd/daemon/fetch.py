@@ -26,7 +26,8 @@ from tierd.spool import Spool, translated
 from tierd.stage import Stage, make_locked
 from tierd.stores.base import Store
 
-_SPARE = 64 << 20  # bytes left free on the spool's disk beside what is fetched
+_SPARE = 64 << 20  # bytes left free on the spool's disk beside what is fetched, on a small disk
+_SPARE_SHARE = 32  # one part in so many of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +160,13 @@ async def _download(
 
 def _make_room(spool: Spool, partial: Partial, manifest: Manifest, wanted: Wanted | None) -> None:
     """See that the disk takes what is missing; other downloads that nobody goes on with give way."""
-    needed = min(missing(partial.path, manifest), wanted_size(manifest, wanted)) + _SPARE
+    spare = min(_SPARE, spool.free()[1] // _SPARE_SHARE)
+    needed = min(missing(partial.path, manifest), wanted_size(manifest, wanted)) + spare
     if needed > spool.free()[0]:
         for name in spool.leftovers():
             if name.startswith("fetch/"):
                 spool.discard(name)
     free, _ = spool.free()
     if needed > free:
-        raise SpoolFull(f"spool {spool.root}: {partial.part} needs {needed} bytes more and {free} are free")
+        need = f"{needed} bytes more, {spare} of them to spare"
+        raise SpoolFull(f"spool {spool.root}: {partial.part} needs {need}, and {free} are free")

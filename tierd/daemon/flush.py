@@ -3,16 +3,17 @@
 Law: a manifest is put only after every chunk that it names is known to lie on the tier as it should: read back and
 compared, or taken by a server that has shown that it checks what it takes against a checksum. The same is known of the
 manifest before a part counts as flushed. So a manifest on a tier means a verified copy, whoever looks and whenever. A
-flush that was cut off goes on where it stopped: a chunk that already lies there is compared, not sent. What the newest
-complete checkpoint has is named, not sent.
+flush that was cut off goes on where it stopped: a chunk that already lies there is compared, not sent. A large chunk
+that the newest complete checkpoint has is named, not sent, as far as `core/sharing.py` allows.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -26,9 +27,11 @@ from tierd.core.errors import (
     StoreUnavailable,
     TierdError,
 )
-from tierd.core.ids import PartId, chunk_key
+from tierd.core.ids import CheckpointId, PartId, chunk_key, chunk_owner
 from tierd.core.manifest import Chunk, File, Manifest, Stored
 from tierd.core.manifest import encode as encode_manifest
+from tierd.core.sharing import shareable
+from tierd.core.world import Facts
 from tierd.daemon.budget import Budget
 from tierd.daemon.copies import put_manifest
 from tierd.daemon.observe import chunks_there, missing_chunks
@@ -38,22 +41,25 @@ from tierd.daemon.together import to_the_end, together
 from tierd.daemon.turns import left_over, naming
 from tierd.persist import read_chunk
 from tierd.spool import Spool
-from tierd.stores.base import Store, weight
+from tierd.stores.base import Buffer, Store, weight
 
 _CHUNKS = 8  # on their way at once, as far as the budget goes
 _ANSWER = 60.0  # seconds that a chunk waits for another tier's form of it
 README_KEY = "README.md"
 
+Where: TypeAlias = tuple[int, int]  # a chunk in a manifest: the file's number, the chunk's index in it
+
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
     """What one flush moved, in bytes: `raw` of the part, `stored` on the tier, `sent` put for it (less where some was
-    there), `shared` raw bytes that another checkpoint's chunks already hold."""
+    there), `shared` raw bytes that another checkpoint's chunks already hold. `facts`: of the manifest on the tier."""
 
     raw: int
     stored: int
     sent: int
     shared: int
+    facts: Facts
 
 
 @dataclass(slots=True)
@@ -88,13 +94,21 @@ class Way:
 
 
 async def flush(
-    spool: Spool, part: PartId, way: Way, *, twin: Twin | None = None, lender: Manifest | None = None
+    spool: Spool,
+    part: PartId,
+    way: Way,
+    *,
+    twin: Twin | None = None,
+    lender: Manifest | None = None,
+    worn_out: Collection[CheckpointId] = (),
 ) -> Flushed:
     """Copy a committed part to a tier.
 
     Args:
         twin: where a tier holds the part already: chunks are stored as there, even if today's encoder packs otherwise.
-        lender: another checkpoint's manifest on this tier, at the same rank: chunks that are equal are named, not sent.
+        lender: another checkpoint's manifest on this tier, at the same rank: large chunks that are equal are named, not
+            sent.
+        worn_out: checkpoints whose chunks are not named, because enough others depend on them (`sharing.worn`).
 
     Raises:
         ObjectNotFound: the part is not in the spool any more.
@@ -102,23 +116,50 @@ async def flush(
         StoreUnavailable, StoreRefused: the tier did not take it.
     """
     manifest = await asyncio.to_thread(spool.manifest, part)
-    await _introduce(way.store)
     if twin and not twin.manifest.same_content(manifest):
         twin = None
+    return await send(manifest, part, way, _Spooled(spool, part, way, twin), lender, worn_out)
+
+
+async def send(
+    manifest: Manifest,
+    part: PartId,
+    way: Way,
+    source: Source,
+    lender: Manifest | None,
+    worn_out: Collection[CheckpointId],
+) -> Flushed:
+    """Put what a part's manifest describes on a tier, and the manifest last; `lender` and `worn_out` as for `flush`."""
+    await _introduce(way.store)
     there: dict[str, list[str]] = {}  # digest -> keys of what earlier tries have put
     for key in await chunks_there(way.store, part.rank, [part.checkpoint]):
         there.setdefault(key.rpartition("/")[2].partition(".")[0], []).append(key)
-    lent = await _lent(way.store, part, lender)
+    lent = await _lent(way.store, part, lender, worn_out)
     work: dict[tuple[str, int], _Chunk] = {}  # a chunk that the part holds twice is one object
     for number, file in enumerate(manifest.files):
         for index, chunk in enumerate(file.chunks):
             if _holds(chunk) not in work:
-                work[_holds(chunk)] = _Chunk(spool, way, part, there, twin, number, index, file, lent)
+                work[_holds(chunk)] = _Chunk(source, way, part, there, (number, index), file, lent)
     sent = await together(_CHUNKS, [chunk.send() for chunk in work.values()])
     tiered = _with_stored(manifest, {held: chunk.encoded for held, chunk in work.items()})
     await _show(way, part, tiered)
     await way.store.delete([part.quarantine_key])
-    return Flushed(manifest.size, tiered.stored_size, sum(sent), sum(chunk.shared for chunk in work.values()))
+    shared = sum(chunk.shared for chunk in work.values())
+    return Flushed(manifest.size, tiered.stored_size, sum(sent), shared, Facts.of(tiered))
+
+
+class Source(Protocol):
+    """Where the chunks of a part come from. `copies`: how many of a chunk are in memory at once."""
+
+    copies: int
+
+    async def read(self, where: Where, file: File) -> Encoded:
+        """A chunk as it shall lie on the tier, under a key of this part; verified.
+
+        Raises:
+            CorruptChunk: no copy of it is right.
+            ObjectNotFound: the part is gone.
+        """
 
 
 class _Chunk:
@@ -126,20 +167,17 @@ class _Chunk:
 
     def __init__(
         self,
-        spool: Spool,
+        source: Source,
         way: Way,
         part: PartId,
         there: Mapping[str, list[str]],
-        twin: Twin | None,
-        number: int,
-        index: int,
+        where: Where,
         file: File,
         lent: Mapping[tuple[str, int], Chunk],
     ) -> None:
-        self._way, self._part, self._there, self._file, self._index = way, part, there, file, index
-        self._twin, self._other = twin, twin.manifest.files[number].chunks[index] if twin else None
-        self._home = spool.path(part)
-        self.encoded: Chunk = file.chunks[index]
+        self._source, self._way, self._part, self._there = source, way, part, there
+        self._where, self._file = where, file
+        self.encoded: Chunk = file.chunks[where[1]]
         self._lent = lent.get(_holds(self.encoded))
         self.shared = 0
 
@@ -149,10 +187,10 @@ class _Chunk:
         if self._lent is not None:
             self.encoded, self.shared = self._lent, self._lent.size
             return 0
-        async with self._way.budget.take((3 if self._twin else 2) * self.encoded.size) as hold:
+        async with self._way.budget.take(self._source.copies * self.encoded.size) as hold:
             if await self._lies_there():
                 return 0
-            encoded = await self._as_the_twin(await to_the_end(self._read))
+            encoded = await self._source.read(self._where, self._file)
             self.encoded, stored, data = encoded.chunk, encoded.stored, encoded.data
             del encoded
             hold.keep(weight(self._way.store, stored.size))  # the raw bytes are gone
@@ -185,17 +223,29 @@ class _Chunk:
         except (ObjectNotFound, CorruptChunk) as error:
             raise StoreUnavailable(f"{key}: what was read back differs from what was put") from error
 
-    def _read(self) -> Encoded:
+
+class _Spooled:
+    """The spool's copy of a part, encoded as the twin has it."""
+
+    def __init__(self, spool: Spool, part: PartId, way: Way, twin: Twin | None) -> None:
+        self._home, self._part, self._way, self._twin = spool.path(part), part, way, twin
+        self.copies = 3 if twin else 2
+
+    async def read(self, where: Where, file: File) -> Encoded:
+        return await self._as_the_twin(where, await to_the_end(self._encode, file, where[1]))
+
+    def _encode(self, file: File, index: int) -> Encoded:
         try:
-            raw = read_chunk(self._home / self._file.path, self._file, self._index)
+            raw = read_chunk(self._home / file.path, file, index)
         except CorruptChunk:
             if not self._home.is_dir():
                 raise ObjectNotFound(f"{self._part} is not in the spool any more") from None
             raise
-        return self._way.pace.encode(self._part, self._file.chunks[self._index], raw)
+        return self._way.pace.encode(self._part, file.chunks[index], raw)
 
-    async def _as_the_twin(self, encoded: Encoded) -> Encoded:
-        twin, chunk = self._twin, self._other
+    async def _as_the_twin(self, where: Where, encoded: Encoded) -> Encoded:
+        twin = self._twin
+        chunk = twin.manifest.files[where[0]].chunks[where[1]] if twin else None
         if not (twin and twin.answers and chunk and chunk.stored) or chunk.stored.form == encoded.stored.form:
             return encoded
         try:
@@ -207,9 +257,15 @@ class _Chunk:
         except (TierdError, TimeoutError):
             twin.answers = False  # not every chunk waits for that
             return encoded
-        key = chunk_key(self._part, chunk.xxh3_128, chunk.stored.codec)
-        own = msgspec.structs.replace(chunk.stored, key=key, checked="")
-        return Encoded(msgspec.structs.replace(chunk, stored=own), data)
+        return stored_as(self._part, chunk, data)
+
+
+def stored_as(part: PartId, chunk: Chunk, data: Buffer) -> Encoded:
+    """What another tier stores of a chunk, under the key that it has in `part`."""
+    assert chunk.stored is not None
+    key = chunk_key(part, chunk.xxh3_128, chunk.stored.codec)
+    own = msgspec.structs.replace(chunk.stored, key=key, checked="")
+    return Encoded(msgspec.structs.replace(chunk, stored=own), data)
 
 
 def _holds(chunk: Chunk) -> tuple[str, int]:
@@ -225,15 +281,19 @@ def _with_stored(manifest: Manifest, chunks: Mapping[tuple[str, int], Chunk]) ->
     return msgspec.structs.replace(manifest, files=files)
 
 
-async def _lent(store: Store, part: PartId, lender: Manifest | None) -> dict[tuple[str, int], Chunk]:
-    """The chunks of `lender` that lie on the tier, by what they hold."""
+async def _lent(
+    store: Store, part: PartId, lender: Manifest | None, worn_out: Collection[CheckpointId]
+) -> dict[tuple[str, int], Chunk]:
+    """The chunks of `lender` that may be named and lie on the tier, by what they hold."""
     if lender is None or lender.rank != part.rank:
         return {}
-    there = await chunks_there(store, part.rank, lender.owners - await left_over(store, lender.run))
+    offered = {f"{lender.run}/{chunk.stored.key}": chunk for chunk in shareable(lender, worn_out) if chunk.stored}
+    if not offered:
+        return {}
+    owners = {chunk_owner(*key.split("/", 1)) for key in offered} - await left_over(store, lender.run)
+    there = await chunks_there(store, part.rank, [owner for owner in owners if owner])
     return {
-        _holds(chunk): chunk
-        for chunk in lender.chunks()
-        if chunk.stored and there.get(f"{lender.run}/{chunk.stored.key}") == chunk.stored.size
+        _holds(chunk): chunk for key, chunk in offered.items() if chunk.stored and there.get(key) == chunk.stored.size
     }
 
 

@@ -23,13 +23,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tierd.arena import Arena
-from tierd.commit import Written, write_part
+from tierd.commit import Room, Written, write_part, write_with_room
 from tierd.core import wire
 from tierd.core.errors import ObjectNotFound, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE, decode
+from tierd.daemon.peers import THIS, Peers, unknown
 from tierd.spool import Spool, condition
-from tierd.trust import listen, stranger
+from tierd.trust import listen, peer_pid, stranger
 
 log = logging.getLogger("tierd.daemon")
 
@@ -54,6 +55,7 @@ class _Line:
     arenas: dict[int, Arena] = field(default_factory=dict)
     last: _Snapshot | None = None
     lane: str = ""
+    greeted: bool = False
     left: bool = False
     expires: float = 0.0  # monotonic seconds, once it is an orphan
     thread: threading.Thread | None = None
@@ -84,9 +86,11 @@ class HandOff:
         self._changed = threading.Condition()
         self._lines: list[_Line] = []
         self._orphans: dict[str, _Line] = {}
+        self._peers = Peers("hand-off")
         self._pool = ThreadPoolExecutor(64, thread_name_prefix="tierd-persist")
         self._waiters = ThreadPoolExecutor(8, thread_name_prefix="tierd-settle")
         self._stopping = False
+        self.room: Room | None = None  # asked where a commit meets a full disk
 
     # -- for the rest of the daemon ---------------------------------------------------------------------------------
 
@@ -194,13 +198,12 @@ class HandOff:
             log.warning("spool %s: %s", self._spool.root, error)
 
     def _serve(self, line: _Line) -> None:
-        self._reply(line, {"ok": True})  # the greeting: somebody is awake here
+        self._reply(line, wire.greeting(THIS.version))  # and somebody is awake here
         try:
             while True:
                 packet, fds = _received(line.socket)
-                if not packet:
+                if not packet or not self._answer(line, packet, fds):
                     break
-                self._answer(line, packet, fds)
         except ConnectionError:
             pass
         except (OSError, ValueError, MemoryError, msgspec.DecodeError, TierdError) as error:
@@ -224,16 +227,25 @@ class HandOff:
             self._changed.notify_all()
         self._tidy()
 
-    def _answer(self, line: _Line, packet: bytes, fds: list[int]) -> None:
+    def _answer(self, line: _Line, packet: bytes, fds: list[int]) -> bool:
+        """Do as one packet says; whether the connection goes on."""
         arenas: list[Arena] = []
         try:
             message = wire.decode_handed(packet)
             while fds:
                 arenas.append(Arena.received(fds.pop(0)))
+        except wire.UnknownKind as error:
+            self._reply(line, wire.error_reply(unknown(error)))
+            return True
         finally:
             for fd in fds:
                 os.close(fd)
+        if not line.greeted and not isinstance(message, wire.Hello):
+            self._peers.unnamed(peer_pid(line.socket))
+        line.greeted = True
         match message, arenas:
+            case wire.Hello(), []:
+                return bool(self._peers.answer(peer_pid(line.socket), message)["ok"])
             case wire.Lend(slot=slot), [arena]:
                 former = line.arenas.pop(slot, None)
                 if former:
@@ -247,6 +259,7 @@ class HandOff:
                 line.left = True
             case _:
                 raise ValueError("a message with the wrong number of descriptors")
+        return True
 
     def _persist(self, line: _Line, message: wire.Persist, box: Arena) -> dict[str, object]:
         part, arena = message.part, line.arenas.get(message.slot)
@@ -260,8 +273,9 @@ class HandOff:
             if former:
                 former.close()
             line.last = None
+        files = {TENSORS: arena.view[: message.tensors], TREE: tree}
         work = self._pool.submit(
-            write_part, self._spool, manifest, {TENSORS: arena.view[: message.tensors], TREE: tree}
+            write_with_room, lambda: write_part(self._spool, manifest, files), part, files, self.room
         )
         while not concurrent.futures.wait([work], timeout=wire.HEARTBEAT).done:
             self._reply(line, {"working": True})

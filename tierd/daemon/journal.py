@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tierd.core.alerts import Alert, Alerts, Thing
+from tierd.core.alerts import BACKLOG, Alert, Alerts, Thing
 from tierd.core.events import Event
 from tierd.core.ids import CheckpointId, PartId
 
@@ -67,6 +67,18 @@ class Journal:
         """A try worked, as `Alerts.worked` has it."""
         if over := self._alerts.worked(thing, subject, others=others):
             self._tell_of("works again", over, f"{over.tries} tries in a row had failed; the last: {over.why}")
+
+    def waiting(self, tier: str, copies: int, grows: bool) -> None:
+        """So many copies wait to be deleted from a tier. That they become ever more is an alert at once."""
+        thing, now_s = (BACKLOG, tier), time.monotonic()
+        if grows:
+            why = f"{copies} copies that retention gave up are still there, ever more for ten minutes"
+            if told := self._alerts.failed(thing, "prune", tier, BACKLOG, why, now_s, now(), enough=1):
+                alert, fresh = told
+                self.counters["alerts"] += fresh
+                self._tell_of("failing", alert, why)
+        elif over := self._alerts.worked(thing):
+            self._tell_of("works again", over, f"{copies} copies that retention gave up are still there")
 
     def saved(self, part: PartId) -> None:
         """A writer's save worked: with it end the failures of its own and of the run's earlier launches."""

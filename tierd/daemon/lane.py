@@ -25,6 +25,7 @@ class Lane:
         self.retry_at = 0.0  # monotonic seconds
         self.failures = 0
         self.last_error: Exception | None = None
+        self._last_failure: Exception | None = None
         self.doing: str | None = None
         self._off: dict[Hashable, float] = {}  # what was put off -> until when, monotonic seconds
 
@@ -33,12 +34,19 @@ class Lane:
 
     def succeeded(self) -> None:
         self.failures, self.retry_at, self.last_error = 0, 0.0, None
+        if self.off_for == math.inf:
+            self._last_failure = None
+
+    @property
+    def trouble(self) -> Exception | None:
+        """Why the lane does not get on: its last error, also while only the thing that failed is put off."""
+        return self.last_error or self._last_failure
 
     def failed(self, error: Exception, jitter: random.Random, *, long: bool) -> float:
         """Note a failure; the seconds until the lane may try again. `long`: trying at once cannot help."""
         self.failures += 1
         self._retry.clear()
-        self.last_error = error
+        self.last_error = self._last_failure = error
         delay = min(2.0 ** min(self.failures + (3 if long else 0), 16), _LONGEST) * jitter.uniform(0.5, 1.0)
         self.retry_at = self.now() + delay
         return delay

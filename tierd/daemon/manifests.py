@@ -3,11 +3,14 @@
 Law: names alone tell what is complete, so a look lists every name and reads few manifests: the one that speaks for each
 checkpoint, and those of ranks that the asker has parts of. Each is read once, and again only when its listing shows
 that it was replaced. What nobody has read is not known: a prune reads it before anything is deleted, and tells here.
+Of all that were read it is remembered which chunks of others they name, so that no prune reads them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Collection
+import math
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -16,8 +19,8 @@ import xxhash
 
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
-from tierd.core.manifest import Manifest
 from tierd.core.world import Facts, Seen, is_complete
+from tierd.daemon.borrowed import Borrowed, Memory, named_by
 from tierd.daemon.copies import read_manifest
 from tierd.daemon.together import each
 from tierd.stores.base import ObjectInfo, Store
@@ -31,14 +34,15 @@ Unusable: TypeAlias = ManifestError | FormatTooNew
 class _Read:
     """What was read of one checkpoint's manifests.
 
-    `found` is by file name, with the token of what was read: what looks read, and whatever proved unusable. `others`
-    are usable ones that prunes read, by a digest of name and token: of a million, only what each borrows is kept.
-    `lent` is all of that together.
+    `found` is by file name, with the token of what was read: what looks read, and whatever proved unusable. `borrowed`
+    is of all usable ones, by a digest of name and token: of a million, only this is kept. `lent` are the owners in what
+    prunes read. `listed` manifests were there at the last listing.
     """
 
     found: dict[str, tuple[str, Facts | Unusable]] = field(default_factory=dict)
-    others: dict[bytes, frozenset[CheckpointId]] = field(default_factory=dict)
+    borrowed: dict[bytes, Borrowed] = field(default_factory=dict)
     lent: set[CheckpointId] = field(default_factory=set)
+    listed: int = 0
 
 
 @dataclass(slots=True)
@@ -67,7 +71,8 @@ class Manifests:
         self.cut: dict[str, set[CheckpointId]] = {}
         self._read: dict[CheckpointId, _Read] = {}
         self._whole: dict[int, frozenset[int]] = {}  # world size -> all of its ranks
-        self._kinds: dict[frozenset[CheckpointId], frozenset[CheckpointId]] = {}
+        self._memory = Memory()
+        self._listed: set[str] = set()  # runs of which all names were listed
 
     # -- looking ----------------------------------------------------------------------------------------------------
 
@@ -82,6 +87,7 @@ class Manifests:
             told: called whenever the tier has answered something more.
         """
         before = {checkpoint for checkpoint in self._read if checkpoint.run == run}  # another look may find more
+        self._memory.count()
         listed = await self._list(run, mine, few, told)
 
         async def hear(todo: tuple[_Listed, ObjectInfo, PartId]) -> None:
@@ -94,13 +100,17 @@ class Manifests:
                 await self._find_a_voice(one)
         for gone in before - {one.id for one in listed}:
             self._read.pop(gone, None)
+        for one in listed:
+            if one.id in self._read:
+                self._read[one.id].listed = sum(map(len, one.ranks.values()))
+        self._listed.add(run)
         return {one.id: one.seen() for one in listed if any(one.ranks.values())}
 
     async def _list(self, run: str, mine: Collection[int], few: int, told: Callable[[], None]) -> list[_Listed]:
         listed: list[_Listed] = []
         spare: list[tuple[_Listed, ObjectInfo, PartId]] = []
         found: dict[str, tuple[str, Facts | Unusable]] = {}
-        async with aclosing(self._walk(run)) as walk:
+        async with aclosing(self.listing(run)) as walk:
             async for info, checkpoint, name, rank, world in walk:
                 if not listed or listed[-1].id != checkpoint:
                     self._share(listed[-1:])
@@ -125,8 +135,9 @@ class Manifests:
             here.todo.append((info, part))
         return listed
 
-    async def _walk(self, run: str) -> AsyncGenerator[tuple[ObjectInfo, CheckpointId, str, int, int], None]:
-        """Every manifest's listing, with what its key says. There may be a million: names are taken apart once."""
+    async def listing(self, run: str) -> AsyncGenerator[tuple[ObjectInfo, CheckpointId, str, int, int], None]:
+        """Every manifest's listing, with what its key says: checkpoint, file name, rank and world size. There may be a
+        million: names are taken apart once."""
         prefix = manifests_prefix(run)
         names: dict[str, tuple[int, int] | None] = {}
         here: str | None = None
@@ -152,14 +163,18 @@ class Manifests:
 
     async def _hear(self, one: _Listed, info: ObjectInfo, part: PartId) -> None:
         try:
-            said: Facts | Unusable = Facts.of(await read_manifest(self.store, part, info.key, info.size))
+            manifest = await read_manifest(self.store, part, info.key, info.size)
         except ObjectNotFound:  # pruned between the listing and now
             one.ranks[part.world] = one.ranks[part.world] - {part.rank}
             return
         except (ManifestError, FormatTooNew) as error:
-            said = _bare(error)
-        one.said[part] = said
-        self._read.setdefault(one.id, _Read()).found[_name(info)] = info.token, said
+            why = _bare(error)
+            self._spoilt(one.id, info, why)
+            one.said[part] = why
+        else:
+            one.said[part] = said = Facts.of(manifest)
+            self._remember(one.id, info, named_by(manifest))
+            self._read[one.id].found[_name(info)] = info.token, said
 
     async def _find_a_voice(self, one: _Listed) -> None:
         """Where the lowest rank's manifest cannot be used, the next one tells the timeline."""
@@ -177,29 +192,64 @@ class Manifests:
 
     # -- what a deletion has to know --------------------------------------------------------------------------------
 
-    async def naming(self, checkpoint: CheckpointId, owners: Collection[CheckpointId]) -> AsyncGenerator[ObjectInfo]:
-        """The listings of all manifests of a run, beside `checkpoint`'s, that may name chunks under `owners`: of those,
-        that borrow from them, and that nobody has read yet."""
-        asked = frozenset(owners)
-        async with aclosing(self._walk(checkpoint.run)) as walk:
-            async for info, owner, name, _, _ in walk:
-                if owner == checkpoint:
-                    continue
-                borrowed = None if owner in asked else self._borrowed(owner, name, info.token)
-                if borrowed is None or not borrowed.isdisjoint(asked):
-                    yield info
+    def unread(self, run: str) -> float:
+        """How many manifests of a run, as last listed, nobody has read, about; infinite where it never was listed."""
+        if run not in self._listed:
+            return math.inf
+        return sum(max(0, read.listed - len(read.borrowed)) for one, read in self._read.items() if one.run == run)
 
-    def _borrowed(self, checkpoint: CheckpointId, name: str, token: str) -> frozenset[CheckpointId] | None:
+    def is_read(self, checkpoint: CheckpointId) -> bool:
+        """Whether all manifests of a checkpoint, as last listed, were read, and all that they borrow is remembered."""
+        read = self._read.get(checkpoint, _Read())
+        known = [borrowed for borrowed in read.borrowed.values() if borrowed.chunks is not None]
+        return checkpoint.run in self._listed and len(known) >= read.listed
+
+    def remembered(self, run: str) -> Iterator[tuple[CheckpointId, Borrowed]]:
+        """What was read of a run, by checkpoint."""
+        for one, read in self._read.items():
+            if one.run == run:
+                yield from ((one, borrowed) for borrowed in read.borrowed.values())
+
+    def borrowed(self, checkpoint: CheckpointId, info: ObjectInfo) -> Borrowed | None:
+        """What a manifest borrows, by its listing; None where nobody has read it, or it could not be used."""
         read = self._read.get(checkpoint)
-        if read is None:
-            return None
-        old = read.found.get(name)
-        if old and old[0] == token:
-            return old[1].borrowed if isinstance(old[1], Facts) else None
-        return read.others.get(_mark(name, token))
+        return read.borrowed.get(_mark(info)) if read else None
 
-    async def read(self, info: ObjectInfo) -> Manifest:
-        """Read a manifest, and remember what it borrows, or that it cannot be used.
+    async def learn(self, run: str, doomed: Collection[CheckpointId]) -> None:
+        """Read all manifests of a run that nobody has read.
+
+        Raises:
+            ManifestError, FormatTooNew: one cannot be used. If it is one of `doomed`, only the latter is raised.
+        """
+
+        count: Counter[CheckpointId] = Counter()
+
+        async def unknown() -> AsyncGenerator[ObjectInfo]:
+            async with aclosing(self.listing(run)) as listing:
+                async for info, owner, _, _, _ in listing:
+                    count[owner] += 1
+                    known = self.borrowed(owner, info)
+                    if known is None or (known.chunks is None and owner in doomed):
+                        yield info
+
+        async def learn(info: ObjectInfo) -> None:
+            part = PartId.parse_key(info.key)
+            try:
+                await self.read(info)
+            except ObjectNotFound:
+                pass
+            except ManifestError:
+                if part is None or part.checkpoint not in doomed:
+                    raise
+
+        async with aclosing(unknown()) as todo:
+            await each(READERS, learn, todo)
+        for owner, listed in count.items():
+            self._read.setdefault(owner, _Read()).listed = listed
+        self._listed.add(run)
+
+    async def read(self, info: ObjectInfo) -> Borrowed:
+        """Read a manifest for what it borrows, and remember that, or that it cannot be used.
 
         Raises:
             ObjectNotFound, ManifestError, FormatTooNew.
@@ -209,14 +259,20 @@ class Manifests:
             manifest = await read_manifest(self.store, part, info.key, info.size)
         except (ManifestError, FormatTooNew) as error:
             if part:
-                self._read.setdefault(part.checkpoint, _Read()).found[_name(info)] = info.token, _bare(error)
+                self._spoilt(part.checkpoint, info, _bare(error))
             raise
-        borrowed = manifest.owners - {manifest.part.checkpoint}
-        borrowed = self._kinds.setdefault(borrowed, borrowed)
-        read = self._read.setdefault(manifest.part.checkpoint, _Read())
-        read.others[_mark(_name(info), info.token)] = borrowed
-        read.lent |= borrowed
-        return manifest
+        borrowed = named_by(manifest)
+        self._remember(manifest.part.checkpoint, info, borrowed)
+        self._read[manifest.part.checkpoint].lent |= borrowed.owners
+        return borrowed
+
+    def _remember(self, checkpoint: CheckpointId, info: ObjectInfo, borrowed: Borrowed) -> None:
+        self._read.setdefault(checkpoint, _Read()).borrowed[_mark(info)] = self._memory.kept(borrowed)
+
+    def _spoilt(self, checkpoint: CheckpointId, info: ObjectInfo, why: Unusable) -> None:
+        read = self._read.setdefault(checkpoint, _Read())
+        read.found[_name(info)] = info.token, why
+        read.borrowed.pop(_mark(info), None)
 
     async def are_usable(self, checkpoint: CheckpointId) -> bool:
         """Whether all manifests of a checkpoint are there and can be used; those that nobody has read are read now."""
@@ -227,7 +283,7 @@ class Manifests:
                 part = PartId.parse_key(info.key)
                 if part:
                     ranks.setdefault(part.world, set()).add(part.rank)
-                    if self._borrowed(checkpoint, _name(info), info.token) is None:
+                    if self.borrowed(checkpoint, info) is None:
                         todo.append(info)
         try:
             await each(READERS, self.read, todo)
@@ -245,5 +301,5 @@ def _name(info: ObjectInfo) -> str:
     return info.key.rpartition("/")[2]
 
 
-def _mark(name: str, token: str) -> bytes:
-    return xxhash.xxh3_128_digest(f"{name} {token}".encode())
+def _mark(info: ObjectInfo) -> bytes:
+    return xxhash.xxh3_128_digest(f"{_name(info)} {info.token}".encode())

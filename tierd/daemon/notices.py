@@ -6,6 +6,7 @@ Law: whoever sees it first tells it, a trainer's hand-over or a look, and nobody
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from tierd.commit import Written
 from tierd.core.ids import PartId
@@ -49,11 +50,18 @@ class Notices:
             facts = spool.facts(part)
             self._saved(part, facts.size if facts else 0, ", by its trainer")
 
-    def durable(self, tier: str, spool: Place, place: Place | None) -> None:
+    def relayed(self, tier: str, part: PartId) -> None:
+        """A part is about to go from one tier to another, which has it not."""
+        if part.rank == 0:
+            self._news.expect(tier, part.checkpoint, time.monotonic())
+
+    def durable(self, tier: str, spool: Place, tiers: Mapping[str, Place | None]) -> None:
         """The spool or a tier was looked at, or something was flushed there."""
+        place = tiers[tier]
         if place is None:
             return
-        for checkpoint, took in self._news.whole(tier, spool, place, time.monotonic()):
+        others = [other for name, other in tiers.items() if other and name != tier]
+        for checkpoint, took in self._news.whole(tier, spool, place, time.monotonic(), others):
             seen = place.checkpoints[checkpoint]
             known = seen.facts.values()
             raw, stored = sum(one.size for one in known), sum(one.stored_size for one in known)

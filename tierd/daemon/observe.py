@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 
 from tierd.core.errors import (
     FormatTooNew,
@@ -23,15 +24,19 @@ from tierd.core.ids import (
     CheckpointId,
     PartId,
     chunks_prefix,
-    pins_prefix,
+    manifests_prefix,
+    parse_pin,
     quarantine_prefix,
 )
 from tierd.core.manifest import Manifest
+from tierd.core.run_retention import StoredRetention
 from tierd.core.world import Facts, Place, Seen, World
 from tierd.daemon.copies import read_manifest
 from tierd.daemon.manifests import Manifests
+from tierd.daemon.run_policies import RunPolicies
+from tierd.records import policies, saved
 from tierd.spool import Spool, condition
-from tierd.stores.base import Store, children
+from tierd.stores.base import ObjectInfo, Store, children
 
 log = logging.getLogger("tierd.daemon")
 
@@ -75,10 +80,14 @@ async def missing_chunks(store: Store, manifest: Manifest) -> set[str]:
 
 
 class SpoolEye:
-    """Looks at the spool. A manifest is parsed again only when its part is new: parts are immutable."""
+    """Looks at the spool. A manifest is parsed again only when its part is new: parts are immutable.
+
+    `touched`: by run, when its newest part was committed, by the spool's disk; seconds since 1970.
+    """
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
+        self.touched: dict[str, float] = {}
         self._cache: dict[tuple[PartId, int], Facts | TierdError] = {}
 
     def look(self) -> Place:
@@ -93,8 +102,16 @@ class SpoolEye:
             elif found is not None:
                 parts[part], defects[part] = None, found
         self._cache = cache
+        touched: dict[str, float] = {}
+        for part, stamp in cache:
+            touched[part.checkpoint.run] = max(stamp / 1e9, touched.get(part.checkpoint.run, 0.0))
+        self.touched = touched
         aside = {part: Facts.of(manifest) if manifest else None for part, manifest in self._spool.quarantined().items()}
-        return Place.of(parts, defects, frozenset(self._spool.pins()), quarantined=aside)
+        place = Place.of(parts, defects, frozenset(self._spool.pins()), quarantined=aside)
+        newest = {seen.id.run: seen.id.attempt for seen in sorted(place.checkpoints.values(), key=lambda seen: seen.id)}
+        marks, wanted = saved(self._spool.control, newest), policies(self._spool.control, newest)
+        restored = frozenset(run for run, attempt in newest.items() if marks.get(run) != attempt)
+        return replace(place, policies=wanted, restored=restored)
 
     def _facts(self, part: PartId, cache: dict[tuple[PartId, int], Facts | TierdError]) -> Facts | TierdError | None:
         try:
@@ -111,11 +128,16 @@ class SpoolEye:
 
 
 class TierEye:
-    """Looks at a tier. `manifests` remembers what was read there."""
+    """Looks at a tier. `manifests` remembers what was read there.
 
-    def __init__(self, store: Store) -> None:
+    Args:
+        prunes: whether its owner deletes what retention drops: a daemon, and not a reader.
+    """
+
+    def __init__(self, store: Store, *, prunes: bool = False) -> None:
         self.store = store
         self.manifests = Manifests(store)
+        self._policies = RunPolicies(store, prunes=prunes)
         self._aside: dict[tuple[str, str], Facts | None] = {}
         self._owners: dict[str, set[CheckpointId]] = {}
         self._listed: dict[str, float] = {}  # run -> when its chunks were listed, monotonic seconds
@@ -144,28 +166,46 @@ class TierEye:
         """
         checkpoints: dict[CheckpointId, Seen] = {}
         aside: dict[PartId, Facts | None] = {}
-        pins: set[CheckpointId | None] = set()
+        pins: set[CheckpointId] = set()
+        wanted: dict[str, tuple[StoredRetention, ...]] = {}
         owners: set[CheckpointId] = set()
         for run in sorted(runs):
             checkpoints |= await self.manifests.look(run, (mine or {}).get(run, ()), few=few, told=told)
-            aside |= await self._quarantined(run)
+            beside = await self._beside_manifests(run)
             told()
+            aside |= await self._quarantined(run, beside)
+            told()
+            wanted[run] = await self._stored_policies(run, beside)
             owners |= await self._chunk_owners(run, told)
-            pins |= {
-                CheckpointId.parse(run, info.key.rsplit("/", 1)[1]) async for info in self.store.scan(pins_prefix(run))
-            }
-        held = frozenset(pin for pin in pins if pin)
+            pins |= {pin for info in beside if (pin := parse_pin(run, info.key))}
         lent = self.manifests.lent(checkpoints.keys())
         cut = frozenset[CheckpointId]().union(*(self.manifests.cut.get(run, ()) for run in runs))
-        return Place(checkpoints, held, frozenset(owners), aside, lent, cut)
+        return Place(
+            checkpoints,
+            frozenset(pins),
+            frozenset(owners),
+            aside,
+            lent,
+            cut,
+            {run: found for run, found in wanted.items() if found},
+        )
 
-    async def _quarantined(self, run: str) -> dict[PartId, Facts | None]:
+    async def _beside_manifests(self, run: str) -> list[ObjectInfo]:
+        """What is listed behind the manifests: pins, marks, quarantined manifests and policies, in one listing."""
+        behind = f"{manifests_prefix(run)}\x7f"  # '\x7f' sorts after every character of a key
+        return [info async for info in self.store.scan(f"{run}/", behind)]
+
+    async def _stored_policies(self, run: str, beside: Iterable[ObjectInfo]) -> tuple[StoredRetention, ...]:
+        found = [await self._policies.read(run, info) for info in beside]
+        return tuple(one for one in found if one)
+
+    async def _quarantined(self, run: str, beside: Iterable[ObjectInfo]) -> dict[PartId, Facts | None]:
         """What was set aside; None where that cannot be read."""
         found: dict[PartId, Facts | None] = {}
         seen: dict[tuple[str, str], Facts | None] = {}
-        async for info in self.store.scan(quarantine_prefix(run)):
+        for info in beside:
             part, key = PartId.parse_key(info.key), (info.key, info.token)
-            if part is None:
+            if part is None or not info.key.startswith(quarantine_prefix(run)):
                 continue
             try:
                 if key not in self._aside:

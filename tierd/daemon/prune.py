@@ -7,109 +7,112 @@ plan comes back for those; under a name that still lends, by the mark that stand
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import aclosing, suppress
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Collection
+from contextlib import aclosing
 from functools import partial
+from typing import NamedTuple
 
 from tierd.codec import check_stored
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound
-from tierd.core.ids import CheckpointId, PartId, chunk_owner, chunks_prefix, manifests_prefix, quarantine_prefix
+from tierd.core.ids import CheckpointId, PartId, chunks_prefix, quarantine_prefix
 from tierd.core.manifest import Manifest, Stored
+from tierd.core.world import Place
+from tierd.daemon.borrowed import mark_of
 from tierd.daemon.copies import put_manifest, read_manifest, surely
-from tierd.daemon.manifests import READERS, Manifests
+from tierd.daemon.doomed import Going, Pass
+from tierd.daemon.manifests import Manifests
 from tierd.daemon.observe import missing_chunks
-from tierd.daemon.together import each
-from tierd.daemon.turns import deleting, intents, sweep
-from tierd.stores.base import ObjectInfo, Store
+from tierd.daemon.turns import deleting
+from tierd.stores.base import Store
+
+_FEW = 16  # manifests that may be read while the marks stand
+_PAGE = 999  # chunks of others that a listing passes before it is cheaper to begin a new one
 
 
-async def prune(store: Store, checkpoint: CheckpointId, who: str = "", known: Manifests | None = None) -> bool:
-    """Delete a checkpoint from a tier, and the chunks that nothing but it named.
+class Pruned(NamedTuple):
+    """What a pass has done.
+
+    `gone`: the checkpoints of which anything was deleted; not those of which another node is just putting a manifest,
+    nor those of which nothing is there but what others name. `bare`: others, pruned before, whose last chunks went.
+    """
+
+    gone: set[CheckpointId]
+    bare: set[CheckpointId]
+
+
+async def prune(
+    store: Store,
+    checkpoints: Collection[CheckpointId],
+    who: str = "",
+    known: Manifests | None = None,
+    seen: Place | None = None,
+) -> Pruned:
+    """Delete checkpoints of one run from a tier in one pass, and the chunks that nothing but they named.
 
     Every surviving manifest was read before anything goes: what it names is known, and nothing goes on the strength of
     a newer checkpoint that cannot be used.
 
     Args:
         who: 8 hex digits, this node's own; random where nobody comes back to sweep.
-        known: what was read on this tier before: one that borrows nothing from here need not be read again.
-
-    Returns:
-        Whether anything went; False where another node is just putting a manifest of it, or others name what is there.
+        known: what was read on this tier before, and need not be read again.
+        seen: what the decision rests on: a checkpoint of which there is more by now is not deleted.
 
     Raises:
-        ManifestError, FormatTooNew: a surviving manifest cannot be used, so what it names is not known; no chunk was
+        ManifestError, FormatTooNew: a surviving manifest cannot be used, so what it names is not known; nothing was
             deleted, and `known` knows it now.
-        FormatTooNew: or one of the checkpoint's own; nothing was deleted.
+        FormatTooNew: or one of the checkpoints' own; nothing was deleted.
     """
-    run, known = checkpoint.run, known or Manifests(store)
-    _, cut = await sweep(store, run, who)
-    known.cut[run] = set(cut)
-    own = await _own(store, checkpoint)
-    named = await _named_by(known, own)
-    doomed = named - await _survivors(store, checkpoint, named, known)
-    owners, keys = _owners(doomed) | {checkpoint}, [info.key for info in own]
-    async with deleting(store, run, owners, who):
-        coming = any(part.checkpoint == checkpoint for _, part in await intents(store, run))
-        if coming or keys != [info.key for info in await _own(store, checkpoint)]:
-            return False
-        await store.delete(keys)
-        doomed |= {info.key async for info in store.scan(f"{chunks_prefix(run)}{checkpoint.name}/")}
-        aside = [info.key async for info in store.scan(f"{quarantine_prefix(run)}{checkpoint.name}/")]
-        # After the marks and after the listing of chunks: whoever names one of these from now on sees the marks.
-        gone = sorted(doomed - await _survivors(store, checkpoint, doomed, known))
+    runs = {one.run for one in checkpoints}
+    if not runs:
+        return Pruned(set(), set())
+    (run,) = runs
+    known = known or Manifests(store)
+    if known.unread(run) > _FEW or not all(known.is_read(one) for one in checkpoints):
+        await known.learn(run, checkpoints)  # before the marks, which stand for seconds
+    async with deleting(store, run, who) as marks:
+        going = await Pass(store, set(checkpoints), who, known, marks, seen or Place()).settle(listed=seen is None)
+        if not going.doomed:
+            return Pruned(set(), set())
+        marks.begun = True
+        own = going.listed.own
+        manifests = [key for one in sorted(own) for key in own[one]]
+        await store.delete(manifests)
+        gone = [key async for key in _lying(store, run, going)]
+        aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.doomed]
         await store.delete(gone + aside)
-        await store.delete(cut.get(checkpoint, []))
-    known.cut[run].discard(checkpoint)
-    return bool(own or gone or aside)
+        await store.delete([mark for one in sorted(going.doomed) for mark in going.cut.get(one, [])])
+    known.cut[run] -= going.doomed
+    bare = {owner for owner in going.orphans if not going.listed.named.under(owner)}
+    return Pruned(going.doomed & {*own, *(_of(run, key) for key in gone + aside)}, bare)
 
 
-async def _own(store: Store, checkpoint: CheckpointId) -> list[ObjectInfo]:
-    return [info async for info in store.scan(f"{manifests_prefix(checkpoint.run)}{checkpoint.name}/")]
+async def _lying(store: Store, run: str, going: Going) -> AsyncGenerator[str]:
+    """The keys of the chunks that go, by one listing from the first checkpoint to the last. Where much lies between
+    two of them, that is skipped."""
+    prefix = chunks_prefix(run)
+    left = deque(sorted((one.name, one) for one in {*going.doomed, *going.orphans}))
+    while left:
+        passed = 0
+        async with aclosing(store.scan(prefix, f"{prefix}{left[0][0]}")) as listing:
+            async for info in listing:
+                name = info.key[len(prefix) :].partition("/")[0]
+                while left and left[0][0] < name:
+                    left.popleft()
+                if not left:
+                    return
+                passed = 0 if name == left[0][0] else passed + 1
+                if passed > _PAGE:
+                    break
+                if not passed and going.goes(left[0][1], mark_of(info.key[len(run) + 1 :])):
+                    yield info.key
+            else:
+                return
 
 
-async def _named_by(known: Manifests, own: list[ObjectInfo]) -> set[str]:
-    """The chunks that these manifests name; one that is damaged names none."""
-    found = set[str]()
-
-    async def look(info: ObjectInfo) -> None:
-        with suppress(ObjectNotFound, ManifestError):
-            found.update(_chunks(await known.read(info)))
-
-    await each(READERS, look, own)
-    return found
-
-
-async def _survivors(store: Store, checkpoint: CheckpointId, doomed: set[str], known: Manifests) -> set[str]:
-    """Those of `doomed`, chunks, that are named by what is there beside `checkpoint`, or is about to be."""
-    found = set[str]()
-
-    def spare(manifest: Manifest) -> None:  # many name the same, and most of it is not asked about
-        found.update(doomed.intersection(_chunks(manifest)))
-
-    async def coming(intent: tuple[str, PartId]) -> None:
-        with suppress(ObjectNotFound):
-            spare(await read_manifest(store, None, intent[0]))
-
-    async def there(info: ObjectInfo) -> None:
-        with suppress(ObjectNotFound):
-            spare(await known.read(info))
-
-    # Intents are read before manifests are listed: one that is gone by then has its manifest among those.
-    await each(READERS, coming, await intents(store, checkpoint.run))
-    async with aclosing(known.naming(checkpoint, _owners(doomed) | {checkpoint})) as naming:
-        await each(READERS, there, naming)
-    return found
-
-
-def _chunks(manifest: Manifest) -> Iterator[str]:
-    """The keys of the chunks that a manifest names."""
-    return (f"{manifest.run}/{chunk.stored.key}" for chunk in manifest.chunks() if chunk.stored)
-
-
-def _owners(keys: set[str]) -> set[CheckpointId]:
-    """The checkpoints under whose names these chunks lie."""
-    found = {chunk_owner(*key.split("/", 1)) for key in keys}
-    return {owner for owner in found if owner}
+def _of(run: str, key: str) -> CheckpointId | None:
+    """The checkpoint under whose name an object lies: ``<run>/<sort>/<checkpoint>/…``."""
+    return CheckpointId.parse(run, key.split("/")[2])
 
 
 async def quarantine(store: Store, part: PartId) -> bool:

@@ -7,23 +7,26 @@ it, and looks again; events only shorten the wait. Every failure ends in a backo
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import math
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from tierd.commit import Written
 from tierd.core.config import Config
-from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, TierdError
+from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreFull, StoreRefused, TierdError
 from tierd.core.events import Event
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
-from tierd.core.plan import Action, Discard, Flush, Mend, Prune, flushes, pending, plan
+from tierd.core.plan import Action, Discard, Flush, Mend, Prune, evictable, flushes, lost_to, pending, plan
+from tierd.core.pruning import PruneBacklog, together
+from tierd.core.remaining import Backlog, Remaining, TierTrouble, describe, remaining
+from tierd.core.rest import SETTLED_S, is_on_the_way, pause_s
 from tierd.core.retention import seconds
-from tierd.core.world import SPOOL, Place, World
+from tierd.core.world import SPOOL, Place, Sent, World
 from tierd.daemon.budget import Budget
 from tierd.daemon.download import Wanted
 from tierd.daemon.journal import Journal
@@ -31,8 +34,10 @@ from tierd.daemon.lane import Lane
 from tierd.daemon.notices import Notices
 from tierd.daemon.observe import SpoolEye
 from tierd.daemon.pause import Pause
+from tierd.daemon.presence import Presence
 from tierd.daemon.prune import quarantine
 from tierd.daemon.repair import Repairer
+from tierd.daemon.room import Room
 from tierd.daemon.scrub import Scrubber
 from tierd.daemon.tiers import Tiers
 from tierd.spool import Spool
@@ -43,8 +48,10 @@ log = logging.getLogger("tierd.daemon")
 
 _STUCK = 60.0  # seconds that rests what could not be sent, mended or deleted, while others go on
 _AGAIN = 1.0  # seconds that a local copy rests which no tier was found to hold: they look again meanwhile
+_IN_HAND = 10.0  # seconds that what lanes have in hand has to end when the configuration changes
 _ABANDONED = 5.0  # seconds that a stage is seen unlocked before it counts as left over
 _LANE = "lane"  # the thing that fails or works, for alerts
+_RECENT = 600.0  # seconds that a run counts as having a trainer after it left: one that crashed comes back
 _TAKEN_UP = 3600.0  # seconds that an interrupted fetch of a whole part may be gone on with
 
 
@@ -65,20 +72,52 @@ class Reconciler:
         stores: Mapping[str, Store],
         told: Callable[[Event], None] | None = None,
     ) -> None:
-        self.config = config
         self.spool = spool
-        self.stores = stores
         self.journal = Journal(told)
         self.budget = Budget()
         self._repairer = Repairer(spool, stores, self.journal, self.budget)
         self.fetching = self._repairer.fetching
         self.pause = Pause(spool)
-        self.tiers = Tiers(config, spool, stores, self.pause)
         self.held: Counter[CheckpointId] = Counter()
         self.needed: Counter[CheckpointId] = Counter()
+        self.writers: Callable[[], frozenset[str]] = frozenset  # `PartId.lane` of whoever will write again
+        self.attended: Callable[[], bool] = lambda: True  # whether a trainer is attached
+        self.interest: set[str] = set()  # runs that a trainer asked for, beside those in the spool
+        self.asking: Counter[str] = Counter()  # of those, what is being answered: a tier may take long
+        self.presence = Presence()
+        self.room = Room(
+            spool,
+            self.world,
+            self._look_at_spool,
+            self._release,
+            self.wake,
+            lambda world: evictable(world, self.config),
+        )
+        self.moved = asyncio.Condition()  # notified after every look and every action
+        self._spool_eye = SpoolEye(spool)
+        self.notices = Notices(self.journal)
+        self._place = Place()
+        self._free = 1.0
+        self._leftovers: tuple[str, ...] = ()
+        self._busy: Counter[PartId] = Counter()
+        self._unlocked: dict[str, float] = {}
+        self._looking = asyncio.Lock()
+        self._draining = False
+        self._changed = time.monotonic()  # when anything on a tier last did
+        self._random = random.Random()  # noqa: S311  # jitter
+        self._halted = asyncio.Event()  # lanes begin nothing more, because the configuration changes
+        self._next_config: tuple[Config, Mapping[str, Store], asyncio.Event] | None = None
+        self._configure(config, stores)
+
+    def _configure(self, config: Config, stores: Mapping[str, Store]) -> None:
+        """Take up a configuration; no lane works meanwhile. Restores that are under way go on with the old stores."""
+        self.config = config
+        self.stores = stores
+        self._repairer.use(stores)
+        self.tiers = Tiers(config, self.spool, stores, self.pause)
         self.scrubber = Scrubber(
             config,
-            spool,
+            self.spool,
             stores,
             self._repairer,
             self.journal,
@@ -88,49 +127,77 @@ class Reconciler:
             held=self.held,
             wake=self.wake,
         )
-        self.writers: Callable[[], frozenset[str]] = frozenset  # `PartId.lane` of whoever will write again
-        self.interest: set[str] = set()  # runs that a trainer asked for, beside those in the spool
-        self.moved = asyncio.Condition()  # notified after every look and every action
         self.lanes = {name: Lane(name) for name in (SPOOL, *stores)}
-        self._spool_eye = SpoolEye(spool)
-        self.notices = Notices(self.journal)
-        self._place = Place()
-        self._free = 1.0
-        self._leftovers: tuple[str, ...] = ()
-        self._busy: Counter[PartId] = Counter()
-        self._unlocked: dict[str, float] = {}
-        self._planned: tuple[World | None, frozenset[Flush]] = None, frozenset()
-        self._looking = asyncio.Lock()
-        self._draining = False
-        self._random = random.Random()  # noqa: S311  # jitter
+        self._backlogs = {name: PruneBacklog() for name in stores}
+        self._full: set[str] = set()  # tiers that took no more, and from which nothing was deleted since
+        self._sent: dict[str, Sent] = {}  # by tier
+        # By the world that they were worked out for; the configuration may make something else of the same one.
+        self._planned: tuple[World | None, frozenset[tuple[PartId, str]]] = None, frozenset()
+        self._given_up: tuple[World | None, Counter[str]] = None, Counter()
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Reconcile until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for lane in self.lanes.values():
-                group.create_task(self._run_lane(lane))
-            group.create_task(self.scrubber.run())
+        while True:
+            async with asyncio.TaskGroup() as group:
+                lanes = [group.create_task(self._run_lane(lane)) for lane in self.lanes.values()]
+                scrubbing = group.create_task(self.scrubber.run())
+                await self._halted.wait()
+                scrubbing.cancel()
+                await asyncio.wait(lanes, timeout=_IN_HAND)
+                for task in lanes:
+                    task.cancel()  # what was cut off is gone on with: chunks that lie there are not sent again
+            assert self._next_config is not None
+            config, stores, done = self._next_config
+            for name in self.lanes.keys() - {SPOOL, *stores}:
+                self.journal.worked((_LANE, name))  # nobody waits for a tier that was taken out
+            self._configure(config, stores)
+            self._halted.clear()
+            done.set()
+
+    async def reconfigure(self, config: Config, stores: Mapping[str, Store]) -> None:
+        """Go on by another configuration of the same spool; returns when it holds. What lanes have in hand has a few
+        seconds to end. Takes and restores that are under way are not disturbed.
+
+        Args:
+            stores: tier name -> open store. The old ones are used until every request that is under way has ended.
+        """
+        done = asyncio.Event()
+        self._next_config = config, stores, done
+        self._halted.set()
+        self.retry_now()
+        await done.wait()
+        async with self.moved:
+            self.moved.notify_all()  # whoever waits for a tier sees whether it is still there
 
     def wake(self) -> None:
         """Look again soon: something may have changed."""
         for lane in self.lanes.values():
             lane.wake.set()
 
-    async def drain(self, timeout: float) -> None:
-        """Let flushes go on, newest first, for at most `timeout` seconds; nothing else is begun any more. Paused,
-        it returns at once: what is pending waits for the next daemon."""
-        self._draining = self.scrubber.resting = True
-        await self._look_at_spool()
+    def retry_now(self) -> None:
+        """End every backoff, and look again."""
         for lane in self.lanes.values():
             lane.retry_now()
         self.wake()
+
+    async def drain(self, timeout: float) -> tuple[Remaining, ...]:
+        """Let flushes go on, newest first, for at most `timeout` seconds; nothing else is begun any more. Paused,
+        it returns at once: what is pending waits for the next daemon. Returns the parts that some tier still lacks."""
+        self._draining = self.scrubber.resting = True
+        await self._look_at_spool()
+        self.retry_now()
         try:
             async with asyncio.timeout(timeout), self.moved:
                 await self.moved.wait_for(lambda: self.pause.paused or not self.pending())
         except TimeoutError:
-            log.warning("drain time is up: %d parts are still only in the spool", len(self.pending()))
+            pass
+        left = self.remaining()
+        if left:
+            why = "paused" if self.pause.paused else "drain time is up"
+            log.warning("%s: %s", why, self.describe_remaining())
+        return left
 
     def taken(self, part: PartId, outcome: Written | Exception) -> None:
         """A part was committed from a trainer's memory, or could not be."""
@@ -139,6 +206,7 @@ class Reconciler:
 
     def world(self) -> World:
         """The latest look at everything."""
+        touched, writers, finished_s = self._spool_eye.touched, self.writers(), seconds(self.config.finished)
         return World(
             self._place,
             dict(self.tiers.places),
@@ -147,26 +215,62 @@ class Reconciler:
             frozenset(self.held),
             frozenset(self.needed),
             frozenset(self._busy),
+            self.presence.quiet(touched, writers, min(_RECENT, finished_s)),
+            self.presence.quiet(touched, writers, finished_s),
+            silent=frozenset(
+                name for name, place in self.tiers.places.items() if place is None and self._is_silent(name)
+            ),
+            full=frozenset(self._full),
+            sent=dict(self._sent),
+            who=self.tiers.who,
         )
 
-    def pending(self) -> set[PartId]:
-        """Parts in the spool that some tier still lacks and wants; all of them while a tier does not answer."""
-        world = self.world()
-        found = {flush.part for flush in self._flushes(world)}
-        if any(place is None for place in self.tiers.places.values()):
-            found |= set(self._place.parts())
-        return found | set(self._busy)
+    def _is_silent(self, tier: str) -> bool:
+        return time.monotonic() - self.tiers.answered[tier] > seconds(self.config.hold_for)
 
-    def _flushes(self, world: World) -> frozenset[Flush]:
-        """What the plan would send; worked out once for whatever many ask, until something else is seen."""
+    def pending(self) -> set[PartId]:
+        """Parts that some tier lacks and wants and that this daemon sends it; all of the spool's while a tier does not
+        answer."""
+        return {one.part for one in self.remaining()} | set(self._busy)
+
+    def remaining(self) -> tuple[Remaining, ...]:
+        """The same parts, newest first, each with the tiers that have it and those that lack it."""
+        world = self.world()
+        wanted = set(self._flushes(world))
+        if silent := {name for name, place in world.tiers.items() if place is None}:
+            # What a tier that does not answer would be sent from the other places, if it held nothing.
+            empty = replace(world, tiers={name: place or Place() for name, place in world.tiers.items()})
+            sent = flushes(empty, self.config, {}, 0.0)
+            wanted |= {(flush.part, flush.tier) for flush in sent if flush.tier in silent}
+        return remaining(world, wanted)
+
+    def backlog_now(self) -> Backlog:
+        """What is left, and whether each tier takes it."""
+        tiers = {}
+        for name, place in self.tiers.places.items():
+            error = self.lanes[name].trouble
+            why, refused = (str(error), isinstance(error, StoreRefused)) if error else (None, False)
+            tiers[name] = TierTrouble(reached=place is not None, error=why, refused=refused)
+        return Backlog(left=self.remaining(), tiers=tiers, paused=self.pause.until)
+
+    def describe_remaining(self) -> str:
+        """`remaining` in one sentence."""
+        silent = [name for name, place in self.tiers.places.items() if place is None]
+        return describe(self.remaining(), silent)
+
+    def _flushes(self, world: World) -> frozenset[tuple[PartId, str]]:
+        """The parts that the plan would send, and where to; worked out once for whatever many ask, until something else
+        is seen."""
         if world != self._planned[0]:
-            self._planned = world, frozenset(flushes(world, self.config, {}, 0.0))
+            sent = flushes(world, self.config, {}, 0.0)
+            self._planned = world, frozenset((flush.part, flush.tier) for flush in sent)
         return self._planned[1]
 
     async def _run_lane(self, lane: Lane) -> None:
-        while True:
+        while not self._halted.is_set():
             lane.wake.clear()
             action = None
+            before = self.tiers.requests(lane.name)
             try:
                 action = await self._look_and_plan(lane)
                 if action is not None:
@@ -181,8 +285,9 @@ class Reconciler:
                 lane.doing = None
             async with self.moved:
                 self.moved.notify_all()
-            if action is None or lane.last_error:
-                await lane.rest(min(self._rescan(lane), lane.off_for, self.pause.left or math.inf))
+            if not self._halted.is_set() and (action is None or lane.last_error):
+                cost = self.tiers.requests(lane.name) - before
+                await lane.rest(min(self._rescan(lane, cost), lane.off_for, self.pause.left or math.inf))
 
     async def _look_and_plan(self, lane: Lane) -> Action | None:
         """The lane's next action. Where looking takes long, an earlier look is good enough to send parts by, and
@@ -194,18 +299,43 @@ class Reconciler:
                 return action
         await self.look(lane.name)
         if lane.name != SPOOL:
-            await self.tiers.tidy(lane.name, self._runs())
+            await self._own_word(lane.name)
         return self._next(lane)
 
-    def _rescan(self, lane: Lane) -> float:
-        """Seconds until the lane looks again though nothing wakes it: the longer, the longer a look takes."""
-        return max(seconds(self.config.rescan), 0.0 if lane.name == SPOOL else self.tiers.good_for(lane.name))
+    async def _own_word(self, tier: str) -> None:
+        """Tidy up after this node on a tier, and record there what it wants kept, of the runs that it saves. Of a run
+        that was only restored here nothing is deleted."""
+        saved = sorted(self._runs() - self._place.restored)
+        await self.tiers.tidy(tier, saved)
+        if not self.pause.paused and not self._draining:
+            await self.tiers.record(tier, self.world(), self.config, saved)
+
+    def _rescan(self, lane: Lane, cost: int) -> float:
+        """Seconds until the lane looks again though nothing wakes it: the longer, the longer a look takes, and at rest
+        the more requests it cost."""
+        rescan = seconds(self.config.rescan)
+        if lane.name == SPOOL:
+            return rescan
+        rescan = max(rescan, self.tiers.good_for(lane.name))
+        return pause_s(rescan, cost, len(self.stores)) if self._is_at_rest(lane) else rescan
+
+    def _is_at_rest(self, lane: Lane) -> bool:
+        """Whether nobody trains or restores here, and nothing is left to do or expected to come."""
+        place = self.tiers.places[lane.name]
+        if self.attended() or self.held or self.needed or place is None or self.pending():
+            return False
+        settled = time.monotonic() - self._changed >= SETTLED_S
+        return settled or not is_on_the_way(self._place, place)
 
     def _next(self, lane: Lane) -> Action | None:
-        if self.pause.paused and lane.name != SPOOL:
+        if self._halted.is_set() or (self.pause.paused and lane.name != SPOOL):
             return None
         backoff = {name: other.retry_at for name, other in self.lanes.items()}
-        for action in plan(self.world(), self.config, backoff, lane.now()):
+        actions = plan(self.world(), self.config, backoff, lane.now())
+        if lane.name != SPOOL:
+            waiting = sum(isinstance(one, Prune) and one.tier == lane.name for one in actions)
+            self.journal.waiting(lane.name, waiting, self._backlogs[lane.name].count(waiting, lane.now()))
+        for action in actions:
             if (
                 action.tier == lane.name
                 and not lane.is_off(_subject(action))
@@ -218,6 +348,8 @@ class Reconciler:
         self.journal.counters["errors"] += 1
         if lane.name in self.stores:
             self.tiers.failed(lane.name)
+        if isinstance(error, StoreFull):
+            self._full.add(lane.name)
         delay = lane.failed(error, self._random, long=isinstance(error, StoreRefused))
         doing = _describe(action) if action else "looking"
         known = isinstance(error, TierdError | OSError)
@@ -236,10 +368,16 @@ class Reconciler:
 
     async def look(self, name: str) -> None:
         """Look at one place afresh; a tier that does not answer becomes unknown, and the error is raised."""
+        tiers = self.tiers
         await self._look_at_spool()
         if name != SPOOL:
-            await self.tiers.look(name, self._runs() | self.interest, self._place.ranks)
+            before = tiers.places[name]
+            await tiers.look(name, self._runs() | self.interest, self._place.ranks)
+            if tiers is not self.tiers:  # the configuration has changed meanwhile
+                return
             self._tell_durable(name)
+            if tiers.places[name] != before:
+                self._changed = time.monotonic()
 
     def _runs(self) -> set[str]:
         return {checkpoint.run for checkpoint in self._place.checkpoints}
@@ -252,14 +390,20 @@ class Reconciler:
             self._free = free / total if total else 1.0
             self._leftovers = self._aged(await asyncio.to_thread(self.spool.leftovers))
             self._place = place  # last: all that was asked was answered
+            self._lose_interest()
             self.notices.came(place)
             for name in self.tiers.places:
                 self._tell_durable(name)
             if set(self._place.parts()) != before:
                 self.wake()
 
+    def _lose_interest(self) -> None:
+        """Runs that the spool has nothing of, and that nobody asked for lately, are not looked at any more."""
+        unheld = dict.fromkeys(self.interest - self._runs() - self.asking.keys())
+        self.interest -= self.presence.quiet(unheld, self.writers(), seconds(self.config.finished))
+
     def _tell_durable(self, tier: str) -> None:
-        self.notices.durable(tier, self._place, self.tiers.places[tier])
+        self.notices.durable(tier, self._place, self.tiers.places)
 
     def _aged(self, names: list[str]) -> tuple[str, ...]:
         # A stage is without its lock for a moment after it is made: only what stays so is left over.
@@ -278,24 +422,31 @@ class Reconciler:
 
     async def _act(self, action: Action) -> None:
         match action:
-            case Flush(part, tier):
-                await self._flush(part, tier)
-            case Prune(checkpoint, tier, reasons):
-                await self._prune(checkpoint, tier, reasons)
+            case Flush(part, tier, relayed):
+                await self._flush(part, tier, relayed=relayed)
+            case Prune():
+                await self._prune(action)
             case Mend(part, tier):
                 await self._mend(part, tier)
             case Discard(name):
                 await asyncio.to_thread(self.spool.discard, name)
                 log.info("local: discarded %s", name)
 
-    async def _flush(self, part: PartId, tier: str) -> None:
+    async def _flush(self, part: PartId, tier: str, *, relayed: bool = False) -> None:
         self._busy[part] += 1
         begun = time.monotonic()
+        if relayed:
+            self.notices.relayed(tier, part)
         try:
-            done = await self.tiers.flush(part, tier)
+            done = await (self.tiers.relay(part, tier) if relayed else self.tiers.flush(part, tier))
         except ObjectNotFound:
+            if relayed:
+                self.lanes[tier].put_off(part, _STUCK)  # until the other tiers were looked at again
             return  # removed from the spool since the look
         except (CorruptChunk, ManifestError) as error:
+            if relayed:
+                self._cannot_relay(part, tier, error)
+                return
             self.journal.counters["corruptions"] += 1
             self.journal.tell("corrupt", SPOOL, part, str(error))
             await self._mend(part, SPOOL, counted=True)
@@ -310,33 +461,82 @@ class Reconciler:
         self.journal.counters["flushed_raw_bytes"] += done.raw
         self.journal.counters["flushed_sent_bytes"] += done.sent
         self.journal.counters["flushed_shared_bytes"] += done.shared
-        facts = self._place.facts(part)
-        if facts:  # else it is gone from the spool already; the next look tells
-            self.tiers.put(tier, part, dataclasses.replace(facts, stored_size=done.stored))
-        told = f"verified, {done.raw} bytes as {done.stored}, {done.sent} of them sent"
+        self._note_sent(tier, part.checkpoint)
+        self.tiers.put(tier, part, done.facts)
+        how = ", from another tier" if relayed else ""
+        told = f"verified, {done.raw} bytes as {done.stored}, {done.sent} of them sent{how}"
         sizes = {"raw_bytes": done.raw, "stored_bytes": done.stored, "sent_bytes": done.sent}
         self.journal.tell("flushed", tier, part, told, **sizes, seconds=round(time.monotonic() - begun, 3))
         self._tell_durable(tier)
 
-    async def _prune(self, checkpoint: CheckpointId, tier: str, reasons: tuple[str, ...]) -> None:
-        if tier == SPOOL:
-            parts = await self._covered(checkpoint)
-            if parts is None:
+    def _note_sent(self, tier: str, checkpoint: CheckpointId) -> None:
+        self._full.discard(tier)
+        last, place = self._sent.get(tier), self.tiers.places[tier]
+        if last is None or last.last != checkpoint:
+            copies = place.copies(checkpoint.run) if place else ()
+            newest = not any(seen.usable and seen.id > checkpoint for seen in copies)
+            self._sent[tier] = Sent(checkpoint, 0 if newest or last is None else last.others + 1)
+
+    def _cannot_relay(self, part: PartId, tier: str, error: TierdError) -> None:
+        """No other tier has all of the part right: scrubbing finds out whose copy is wrong, and repairs it."""
+        self.lanes[tier].put_off(part, _STUCK)
+        log.warning("%s: %s cannot be copied from another tier yet: %s", tier, part, error)
+        for name in self.stores:
+            if name != tier and self.tiers.has(part, name):
+                self.scrubber.suspect(name, part)
+
+    async def _prune(self, action: Prune) -> None:
+        checkpoint, tier = action.checkpoint, action.tier
+        if tier != SPOOL:
+            await self._prune_together(action)
+        else:
+            low = self._free * 100 < self.config.min_free_percent  # then space is worth more than speed
+            if not await self._release(checkpoint, action.reasons, reuse=not low):
                 self.lanes[tier].put_off(checkpoint, _AGAIN)
                 self.wake()
-                return
-            if checkpoint in self.held or any(part.checkpoint == checkpoint for part in self._busy):
-                return  # taken up while the tiers were asked; the next plan decides
-            low = self._free * 100 < self.config.min_free_percent  # then space is worth more than speed
-            reuse: frozenset[str] = frozenset() if low else self.writers()
-            await asyncio.to_thread(self.spool.remove, parts, reuse)
-            if low or reuse - self.writers():  # who left meanwhile looked for it too early
-                await asyncio.to_thread(self.spool.drop_recycled, () if low else self.writers())
-        elif not await self.tiers.prune(checkpoint, tier):
-            self.lanes[tier].put_off(checkpoint, _STUCK)
-            return
+
+    async def _prune_together(self, first: Prune) -> None:
+        """Delete from a tier, in one pass, a checkpoint and others of its run that retention gives up there."""
+        lane, place = self.lanes[first.tier], self.tiers.places[first.tier]
+        others = [one for one in plan(self.world(), self.config, {}, 0.0) if not lane.is_off(_subject(one))]
+        prunes = together(first, others, place)
+        before = self.world()
+        gone = await self.tiers.prune([one.checkpoint for one in prunes], first.tier)
+        for one in prunes:
+            if one.checkpoint in gone:
+                self._full.discard(first.tier)
+                self._tell_pruned(one.checkpoint, first.tier, one.reasons, before)
+            else:
+                lane.put_off(one.checkpoint, _STUCK)
+
+    async def _release(self, checkpoint: CheckpointId, reasons: tuple[str, ...], *, reuse: bool = False) -> bool:
+        """Delete the spool's copy of a checkpoint, if the tiers, asked once more, allow it; whether it went.
+
+        Args:
+            reuse: let whoever writes next have the blocks of its largest file.
+        """
+        before = self.world()
+        parts = await self._covered(checkpoint)
+        if parts is None or checkpoint in self.held or any(part.checkpoint == checkpoint for part in self._busy):
+            return False  # or taken up while the tiers were asked; the next plan decides
+        there = [part for part in parts if self.spool.has(part)]
+        writers = self.writers() if reuse else frozenset[str]()
+        await asyncio.to_thread(self.spool.remove, parts, writers)
+        self._place = self._place.without(checkpoint)  # the next look shows what was committed meanwhile
+        if not reuse or writers - self.writers():  # who left meanwhile looked for it too early
+            await asyncio.to_thread(self.spool.drop_recycled, self.writers() if reuse else ())
+        if there:
+            self._tell_pruned(checkpoint, SPOOL, reasons, before)
+        return True
+
+    def _tell_pruned(self, checkpoint: CheckpointId, tier: str, reasons: tuple[str, ...], before: World) -> None:
+        """Tell of a copy that was deleted, and of a last copy that some tier wanted. `before`: the world with it."""
         self.journal.counters["pruned"] += 1
         self.journal.tell("pruned", tier, checkpoint, "; ".join(reasons))
+        seen = before.places[tier].checkpoints.get(checkpoint) if tier in before.places else None
+        if seen and (before.silent or before.full) and (names := lost_to(self.world(), self.config, tier, seen)):
+            why = f"its last copy was deleted, and {', '.join(names)} wanted it: {'; '.join(reasons)}"
+            self.journal.tell("given up", tier, checkpoint, why)
 
     async def _covered(self, checkpoint: CheckpointId) -> tuple[PartId, ...] | None:
         """Look once more at the tiers before a local copy goes: the parts that were asked about where one tier holds
@@ -351,7 +551,7 @@ class Reconciler:
         if lacking is not None:
             return None
         on_one = any(all(self.tiers.has(part, name) for part in parts) for name in self.stores)
-        return parts if on_one or await self.tiers.are_past(checkpoint) else None
+        return parts if on_one or await self.tiers.are_past(checkpoint, self.world()) else None
 
     def _readable(self, part: PartId) -> Manifest | None:
         try:
@@ -396,15 +596,24 @@ class Reconciler:
             return False
         if self._place.lists(part) and not self._place.has(part):
             return False  # it is mended, or set aside, first
-        return Flush(part, tier) not in self._flushes(self.world())
+        return (part, tier) not in self._flushes(self.world())
+
+    def pending_prunes(self, tier: str) -> int:
+        """How many copies retention has given up that are still on the tier, as last seen."""
+        world = self.world()
+        if world != self._given_up[0]:
+            found = Counter(one.tier for one in plan(world, self.config, {}, 0.0) if isinstance(one, Prune))
+            self._given_up = world, found
+        return self._given_up[1][tier]
 
     def backlog(self, tier: str) -> tuple[int, int]:
-        """`(parts, bytes)` that the spool has and the tier, as last seen, lacks and wants."""
-        sent = {flush.part for flush in self._flushes(self.world())}
-        place = self.tiers.places[tier] or Place()
-        found = [part for run in self._runs() for part in pending(self._place, place, run)]
-        wanted = [part for part in found if self.tiers.places[tier] is None or part in sent or part in self._busy]
-        return len(wanted), sum(facts.size for part in wanted if (facts := self._place.facts(part)))
+        """`(parts, bytes)` that this daemon can send and the tier, as last seen, lacks and wants."""
+        world, place = self.world(), self.tiers.places[tier]
+        found = {part for run in self._runs() for part in pending(self._place, place or Place(), run)}
+        if place is not None:
+            sent = {part for part, name in self._flushes(world) if name == tier}
+            found = (found & self._busy.keys()) | sent
+        return len(found), sum(world.size_bytes(part) for part in found)
 
 
 def _describe(action: Action) -> str:

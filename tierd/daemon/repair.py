@@ -36,6 +36,10 @@ class Repairer:
         self._partials: dict[PartId, Partial] = {}
         self._readers: Counter[PartId] = Counter()
 
+    def use(self, stores: Mapping[str, Store]) -> None:
+        """Work with other stores from now on; what is under way ends with those that it began with."""
+        self._stores = stores
+
     def hold(self, part: PartId) -> None:
         """Somebody reads what is brought of `part`: it stays until `release`."""
         self._readers[part] += 1
@@ -61,9 +65,12 @@ class Repairer:
             ObjectNotFound: no place has a copy, or none any more.
             StoreUnavailable: a copy that might be good could not be reached; nothing was set aside.
         """
+        stores = self._stores
         try:
-            fetched = await self._fetch(part, wanted)
+            fetched = await self._fetch(part, wanted, stores)
         except CorruptChunk as error:
+            if stores is not self._stores:
+                raise StoreUnavailable(f"{part}: the tiers changed while it was fetched: {error}") from error
             if await self._is_gone(part):
                 raise ObjectNotFound(f"{part} was pruned while it was fetched") from error
             self._journal.counters["corruptions"] += not counted
@@ -76,7 +83,7 @@ class Repairer:
         for name, reason in fetched.defects.items() if wanted is None else ():
             self._journal.counters["corruptions"] += 1
             self._journal.tell("corrupt", name, part, f"it will be flushed again: {reason}")
-            await quarantine(self._stores[name], part)
+            await quarantine(stores[name], part)
         if fetched.chunks:
             self._journal.counters["healed_chunks"] += fetched.chunks
             self._journal.tell(
@@ -98,7 +105,7 @@ class Repairer:
             return False
         return True
 
-    async def _fetch(self, part: PartId, wanted: Wanted | None) -> Fetched:
+    async def _fetch(self, part: PartId, wanted: Wanted | None, stores: Mapping[str, Store]) -> Fetched:
         async with self._turns[part]:
             progress = self.fetching[part] = Progress()
             partial = self._partials.setdefault(part, Partial(self._spool, part))
@@ -107,7 +114,7 @@ class Repairer:
             elif not partial.path.exists() and not self._spool.has(part):
                 self.loose.add(partial.path.name)
             try:
-                return await fetch(self._spool, part, self._stores, self._budget, progress, wanted, partial)
+                return await fetch(self._spool, part, stores, self._budget, progress, wanted, partial)
             finally:
                 del self.fetching[part]
                 self._let_go(part)

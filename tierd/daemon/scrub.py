@@ -193,6 +193,11 @@ class Scrubber:
         self._remembered[Copy(place, part)] = self._clock() if at is None else at
         self._later.pop(Copy(place, part), None)
 
+    def suspect(self, place: str, part: PartId) -> None:
+        """A copy may be wrong: it is due at once."""
+        self._doubts += 1
+        self._remembered[Copy(place, part)] = 0.0
+
     def status(self) -> ScrubStatus:
         """How scrubbing stands, by what was last built for it."""
         doing = [f"{name}: {lane.doing}" for name, lane in self._lanes.items() if lane.doing]

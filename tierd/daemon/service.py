@@ -1,6 +1,7 @@
 """The composition root of the daemon: it opens what the others only use, and closes it in the right order.
 
-Law: one daemon a spool. It starts by looking, whatever the last one left; SIGTERM and SIGINT drain, then end with 0.
+Law: one daemon a spool. It starts by looking, whatever the last one left; SIGTERM and SIGINT drain, and what is left
+then is returned, logged and shown to systemd.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 from tierd.commit import Written
@@ -17,12 +18,14 @@ from tierd.core.config import Config
 from tierd.core.events import Event
 from tierd.core.ids import PartId
 from tierd.core.rate import rate
+from tierd.core.remaining import Remaining
 from tierd.core.retention import seconds
 from tierd.core.urls import parse_url
 from tierd.daemon.control import Control
 from tierd.daemon.handoff import HandOff
 from tierd.daemon.notify import feed_watchdog, notify
 from tierd.daemon.reconcile import Reconciler
+from tierd.daemon.reload import Reload
 from tierd.daemon.tell import Teller
 from tierd.daemon.watch import watching
 from tierd.spool import Spool
@@ -34,6 +37,8 @@ from tierd.trust import leave_no_core
 log = logging.getLogger("tierd.daemon")
 
 _GRACE = 2.0  # seconds without a trainer before an idle daemon ends: a restarting trainer finds it still there
+_RELOADING = 15.0  # seconds that SIGTERM waits for a reload that is under way
+_SHOWN = 1.0  # seconds between two lines for systemd while the daemon drains
 _FIRST = 120.0  # seconds that a daemon started by a trainer waits for one to attach
 
 
@@ -48,11 +53,23 @@ async def open_tiers(config: Config, stack: AsyncExitStack) -> dict[str, Store]:
     return stores
 
 
-async def serve(config: Config, *, until_idle: bool = False, told: Callable[[Event], None] | None = None) -> None:
+async def serve(
+    config: Config,
+    *,
+    until_idle: bool = False,
+    await_trainer: bool = False,
+    reread: Callable[[], Config] | None = None,
+    told: Callable[[Event], None] | None = None,
+) -> tuple[Remaining, ...]:
     """Run the daemon until it is told to stop, or with `until_idle` until no trainer is left and all is flushed.
 
     Args:
+        await_trainer: with `until_idle`: also wait 120 s for a first trainer, because a trainer started this daemon.
+        reread: reads the configuration again, for SIGHUP; None: SIGHUP ends the process.
         told: called with every event as it happens.
+
+    Returns:
+        The parts that some tier still lacked when the daemon was told to stop and `drain` was over; empty otherwise.
 
     Raises:
         SpoolUnusable: the spool cannot be used, or another daemon holds it.
@@ -64,59 +81,91 @@ async def serve(config: Config, *, until_idle: bool = False, told: Callable[[Eve
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    hup = asyncio.Event()
+    if reread is not None:
+        loop.add_signal_handler(signal.SIGHUP, hup.set)
     async with AsyncExitStack() as stack:
         stack.enter_context(spool.lock())
-        teller = Teller(config.tell, config.spool)
-        stack.push_async_callback(teller.close)  # after all that still tells something
+        opened = await stack.enter_async_context(AsyncExitStack())
+        reload = Reload(reread or (lambda: config), open_tiers, opened, Teller(config.tell, config.spool))
 
         def heard(event: Event) -> None:
-            teller.offer(event)
+            reload.teller.offer(event)
             if told is not None:
                 told(event)
 
-        reconciler = Reconciler(config, spool, await open_tiers(config, stack), heard)
-        teller.start(reconciler.journal)
+        stack.push_async_callback(reload.close)  # after all that still tells something
+        reconciler = Reconciler(config, spool, await open_tiers(config, opened), heard)
+        reload.teller.start(reconciler.journal)
 
         def taken(part: PartId, outcome: Written | Exception) -> None:
             loop.call_soon_threadsafe(reconciler.taken, part, outcome)
 
         handoff = HandOff(spool, taken)
         reconciler.writers = handoff.lanes
-        control = Control(reconciler, handoff, teller)
+        control = Control(reconciler, handoff, reload.teller)
         stack.enter_context(watching(spool, reconciler.wake))
         stack.enter_context(handoff.listening(seconds(config.drain)))
         await stack.enter_async_context(control.listening())
         work = asyncio.ensure_future(reconciler.run())
         life = asyncio.ensure_future(feed_watchdog())
-        idle = asyncio.ensure_future(_idle(reconciler, control, handoff) if until_idle else asyncio.Event().wait())
+        rest = _idle(reconciler, control, handoff, await_trainer) if until_idle else asyncio.Event().wait()
+        idle = asyncio.ensure_future(rest)
+        reloading = asyncio.ensure_future(reload.run(hup, reconciler, control))
         notify("READY=1")
         tiers = ", ".join(f"{tier.name} {parse_url(tier.url)}" for tier in config.tier)
         log.info("spool %s to %s", spool.root, tiers)
         if until := reconciler.pause.until:
             log.warning("paused: %s; to go on: tierd resume --spool %s", until, spool.root)
         stopped = asyncio.ensure_future(stop.wait())
+        left: tuple[Remaining, ...] = ()
         try:
             await asyncio.wait([stopped, work, idle], return_when=asyncio.FIRST_COMPLETED)
             if stopped.done():
                 notify("STOPPING=1")
-                log.info("stopping: flushes in hand have %s", config.drain)
-                await reconciler.drain(seconds(config.drain))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_RELOADING):
+                        await reload.turn.acquire()  # one that is under way ends first, and no other begins
+                log.info("stopping: flushes in hand have %s", reconciler.config.drain)
+                left = await _drain(reconciler, seconds(reconciler.config.drain))
         finally:
-            for task in (work, life, idle, stopped):
+            tasks = (work, life, idle, stopped, reloading)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(work, life, idle, stopped, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
         if work.done() and not work.cancelled() and (failure := work.exception()):
             raise failure
         log.info("ended")
+    return left
 
 
-async def _idle(reconciler: Reconciler, control: Control, handoff: HandOff) -> None:
+async def _drain(reconciler: Reconciler, timeout_s: float) -> tuple[Remaining, ...]:
+    """Drain, and show systemd meanwhile and at the end what is left."""
+
+    async def show() -> None:
+        while True:
+            notify(f"STATUS=draining: {reconciler.describe_remaining()}")
+            await asyncio.sleep(_SHOWN)
+
+    shown = asyncio.ensure_future(show())
+    try:
+        left = await reconciler.drain(timeout_s)
+    finally:
+        shown.cancel()
+    notify(f"STATUS={'not ' if left else ''}drained: {reconciler.describe_remaining()}")
+    return left
+
+
+async def _idle(reconciler: Reconciler, control: Control, handoff: HandOff, await_trainer: bool) -> None:
     """Return when every trainer has gone, none is expected back, and nothing is left to flush."""
-    end = asyncio.get_running_loop().time() + _FIRST
-    while not control.seen and asyncio.get_running_loop().time() < end:
+    loop = asyncio.get_running_loop()
+    end = loop.time() + _FIRST
+    while await_trainer and not control.seen and loop.time() < end:
         await asyncio.sleep(0.2)
+    # Before a first look nothing is known to be left. A tier that fails it lacks whatever the spool holds.
+    await asyncio.gather(*(reconciler.look(name) for name in reconciler.lanes), return_exceptions=True)
     quiet = 0.0
-    while quiet < _GRACE:
+    while quiet < (_GRACE if control.seen else 0.2):
         await asyncio.sleep(0.2)
         busy = control.trainers or handoff.busy or reconciler.pending()
         quiet = 0.0 if busy else quiet + 0.2

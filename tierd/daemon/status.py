@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tierd.core.events import Event
+from tierd.core.ids import retention_key
+from tierd.core.policies import disagreeing
+from tierd.core.retention import RetentionPolicy
 from tierd.core.urls import parse_url
+from tierd.core.world import World
 from tierd.daemon.journal import AlertStatus
+from tierd.daemon.peers import THIS
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.scrub import ScrubStatus
 from tierd.daemon.tell import TellStatus
@@ -15,8 +21,9 @@ from tierd.daemon.tell import TellStatus
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """One lane. `effort` says whether chunks are compressed for it and why. `pending_*` is what the spool has and the
-    tier lacks; `retry_in_s` is set while it backs off."""
+    """One lane. `effort` says whether chunks are compressed for it and why. `pending_parts` and `pending_bytes` are
+    what the spool has and the tier lacks, `pending_prunes` copies that retention gave up and that are still there;
+    `retry_in_s` is set while it backs off."""
 
     name: str
     url: str
@@ -25,18 +32,39 @@ class TierStatus:
     reached: bool
     pending_parts: int
     pending_bytes: int
+    pending_prunes: int
     failures: int
     retry_in_s: float | None
     last_error: str | None
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyStatus:
+    """A run's retention as one node recorded it on a tier, under `key`. `given`: by a `configuration`, a `trainer`, or
+    as the `default`. `retention` is null where it cannot be read, and `why` says the reason. `disagrees`: several are
+    given there and differ, so whatever any of them keeps is kept; or one cannot be read, and nothing is deleted."""
+
+    run: str
+    tier: str
+    by: str
+    host: str
+    written: str
+    given: str
+    key: str
+    retention: RetentionPolicy | None
+    why: str
+    disagrees: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
-    """The whole daemon. `spool_free` is a share of its disk; `paused` is the end of a pause in RFC 3339, or "until
-    resumed"; `lent_bytes` is memory of trainers, living and dead, that snapshots are handed over in; `counters` count
-    since the start."""
+    """The whole daemon. `version` is its version of tierd, `protocol` its protocol number; `spool_free` is a share of
+    its disk; `paused` is the end of a pause in RFC 3339, or "until resumed"; `lent_bytes` is memory of trainers, living
+    and dead, that snapshots are handed over in; `counters` count since the start."""
 
     pid: int
+    version: str
+    protocol: str
     spool: str
     spool_free: float
     spool_parts: int
@@ -44,6 +72,7 @@ class Status:
     paused: str | None
     lent_bytes: int
     tiers: tuple[TierStatus, ...]
+    policies: tuple[PolicyStatus, ...]
     scrub: ScrubStatus
     counters: dict[str, int]
     events: tuple[Event, ...]
@@ -57,6 +86,8 @@ def status(reconciler: Reconciler, trainers: int, lent_bytes: int, tell: tuple[T
     counted = {"told": sum(one.told for one in tell), "untold": sum(one.untold for one in tell)}
     return Status(
         pid=os.getpid(),
+        version=THIS.version,
+        protocol=str(THIS.protocol),
         spool=str(reconciler.spool.root),
         spool_free=world.free,
         spool_parts=sum(1 for _ in world.spool.parts()),
@@ -64,12 +95,34 @@ def status(reconciler: Reconciler, trainers: int, lent_bytes: int, tell: tuple[T
         paused=reconciler.pause.until,
         lent_bytes=lent_bytes,
         tiers=tuple(_tier(reconciler, tier.name, tier.url) for tier in reconciler.config.tier),
+        policies=tuple(_policies(world)),
         scrub=reconciler.scrubber.status(),
         counters={name: reconciler.journal.counters[name] for name in COUNTERS} | counted,
         events=tuple(reconciler.journal.events),
         alerts=reconciler.journal.alerts(),
         tell=tell,
     )
+
+
+def _policies(world: World) -> Iterator[PolicyStatus]:
+    for tier, place in world.tiers.items():
+        if place is None:
+            continue
+        for run, stored in sorted(place.policies.items()):
+            disagrees = disagreeing(place, run)
+            for one in stored:
+                yield PolicyStatus(
+                    run=run,
+                    tier=tier,
+                    by=one.by,
+                    host=one.host,
+                    written=one.written,
+                    given=one.given,
+                    key=retention_key(run, one.by, one.given),
+                    retention=one.retention,
+                    why=one.why,
+                    disagrees=one in disagrees,
+                )
 
 
 def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
@@ -84,6 +137,7 @@ def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
         reached=reconciler.world().tiers[name] is not None,
         pending_parts=parts,
         pending_bytes=size,
+        pending_prunes=reconciler.pending_prunes(name),
         failures=lane.failures,
         retry_in_s=round(left, 1) if left > 0 else None,
         last_error=str(lane.last_error) if lane.last_error else None,

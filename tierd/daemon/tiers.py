@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TypeAlias
 
 from tierd.core.config import Config
@@ -29,7 +30,9 @@ from tierd.core.errors import (
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.plan import lender
-from tierd.core.world import Facts, Place
+from tierd.core.policies import policy_for
+from tierd.core.sharing import worn
+from tierd.core.world import Facts, Place, World
 from tierd.daemon.budget import FLUSHES, Budget
 from tierd.daemon.copies import read_manifest
 from tierd.daemon.flush import Flushed, Twin, Way, flush
@@ -37,9 +40,12 @@ from tierd.daemon.observe import TierEye
 from tierd.daemon.pace import Pace
 from tierd.daemon.pause import Pause
 from tierd.daemon.prune import holds, prune
+from tierd.daemon.relay import relay
+from tierd.daemon.run_policies import record, unrecorded
 from tierd.daemon.turns import node, sweep
 from tierd.spool import Spool
 from tierd.stores.base import Store
+from tierd.stores.counted import CountedStore
 
 log = logging.getLogger("tierd.daemon")
 
@@ -60,16 +66,17 @@ class Tiers:
     """
 
     def __init__(self, config: Config, spool: Spool, stores: Mapping[str, Store], pause: Pause) -> None:
-        self._spool, self._stores = spool, stores
+        self._spool, self._stores = spool, {name: CountedStore(store) for name, store in stores.items()}
         self.places: dict[str, Place | None] = dict.fromkeys(stores)
         self.pace = Pace()
-        self._who = node(spool.root)
-        self._eyes = {name: TierEye(store) for name, store in stores.items()}
+        self.who = node(spool.root)  # this node among those that share a tier, 8 hex digits
+        self._eyes = {name: TierEye(store, prunes=True) for name, store in self._stores.items()}
         self._ways = {
-            name: Way(store, name, self._who, config.named(name).verify == "read", self._share(), self.pace, pause.wait)
-            for name, store in stores.items()
+            name: Way(store, name, self.who, config.named(name).verify == "read", self._share(), self.pace, pause.wait)
+            for name, store in self._stores.items()
         }
-        self._keep = {name: config.named(name).retention.keep_last for name in stores}
+        self._config = config
+        self.answered = dict.fromkeys(stores, time.monotonic())  # when each last did, or the daemon's start
         self._untidy = set(stores)  # where turns of this node, or of a daemon before, may have been cut off
         self._clock = itertools.count()
         self._seen = dict.fromkeys(stores, -1)  # tier -> the beginning of the look that `places` shows
@@ -83,6 +90,10 @@ class Tiers:
     def _share(self) -> Budget:
         # Each has its own: what waits for a slow tier must not keep another's chunks out of memory.
         return Budget(FLUSHES // len(self._stores))
+
+    def requests(self, tier: str) -> int:
+        """How many requests of a tier looks, flushes and prunes have made; not what scrub and restores have."""
+        return self._stores[tier].requests if tier in self._stores else 0
 
     def has(self, part: PartId, tier: str) -> bool:
         """Whether the latest look saw a usable manifest of `part` on `tier`, that is, a verified copy."""
@@ -157,7 +168,18 @@ class Tiers:
         for _, change in self._done[tier]:
             place = place and change(place)
         self._seen[tier], self.places[tier] = begun, place
+        if place is not None:
+            self.answered[tier] = time.monotonic()
         return True
+
+    async def record(self, tier: str, world: World, config: Config, runs: Iterable[str]) -> None:
+        """Put on a tier what this node is to record of the policies of `runs`."""
+        place = self.places[tier]
+        fresh = [one for run in runs if place for one in unrecorded(world, config, tier, place, run)]
+        for one in fresh:
+            await record(self._stores[tier], tier, one)
+        if fresh:
+            self._did(tier, lambda place: place.with_policies(fresh))
 
     async def tidy(self, tier: str, runs: Iterable[str]) -> None:
         """Remove what turns of this node that were cut off have left, after a start or a failure; what was being
@@ -167,7 +189,7 @@ class Tiers:
             return
         store, tidy, found = self._stores[tier], True, frozenset[CheckpointId]()
         for run in runs:
-            done, cut = await sweep(store, run, self._who)
+            done, _, cut = await sweep(store, run, self.who)
             # Where a manifest is there, the plan decides anew.
             await store.delete([mark for one, marks in cut.items() if one in place.checkpoints for mark in marks])
             self._eyes[tier].manifests.cut[run] = gone = cut.keys() - place.checkpoints.keys()
@@ -187,8 +209,15 @@ class Tiers:
             StoreRefused: what lies there could not be read with what was put, or what was put with what lies there.
         """
         self._check_readable(part, tier)
-        twin, whose = await self._twin(part, tier), await self._lender(part, tier)
-        return await flush(self._spool, part, self._ways[tier], twin=twin, lender=whose)
+        twin, (whose, worn_out) = await self._twin(part, tier), await self._lender(part, tier)
+        return await flush(self._spool, part, self._ways[tier], twin=twin, lender=whose, worn_out=worn_out)
+
+    async def relay(self, part: PartId, tier: str) -> Flushed:
+        """`relay.relay` a part to a tier from the others. Raises StoreRefused as `flush`."""
+        self._check_readable(part, tier)
+        others = {name: store for name, store in self._stores.items() if name != tier and self.has(part, name)}
+        whose, worn_out = await self._lender(part, tier)
+        return await relay(others, part, self._ways[tier], lender=whose, worn_out=worn_out)
 
     def _check_readable(self, part: PartId, tier: str) -> None:
         place = self.places[tier]
@@ -197,14 +226,17 @@ class Tiers:
             if alien or (isinstance(why, FormatTooNew) and other == part):
                 raise StoreRefused(f"{tier}: {part} is not put beside what cannot be read here: {why}")
 
-    async def _lender(self, part: PartId, tier: str) -> Manifest | None:
-        """The manifest on this tier whose chunks need not be sent again where they are equal."""
+    async def _lender(self, part: PartId, tier: str) -> tuple[Manifest | None, frozenset[CheckpointId]]:
+        """The manifest on this tier whose chunks need not be sent again where they are equal, and the checkpoints whose
+        chunks must be, because enough others depend on them."""
         place = self.places[tier]
         whose = lender(place, part) if place else None
+        if place is None or whose is None:
+            return None, frozenset()
         try:
-            return await read_manifest(self._stores[tier], whose) if whose else None
+            return await read_manifest(self._stores[tier], whose), worn(place, part)
         except (ObjectNotFound, ManifestError):
-            return None  # pruned or damaged since the look
+            return None, frozenset()  # pruned or damaged since the look
 
     async def _twin(self, part: PartId, tier: str) -> Twin | None:
         """Another tier that, as last seen, holds the part: a chunk is the same bytes on every tier."""
@@ -219,24 +251,32 @@ class Tiers:
                     continue
         return None
 
-    async def prune(self, checkpoint: CheckpointId, tier: str) -> bool:
-        """`prune.prune` a checkpoint from a tier; False also while it is not known what others name there."""
+    async def prune(self, checkpoints: Collection[CheckpointId], tier: str) -> set[CheckpointId]:
+        """`prune.prune` checkpoints of one run from a tier; nothing goes while it is not known what others name."""
         eye = self._eyes[tier]
         try:
-            went = await prune(self._stores[tier], checkpoint, self._who, eye.manifests)
+            gone, bare = await prune(self._stores[tier], checkpoints, self.who, eye.manifests, self.places[tier])
         except (ManifestError, FormatTooNew) as error:  # of another: no reason to keep flushes waiting
-            log.warning("%s: %s is not pruned yet: %s", tier, checkpoint, error)
-            return False
-        eye.forget(checkpoint)  # also where others name what is there: that is known now
-        if went:
-            self._did(tier, lambda place: place.without(checkpoint))
-        return went
+            names = ", ".join(str(one) for one in sorted(checkpoints)[:3]) + (", …" if len(checkpoints) > 3 else "")
+            log.warning("%s: not pruned yet: %s: %s", tier, names, error)
+            return set()
+        for one in {*checkpoints, *bare}:
+            eye.forget(one)  # also where others name what is there: that is known now
+        for one in {*gone, *bare}:
+            self._did(tier, partial(_without, one))
+        return gone
 
-    async def are_past(self, checkpoint: CheckpointId) -> bool:
-        """Whether each tier really has as many newer checkpoints as its retention counts on: all their manifests can be
-        used. To be asked before a copy goes that no tier has; what nobody has read is read now."""
+    async def are_past(self, checkpoint: CheckpointId, world: World) -> bool:
+        """Whether each tier that is not silent really has as many newer checkpoints as its retention counts on.
+
+        To be asked before a copy goes that no tier has. Manifests that nobody has read are read now, because one that
+        cannot be used does not count.
+        """
         for name, place in self.places.items():
-            keep, copies = self._keep[name], place.copies(checkpoint.run) if place else ()
+            if name in world.silent:
+                continue
+            keep = policy_for(world, self._config, checkpoint.run, name).keep_last
+            copies = place.copies(checkpoint.run) if place else ()
             newer = sorted(seen.id for seen in copies if seen.usable and seen.id > checkpoint)
             if len(newer) < keep:
                 return False
@@ -266,6 +306,10 @@ class Tiers:
     def doubt(self, tier: str) -> None:
         """What was last seen on a tier is not so any more."""
         self.places[tier] = None
+
+
+def _without(checkpoint: CheckpointId, place: Place) -> Place:
+    return place.without(checkpoint)
 
 
 def _seen_to(look: asyncio.Task[None]) -> None:

@@ -24,13 +24,16 @@ import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from tierd.core.errors import StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, flushing_prefix, pruning_prefix
+from tierd.daemon.together import together
 from tierd.persist import digest
 from tierd.stores.base import Store
 
 _DEADLINE = 600.0  # seconds that a turn may take
+_AT_ONCE = 8  # marks that are put at once
 _LOOKS, _PAUSE = 120, 0.5  # how often a flush looks whether marks are gone, and the seconds in between
 _OWN_STALE = 900_000  # milliseconds after which this node's own are left over: its clock is the one that stamped them
 _STALE = 86_400_000  # and anybody's, whatever their clock
@@ -109,39 +112,67 @@ async def _marked(store: Store, run: str, who: str = "", older: float = -math.in
     return {checkpoint for checkpoint in found if checkpoint}
 
 
-@asynccontextmanager
-async def deleting(store: Store, run: str, owners: Collection[CheckpointId], who: str = "") -> AsyncIterator[None]:
-    """Within, no flush begins to name a chunk that lies under one of `owners`."""
-    stamp = _stamp(who)
-    marks = [f"{pruning_prefix(run)}{owner.name}.{stamp}" for owner in sorted(owners)]
-    async with _bounded(f"deleting chunks of {run}"):
-        for mark in marks:
-            await store.put(mark, b"")
-        yield
-        # Left where a deletion failed: it may still take effect.
-        await store.delete(marks)
+class Marks:
+    """The marks of one prune. Nothing under a checkpoint is deleted before it was `put`.
 
-
-async def intents(store: Store, run: str) -> list[tuple[str, PartId]]:
-    """The keys of all manifests that are about to be put, and whose they are."""
-    found = []
-    async for info in store.scan(flushing_prefix(run)):
-        pieces = info.key.split("/")
-        match = _STAMP.fullmatch(pieces[-1])
-        part = PartId.parse(run, pieces[2], match[1]) if match and len(pieces) == 4 else None
-        if part is not None:
-            found.append((info.key, part))
-    return found
-
-
-async def sweep(store: Store, run: str, who: str) -> tuple[bool, dict[CheckpointId, list[str]]]:
-    """Remove the intents of turns that were cut off.
-
-    Returns:
-        False where something of `who` has still to come of age; and the marks of deletions that were cut off, by
-        checkpoint. They stand until all of it is deleted: nothing else may tell that something is left.
+    Attributes:
+        begun: set by whoever begins to delete: from then on, a failure leaves the marks where they are.
     """
+
+    def __init__(self, store: Store, run: str, stamp: str) -> None:
+        self._store, self.run, self._stamp = store, run, stamp
+        self._keys: dict[CheckpointId, str] = {}
+        self.begun = False
+
+    @property
+    def owners(self) -> frozenset[CheckpointId]:
+        """The checkpoints under whose names no flush begins to name a chunk."""
+        return frozenset(self._keys)
+
+    @property
+    def keys(self) -> list[str]:
+        return list(self._keys.values())
+
+    async def put(self, owners: Collection[CheckpointId]) -> None:
+        """Mark these, too."""
+        fresh = {owner: f"{pruning_prefix(self.run)}{owner.name}.{self._stamp}" for owner in sorted(owners)}
+        fresh = {owner: key for owner, key in fresh.items() if owner not in self._keys}
+        self._keys |= fresh
+        await together(_AT_ONCE, [self._store.put(key, b"") for key in fresh.values()])
+
+
+@asynccontextmanager
+async def deleting(store: Store, run: str, who: str = "") -> AsyncIterator[Marks]:
+    """Within, no flush begins to name a chunk that lies under a checkpoint that was marked."""
+    marks = Marks(store, run, _stamp(who))
+    async with _bounded(f"deleting chunks of {run}"):
+        try:
+            yield marks
+        except TierdError:
+            if not marks.begun:
+                await _forget(store, marks.keys)
+            raise
+        # Left where a deletion failed: it may still take effect.
+        await store.delete(marks.keys)
+
+
+class Swept(NamedTuple):
+    """What others of a run are about to do.
+
+    `tidy` is False where something of the asker has still to come of age. `intents`: the keys of manifests that are
+    about to be put, and whose they are. `cut`: the marks of deletions that were cut off, by checkpoint. They stand
+    until all of it is deleted: nothing else may tell that something is left.
+    """
+
+    tidy: bool
+    intents: list[tuple[str, PartId]]
+    cut: dict[CheckpointId, list[str]]
+
+
+async def sweep(store: Store, run: str, who: str) -> Swept:
+    """Remove the intents of turns that were cut off, and tell of the others."""
     stale: list[str] = []
+    intents: list[tuple[str, PartId]] = []
     cut: dict[CheckpointId, list[str]] = {}
     tidy = True
     for prefix in (flushing_prefix(run), pruning_prefix(run)):
@@ -150,10 +181,20 @@ async def sweep(store: Store, run: str, who: str) -> tuple[bool, dict[Checkpoint
             if match and _is_over(match[2], match[3], who):
                 marked = CheckpointId.parse(run, match[1].removeprefix(pruning_prefix(run)))
                 (cut.setdefault(marked, []) if marked else stale).append(info.key)
-            elif match and match[3] == who:
+                continue
+            if match and match[3] == who:
                 tidy = False
+            if part := _intended(run, info.key):
+                intents.append((info.key, part))
     await store.delete(stale)
-    return tidy, cut
+    return Swept(tidy, intents, cut)
+
+
+def _intended(run: str, key: str) -> PartId | None:
+    """The part whose manifest is about to be put, by an intent's key."""
+    pieces = key.split("/")
+    match = _STAMP.fullmatch(pieces[-1])
+    return PartId.parse(run, pieces[2], match[1]) if match and len(pieces) == 4 else None
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 # A component never begins with '.': that leaves '.', '..' and a store's own names (FileStore's '.tmp') out of reach.
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}(/[A-Za-z0-9_-][A-Za-z0-9._-]{0,254})*")
 MAX_KEY = 512
+FIRST_PAGE, PAGE = 16, 1000  # keys of a listing's pages, on S3: `children` needs one key, and a full page takes 20 ms
 LARGEST = 272 << 20  # bytes: the largest object that tierd puts
 
 

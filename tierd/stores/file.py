@@ -27,7 +27,7 @@ from typing import ParamSpec, TypeVar
 import aiofiles
 from aiofiles.threadpool.binary import AsyncFileIO
 
-from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
+from tierd.core.errors import ObjectNotFound, StoreFull, StoreRefused, StoreUnavailable, TierdError
 from tierd.device import LARGE, memory_for, set_direct
 from tierd.priority import Pools
 from tierd.stores.base import Buffer, ObjectInfo, check_key, check_size, is_key, octets, room
@@ -130,6 +130,7 @@ class FileStore:
             if error.errno == errno.ENOENT:
                 kind = ObjectNotFound
             elif error.errno in _FULL:
+                kind = StoreFull
                 what += "; the file system is full, or the quota is used up"
             elif error.errno in _REFUSED:
                 kind = StoreRefused

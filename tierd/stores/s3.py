@@ -24,9 +24,9 @@ from aiobotocore.session import get_session
 from botocore import exceptions as botocore
 from botocore.parsers import ResponseParserError
 
-from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
+from tierd.core.errors import ObjectNotFound, StoreFull, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import StoreUrl
-from tierd.stores.base import Buffer, ObjectInfo, check_key, check_size, is_key, octets, room
+from tierd.stores.base import FIRST_PAGE, Buffer, ObjectInfo, check_key, check_size, is_key, octets, room
 from tierd.stores.checksums import CHECKSUMS, MD5, Checksum
 from tierd.stores.line import Body
 from tierd.stores.transport import Answer, http_session
@@ -34,7 +34,7 @@ from tierd.stores.transport import Answer, http_session
 _CONNECTIONS = 32
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 10, 60  # the latter between two reads; RetryingStore bounds the whole
 _DELETE_BATCH = 1000  # S3's own limit
-_FIRST_PAGE = 16  # keys: `children` needs one key of a listing, and a full page costs some 20 ms to parse
+_FIRST_PAGE = FIRST_PAGE
 _PROBE = ".tierd-probe"  # under the store's prefix; no key, so that no scan shows it
 _PROBE_AGAIN_S = 60.0  # after one that the server did not answer
 _FOREIGN = (botocore.ClientError, botocore.BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError)
@@ -284,7 +284,7 @@ def _condition(doing: str, code: str, status: int) -> tuple[type[TierdError], st
     if code == "RequestTimeTooSkewed":
         return StoreUnavailable, ": this node's clock and the server's differ too much; is NTP running?"
     if code == "QuotaExceeded" or status == 507:
-        return StoreUnavailable, ": the bucket is full"
+        return StoreFull, ": the bucket is full"
     if code in _NOT_NOW or status in (408, 429) or (status >= 500 and status != 501):
         return StoreUnavailable, ""
     if code in _PLACE or 300 <= status < 400:

@@ -109,8 +109,8 @@ MUTANTS = (
     Mutant(
         "retention counts what lacks parts",
         "tierd/core/plan.py",
-        "        _info(both, pins, complete=is_complete(both.ranks) or both.id in hoped)\n",
-        "        _info(both, pins, complete=True)\n",
+        "    infos = [info_of(seen, pins, complete=is_complete(seen.ranks)) for seen in tier.copies(run)]\n",
+        "    infos = [info_of(seen, pins, complete=True) for seen in tier.copies(run)]\n",
         "corruption --only 507",
         "was right and is gone",
     ),
@@ -124,7 +124,7 @@ MUTANTS = (
     ),
     Mutant(
         "a restore does not say why it skips",
-        "tierd/client/restore.py",
+        "tierd/client/search.py",
         "            self._passed[candidate.checkpoint] = settled.corrupt\n",
         '            self._passed[candidate.checkpoint] = ""\n',
         "corruption --only 63",

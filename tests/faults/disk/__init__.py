@@ -73,8 +73,8 @@ MUTANTS = (
     Mutant(
         "a part of the spool that cannot be read counts as corrupt",
         "tierd/daemon/reconcile.py",
-        "except (CorruptChunk, ManifestError) as error:\n            self.journal",
-        "except (CorruptChunk, ManifestError, OSError) as error:\n            self.journal",
+        "except (CorruptChunk, ManifestError) as error:\n            if relayed",
+        "except (CorruptChunk, ManifestError, OSError) as error:\n            if relayed",
         "disk --only 1396",
         "counted as corruption",
     ),

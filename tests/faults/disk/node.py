@@ -25,6 +25,7 @@ from support.world import Daemon, settle
 import tierd
 from tierd.client import source
 from tierd.client.save import Save
+from tierd.core import sharing
 from tierd.core.errors import (
     CheckpointNotFound,
     CorruptChunk,
@@ -56,6 +57,7 @@ def hurry() -> None:
     tiering._ANSWER = 0.5
     source._PATIENCE = 0.5
     handoff._TICK = 0.05
+    sharing.SMALLEST_SHARED_BYTES = 1
     fetch._SPARE = 0  # a fetch begins, however full the disk is
     _watch_lanes()
 
@@ -145,7 +147,9 @@ def on_tier(root: Path, large: bool) -> set[int]:
 
 
 def _known(path: Path) -> bool:
-    return str(path) == "README.md" or (path.parts[0] == "run" and path.parts[1] in ("manifests", "chunks"))
+    return str(path) == "README.md" or (
+        path.parts[0] == "run" and path.parts[1] in ("manifests", "chunks", "retention")
+    )
 
 
 def in_spool(root: Path, large: bool) -> set[int]:
@@ -359,8 +363,12 @@ class Node:
         known = self.saved
         places = {name: on_tier(root, self.large) for name, root in self.tiers.items()}
         places["spool"] = in_spool(self.spool, self.large)
+        on_tiers = set.intersection(*(places[name] for name in self.tiers))
         for name, steps in places.items():
-            if steps - known - self.failed or steps != set(sorted(known | steps)[-KEEP:]):
+            wanted = set(sorted(known | steps)[-KEEP:])
+            # A full disk takes from the spool what every tier has.
+            missing = wanted - steps - (on_tiers if name == "spool" else set())
+            if steps - known - self.failed or steps - wanted or missing:
                 raise Lost(f"{name} has {sorted(steps)}, of {sorted(known)} saved and {sorted(self.failed)} failed")
 
     def check_rests(self) -> None:

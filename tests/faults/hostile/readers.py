@@ -45,6 +45,7 @@ from tierd.core.errors import (
 from tierd.core.manifest import Chunk, Stored, decode
 from tierd.core.rate import rate
 from tierd.core.retention import seconds
+from tierd.core.run_retention import decode as decode_retention
 from tierd.core.sight import told
 from tierd.core.urls import parse_url
 from tierd.stores.base import is_key
@@ -202,6 +203,34 @@ url = "file:///mnt/tier"
 """
 
 
+RETENTION: dict[str, Any] = {
+    "format": 1,
+    "run": "run",
+    "by": "0123abcd",
+    "host": "node-7",
+    "written": "2026-01-01T00:00:00+00:00",
+    "given": "configuration",
+    "retention": {
+        "keep_last": 10,
+        "keep_every_steps": [10, 15],
+        "keep_within": "2h",
+        "keep_every": "7d",
+        "keep_best": {"metric": "loss", "mode": "min", "count": 2},
+    },
+}
+
+
+def _retention(noise: random.Random) -> None:
+    """A run's policy, as it lies on a tier."""
+    data = dumped(mutated(RETENTION, noise, noise.randrange(1, 4)), noise)
+    if noise.random() < 0.3:
+        data = spoiled(data, noise)
+    read = only(lambda: decode_retention(data, "run", "0123abcd", "configuration"), ManifestError, FormatTooNew)
+    policy = read and read.retention
+    if policy and (policy.keep_last < 1 or min(policy.every_steps, default=1) < 1 or len(policy.bests) > 16):
+        raise Lost(f"taken: {policy}")
+
+
 def config(noise: random.Random) -> None:
     given = CONFIG
     for _ in range(noise.randrange(1, 4)):
@@ -230,6 +259,7 @@ def config(noise: random.Random) -> None:
                 lines[at] = spoiled(lines[at].encode(), noise).decode("utf-8", "replace")
         given = "\n".join(lines)
     found = only(lambda: from_toml(given, "x.toml"), ConfigError)
+    _retention(noise)
     if found is None:
         return
     if not found.spool.startswith("/") or "\x00" in found.spool:
@@ -499,14 +529,17 @@ REQUESTS: list[dict[str, Any]] = [
     {"op": "pin", "checkpoint": _PART["checkpoint"], "pinned": True},
     {"op": "pause", "for_s": 0.5},
     {"op": "resume"},
+    {"op": "hello", "protocol": "1.0", "version": "0.1.0"},
 ]
 HANDED: list[dict[str, Any]] = [
     {"op": "lend", "slot": 0},
     {"op": "persist", "part": _PART, "slot": 0, "tensors": 4096, "manifest": 100, "tree": 10},
     {"op": "recall", "part": _PART},
     {"op": "leave"},
+    {"op": "hello", "protocol": "1.0", "version": "0.1.0"},
 ]
 REPLIES: list[dict[str, Any]] = [
+    {"ok": True, "protocol": "1.0", "version": "0.1.0"},
     {"ok": True, "pid": 1, "tiers": {"near": "file:///x"}},
     {"ok": False, "error": "StoreUnavailable", "message": "x"},
     {"ok": False, "error": "TimeoutError", "message": "x"},
@@ -530,6 +563,7 @@ def message(noise: random.Random) -> None:
     if isinstance(reply, dict):
         only(lambda: wire.raise_error(reply), TierdError, TimeoutError)
         only(lambda: told(reply), DaemonUnavailable)
+        only(lambda: wire.greeted(reply))
 
 
 READERS: dict[str, Reader] = {

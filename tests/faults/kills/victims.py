@@ -36,6 +36,7 @@ from torch import distributed
 import tierd
 from tierd.client import handoff as giving
 from tierd.client import pipeline, snapshot, source
+from tierd.core import sharing
 from tierd.core.config import Config
 from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, StateMismatch
 from tierd.daemon import handoff as taking
@@ -223,6 +224,7 @@ def daemon(config: Config, page: Page, slow: float, *, last: bool) -> None:
     reconcile._STUCK, reconcile._AGAIN, reconcile._ABANDONED = 0.3, 0.1, 0.2
     turns._OWN_STALE, turns._PAUSE = 300, 0.02
     taking._ORPHAN = 8.0
+    sharing.SMALLEST_SHARED_BYTES = 1
     if last:
         reconcile._TAKEN_UP = 1.0
     _mark(taking, "write_part", page, "persist", slow)

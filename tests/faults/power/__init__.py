@@ -248,21 +248,17 @@ MUTANTS = (
     Mutant(
         "a tier's chunks go before the manifest that names them",
         "tierd/daemon/prune.py",
-        """        await store.delete(keys)
-        doomed |= {info.key async for info in store.scan(f"{chunks_prefix(run)}{checkpoint.name}/")}
-        aside = [info.key async for info in store.scan(f"{quarantine_prefix(run)}{checkpoint.name}/")]
-        # After the marks and after the listing of chunks: whoever names one of these from now on sees the marks.
-        gone = sorted(doomed - await _survivors(store, checkpoint, doomed, known))
+        """        await store.delete(manifests)
+        gone = [key async for key in _lying(store, run, going)]
+        aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.doomed]
         await store.delete(gone + aside)
 """,
-        """        doomed |= {info.key async for info in store.scan(f"{chunks_prefix(run)}{checkpoint.name}/")}
-        aside = [info.key async for info in store.scan(f"{quarantine_prefix(run)}{checkpoint.name}/")]
-        # After the marks and after the listing of chunks: whoever names one of these from now on sees the marks.
-        gone = sorted(doomed - await _survivors(store, checkpoint, doomed, known))
+        """        gone = [key async for key in _lying(store, run, going)]
+        aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.doomed]
         await store.delete(gone + aside)
-        await store.delete(keys)
+        await store.delete(manifests)
 """,
-        _BY.format(53),
+        _BY.format(41),
         "visible and not whole",
     ),
     Mutant(

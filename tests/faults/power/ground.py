@@ -17,6 +17,7 @@ from faults.rounds import Lost
 from support.nodes import Inline
 from support.world import RUN, config, part
 
+import tierd.core.sharing
 import tierd.daemon.reconcile
 import tierd.daemon.together
 import tierd.daemon.turns
@@ -125,6 +126,7 @@ def manifest_of(which: PartId) -> Manifest:
 def alone(work: Coroutine[Any, Any, None]) -> None:
     """Run what is asynchronous, with every call in a thread made where it is asked for: one order of events."""
     inline = Inline(1)
+    tierd.core.sharing.SMALLEST_SHARED_BYTES = 1  # chunks of this kit are small
     tierd.daemon.together.POLITE = inline
     tierd.stores.file.Pools.here = lambda pools: inline  # type: ignore[method-assign]
 

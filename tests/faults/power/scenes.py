@@ -256,7 +256,7 @@ def _prune(ground: Ground) -> None:
         spool, store = ground.opened()
         for step in (1, 2):
             with ground.change(drops=[(TIER, part(step).path)]):
-                await prune(store, part(step).checkpoint, node(spool.root))
+                await prune(store, [part(step).checkpoint], node(spool.root))
 
     alone(work())
 

@@ -230,6 +230,8 @@ def _look_at_tier(seen: Seen, tier: Path, sizes: Sizes) -> None:
         match key.split("/"):
             case ["README.md"]:
                 pass
+            case [_, "retention", _]:
+                json.loads(path.read_bytes())["retention"]["keep_last"]  # whole, whenever the power went
             case [run, "manifests", checkpoint, part]:
                 _look_at_manifest(seen, tier, f"{run}/{checkpoint}/{part.removesuffix('.json')}", path, sizes)
             case [run, "quarantine", checkpoint, part]:

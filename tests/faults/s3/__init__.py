@@ -142,9 +142,9 @@ MUTANTS = (
     ),
     Mutant(
         "a prune on a server spares nothing that others name",
-        "tierd/daemon/prune.py",
-        "        await store.delete(keys)\n        doomed |= {",
-        "        await store.delete(sorted(named) + keys)\n        doomed |= {",
+        "tierd/daemon/doomed.py",
+        "return mark not in self.listed.named.under(owner)",
+        "return True",
         "s3 --only 31",
         "was deleted, and",
     ),

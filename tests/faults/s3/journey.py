@@ -204,15 +204,17 @@ class _Journey:
             named |= {name.removeprefix("p/") for name in chunks_of(f"p/{key}", data)}
             self._check_content(wanted[key], data)
         for key in found.keys() - manifests.keys() - named:
-            self._check_spare(key, manifests)
+            self._check_spare(key, found[key], manifests)
 
-    def _check_spare(self, key: str, manifests: dict[str, bytes]) -> None:
+    def _check_spare(self, key: str, data: bytes, manifests: dict[str, bytes]) -> None:
         """What a flush that was cut off has put may lie beside an equal chunk that the next one named: it goes with its
-        checkpoint. Nothing else may be left over."""
+        checkpoint. And the run's policy lies there. Nothing else may be left over."""
         pieces = key.split("/")
-        for name, data in manifests.items():
+        if pieces[1] == "retention" and json.loads(data)["retention"] == {"keep_last": self.keep}:
+            return
+        for name, manifest in manifests.items():
             if pieces[1] == "chunks" and pieces[2] == name.split("/")[2]:
-                digests = {chunk["xxh3_128"] for file in json.loads(data)["files"] for chunk in file["chunks"]}
+                digests = {chunk["xxh3_128"] for file in json.loads(manifest)["files"] for chunk in file["chunks"]}
                 if pieces[-1].partition(".")[0] in digests:
                     return
         raise Lost(f"left over when all was calm, of {self.steps}, keeping {self.keep}: {key}")

@@ -1,5 +1,6 @@
 """The real reconcile loop, flush, fetch, scrub, prune and restore, simulated: one seeded loop, a clock that jumps,
-disks that lose at a power cut what was not synced, and tiers whose answers get lost.
+disks that lose at a power cut what was not synced, and tiers whose answers get lost. Beside these trials are whole
+lives (`life`): several tiers, job after job, readers, small disks, judged by `keeper`.
 
 A trial is a small world of one to three nodes and one or two tiers. Its ranks save, die and restore; nodes lose power
 after any callback and before any call to the disk; lines fail in every way; bits rot. Of three trials, one is a
@@ -23,11 +24,13 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from faults.rounds import Lost, Mutant, Round
 from faults.simulation.disk import OUTCOMES, Watch, watched
+from faults.simulation.life import Life
 from faults.simulation.loop import SimLoop, clocked
 from faults.simulation.loop import run as run_loop
 from faults.simulation.node import Job, Node, World, tierd_here
@@ -39,7 +42,10 @@ from tierd.core.errors import CheckpointNotFound
 UNIT = "simulated fault steps"
 SHORT = 80_000
 GATE = 1_000_000
+LIVES = 1_000_000  # seeds from here on are whole lives
 MET = (
+    *("lives", "life: crashes", "life: daemons killed", "life: daemons without a configuration", "life: readings"),
+    *("life: saves that met a full disk", "life: outages longer than anything is held", "life: daemon: given"),
     *("crashes", "crashes while flushing", "crashes while pruning", "crashes while restoring", "nodes lost"),
     *("rot on a tier", "rot in a spool", "restores", "restores elsewhere", "restores that another node was asked for"),
     *("restores that raised", "daemon: pruned", "daemon: quarantined", "daemon: scrub_findings"),
@@ -51,6 +57,7 @@ MET = (
 _CUTS = "simulation --seed 15 --trials 4000"
 _STORIES = "simulation --seed 1 --trials 8000"
 _OUTAGES = "simulation --seed 101 --trials 6000"
+_LIVES = "simulation --seed 1000000 --trials 150000"
 MUTANTS = (
     Mutant(
         "a stage's directories are not synced before the rename",
@@ -111,21 +118,73 @@ MUTANTS = (
     Mutant(
         "a prune deletes chunks before the manifests",
         "tierd/daemon/prune.py",
-        "        await store.delete(keys)\n"
-        '        doomed |= {info.key async for info in store.scan(f"{chunks_prefix(run)}{checkpoint.name}/")}\n',
-        '        doomed |= {info.key async for info in store.scan(f"{chunks_prefix(run)}{checkpoint.name}/")}\n'
-        "        await store.delete(sorted(doomed - await _survivors(store, checkpoint, doomed, known)))\n"
-        "        await store.delete(keys)\n",
+        "        await store.delete(manifests)\n",
+        "        await store.delete([key async for key in _lying(store, run, going)])\n"
+        "        await store.delete(manifests)\n",
         _STORIES,
         "which is not right there",
     ),
     Mutant(
         "a prune spares nothing that others name",
-        "tierd/daemon/prune.py",
-        "        gone = sorted(doomed - await _survivors(store, checkpoint, doomed, known))\n",
-        "        gone = sorted(doomed)\n",
+        "tierd/daemon/doomed.py",
+        "return mark not in self.listed.named.under(owner)",
+        "return True",
         _STORIES,
         "which is not right there",
+    ),
+    Mutant(
+        "a tier holds nothing for another",
+        "tierd/core/plan.py",
+        "    names = tuple(other for other in names if other not in demand.world.silent)\n",
+        "    names = ()\n",
+        _LIVES,
+        "wants and lacks",
+    ),
+    Mutant(
+        "whoever holds a run's newest part prunes it",
+        "tierd/core/plan.py",
+        "max(known) in mine and run not in world.spool.restored",
+        "max(known) in mine",
+        _LIVES,
+        "reading deletes",
+    ),
+    Mutant(
+        "the rooms of what a spool remembers of runs are not durable",
+        "tierd/records.py",
+        "    for directory in (control.parent, control, control / room):\n",
+        "    for directory in (control / room,):\n",
+        "pytest tests/test_records.py -k recorded_once",
+    ),
+    Mutant(
+        "what one tier of several holds leaves the spool as finished, though another wants it",
+        "tierd/core/plan.py",
+        "        leaving = leaving and not _is_owed(demand)\n",
+        "        leaving = leaving\n",
+        _LIVES,
+        "and should hold",
+    ),
+    Mutant(
+        "a finished run never leaves the spool",
+        "tierd/core/plan.py",
+        "        leaving = leaving and not _is_owed(demand)\n",
+        "        leaving = False\n",
+        _LIVES,
+        "which is finished",
+    ),
+    Mutant(
+        "a full disk gives up nothing",
+        "tierd/daemon/room.py",
+        "        for checkpoint in self._evictable(world):\n",
+        "        for checkpoint in ():\n",
+        "pytest tests/daemon/test_room.py -k give_way_first",
+    ),
+    Mutant(
+        "a daemon without a configuration obeys nobody",
+        "tierd/core/policies.py",
+        "    stored = list(_standing(world, config, run, place, here)) if here else []\n",
+        "    stored = []\n",
+        _LIVES,
+        "which its own rules want",
     ),
 )
 
@@ -430,7 +489,7 @@ class Trial:
                 if loose and key.split("/")[2] in lent and key not in truth.doomed[bucket.name]:
                     world.count["chunks that nothing tells of"] += 1
                     continue
-                if loose or not (key == "README.md" or key in manifests or "/chunks/" in key):
+                if loose or not (key == "README.md" or key in manifests or "/chunks/" in key or "/retention/" in key):
                     raise Lost(f"{bucket.name}: {key} is left over")
         for node in world.nodes:
             kept = {part for part, _ in committed(node.root)}
@@ -462,7 +521,7 @@ def missing() -> str | None:
 def run(work: Round) -> None:
     """Workers do the trials, one each of this machine's cores: a seed's order of events hangs on the hashes of strings,
     which a process is given when it starts."""
-    seeds = work.seeds()
+    seeds = _mixed(work)
     workers = [_Worker() for _ in range(1 if work.only is not None else os.cpu_count() or 1)]
     try:
         busy = [worker for worker in workers if worker.give(next(seeds, None))]
@@ -476,12 +535,21 @@ def run(work: Round) -> None:
                     work.lost(worker.seed, answer["lost"], answer["steps"])
                 else:
                     work.notes.update(answer["count"])
-                    work.passed(answer["steps"], "trials")
+                    beside = worker.seed >= LIVES > work.first  # what it counts is not of this round
+                    work.passed(0 if beside else answer["steps"], "lives" if worker.seed >= LIVES else "trials")
                 if not worker.give(next(seeds, None)):
                     busy.remove(worker)
     finally:
         for worker in workers:
             worker.end()
+
+
+def _mixed(work: Round) -> Iterator[int]:
+    """The round's seeds, and after every third of them that of a whole life."""
+    for seed in work.seeds():
+        yield seed
+        if work.only is None and seed < LIVES and seed % 3 == 2:
+            yield LIVES + seed // 3
 
 
 class _Worker:
@@ -548,7 +616,7 @@ class _Worker:
 def trial(seed: int) -> dict[str, Any]:
     """One trial; what is told of it."""
     home = Path(tempfile.mkdtemp(prefix="tierd-sim-", dir="/dev/shm"))
-    one = Trial(seed, home)
+    one = Trial(seed, home) if seed < LIVES else Life(seed - LIVES, home)
     try:
         steps, count = one.run()
         return {"lost": "", "steps": steps, "count": dict(count)}

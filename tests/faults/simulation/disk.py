@@ -13,6 +13,7 @@ could have left.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import random
@@ -21,14 +22,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 _BLOCK = 512  # bytes that a disk writes whole or not at all
 _MOST = 64  # changes that wait to be made durable
 _REAL = {name: getattr(os, name) for name in ("open", "mkdir", "rename", "replace", "unlink", "remove", "rmdir")}
-_REAL |= {name: getattr(os, name) for name in ("fsync", "fdatasync", "link", "symlink")}
+_REAL |= {name: getattr(os, name) for name in ("fsync", "fdatasync", "link", "symlink", "pwrite", "statvfs")}
 _OPEN = io.open
+
+_STATVFS = ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail", "f_flag")
 
 OUTCOMES = ("all", "none", "any", "any", "any", "ordered")  # of what was not made durable
 
@@ -58,6 +62,7 @@ class Disk:
         version: another number whenever anything may look otherwise.
         cut_at: the number of the one before which the power goes; `cut_off` is then what is left.
         outcome: one of `OUTCOMES`, of the next cut.
+        capacity: how many bytes files may have here together; None where there is room for all.
     """
 
     def __init__(self, root: Path, rng: random.Random, watch: Watch) -> None:
@@ -66,6 +71,7 @@ class Disk:
         self.cut_at: int | None = None
         self.cut_off: Disk | None = None
         self.outcome: str | None = None
+        self.capacity: int | None = None
         self.target: Callable[[], Path] = lambda: root
         self._durable: dict[int, dict[str, int]] = {}  # directory -> its entries
         self._now: dict[int, dict[str, int]] = {}
@@ -161,6 +167,11 @@ class Disk:
                         found.add(before)
         return found
 
+    def free(self) -> int:
+        """How many bytes there is room for."""
+        files = (Path(home, name) for home, _, names in os.walk(self.root) for name in names)
+        return max(0, (self.capacity or 0) - sum(path.lstat().st_size for path in files))
+
     # -- the cut ----------------------------------------------------------------------------------------------------
 
     def cut(self) -> Disk:
@@ -172,7 +183,9 @@ class Disk:
         root = self.target()
         paths = dict(self._paths(os.stat(self.root).st_ino, self.root))
         self._write(os.stat(self.root).st_ino, root, entries, paths, outcome)
-        return Disk(root, self._rng, self._watch)
+        left = Disk(root, self._rng, self._watch)
+        left.capacity = self.capacity
+        return left
 
     def _kept(self, outcome: str) -> set[int]:
         number = len(self._pending)
@@ -328,6 +341,23 @@ class Watch:
             disk.tick()
             disk.synced(found.st_ino, _content(f"/proc/self/fd/{fd}") if stat.S_ISREG(found.st_mode) else None)
 
+    def pwrite(self, fd: int, data: Any, offset: int) -> int:
+        disk = self.owners.get(os.fstat(fd).st_ino)
+        if disk and disk.capacity is not None:
+            more = offset + memoryview(data).nbytes - os.fstat(fd).st_size
+            if more > 0 and more > disk.free():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return int(_REAL["pwrite"](fd, data, offset))
+
+    def statvfs(self, path: Any) -> Any:
+        found = _REAL["statvfs"](path)
+        disk = None if isinstance(path, int) else self.owners.get(os.stat(path).st_ino)
+        if disk is None or disk.capacity is None:
+            return found
+        free = disk.free()
+        sizes = {"f_bsize": 1, "f_frsize": 1, "f_blocks": disk.capacity, "f_bfree": free, "f_bavail": free}
+        return SimpleNamespace(**{name: sizes.get(name, getattr(found, name)) for name in _STATVFS})
+
     def refuse(self, *args: Any, **options: Any) -> None:
         raise AssertionError("the simulated disk knows no links")
 
@@ -367,6 +397,8 @@ def watched(watch: Watch) -> Iterator[None]:
             ("rmdir", watch.rmdir),
             ("fsync", watch.fsync),
             ("fdatasync", watch.fsync),
+            ("pwrite", watch.pwrite),
+            ("statvfs", watch.statvfs),
             ("link", watch.refuse),
             ("symlink", watch.refuse),
         ):

@@ -280,6 +280,9 @@ class _Link:
         self._held: set[PartId] = set()
         self._life = self._node.life
 
+    def greet(self) -> None:
+        """Client and daemon are of one version here."""
+
     def ask(self, request: Any, timeout_s: float | None = None, told: Any = None) -> dict[str, Any]:
         line = wire.encode_line(Caller.here.caller.ask(lambda: self._answer(request)))
         reply = msgspec.json.decode(line)
@@ -488,6 +491,7 @@ def tierd_here(loop: SimLoop) -> Iterator[None]:
         for target, value in (
             ("tierd.daemon.tiers.node", name),
             ("tierd.daemon.mend.node", name),
+            ("tierd.core.sharing.SMALLEST_SHARED_BYTES", 1),
             ("tierd.persist.ahead", lambda items, worth: contextlib.nullcontext(items)),
             ("tierd.device.ahead", lambda items, worth: contextlib.nullcontext(items)),
         ):

@@ -24,7 +24,7 @@ from torch.futures import Future
 from tierd.client.dcp import metadata as dcp_metadata
 from tierd.client.dcp.entries import check_plain, load_tensor
 from tierd.client.files import Files, Span
-from tierd.client.restore import Skipped
+from tierd.client.search import Skipped
 from tierd.core.choose import Goal
 from tierd.core.errors import CheckpointNotFound, ConfigError, ManifestError, StateMismatch, StateRefused
 from tierd.core.ids import CheckpointId, PartId

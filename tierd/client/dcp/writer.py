@@ -11,6 +11,8 @@ that only newer ones pass to `set_up_storage_writer` (`rank`, `use_collectives`)
 from __future__ import annotations
 
 import dataclasses
+import errno
+import math
 import os
 import re
 import threading
@@ -34,7 +36,7 @@ from tierd.client.save import checked_metrics
 from tierd.core.errors import ConfigError, SaveFailed, StepRefused
 from tierd.core.ids import CheckpointId, PartId, check_step
 from tierd.core.manifest import Manifest
-from tierd.spool import translated
+from tierd.spool import is_full, translated
 from tierd.stage import Stage, describe_directory
 
 if TYPE_CHECKING:
@@ -166,19 +168,38 @@ class StorageWriter(FileSystemWriter):
         """
         self._abandon()
         with self._careful():
-            self._stage = self._spool.stage(self._draft.part)
-            self._sweep = weakref.finalize(self, _abandon, self._stage, os.getpid())
-            self.fs, self.path = Streams(), self._stage.path
             try:
-                results = super().write_data(plan, planner).wait()
-            except Exception as error:  # torch may say no more than that its archive came to a bad end
-                raise self.fs.failed or error from None
-            self._check_written(plan, results)
+                results = self._write(plan, planner)
+            except OSError as error:
+                self._abandon()
+                if not is_full(error) or not self._is_room_made(plan, quota=error.errno == errno.EDQUOT):
+                    raise
+                results = self._write(plan, planner)
             if self.use_collectives and not self._coordinates:
                 self._commit()
         future: Future[list[WriteResult]] = Future()
         future.set_result(Written(str(self._draft.part.checkpoint), map(self._placed, results)))
         return future
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        self._stage = self._spool.stage(self._draft.part)
+        self._sweep = weakref.finalize(self, _abandon, self._stage, os.getpid())
+        self.fs, self.path = Streams(), self._stage.path
+        try:
+            results = super().write_data(plan, planner).wait()
+        except Exception as error:  # torch may say no more than that its archive came to a bad end
+            raise self.fs.failed or error from None
+        self._check_written(plan, results)
+        return results
+
+    def _is_room_made(self, plan: SavePlan, *, quota: bool) -> bool:
+        if self._checkpointer is None:  # in another process
+            return False
+        chunks = [
+            (item.tensor_data.chunk.sizes, item.tensor_data.properties) for item in plan.items if item.tensor_data
+        ]
+        size = sum(math.prod(sizes) * properties.dtype.itemsize for sizes, properties in chunks)
+        return self._checkpointer._daemon.make_room(self._draft.part, size, quota)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write `.metadata`, and commit the part that it lies in.

@@ -1,0 +1,160 @@
+"""A node serves job after job: finished runs leave its spool, once a tier was seen to hold them, and no others do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+
+from support.doubles import Double, contents, is_chunk
+from support.world import Daemon, commit, converge, part, reconciler, running, settle, steps_in, steps_on, until
+
+from tierd.core.errors import StoreUnavailable
+from tierd.core.ids import pin_key
+from tierd.core.wire import Attach, Candidates, Pin
+from tierd.daemon.flush import Way, flush
+from tierd.daemon.presence import Presence
+from tierd.link import Link
+from tierd.spool import Spool
+from tierd.stores.memory import MemoryStore
+
+DAYS = 2 * 86400
+
+
+def age(spool, seconds: float = DAYS) -> None:
+    """As if everything in the spool had been committed that long ago."""
+    for which in spool.parts():
+        path = spool.path(which) / "manifest.json"
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+def test_a_finished_run_leaves_the_spool_and_stays_on_the_tier(spool):
+    store = Double()
+    for step in (1, 2, 3):
+        commit(spool, part(step))
+    asyncio.run(converge(spool, {"tier": store}))
+    assert steps_in(spool) == [1, 2, 3], "it may go on"
+    age(spool)
+    daemon = asyncio.run(converge(spool, {"tier": store}))
+    assert steps_in(spool) == [] and not (spool.root / "run").exists()
+    assert steps_on(asyncio.run(contents(store))) == [1, 2, 3]
+    assert daemon.journal.counters["pruned"] == 3
+    assert all(event.place == "local" for event in daemon.journal.events if event.what == "pruned")
+
+
+def test_what_left_is_not_looked_at_on_the_tier_any_more(spool):
+    store = Double()
+    commit(spool, part(1))
+    asyncio.run(converge(spool, {"tier": store}))
+    age(spool)
+
+    async def at_rest() -> list[str]:
+        async with running(await converge(spool, {"tier": store})) as daemon:
+            await settle(daemon)
+            store.calls.clear()
+            for _ in range(3):
+                await daemon.look("tier")
+            return [key for _, key in store.calls]
+
+    assert asyncio.run(at_rest()) == []
+
+
+def test_no_run_leaves_that_is_not_verified_on_a_tier(spool):
+    store = Double()
+    for step in (1, 2):
+        commit(spool, part(step))
+    age(spool)
+    store.error = StoreUnavailable("down")
+
+    async def seen() -> None:
+        async with running(reconciler(spool, {"tier": store})) as daemon:
+            await until(lambda: daemon.lanes["tier"].last_error)
+            await daemon.look("local")
+            daemon.wake()
+            await until(lambda: not daemon.lanes["local"].wake.is_set())
+
+    asyncio.run(seen())
+    assert steps_in(spool) == [1, 2]
+
+
+def test_a_tier_that_lost_a_chunk_is_found_out_before_the_run_leaves(spool):
+    """A look goes by names: the chunks are asked for once more before the only other copy goes."""
+    store = Double()
+    commit(spool, part(1))
+    asyncio.run(converge(spool, {"tier": store}))
+    lost = next(key for key in sorted(asyncio.run(contents(store))) if is_chunk(key))
+    asyncio.run(store.inner.delete([lost]))
+    age(spool)
+    asyncio.run(converge(spool, {"tier": store}))
+    assert lost in asyncio.run(contents(store)), "it was sent again first"
+    assert steps_in(spool) == []
+
+
+def test_pins_leave_with_the_run_and_stay_on_the_tier(spool):
+    store = Double()
+    for step in (1, 2, 3):
+        commit(spool, part(step))
+    with Daemon(spool.root, {"tier": store}) as daemon, Link(spool) as link:
+        daemon.settle()
+        link.ask(Pin(checkpoint=part(1).checkpoint, pinned=True))
+    age(spool)
+    asyncio.run(converge(spool, {"tier": store}))
+    assert steps_in(spool) == [] and not spool.pins() and not (spool.root / "run").exists()
+    found = asyncio.run(contents(store))
+    assert pin_key(part(1).checkpoint) in found and steps_on(found) == [1, 2, 3]
+
+
+def test_a_run_with_a_trainer_stays_and_leaves_when_it_has_gone(spool, monkeypatch):
+    store, other = Double(), part(7, run="other")
+    for which in (part(1), other):
+        commit(spool, which)
+    with Daemon(spool.root, {"tier": store}) as daemon:
+        with Link(spool) as link:
+            link.ask(Attach(run="run"))
+            age(spool)
+            daemon.settle()
+            assert [one.checkpoint.run for one in spool.parts()] == ["run"]
+            monkeypatch.setattr(Presence, "asked", lambda self, run: None)  # as if it had left a day ago
+        daemon.settle()
+        daemon.call(until(lambda: not spool.parts()))
+
+
+def test_while_a_trainer_does_not_say_its_run_all_runs_stay(spool):
+    commit(spool, part(1))
+    with Daemon(spool.root, {"tier": Double()}) as daemon, Link(spool) as link:
+        link.ask(Attach())
+        age(spool)
+        daemon.settle()
+        assert steps_in(spool) == [1]
+
+
+def test_interest_in_a_run_that_the_spool_has_nothing_of_is_lost(spool):
+    with Daemon(spool.root, {"tier": Double()}, finished="0s") as daemon, Link(spool) as link:
+        link.ask(Candidates(run="elsewhere"))
+        daemon.call(daemon.reconciler.look("local"))
+        assert not daemon.reconciler.interest
+
+
+def test_a_run_is_looked_for_until_the_slowest_tier_has_answered(spool, tmp_path):
+    """Else the answer is that no tier has it, and the restore is a fresh start. Simulation, seed 1000016."""
+    there = MemoryStore()
+    fill = Spool(tmp_path / "another")
+    commit(fill, part(1, run="elsewhere"))
+    asyncio.run(flush(fill, part(1, run="elsewhere"), Way(there)))
+    slow = Double()
+    stores = {"quick": there, "slow": slow}
+    with Daemon(spool.root, stores, finished="0s") as daemon, Link(spool) as link:
+        daemon.settle()
+        slow.delay = 1.0
+        sights: list[dict] = []
+        asked = threading.Thread(target=lambda: sights.append(link.ask(Candidates(run="elsewhere"))["sight"]))
+        asked.start()
+        while asked.is_alive():
+            daemon.call(daemon.reconciler.look("quick"))
+    assert sights[0].get("whole")
+
+
+def test_attach_tells_how_many_the_spool_keeps(spool):
+    with Daemon(spool.root, {"tier": Double()}, keep=7, keep_local=2), Link(spool) as link:
+        assert link.ask(Attach(run="run"))["keep_last"] == 2

@@ -1,0 +1,289 @@
+"""SIGHUP: a changed configuration is taken up without letting go of the spool, the sockets or what was handed over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from support.doubles import Double, is_chunk
+from support.training import tensors
+from support.world import commit, part, read, steps_in, until
+
+import tierd
+from tierd.cli.options import load_config
+from tierd.core.errors import ConfigError, SpoolHeld, StoreUnavailable
+from tierd.core.wire import Attach, Fetch, Status, Wait
+from tierd.daemon import service
+from tierd.link import Link
+from tierd.spool import Spool
+
+
+class Node:
+    """A daemon with a configuration file, in this process."""
+
+    def __init__(self, tmp_path: Path, spool: Spool) -> None:
+        self.spool, self.file, self._tmp = spool, tmp_path / "tierd.toml", tmp_path
+        self.configure("a")
+
+    def configure(self, *tiers: str, more: str = "", each: str = "") -> None:
+        text = f'spool = "{self.spool.root}"\nrescan = "60s"\ndrain = "5s"\nscrub = "0s"\n{more}\n'
+        for name in tiers:
+            (self._tmp / name).mkdir(exist_ok=True)
+            text += f'[[tier]]\nname = "{name}"\nurl = "file://{self._tmp / name}"\n{each}\n'
+        self.file.write_text(text)
+
+    def manifests(self, tier: str) -> int:
+        return len(list((self._tmp / tier).glob("run/manifests/*/*")))
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        reread = lambda: load_config(self.file)  # noqa: E731
+        daemon = asyncio.ensure_future(service.serve(reread(), reread=reread))
+        await until(self.spool.socket.exists)
+        try:
+            yield
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            async with asyncio.timeout(30):
+                await daemon
+
+
+@pytest.fixture
+def node(tmp_path, spool):
+    return Node(tmp_path, spool)
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.INFO, "tierd.daemon")
+    return lambda text: [one for one in caplog.records if text in one.getMessage()]
+
+
+async def reload(said, text: str = "the configuration is reloaded") -> None:
+    before = len(said(text))
+    os.kill(os.getpid(), signal.SIGHUP)
+    await until(lambda: len(said(text)) > before)
+
+
+async def ask(link: Link, request, timeout: float = 20.0):
+    return await asyncio.to_thread(link.ask, request, timeout)
+
+
+def test_a_tier_that_was_added_is_flushed_to_and_nobody_is_dropped(node, spool, said):
+    commit(spool, part(1))
+
+    async def work():
+        async with node.serving():
+            attached = Link(spool)
+            await ask(attached, Attach())
+            await until(lambda: node.manifests("a") == 1)
+            node.configure("a", "b")
+            await reload(said)
+            await until(lambda: node.manifests("b") == 1)
+            assert attached.alive()
+            status = (await ask(attached, Status()))["status"]
+            assert status["trainers"] == 1 and [one["name"] for one in status["tiers"]] == ["a", "b"]
+            with pytest.raises(SpoolHeld), Spool(spool.root).lock():
+                pass
+            attached.close()
+
+    asyncio.run(work())
+
+
+def test_what_a_trainer_handed_over_stays_handed_over(node, spool, said):
+    """Its connection lives on: the next save is the daemon's, too, from the same memory."""
+
+    async def work():
+        async with node.serving():
+            ckpt = await asyncio.to_thread(tierd.Checkpointer, spool.root, "run")
+            for step in range(4):
+                save = await asyncio.to_thread(ckpt.save, step, tensors(step))
+                await reload(said)
+                await asyncio.to_thread(save.wait, "a", 30)
+            assert ckpt.stats.handed_over == 4
+            await asyncio.to_thread(ckpt.close)
+
+    asyncio.run(work())
+
+
+def test_changed_retention_is_obeyed(node, spool, said):
+    for step in range(3):
+        commit(spool, part(step))
+
+    async def work():
+        async with node.serving():
+            await until(lambda: node.manifests("a") == 3)
+            node.configure("a", more="retention = { keep_last = 1 }", each="retention = { keep_last = 1 }")
+            await reload(said)
+            await until(lambda: node.manifests("a") == 1 and steps_in(spool) == [2])
+
+    asyncio.run(work())
+
+
+BROKEN = {
+    "not TOML": "spool = ",
+    "an unknown key": 'spool = "/x"\ncolour = "red"\n',
+    "another spool": 'spool = "/var/tmp/elsewhere"\n[[tier]]\nname = "a"\nurl = "file:///mnt/a"\n',
+    "a key that is not there": 'spool = "SPOOL"\n[[tier]]\nname = "a"\nurl = "file:///mnt/a"\nkey_file = "/no/key"\n',
+    "a receiver's file that is not there": 'spool = "SPOOL"\n[[tier]]\nname = "a"\nurl = "file:///mnt/a"\n'
+    '[[tell]]\nurl = "file:/no/hook"\n',
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_configuration_that_cannot_be_used_changes_nothing_and_is_logged(node, spool, said, kind):
+    async def work():
+        async with node.serving():
+            text = BROKEN[kind]
+            node.file.write_text(text.replace("SPOOL", str(spool.root))) if text else node.file.unlink()
+            await reload(said, "the configuration is not reloaded, nothing is changed: ")
+            [error] = said("is not reloaded")
+            assert error.levelno == logging.ERROR
+            commit(spool, part(1))
+            await until(lambda: node.manifests("a") == 1)
+            node.configure("a", "b")
+            await reload(said)  # and the next one that can be used is taken up
+            await until(lambda: node.manifests("b") == 1)
+
+    asyncio.run(work())
+
+
+def test_a_tier_that_was_taken_out_is_left_alone_and_who_waits_for_it_is_told(node, spool, said, monkeypatch):
+    stores = {"a": Double(), "b": Double()}
+    stores["b"].error = StoreUnavailable("503")
+
+    async def opened(config, stack):
+        return {tier.name: stores[tier.name] for tier in config.tier}
+
+    monkeypatch.setattr(service, "open_tiers", opened)
+    node.configure("a", "b")
+    commit(spool, part(1))
+
+    async def work():
+        async with node.serving():
+            waiting = asyncio.ensure_future(ask(Link(spool), Wait(part=part(1), tier="b", timeout_s=60)))
+            await until(lambda: said("b: failing"))
+            node.configure("a")
+            await reload(said)
+            with pytest.raises(ConfigError, match="no tier of that name; it has local, a"):
+                await waiting
+            status = (await ask(Link(spool), Status()))["status"]
+            assert [one["name"] for one in status["tiers"]] == ["a"] and not status["alerts"]
+
+    asyncio.run(work())
+
+
+def test_a_changed_key_is_read_again(node, spool, said):
+    key = node.file.parent / "key"
+    key.touch(0o600)
+    key.write_text(secrets.token_hex(32))
+    node.configure("a")
+
+    async def work():
+        async with node.serving():
+            node.configure("a", "b", each="")
+            text = node.file.read_text() + f'key_file = "{key}"\n'
+            node.file.write_text(text)
+            key.chmod(0o644)
+            await reload(said, "nothing is changed: ")
+            key.chmod(0o600)
+            await reload(said)
+            commit(spool, part(1))
+            assert (
+                not node.manifests("b")
+                or b'"run"' not in next((node.file.parent / "b").glob("run/manifests/*/*")).read_bytes()
+            )
+
+    asyncio.run(work())
+
+
+def test_receivers_are_those_of_the_new_configuration(node, spool, said):
+    told = node.file.parent / "told"
+    script = f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read())"
+
+    async def work():
+        async with node.serving():
+            command = f'[[tell]]\ncommand = ["{sys.executable}", "-c", "{script}"]\nevents = ["flushed"]\n'
+            node.configure("a")
+            node.file.write_text(node.file.read_text() + command)
+            await reload(said)
+            commit(spool, part(1))
+            await until(lambda: told.exists() and '"flushed"' in told.read_text())
+            assert [one["name"] for one in (await ask(Link(spool), Status()))["status"]["tell"]] == ["tell[0]"]
+
+    asyncio.run(work())
+
+
+def test_a_restore_that_is_under_way_ends_with_the_stores_that_it_began_with(node, spool, said, monkeypatch):
+    stores: list[Double] = []
+    inner = Double().inner
+    go_on = asyncio.Event()
+
+    class Slow(Double):
+        closed = held = False
+
+        async def get(self, key, into=None):
+            if self.held and is_chunk(key):
+                await go_on.wait()
+            assert not self.closed
+            return await super().get(key, into)
+
+        async def aclose(self):
+            self.closed = True
+
+    async def opened(config, stack):
+        stores.append(Slow(inner))
+        stack.push_async_callback(stores[-1].aclose)
+        return {"a": stores[-1]}
+
+    monkeypatch.setattr(service, "open_tiers", opened)
+    files = commit(spool, part(1))
+
+    async def work():
+        async with node.serving():
+            await ask(Link(spool), Wait(part=part(1), tier="a"))
+            stores[0].held = True
+            shutil.rmtree(spool.path(part(1)))
+            link = Link(spool)
+            fetching = asyncio.ensure_future(ask(link, Fetch(part=part(1))))
+            await until(lambda: any(operation == "get" for operation, _ in stores[0].calls))
+            await reload(said)
+            assert len(stores) == 2 and not stores[0].closed and not fetching.done()
+            go_on.set()
+            assert (await fetching)["tiers"] == ["a"]
+            assert read(spool, part(1)) == files
+            await until(lambda: stores[0].closed)
+            link.close()
+
+    asyncio.run(work())
+
+
+def test_a_flush_that_takes_long_is_cut_off_and_gone_on_with(node, spool, said, monkeypatch):
+    monkeypatch.setattr("tierd.daemon.reconcile._IN_HAND", 0.1)
+    stores: list[Double] = []
+
+    async def opened(config, stack):
+        stores.append(Double())
+        stores[-1].delay = 0.0 if len(stores) > 1 else 30.0
+        return {"a": stores[-1]}
+
+    monkeypatch.setattr(service, "open_tiers", opened)
+    commit(spool, part(1))
+
+    async def work():
+        async with node.serving():
+            await until(lambda: stores[0].calls)
+            await reload(said)
+            await until(lambda: stores[1].puts(lambda key: "/manifests/" in key))
+
+    asyncio.run(work())

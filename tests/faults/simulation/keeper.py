@@ -1,0 +1,330 @@
+"""The judge of whole lives: it watches every deletion, and says what must lie where when everything is at rest.
+
+It is written from the README's words. It knows every checkpoint from the moment when its trainer was told that it is
+durable, and the rules of every place; it reads names, manifests and sizes from tiers and disks by itself.
+
+- A tier deletes a checkpoint only if its own rules do not want it, and no other tier wants it and still lacks a
+  verified copy. A tier that has not answered for longer than `hold_for` holds nothing; an alert names what is given up
+  so.
+- The spool's copy is deleted only once a tier has verified it, or when every tier would drop it at once.
+- A node whose spool never held a save of a run prunes nothing of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from faults.rounds import Lost
+from faults.simulation.rules import Rules, Saved, Which, timeline
+from faults.simulation.store import Bucket
+
+HOLD_FOR = 7 * 86400.0  # seconds
+FINISHED = 86400.0  # seconds
+_STALE = 900.0  # seconds: what was saved later than this before a deletion may not have been known to who decided it
+
+_KEY = re.compile(r"([a-z0-9]+)/(manifests|quarantine)/([0-9]{12})\.[0-9a-f]{12}-([0-9a-f]{8})/00000-of-00001\.json")
+_POLICY = re.compile(r"([a-z0-9]+)/retention/[0-9a-f]{8}\.configuration\.json")
+_DIRECTORY = re.compile(r"([0-9]{12})\.[0-9a-f]{12}-([0-9a-f]{8})")
+
+
+def which_of(key: str) -> Which | None:
+    """The checkpoint whose manifest has this key on a tier."""
+    found = _KEY.fullmatch(key)
+    return (found[1], int(found[4], 16), int(found[3])) if found and found[2] == "manifests" else None
+
+
+@lru_cache(maxsize=8192)
+def _chunks(manifest: bytes) -> dict[str, int] | None:
+    """The keys and stored sizes of the chunks that a manifest on a tier names."""
+    try:
+        parsed: dict[str, Any] = json.loads(manifest)
+    except ValueError:
+        return None
+    stored = [chunk["stored"] for file in parsed["files"] for chunk in file["chunks"]]
+    return {f"{parsed['run']}/{one['key']}": one["size"] for one in stored}
+
+
+def committed(spool: Path) -> dict[Which, Path]:
+    """The checkpoints that can be seen in a spool."""
+    found = {}
+    for run in sorted(os.listdir(spool)) if spool.is_dir() else ():
+        if run.startswith("."):
+            continue
+        for checkpoint in sorted(os.listdir(spool / run)):
+            home = spool / run / checkpoint / "00000-of-00001"
+            if (match := _DIRECTORY.fullmatch(checkpoint)) and home.is_dir():
+                found[run, int(match[2], 16), int(match[1])] = home
+    return found
+
+
+class Keeper:
+    """All that was saved, and what may be deleted of it.
+
+    Attributes:
+        rules: tier -> its rules, which are the run's own as soon as a configured daemon has recorded them there.
+        spool: the rules of every spool whose daemon is configured.
+        saved: every checkpoint that was ever written. `acked`: those that were told to be durable, or reached a tier.
+        reached: those that any tier ever had.
+        savers: node -> the runs that it saved.
+        ended: (node, run) -> when its last trainer there ended; None while one is at work.
+        pressed: node -> until when its spool may drop verified copies early, because its disk is full.
+        given_up: checkpoints that a tier deleted although another one wanted them, because that one did not answer.
+        conceded: those that were deleted by the default, where nobody had said what the run keeps.
+        told: what daemons said, event by event.
+    """
+
+    def __init__(self, now: Callable[[], float], tiers: dict[str, Rules], spool: Rules, buckets: list[Bucket]) -> None:
+        self.now, self.rules, self.spool, self.buckets = now, tiers, spool, buckets
+        self.saved: dict[Which, Saved] = {}
+        self.acked: set[Which] = set()
+        self.reached: set[Which] = set()
+        self.conceded: set[Which] = set()
+        self._configured: dict[str, bool] = {}
+        self._started: dict[str, float] = {}
+        self._recorded: dict[tuple[str, str], float] = {}  # tier, run -> when its policy was recorded
+        self.savers: defaultdict[str, set[str]] = defaultdict(set)
+        self.ended: dict[tuple[str, str], float | None] = {}
+        self.pressed: dict[str, float] = {}
+        self.down_since: dict[str, float] = {}
+        self.up_since: dict[str, float] = {}
+        self.given_up: dict[Which, str] = {}
+        self.told: list[str] = []
+        self.spools: Callable[[], dict[str, Path]] = dict
+        self._tiers: dict[str, tuple[int, set[Which]]] = {}
+
+    # -- what lies where --------------------------------------------------------------------------------------------
+
+    def on_tier(self, bucket: Bucket) -> set[Which]:
+        """The checkpoints of which a tier holds a verified copy: the manifest, and every chunk that it names."""
+        version, found = self._tiers.get(bucket.name, (-1, set()))
+        if version != bucket.version:
+            found = {which for key in bucket.keys if (which := which_of(key)) and not self._lacks(bucket, key)}
+            self._tiers[bucket.name] = bucket.version, found
+        return set(found)
+
+    def _lacks(self, bucket: Bucket, key: str) -> list[str]:
+        chunks = _chunks(bucket.objects[key][0])
+        if chunks is None:
+            return [key]
+        return [one for one, size in chunks.items() if len(bucket.objects.get(one, (b"",))[0]) != size]
+
+    def _known(self, run: str, spools: Iterable[Path]) -> dict[Which, Saved]:
+        """Everything of a run that these spools and the tiers show."""
+        there = {which for spool in spools for which in committed(spool)}
+        there |= {which for bucket in self.buckets for which in self.on_tier(bucket)}
+        return {which: self.saved[which] for which in there if which[0] == run and which in self.saved}
+
+    def known(self, run: str) -> dict[Which, Saved]:
+        return self._known(run, self.spools().values())
+
+    def begun(self, saved: Saved) -> None:
+        """A trainer begins to write a checkpoint."""
+        self.saved[saved.which] = saved
+        self.savers[saved.node].add(saved.run)
+
+    def started(self, node: str, *, configured: bool) -> None:
+        """A daemon begins its life on a node."""
+        self._configured[node], self._started[node] = configured, self.now()
+
+    def local(self, node: str) -> Rules:
+        """What a spool keeps: there the node's configuration decides."""
+        return self.spool if self._configured[node] else Rules()
+
+    def _own(self, tier: str, run: str, who: str) -> list[Rules]:
+        """What a run keeps on a tier, for a daemon that decides there: several where it may have been one or the other.
+        A daemon without a configuration obeys what lies on the tier; the default is 3."""
+        recorded = self._recorded.get((tier, run))
+        if self._configured[who] or (recorded is not None and recorded < self.now() - _STALE):
+            return [self.rules[tier]]
+        return [Rules()] if recorded is None else [Rules(), self.rules[tier]]
+
+    def _answers(self, tier: str, since: float) -> bool:
+        """Whether a tier has answered ever since."""
+        return tier not in self.down_since and self.up_since.get(tier, 0.0) <= since
+
+    def reach(self, node: str) -> dict[str, set[Which]]:
+        """What lies in each place that a node may restore from."""
+        return {node: set(committed(self.spools()[node]))} | {one.name: self.on_tier(one) for one in self.buckets}
+
+    def offered(self, node: str, run: str, reach: dict[str, set[Which]], since: float) -> Which | None:
+        """What a restore on a node that began then, with this in reach, gives, or something newer: the newest of the
+        timeline in any place that answered all the while."""
+        known = self._known(run, [self.spools()[node]])
+        passed = timeline(known.values())
+        there = set().union(*(held for name, held in reach.items() if self._answers(name, since)))
+        return max((one for one in there if one in known and one[2] <= passed.get(one[1], -1)), default=None)
+
+    def could_make_room(self, node: str, run: str, size: int) -> bool:
+        """Whether a spool holds as much as this, beside the newest of that run, that a tier has verified: one that has
+        answered for so long that the daemon must have noticed."""
+        held = committed(self.spools()[node])
+        up = [self.on_tier(one) for one in self.buckets if self._answers(one.name, self.now() - _STALE)]
+        newest = max((one for one in held if one[0] == run), default=None)
+        safe = [home for one, home in held.items() if one != newest and any(one in place for place in up)]
+        return sum(path.stat().st_size for home in safe for path in home.rglob("*") if path.is_file()) >= size
+
+    # -- deletions --------------------------------------------------------------------------------------------------
+
+    def changed(self, bucket: Bucket, key: str, old: bytes | None, new: bytes | None, who: str) -> None:
+        """An object was put or deleted on a tier by a node."""
+        if new is not None:
+            if which := which_of(key):
+                self.acked.add(which)
+                self.reached.add(which)
+            if found := _POLICY.fullmatch(key):
+                self._recorded.setdefault((bucket.name, found[1]), self.now())
+            return
+        if "/chunks/" in key:
+            if namers := [one for one in bucket.keys if which_of(one) and key in self._lacks(bucket, one)]:
+                raise Lost(f"{bucket.name}: {who} deleted {key}, which {namers[0]} names")
+        elif (which := which_of(key)) and which in self.saved:
+            self._leaves_tier(bucket, which, who)
+
+    def _leaves_tier(self, bucket: Bucket, which: Which, who: str) -> None:
+        run = which[0]
+        what = f"{bucket.name}: {who} deleted {_name(which)}"
+        if run not in self.savers[who]:
+            raise Lost(f"{what}, and never saved anything of that run: reading deletes")
+        known = self._known(run, [self.spools()[who]])
+        known[which] = self.saved[which]
+        here = [known[one] for one in self.on_tier(bucket) | {which} if one in known]
+        if all(self._wants(rules, which, here, known) for rules in self._own(bucket.name, run, who)):
+            raise Lost(f"{what}, which its own rules want: {self._own(bucket.name, run, who)}; {self.lie(run)}")
+        if self._wants(self.rules[bucket.name], which, here, known):
+            self.conceded.add(which)
+        for other in self.buckets:
+            if other is bucket or which in self.on_tier(other):
+                continue
+            everything = list(known.values())
+            if not self._wants(self.rules[other.name], which, everything, known):
+                continue
+            own = self._own(other.name, run, who)
+            if not all(self._wants(rules, which, everything, known) for rules in own):
+                self.conceded.add(which)
+            elif self.now() - self.down_since.get(other.name, self.now()) < HOLD_FOR:
+                raise Lost(f"{what}, which {other.name} wants and lacks: {own}; {self.lie(run)}")
+            elif which not in self.known(run):
+                self.given_up[which] = other.name
+
+    def _wants(self, rules: Rules, which: Which, here: list[Saved], known: dict[Which, Saved]) -> bool:
+        """Whether these rules want a checkpoint, by all that is known, and by what was known at each moment before at
+        which the deletion may have been decided."""
+        then = self.now() - _STALE
+        for moment in {then, *(saved.acked for saved in known.values() if saved.acked > then)}:
+            some = {one: saved for one, saved in known.items() if one == which or saved.acked <= moment}
+            there = [saved for saved in here if saved.which in some]
+            if which not in rules.lasting(some.values()) | rules.lately(there, list(some.values())):
+                return False
+        return True
+
+    def leaves_spool(self, node: str, which: Which) -> None:
+        """A node is about to delete its local copy."""
+        if which not in self.saved:
+            return
+        run, what = which[0], f"{node}: the spool deleted {_name(which)}"
+        holders = [bucket.name for bucket in self.buckets if which in self.on_tier(bucket)]
+        known = self._known(run, [self.spools()[node]])
+        known[which] = self.saved[which]
+        if not holders:
+            for bucket in self.buckets:
+                # What a tier had verified, and nobody wanted there any more, goes by what is known.
+                there = known if which in self.reached else self.on_tier(bucket) | {which}
+                here = [known[one] for one in there if one in known]
+                if all(self._wants(rules, which, here, known) for rules in self._own(bucket.name, run, node)):
+                    raise Lost(f"{what}, which no tier holds and {bucket.name} wants; {self.lie(run)}")
+                if self._wants(self.rules[bucket.name], which, here, known):
+                    self.conceded.add(which)
+        if self.now() < self.pressed.get(node, 0.0) or self.may_be_finished(node, run):
+            return
+        local = [known[one] for one in committed(self.spools()[node]) if one in known]
+        safe = [saved for saved in local if saved.which == which or self._is_safe(saved.which)]
+        if all(self._wants(self.local(node), which, here, known) for here in (local, safe)):
+            raise Lost(f"{what}, which its own rules want: {self.local(node)}; {self.lie(run)}")
+
+    def _is_safe(self, which: Which) -> bool:
+        return any(which in self.on_tier(bucket) for bucket in self.buckets)
+
+    def is_finished(self, node: str, run: str) -> bool:
+        """Whether no trainer was at work on a run here for `finished`."""
+        ended = self.ended.get((node, run), 0.0)
+        return ended is not None and self.now() - ended >= FINISHED
+
+    def may_be_finished(self, node: str, run: str) -> bool:
+        """The same, for a daemon that only knows the trainers of its own life, and how old the newest part is."""
+        ended = self.ended.get((node, run), 0.0)
+        newest = max(self.saved[one].acked for one in committed(self.spools()[node]) if one[0] == run)
+        is_old = self.now() - newest >= FINISHED
+        return self.is_finished(node, run) or (ended is not None and ended <= self._started[node] and is_old)
+
+    # -- at rest ----------------------------------------------------------------------------------------------------
+
+    def at_rest(self) -> list[str]:
+        """What is wrong when nothing happens any more."""
+        wrong = []
+        for run in sorted({which[0] for which in self.saved}):
+            known = self.known(run)
+            for bucket in self.buckets:
+                rules = self.rules[bucket.name]
+                wanted = rules.lasting(known.values()) | rules.lately(list(known.values()), list(known.values()))
+                found = {which for which in self.on_tier(bucket) if which[0] == run}
+                if found != wanted:
+                    wrong.append(
+                        f"{bucket.name} holds {_names(found)} of {run}, and should hold {_names(wanted)}: {rules}"
+                    )
+                ever = rules.lasting(saved for one, saved in self.saved.items() if one[0] == run and one in self.acked)
+                gone = ever - found
+                if gone and not any(which[0] == run for which in (*self.given_up, *self.conceded)):
+                    wrong.append(f"{bucket.name} lost {_names(gone)}, which it wants for good: {rules}")
+        for bucket in self.buckets:
+            wrong += [
+                f"{bucket.name}: {key} lacks chunks"
+                for key in bucket.keys
+                if which_of(key) and self._lacks(bucket, key)
+            ]
+        for node, spool in self.spools().items():
+            wrong += self._wrong_in_spool(node, spool)
+        return wrong
+
+    def _wrong_in_spool(self, node: str, spool: Path) -> Iterable[str]:
+        held = committed(spool)
+        for run in sorted({which[0] for which in held}):
+            here = [self.saved[which] for which in held if which[0] == run and which in self.saved]
+            known = self.known(run)
+            # What its own copies alone would have it keep may stay, too: it keeps more, and nothing is sent to a spool.
+            wanted = self.spool.lasting(known.values()) | self.spool.lasting(here)
+            wanted |= self.spool.lately(here, list(known.values()))
+            if self.is_finished(node, run) and all(self._is_safe(one.which) for one in here):
+                yield f"{node}: the spool still holds {_names(one.which for one in here)} of {run}, which is finished"
+            elif extra := {one.which for one in here} - wanted:
+                yield f"{node}: the spool still holds {_names(extra)}, which its rules do not want: {self.spool}"
+
+    def untold(self) -> list[str]:
+        """What was given up without an alert that names it."""
+        return [
+            f"{_name(which)} was given up for {tier}, and no alert names it"
+            for which, tier in self.given_up.items()
+            if not any(one.startswith("given up") and f" {which[0]} step {which[2]} " in one for one in self.told)
+        ]
+
+    def lie(self, run: str) -> str:
+        """What lies where of a run."""
+        places = {bucket.name: {which for which in self.on_tier(bucket) if which[0] == run} for bucket in self.buckets}
+        places |= {
+            node: {which for which in committed(spool) if which[0] == run} for node, spool in self.spools().items()
+        }
+        return "; ".join(f"{place} has {_names(found)}" for place, found in places.items())
+
+
+def _name(which: Which) -> str:
+    return f"{which[0]} step {which[2]} (launch {which[1]})"
+
+
+def _names(found: Iterable[Which]) -> str:
+    return "[" + " ".join(f"{launch}/{step}" for _, launch, step in sorted(found)) + "]"

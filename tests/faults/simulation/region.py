@@ -1,0 +1,260 @@
+"""What a whole life happens in: tiers of different speed, and nodes whose daemons come, go and are configured or not.
+
+Law: a daemon with a configuration is given the rules that the judge knows; one without is given URLs alone. Nothing
+here says what may be deleted: the nodes only tell `Keeper` what is about to be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from faults.rounds import Lost
+from faults.simulation.disk import Disk, Watch
+from faults.simulation.keeper import Keeper, committed
+from faults.simulation.loop import Life, SimLoop
+from faults.simulation.rules import Rules, Which
+from faults.simulation.store import Bucket, Line, Weather
+
+from tierd.core.config import Config, TierConfig
+from tierd.core.events import Event
+from tierd.core.ids import PartId
+from tierd.core.retention import Best, RetentionPolicy
+from tierd.daemon.control import Control
+from tierd.daemon.reconcile import Reconciler
+from tierd.spool import Spool
+from tierd.stores.retry import RetryingStore
+
+
+class Tier(Bucket):
+    """A tier. `speed`: bytes a second that a node gets there. `down_until`: it answers nobody before that time."""
+
+    def __init__(self, name: str, speed: float) -> None:
+        super().__init__(name)
+        self.speed, self.down_until = speed, 0.0
+
+
+class Wire(Line):
+    """One life's line to a tier: what it carries, it carries one after the other. A call that was cut off has no late
+    effect: the other world of the simulation has those."""
+
+    def __init__(self, tier: Tier, life: Life, weather: Weather, rng: random.Random, count: Counter[str]) -> None:
+        super().__init__(tier, life, weather, rng, count)
+        self._tier, self._free_at = tier, 0.0
+
+    def _fate(self, *kinds: str) -> str:
+        self.until = self._tier.down_until
+        return super()._fate(*kinds)
+
+    def _later(self, effects: dict[str, Callable[[], None]]) -> None: ...
+
+    async def _carry(self, size: int) -> None:
+        self._free_at = max(self._free_at, self._loop.time()) + size / self._tier.speed
+        await asyncio.sleep(self._free_at - self._loop.time())
+
+    async def put(self, key: str, data: Any) -> str:
+        if self._loop.time() >= self._tier.down_until:
+            await self._carry(memoryview(data).nbytes)
+        return await super().put(key, data)
+
+
+@dataclass
+class Region:
+    """What all nodes of a life share."""
+
+    loop: SimLoop
+    rng: random.Random
+    home: Path
+    watch: Watch
+    weather: Weather
+    tiers: list[Tier]
+    keeper: Keeper
+    rescan: str
+    launches: int = 0
+    count: Counter[str] = field(default_factory=Counter)
+    sites: list[Site] = field(default_factory=list)
+
+
+class _Spool(Spool):
+    """Says what goes, before it does. A daemon takes whatever is raised in it for a failure, so the loop is told."""
+
+    site: Site
+    life: Life
+
+    def remove(self, parts: Iterable[PartId], reuse: Collection[str] = ()) -> None:
+        parts = list(parts)
+        for one in parts:
+            if not self.life.dead and self.has(one):
+                self.site.judged(lambda one=one: self.site.keeper.leaves_spool(self.site.name, which(one)))  # type: ignore[misc]
+        super().remove(parts, reuse)
+
+    def manifest_stamp(self, part: PartId) -> int:
+        """When the simulated clock first showed this manifest, in place of when this machine's did."""
+        stamp = super().manifest_stamp(part)
+        return self.site.stamps.setdefault((part, stamp), time.time_ns()) if stamp else 0
+
+    def quarantine(self, part: PartId) -> None:
+        if not self.life.dead:
+            self.site.judged(lambda: _never(f"{self.site.name}: {part} is set aside, and nothing was hurt"))
+        super().quarantine(part)
+
+
+def _never(why: str) -> None:
+    raise Lost(why)
+
+
+def which(part: PartId) -> Which:
+    return part.checkpoint.run, int(part.checkpoint.attempt[-8:], 16), part.checkpoint.step
+
+
+class _NoHandOff:
+    """No trainer left anything in memory."""
+
+    busy = False
+
+    async def settled(self) -> None: ...
+
+    def lent_bytes(self) -> int:
+        return 0
+
+
+class Site:
+    """A node: a disk, and the daemon that lives there now. `up`: whether it does.
+
+    Attributes:
+        configured: whether the next daemon has a configuration; without, it is given the tiers' URLs alone.
+        attached: the runs whose trainers are attached, whichever daemon lives.
+    """
+
+    def __init__(self, region: Region, name: str, capacity: int | None) -> None:
+        self.world = self.region = region
+        self.name, self.keeper = name, region.keeper
+        self.up, self.configured = False, True
+        self.attached: set[str] = set()
+        self.stamps: dict[tuple[PartId, int], int] = {}
+        self._lives = 0
+        self._use(Disk(self._place(), region.rng, region.watch))
+        self.disk.capacity = capacity
+        region.sites.append(self)
+
+    @property
+    def root(self) -> Path:
+        """Of its spool."""
+        return self.disk.root / "spool"
+
+    def _place(self) -> Path:
+        self._lives += 1
+        home = self.region.home / f"{self.name}.{self._lives}"
+        home.mkdir()
+        return home
+
+    def _use(self, disk: Disk) -> None:
+        self.disk = disk
+        disk.target = lambda: self.region.home / f"{self.name}.{self._next()}"
+
+    def _next(self) -> int:
+        self._lives += 1
+        return self._lives
+
+    def judged(self, ask: Callable[[], None]) -> None:
+        """Have the judge look at something; what it finds ends the trial."""
+        try:
+            ask()
+        except Lost as error:
+            self.region.loop.lose(error)
+
+    def start(self) -> None:
+        self.life = Life(self.name)
+        self.life.run(self._start)
+
+    def _start(self) -> None:
+        region = self.region
+        self.keeper.started(self.name, configured=self.configured)
+        self.spool = _Spool(self.root)
+        self.spool.site, self.spool.life = self, self.life
+        self.lines = {one.name: Wire(one, self.life, region.weather, region.rng, region.count) for one in region.tiers}
+        stores = {name: RetryingStore(line, rng=region.rng.random) for name, line in self.lines.items()}
+        self.daemon = Reconciler(self._config(), self.spool, stores, self._heard)
+        self.daemon._random = self.daemon.scrubber._random = random.Random(region.rng.random())
+        self.daemon.scrubber._clock = lambda: __import__("time").time()
+        for run in sorted(self.attached):  # a trainer attaches again when its daemon went
+            self.daemon.presence.came(run)
+        self.control = Control(self.daemon, _NoHandOff())  # type: ignore[arg-type]
+        self.work = self.life.spawn(self.daemon.run())
+        self.up = True
+
+    def _config(self) -> Config:
+        rules = self.keeper.rules if self.configured else {}
+        own = {"retention": policy(self.keeper.spool)} if self.configured else {}
+        tiers = tuple(
+            TierConfig(
+                name=one.name,
+                url=f"file:///{one.name}",
+                **({"retention": policy(rules[one.name])} if one.name in rules else {}),
+            )
+            for one in self.region.tiers
+        )
+        return Config(
+            spool=str(self.root), tier=tiers, rescan=self.region.rescan, min_free_percent=0.0, scrub="0s", **own
+        )
+
+    def _heard(self, event: Event) -> None:
+        self.keeper.told.append(f"{event.what} {event.place} {event.subject} : {event.why}")
+
+    def attach(self, run: str) -> None:
+        """A trainer of this run comes."""
+        self.attached.add(run)
+        self.keeper.ended[self.name, run] = None
+        if self.up:
+            self.daemon.presence.came(run)
+
+    def detach(self, run: str) -> None:
+        """It goes."""
+        self.attached.remove(run)
+        self.keeper.ended[self.name, run] = self.region.loop.now
+        if self.up:
+            self.daemon.presence.left(run)
+
+    def stop(self) -> None:
+        """The daemon is killed; its disk stays as it is."""
+        self.life.end()
+        self.up = False
+        self.region.count["life: daemons killed"] += 1
+
+    def crash(self) -> None:
+        """The power goes, and with it whatever was not made durable."""
+        before = {one for one in committed(self.root) if one in self.keeper.acked}
+        new = self.disk.cut()
+        self.life.end()
+        self.region.watch.leave(self.disk)
+        self._use(new)
+        self.up = False
+        self.region.count["life: crashes"] += 1
+        if lost := before - committed(self.root).keys():
+            raise Lost(f"{self.name}: acknowledged, and lost in a power cut: {sorted(lost)}")
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether its daemon does nothing at this moment. Raises `Lost` where it has ended by itself."""
+        if self.up and self.work.done():
+            raise Lost(f"{self.name}: its daemon has ended: {self.work}")
+        lanes = self.daemon.lanes.values()
+        return self.up and not any(one.doing or one.wake.is_set() or one.last_error for one in lanes)
+
+
+def policy(rules: Rules) -> RetentionPolicy:
+    """The rules as a configuration says them."""
+    best = rules.best and Best(metric=rules.best[0], mode="min" if rules.best[1] else "max", count=rules.best[2])
+    return RetentionPolicy(
+        keep_last=rules.last,
+        keep_every_steps=rules.every_steps,
+        keep_within=f"{rules.within:.0f}s" if rules.within else None,
+        keep_every=f"{rules.every:.0f}s" if rules.every else None,
+        keep_best=best or None,
+    )

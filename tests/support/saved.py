@@ -1,0 +1,58 @@
+"""Checkpoints as `save` writes them, put on a tier without a trainer and without a daemon's loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from support.world import commit
+
+from tierd.client.state import flatten
+from tierd.client.tensorfile import copy_into, plan_layout
+from tierd.core.ids import PartId
+from tierd.core.manifest import TENSORS, TREE
+from tierd.daemon.flush import Way, flush
+from tierd.spool import Spool
+from tierd.stores.base import Buffer, ObjectInfo, Store
+
+
+def files_of(state: Mapping[str, Any]) -> dict[str, bytes]:
+    """The two files that `save` makes of a state."""
+    flat = flatten(state)
+    layout = plan_layout(flat.tensors)
+    image = bytearray(layout.size)
+    copy_into(layout, flat.tensors, image)
+    return {TENSORS: bytes(image), TREE: flat.tree}
+
+
+async def put(spool: Spool, which: PartId, state: Mapping[str, Any], *stores: Store, **more: Any) -> None:
+    """Have a state on these tiers as a rank's part; `more` as for `commit`."""
+    commit(spool, which, files_of(state), **more)
+    for store in stores:
+        await flush(spool, which, Way(store))
+
+
+class ReadOnly:
+    """Passes reads on, and fails the test at a write."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self.wrote: list[str] = []
+
+    async def put(self, key: str, data: Buffer) -> str:
+        self.wrote.append(key)
+        raise AssertionError(f"a reader put {key}")
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        self.wrote += keys
+        raise AssertionError(f"a reader deleted {list(keys)}")
+
+    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
+        return await self.inner.get(key, into)
+
+    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        async for info in self.inner.scan(prefix, after):
+            yield info
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()

@@ -1,0 +1,38 @@
+"""A small disk under a spool, without mounting one: what does not fit is refused as the system refuses it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from tierd import commit
+from tierd.spool import Spool
+
+
+class SmallDisk:
+    """The file system of every spool in this process has `size_bytes`; a save that does not fit is ENOSPC."""
+
+    def __init__(self, monkeypatch, root: Path, size_bytes: int) -> None:
+        self.root, self.size_bytes, self.refused = root, size_bytes, 0
+        real = commit._write
+
+        def write(spool, manifest, sources, chunk_size, *, reuse):
+            if self.used() + sum(map(len, sources.values())) > self.size_bytes:
+                self.refused += 1
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(spool, manifest, sources, chunk_size, reuse=reuse)
+
+        monkeypatch.setattr(commit, "_write", write)
+        monkeypatch.setattr(Spool, "free", lambda spool: (self.size_bytes - self.used(), self.size_bytes))
+
+    def used(self) -> int:
+        """Bytes of every file below the root; what is being removed meanwhile does not count."""
+        total = 0
+        for directory, _, names in os.walk(self.root):
+            for name in names:
+                try:
+                    total += os.lstat(os.path.join(directory, name)).st_size
+                except FileNotFoundError:
+                    continue
+        return total

@@ -1,0 +1,148 @@
+"""README's "As a service", as it is written there, under a systemd that was booted for it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.booted import Machine, booted
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parent.parent.parent
+SOURCE, PYTHON = "/opt/tierd/src", "/opt/tierd/python"
+SECTION = (ROOT / "README.md").read_text().split("### As a service\n")[1].split("\n## ")[0]
+CONFIG = """
+spool = "{spool}"
+rescan = "1s"
+drain = "2s"
+scrub = "0s"
+[[tier]]
+name = "disk"
+url = "file://{tier}"
+"""
+TRAINER = """
+import logging, sys, torch, tierd
+logging.basicConfig(level=logging.INFO)
+with tierd.Checkpointer(sys.argv[1], "run") as ckpt:
+    for step in map(int, sys.argv[2].split(",")):
+        ckpt.save(step, {"weights": torch.full((1000,), float(step))})
+    if len(sys.argv) > 3:
+        ckpt.close(wait=sys.argv[3], timeout=60)
+assert ckpt.stats.handed_over, ckpt.stats
+"""
+
+
+def blocks() -> list[str]:
+    """The section's commands, block by block."""
+    found = re.findall(r"(?:^    .*\n)+", SECTION, re.M)
+    return [re.sub(r"^    ", "", block, flags=re.M) for block in found]
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    """A machine with a user who trains, tierd's code at `SOURCE`, and a `sudo` that has nothing left to do."""
+    libraries = [path for path in sys.path if Path(path).is_dir() and not Path(path).is_relative_to(sys.base_prefix)]
+    libraries = [path for path in libraries if Path(path) not in (ROOT, ROOT / "tests")]
+    binds = {str(ROOT): SOURCE, sys.base_prefix: PYTHON}
+    binds |= {path: f"/opt/tierd/lib{number}" for number, path in enumerate(libraries)}
+    with (
+        tempfile.TemporaryDirectory(prefix="tierd-booted-", dir="/var/tmp") as room,
+        booted(Path(room) / "root", binds) as found,
+    ):
+        paths = ":".join([SOURCE, *(target for target in binds.values() if target.startswith("/opt/tierd/lib"))])
+        version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        python = (
+            f"#!/bin/sh\nexport PYTHONPATH={paths} PYTHONDONTWRITEBYTECODE=1 LD_LIBRARY_PATH={PYTHON}/lib\n"
+            f'exec {PYTHON}/bin/{version} "$@"\n'
+        )
+        programs = {
+            "/opt/tierd/bin/python": python,
+            "/opt/tierd/bin/tierd": '#!/bin/sh\nexec /opt/tierd/bin/python -m tierd "$@"\n',
+            "/usr/local/bin/sudo": '#!/bin/sh\nexec "$@"\n',
+        }
+        for path, text in programs.items():
+            found.run(f"mkdir -p {Path(path).parent} && printf %s {shlex.quote(text)} > {path} && chmod 755 {path}")
+        found.run("useradd --create-home alice; mkdir -p /nvme /mnt/checkpoints")
+        yield found
+
+
+def install(machine: Machine, config: str) -> None:
+    """The first block: all but the line that fetches packages from the network. Then the file is edited."""
+    lines = [line for line in blocks()[0].splitlines() if "pip install" not in line]
+    assert len(lines) == len(blocks()[0].splitlines()) - 1
+    machine.run(f"cd {SOURCE} && set -e\n" + "\n".join(lines))
+    edit(machine, config)
+
+
+def edit(machine: Machine, config: str) -> None:
+    """As an editor does it: owner and mode stay."""
+    machine.run(f"printf %s {shlex.quote(config)} > /etc/tierd/tierd.toml")
+
+
+def train(machine: Machine, steps: str, *more: str, user: str = "alice") -> None:
+    words = shlex.join(["/opt/tierd/bin/python", "-c", TRAINER, "/nvme/tierd", steps, *more])
+    machine.run(f"cd / && setpriv --reuid {user} --regid {user} --clear-groups env HOME=/home/{user} {words}")
+
+
+def manifests(machine: Machine, tier: str) -> int:
+    return int(machine.run(f"find {tier} -path '*/manifests/*' -type f | wc -l").stdout)
+
+
+def test_the_recipe_works_as_written_and_the_service_is_reloaded_and_stopped(machine: Machine) -> None:
+    install(machine, CONFIG.format(spool="/nvme/tierd", tier="/mnt/checkpoints/tierd"))
+    machine.run("set -e\n" + blocks()[1])
+    assert machine.show("tierd", "ActiveState") == "active"
+    assert machine.run("stat -c %U /proc/$(systemctl show -P MainPID tierd)").stdout.strip() == "alice"
+    train(machine, "1,2", "disk")
+    assert manifests(machine, "/mnt/checkpoints/tierd") == 2
+
+    # A changed file is taken up by the same process, and one that cannot be used is not.
+    pid = machine.show("tierd", "MainPID")
+    config = CONFIG.format(spool="/nvme/tierd", tier="/mnt/checkpoints/tierd")
+    edit(machine, config + "retention = { keep_last = 1 }\n")
+    machine.run("systemctl reload tierd")
+    machine.until("journalctl -u tierd | grep 'the configuration is reloaded'")
+    machine.until("test $(find /mnt/checkpoints/tierd -path '*/manifests/*' -type f | wc -l) = 1")
+    edit(machine, "colour = 'red'")
+    machine.run("systemctl reload tierd")
+    machine.until("journalctl -u tierd | grep 'ERROR the configuration is not reloaded.*colour'")
+    assert (machine.show("tierd", "MainPID"), machine.show("tierd", "ActiveState")) == (pid, "active")
+    edit(machine, config)
+
+    # Stopped with everything flushed, it is inactive; with something left, it has failed, and says what is left.
+    machine.run("systemctl restart tierd")
+    train(machine, "3", "disk")
+    machine.run("systemctl stop tierd")
+    assert (machine.show("tierd", "ActiveState"), machine.show("tierd", "Result")) == ("inactive", "success")
+    machine.run("systemctl start tierd && mv /mnt/checkpoints/tierd/run /mnt/checkpoints/tierd/.gone")
+    machine.run("chmod 500 /mnt/checkpoints/tierd && chown root /mnt/checkpoints/tierd")
+    train(machine, "4")
+    machine.run("systemctl stop tierd")
+    assert (machine.show("tierd", "ActiveState"), machine.show("tierd", "Result")) == ("failed", "exit-code")
+    assert machine.show("tierd", "ExecMainStatus") == "9"
+    said = machine.run("systemctl status tierd", ok=False).stdout
+    assert "status=9" in said and "not drained" in said, said
+
+
+def test_the_account_that_the_unit_names_reads_the_configuration_too(machine: Machine) -> None:
+    install(machine, CONFIG.format(spool="/var/lib/tierd/spool", tier="/var/lib/tierd/tier"))
+    machine.run("install -d -o tierd -g tierd /var/lib/tierd/tier && systemctl daemon-reload && systemctl start tierd")
+    assert machine.show("tierd", "ActiveState") == "active"
+    assert machine.run("stat -c %U /proc/$(systemctl show -P MainPID tierd)").stdout.strip() == "tierd"
+
+
+@pytest.mark.parametrize("config", ["colour = 'red'", "spool ="])
+def test_a_configuration_that_cannot_be_used_does_not_start_it_again_and_again(machine: Machine, config: str) -> None:
+    install(machine, config)
+    machine.run("systemctl daemon-reload; systemctl start tierd", ok=False)
+    machine.until("systemctl is-failed tierd")
+    machine.run("sleep 4")  # RestartSec= twice
+    assert (machine.show("tierd", "ActiveState"), machine.show("tierd", "NRestarts")) == ("failed", "0")
+    assert machine.show("tierd", "ExecMainStatus") == "3"
+    assert "tierd.toml" in machine.run("systemctl status tierd", ok=False).stdout

@@ -1,0 +1,134 @@
+"""What earlier versions sent is understood today, and what they read is still sent. See README.md here."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wire.record import V1, messages
+
+from tierd.cli.status import SECTIONS
+from tierd.core import errors, wire
+from tierd.core.report import Report
+from tierd.core.sight import told
+
+HERE = Path(__file__).parent
+REQUESTS = sorted(HERE.glob("v?/*/*.request"))
+REPLIES = sorted(HERE.glob("v?/*/*.reply"))
+KINDS = [("control", op) for op in wire.REQUESTS] + [("handoff", op) for op in wire.HANDED]
+
+
+def name(path: Path) -> str:
+    return path.relative_to(HERE).as_posix()
+
+
+def of(op: str, paths: list[Path]) -> list[Path]:
+    return [path for path in paths if path.name.split(".")[0] == op]
+
+
+def last(path: Path) -> dict[str, Any]:
+    """The answer, after the lines that say how far it is."""
+    return json.loads(path.read_bytes().splitlines()[-1])
+
+
+@pytest.mark.parametrize(("where", "op"), KINDS)
+def test_every_kind_of_message_is_recorded(where, op):
+    found = [path for path in of(op, REQUESTS) if path.parent == V1 / where]
+    assert found, f"{op}: no recorded request; see tests/wire/README.md"
+
+
+@pytest.mark.parametrize("path", REQUESTS, ids=name)
+def test_a_recorded_request_means_what_it_meant(path):
+    sent = json.loads(path.read_bytes())
+    read = wire.decode_handed if path.parent.name == "handoff" else wire.decode_request
+    if sent["op"] not in wire.REQUESTS | wire.HANDED:
+        with pytest.raises(wire.UnknownKind, match=sent["op"]):
+            read(path.read_bytes())
+        return
+    meant = json.loads(wire.encode_line(read(path.read_bytes())))
+    set_now = {member: value for member, value in sent.items() if value is not None and value is not False}
+    assert {member: meant.get(member) for member in set_now} == set_now
+
+
+# What today's client does with the answers that it reads more of than `ok`.
+READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "hello": wire.greeted,
+    "greeting": wire.greeted,
+    "attach": lambda reply: sorted(reply["tiers"].values()),
+    "candidates": told,
+    "report": lambda reply: wire.read_member(reply, "report", Report),
+    "status": lambda reply: [list(section(reply["status"])) for section in SECTIONS],
+    "fetch": lambda reply: [*reply["tiers"]],
+    "pause": lambda reply: reply["paused"],
+    "resume": lambda reply: reply["paused"],
+    "persist": lambda reply: (bool(reply["direct"]), bool(reply["recycled"])),
+    "recall": lambda reply: (reply["tensors"], reply["manifest"], reply["tree"]),
+}
+
+
+@pytest.mark.parametrize("path", [path for path in REPLIES if path.parent.name != "errors"], ids=name)
+def test_a_recorded_answer_is_read(path):
+    reply = last(path)
+    if not reply["ok"]:
+        with pytest.raises(errors.TierdError):
+            wire.raise_error(reply)
+        return
+    read = READERS.get(path.name.split(".")[0])
+    if read:
+        read(reply)
+
+
+@pytest.mark.parametrize("path", [path for path in REPLIES if path.parent.name == "errors"], ids=name)
+def test_a_recorded_error_is_raised_as_what_it_was(path):
+    with pytest.raises(errors.TierdError) as raised:
+        wire.raise_error(last(path))
+    assert type(raised.value).__name__ == path.name.split(".")[0]
+
+
+def test_every_error_is_recorded():
+    kinds = {name for name, _ in inspect.getmembers(errors, inspect.isclass)}
+    assert kinds == {path.name.split(".")[0] for path in (V1 / "errors").iterdir()}, "see tests/wire/README.md"
+
+
+# -- the other direction: today's daemon, and a client of then --------------------------------------------------------
+
+
+def shape(value: Any, at: str = "") -> set[str]:
+    """The members in an answer, each with the kind of its value: null can become anything, and a list be empty."""
+    match value:
+        case dict():
+            return {one for member, inner in value.items() for one in shape(inner, f"{at}.{member}")}
+        case list():
+            return {one for inner in value for one in shape(inner, f"{at}[]")} | {f"{at}: list"}
+        case None:
+            return {f"{at}: null"}
+        case bool() | str():
+            return {f"{at}: {type(value).__name__}"}
+    return {f"{at}: number"}
+
+
+@pytest.fixture(scope="module")
+def today() -> dict[str, bytes]:
+    return messages()
+
+
+@pytest.mark.parametrize("path", [path for path in REPLIES if path.parent.name != "errors"], ids=name)
+def test_what_was_in_an_answer_is_in_it_today(path, today):
+    now = shape(json.loads(today[f"{path.parent.name}/{path.name}"].splitlines()[-1]))
+    members = {one.split(":")[0] for one in now}
+    for one in sorted(shape(last(path)) - now):
+        member, kind = one.split(": ")
+        assert member in members, f"{member} is missing, and clients of then read it"
+        nullable = kind == "null" or f"{member}: null" in now
+        assert nullable or kind == "list", f"{member} is no {kind} any more"
+
+
+@pytest.mark.parametrize("path", [path for path in REQUESTS if path.parts[-3] == "v1"], ids=name)
+def test_what_is_sent_today_is_what_was_sent(path, today):
+    """A daemon one minor version behind knows these members, and perhaps no others."""
+    sent = json.loads(today[f"{path.parent.name}/{path.name}"])
+    assert sent.keys() == json.loads(path.read_bytes()).keys()

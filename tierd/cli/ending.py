@@ -1,0 +1,216 @@
+"""Commands that wait for the daemon to flush: drain, wait.
+
+Law: neither changes what the daemon does; they ask it to look and try again at once, and watch.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from tierd.cli.options import AttemptOption, ConfigOption, JsonOption, RunArgument, SpoolOption, places
+from tierd.cli.tables import console, paused, print_json, size, table
+from tierd.core import wire
+from tierd.core.errors import CheckpointNotFound, ConfigError, DaemonUnavailable, StoreUnavailable
+from tierd.core.ids import CheckpointId, PartId, check_run, check_step
+from tierd.core.remaining import Backlog, Remaining, backlog_of, by_tier
+from tierd.core.retention import seconds
+from tierd.link import Link
+from tierd.spool import Spool
+
+EXIT_UNFINISHED = 9
+_POLL_S = 0.5
+_LOOK_S = 1.0  # between two looks at tiers that other nodes send to
+_MARGIN_S = 10.0  # that the daemon may take longer to answer than the time it was given
+_LONGEST_S = 7 * 86400.0
+
+OptionalStep = Annotated[
+    int | None, typer.Argument(metavar="[STEP]", help="The checkpoint's step.", show_default="the newest")
+]
+
+
+class Drained(msgspec.Struct, frozen=True):
+    """What `drain` prints: `left` is what some tier lacks; `paused` is as in `status`."""
+
+    left: tuple[LeftPart, ...]
+    paused: str | None
+
+
+class LeftPart(msgspec.Struct, frozen=True):
+    """One part that some tier lacks: `on` are the tiers that have it, `lacks` those that do not."""
+
+    run: str
+    step: int
+    attempt: str
+    rank: int
+    world_size: int
+    size: int
+    on: tuple[str, ...]
+    lacks: tuple[str, ...]
+
+
+class Waited(msgspec.Struct, frozen=True):
+    """What `wait` prints: the checkpoint, and the tiers that hold it whole and verified."""
+
+    run: str
+    step: int
+    attempt: str
+    tiers: tuple[str, ...]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    for command in (drain, wait):
+        app.command()(command)
+
+
+def drain(
+    spool: SpoolOption = None,
+    config: ConfigOption = None,
+    deadline: Annotated[str, typer.Option("--deadline", metavar="TIME", help="Wait at most this long.")] = "90s",
+    json: JsonOption = False,
+) -> None:
+    """Have the daemon flush everything now, newest first, and wait for it; exit code 9 when something is left."""
+    end = time.monotonic() + _time("--deadline", deadline)
+    with _daemon(spool, config) as link:
+        backlog = _drain(link, end)
+    left = tuple(_left(one) for one in backlog.left)
+    if json:
+        print_json(Drained(left, backlog.paused))
+    elif not left:
+        console().print("everything is on every tier that wants it")
+    else:
+        rows = [
+            (one.run, str(one.step), one.attempt, f"{one.rank}/{one.world_size}", size(one.size), *_both(one))
+            for one in left
+        ]
+        columns = ("RUN", "STEP", "ATTEMPT", "RANK", "BYTES", "IS ON", "IS NOT ON")
+        console().print(table(None, columns, rows))
+        for name, tier in backlog.tiers.items():
+            if tier.error:
+                console().print(f"{name}: {tier.error}", markup=False)
+        if backlog.paused:
+            console().print(f"{paused(backlog.paused)}: nothing is flushed; to go on: tierd resume")
+    if left:
+        raise typer.Exit(EXIT_UNFINISHED)
+
+
+def _drain(link: Link, end: float) -> Backlog:
+    """The daemon's backlog when it is empty, when `end` is over, or when the daemon is paused."""
+    with Console(stderr=True).status("looking") as shown:
+        try:
+            backlog = _ask(link, wire.Backlog(hurry=True), end)
+        except TimeoutError:  # a tier hangs; what is known without it is the answer
+            link.close()
+            raise StoreUnavailable("the tiers did not answer within --deadline; `tierd status` says which") from None
+        while backlog.left and not backlog.paused and time.monotonic() < end:
+            tiers = by_tier(backlog.left)
+            shown.update(", ".join(f"{name}: {parts} parts, {size(sent)}" for name, (parts, sent) in tiers.items()))
+            time.sleep(_POLL_S)
+            backlog = _ask(link, wire.Backlog(), max(end, time.monotonic() + _MARGIN_S))
+    return backlog
+
+
+def _ask(link: Link, request: wire.Backlog, end: float) -> Backlog:
+    return backlog_of(link.ask(request, max(0.1, end - time.monotonic())))
+
+
+def _left(one: Remaining) -> LeftPart:
+    found = one.part.checkpoint
+    return LeftPart(
+        found.run, found.step, found.attempt, one.part.rank, one.part.world, one.size_bytes, one.on, one.lacks
+    )
+
+
+def _both(one: LeftPart) -> tuple[str, str]:
+    return ", ".join(one.on) or "no tier", ", ".join(one.lacks)
+
+
+def wait(
+    run: RunArgument,
+    step: OptionalStep = None,
+    spool: SpoolOption = None,
+    config: ConfigOption = None,
+    tier: Annotated[str | None, typer.Option("--tier", metavar="NAME", help="This tier.", show_default="all")] = None,
+    timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="Wait at most this long.")] = "60s",
+    attempt: AttemptOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Wait until a checkpoint is whole and verified on a tier; exit code 6 when a tier refuses or the time is over."""
+    end = time.monotonic() + _time("--timeout", timeout)
+    check_run(run)
+    if step is not None:
+        check_step(step)
+    with _daemon(spool, config) as link:
+        names = [one["name"] for one in link.ask(wire.Status())["status"]["tiers"]]
+        if tier is not None and tier not in names:
+            raise ConfigError(f"--tier {tier!r}: the daemon has no tier of that name; it has {', '.join(names)}")
+        link.ask(wire.Candidates(run=run))  # after this, what a trainer has handed over is in the spool
+        found = _find(link, run, step, attempt)
+        checkpoint = CheckpointId(run, found["attempt"], found["step"])
+        for name in [tier] if tier else names:
+            try:
+                _wait(link, checkpoint, found, name, end)
+            except TimeoutError as error:
+                raise StoreUnavailable(f"the time is over: {error}") from error
+    waited = Waited(run, checkpoint.step, checkpoint.attempt, tuple([tier] if tier else names))
+    if json:
+        print_json(waited)
+    else:
+        console().print(f"{checkpoint} is verified on {', '.join(waited.tiers)}")
+
+
+def _find(link: Link, run: str, step: int | None, attempt: str | None) -> dict[str, Any]:
+    """The newest checkpoint that fits, as `ls` shows it."""
+    for one in link.ask(wire.Report(run=run))["report"]["checkpoints"]:
+        usable = any(copy["state"] != "quarantined" for copy in one["copies"])
+        if usable and step in (None, one["step"]) and attempt in (None, one["attempt"]):
+            return dict(one)
+    asked = f"step {step}" if step is not None else "checkpoint"
+    of = f" of attempt {attempt}" if attempt is not None else ""
+    raise CheckpointNotFound(f"run {run!r} has no {asked}{of} here or on a tier: it was never saved, or is retired")
+
+
+def _wait(link: Link, checkpoint: CheckpointId, found: dict[str, Any], tier: str, end: float) -> None:
+    """Until `tier` holds every rank's part; parts that no place shows yet are other nodes' to send."""
+    asked = set[PartId]()
+    while not any(copy["place"] == tier and copy["state"] == "verified" for copy in found["copies"]):
+        ranks = {rank for copy in found["copies"] if copy["state"] != "quarantined" for rank in copy["ranks"]}
+        parts = {PartId(checkpoint, rank, found["world_size"]) for rank in ranks} - asked
+        for part in sorted(parts):
+            left = max(0.0, end - time.monotonic())
+            link.ask(wire.Wait(part=part, tier=tier, timeout_s=left), left + _MARGIN_S)
+        asked |= parts
+        if not parts:
+            if time.monotonic() >= end:
+                missing = found["world_size"] - len(ranks)
+                raise TimeoutError(f"{tier}: {checkpoint} lacks {missing} ranks' parts, which other nodes have to send")
+            time.sleep(_LOOK_S)
+        found = _find(link, checkpoint.run, checkpoint.step, checkpoint.attempt)
+
+
+def _daemon(spool: Path | None, config: Path | None) -> Link:
+    """A line to the daemon of the spool; the error says how to flush without one."""
+    found: Spool | None = places(spool, None, config).spool
+    if found is None:
+        raise ConfigError("the spool that --config names is not there yet: no daemon has run")
+    try:
+        return Link(found)
+    except DaemonUnavailable as error:
+        way = f"--config {config}" if config else f"--spool {found.root} --to URL"
+        raise DaemonUnavailable(f"{error}; to flush once and end: tierd run {way} --until-idle") from None
+
+
+def _time(option: str, text: str) -> float:
+    try:
+        found = seconds(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from error
+    if found > _LONGEST_S:
+        raise ConfigError(f"{option} {text}: at most a week")
+    return found

@@ -1,0 +1,203 @@
+"""Commands about the room that runs take: du, rm.
+
+Law: `rm` deletes what it has shown, in the places that were named and nowhere else, and only after a yes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from tierd.cli.options import (
+    ConfigOption,
+    JsonOption,
+    KeyFileOption,
+    Places,
+    RunArgument,
+    RunOption,
+    SpoolOption,
+    UrlArgument,
+    places,
+)
+from tierd.cli.tables import console, print_json, size, table
+from tierd.core import wire
+from tierd.core.errors import (
+    CheckpointNotFound,
+    ConfigError,
+    DaemonUnavailable,
+    SpoolHeld,
+    StoreRefused,
+    StoreUnavailable,
+)
+from tierd.core.ids import check_run
+from tierd.core.world import SPOOL
+from tierd.daemon.observe import TierEye
+from tierd.daemon.remove import Held, held_in_spool, held_on_tier, remove_from_spool, remove_from_tier
+from tierd.daemon.service import open_tiers
+from tierd.daemon.usage import Usage, usage_in_spool, usage_on_tier
+from tierd.link import Link
+from tierd.spool import Spool, translated
+from tierd.stores.base import Store
+
+_PATIENCE = 10.0  # seconds that a daemon which holds the spool may take until it listens
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    for command in (rm, du):
+        app.command()(command)
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What `rm` found of a run, by place, and whether it was deleted there."""
+
+    run: str
+    removed: bool
+    places: tuple[Held, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Usages:
+    """What `du` found, and the tiers that did not answer."""
+
+    usage: tuple[Usage, ...]
+    unreached: tuple[str, ...]
+
+
+def rm(
+    run: RunArgument,
+    url: UrlArgument = None,
+    spool: SpoolOption = None,
+    config: ConfigOption = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")] = False,
+    key_file: KeyFileOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Delete a whole run from the places named, pins and all. Name the spool, too, or its daemon sends it again."""
+    where = places(spool, url, config, key_file=key_file)
+    found = asyncio.run(_held(where, check_run(run)))
+    if not found:
+        raise CheckpointNotFound(f"run {run!r}: nothing of it lies in the places named")
+    if not json:
+        console().print(_shown(run, found))
+    if not dry_run:
+        if not yes:
+            _confirm(run, found)
+        if where.spool:
+            _remove_locally(where.spool, run)
+        asyncio.run(_remove(where, run))
+    if json:
+        print_json(Removal(run, not dry_run, found))
+    elif not dry_run:
+        console().print(f"deleted {run} from {', '.join(one.place for one in found)}")
+
+
+def _shown(run: str, found: tuple[Held, ...]) -> object:
+    rows = [(run, one.place, str(one.checkpoints), str(one.objects), size(one.stored_bytes)) for one in found]
+    return table(None, ("RUN", "WHERE", "CHECKPOINTS", "OBJECTS", "STORED"), rows)
+
+
+def _confirm(run: str, found: tuple[Held, ...]) -> None:
+    if not sys.stdin.isatty():
+        raise ConfigError(f"rm {run}: nobody is there to be asked; give --yes, or --dry-run to see what would go")
+    count = max(one.checkpoints for one in found)
+    question = f"Delete run {run}, {count} checkpoints, from {', '.join(one.place for one in found)}, for good?"
+    if not typer.confirm(question, err=True):
+        raise typer.Exit(1)
+
+
+async def _held(where: Places, run: str) -> tuple[Held, ...]:
+    found: list[Held] = []
+    if where.spool:
+        with translated(f"spool {where.spool.root}"):
+            found.append(held_in_spool(where.spool, SPOOL, run))
+    async with AsyncExitStack() as stack:
+        for name, store in (await _stores(where, stack)).items():
+            found.append(await held_on_tier(store, name, run))
+    return tuple(one for one in found if one.objects)
+
+
+async def _remove(where: Places, run: str) -> None:
+    async with AsyncExitStack() as stack:
+        for store in (await _stores(where, stack)).values():
+            await remove_from_tier(store, run)
+
+
+def _remove_locally(spool: Spool, run: str) -> None:
+    """Through the daemon that holds the spool; where none does, under its lock."""
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            with Link(spool) as link:
+                link.ask(wire.Remove(run=run))
+                return
+        except DaemonUnavailable as error:
+            try:
+                with translated(f"spool {spool.root}"), spool.lock():
+                    remove_from_spool(spool, run)
+                    return
+            except SpoolHeld:  # one is starting or ending, or does not answer
+                if time.monotonic() > end:
+                    raise error from None
+        time.sleep(0.1)
+
+
+def du(
+    url: UrlArgument = None,
+    spool: SpoolOption = None,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    key_file: KeyFileOption = None,
+    json: JsonOption = False,
+) -> None:
+    """The room that each run takes in each place, and how much of it several checkpoints share."""
+    found = asyncio.run(_usages(places(spool, url, config, key_file=key_file), run and check_run(run)))
+    if json:
+        print_json(found)
+    else:
+        rows = [
+            (
+                one.run,
+                one.place,
+                str(one.checkpoints),
+                size(one.stored_bytes),
+                size(one.shared_bytes) if one.place != SPOOL else "",
+                f"{one.unreadable} manifests cannot be used" if one.unreadable else "",
+            )
+            for one in found.usage
+        ]
+        console().print(table(None, ("RUN", "WHERE", "CHECKPOINTS", "STORED", "SHARED", ""), rows))
+        for name in found.unreached:
+            console().print(f"{name} did not answer")
+    if found.unreached:
+        raise typer.Exit(6)
+
+
+async def _usages(where: Places, run: str | None) -> Usages:
+    usage: list[Usage] = []
+    unreached: list[str] = []
+    if where.spool:
+        with translated(f"spool {where.spool.root}"):
+            runs = {part.checkpoint.run for part in where.spool.parts()}
+            usage += [usage_in_spool(where.spool, one) for one in runs if run in (None, one)]
+    async with AsyncExitStack() as stack:
+        for name, store in (await _stores(where, stack)).items():
+            try:
+                names = {run} if run else await TierEye(store).runs()
+                usage += [await usage_on_tier(store, name, one) for one in sorted(names)]
+            except (StoreUnavailable, StoreRefused):
+                unreached.append(name)
+    shown = [one for one in usage if one.stored_bytes or one.checkpoints]
+    return Usages(tuple(sorted(shown, key=lambda one: one.run)), tuple(unreached))
+
+
+async def _stores(where: Places, stack: AsyncExitStack) -> dict[str, Store]:
+    return await open_tiers(where.config, stack) if where.config else {}

@@ -1,0 +1,155 @@
+"""The command `status`: how the node's daemon does, also where the daemon is of another version.
+
+Invariant: a member that the daemon does not send leaves out its line or shows as `unknown`; it never ends the command.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from tierd.cli.options import ConfigOption, JsonOption, SpoolOption, places
+from tierd.cli.tables import console, disagreements, paused, print_json, size, table
+from tierd.core import wire
+from tierd.core.alerts import BACKLOG
+from tierd.core.errors import ConfigError, VersionMismatch
+from tierd.link import Link
+from tierd.spool import Spool
+
+Members = dict[str, Any]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command."""
+    app.command()(status)
+
+
+def status(spool: SpoolOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
+    """How the node's daemon does: each tier's backlog, failures and last events."""
+    found = places(spool, None, config)
+    if found.spool is None:
+        raise ConfigError("the spool that --config names is not there yet: no daemon has run")
+    answer = _ask(found.spool)
+    if json:
+        print_json(answer)
+        return
+    out = console()
+    missing = []
+    for section in SECTIONS:
+        try:
+            shown = list(section(answer))
+        except KeyError as error:
+            missing.append(str(error.args[0]))
+            continue
+        for one in shown:
+            out.print(one, markup=isinstance(one, Table))
+    if missing:
+        out.print(f"not shown, because the daemon is of another version of tierd: {', '.join(missing)}")
+
+
+def _ask(spool: Spool) -> Members:
+    """The daemon's status. Every version answers that request, so a daemon of any version is shown."""
+    try:
+        with Link(spool) as link:
+            return wire.read_member(link.ask(wire.Status()), "status", Members)
+    except VersionMismatch as error:
+        print(f"tierd: {error}", file=sys.stderr)
+    with Link(spool, greet=False) as link:
+        return wire.read_member(link.ask(wire.Status()), "status", Members)
+
+
+def _daemon(answer: Members) -> Iterator[str]:
+    version = f"tierd {answer['version']}, protocol {answer['protocol']}" if "version" in answer else "version unknown"
+    yield f"daemon {answer['pid']}, {version}"
+
+
+def _spool(answer: Members) -> Iterator[str]:
+    free = f"{answer['spool_free']:.0%} of its disk is free"
+    yield f"spool {answer['spool']} ({answer['spool_parts']} parts, {free})"
+
+
+def _trainers(answer: Members) -> Iterator[str]:
+    yield f"trainers attached: {answer['trainers']}"
+
+
+def _scrub(answer: Members) -> Iterator[str]:
+    scrub = answer["scrub"]
+    yield (
+        f"scrub: oldest copy verified {scrub['oldest'] or 'never'}, {scrub['due']} overdue, {scrub['doing'] or 'idle'}"
+    )
+
+
+def _pause(answer: Members) -> Iterator[str]:
+    if answer.get("paused"):
+        yield f"{paused(answer['paused'])}: nothing is flushed; to go on: tierd resume --spool {answer['spool']}"
+
+
+COLUMNS: dict[str, Callable[[Members], str]] = {
+    "TIER": lambda tier: tier["name"],
+    "URL": lambda tier: tier["url"],
+    "ANSWERS": lambda tier: "yes" if tier["reached"] else "no",
+    "PENDING": lambda tier: str(tier["pending_parts"]),
+    "BYTES": lambda tier: size(tier["pending_bytes"]),
+    "TO PRUNE": lambda tier: str(tier["pending_prunes"]),
+    "DOING": lambda tier: tier["doing"] or (f"again in {tier['retry_in_s']:.0f} s" if tier["retry_in_s"] else "idle"),
+    "LAST ERROR": lambda tier: tier["last_error"] or "",
+}
+
+
+def _tiers(answer: Members) -> Iterator[Table]:
+    yield table(None, COLUMNS, [[_cell(text, tier) for text in COLUMNS.values()] for tier in answer["tiers"]])
+
+
+def _cell(text: Callable[[Members], str], tier: Members) -> str:
+    try:
+        return text(tier)
+    except KeyError:
+        return "unknown"
+
+
+def _efforts(answer: Members) -> Iterator[str]:
+    for tier in answer["tiers"]:
+        yield f"{tier['name']}: {tier['effort']}"
+
+
+def _policies(answer: Members) -> Iterator[str]:
+    yield from disagreements(answer.get("policies", []))
+
+
+def _tell(answer: Members) -> Iterator[str]:
+    for one in answer["tell"]:
+        failed = f", the last failed: {one['last_error']}" if one["last_error"] else ""
+        counts = f"{one['told']} told, {one['untold']} not, {one['waiting']} waiting"
+        yield f"{one['name']}: to {one['to']}: {counts}{failed}"
+
+
+def _alerts(answer: Members) -> Iterator[str]:
+    for alert in answer["alerts"]:
+        fails = f"{alert['doing']} {alert['subject']} failed {alert['tries']} times in a row"
+        if alert["subject"] == BACKLOG:
+            fails = "what is to be pruned becomes ever more"
+        yield f"ALERT {alert['place']}: {fails}, since {alert['since'][:19]}: {alert['why']}"
+
+
+def _events(answer: Members) -> Iterator[str]:
+    for event in answer["events"][-10:]:
+        yield f"{event['at'][:19]}  {event['place']}  {event['what']}  {event['subject']}  {event['why']}"
+
+
+SECTIONS: tuple[Callable[[Members], Iterator[str | Table]], ...] = (
+    _daemon,
+    _spool,
+    _trainers,
+    _scrub,
+    _pause,
+    _tiers,
+    _efforts,
+    _policies,
+    _tell,
+    _alerts,
+    _events,
+)

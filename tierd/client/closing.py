@@ -1,0 +1,216 @@
+"""The end of a `Checkpointer`: what this launch saved and no tier has yet is waited for, or told of.
+
+Law: a plain close waits for tiers only where the daemon ends with this process; otherwise the daemon flushes on alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from tierd.client.outliving import ends_with_us
+from tierd.core.errors import ConfigError, DaemonUnavailable, SaveFailed, StoreRefused, TierdError
+from tierd.core.ids import PartId
+from tierd.core.remaining import Backlog, Remaining, backlog_of
+from tierd.core.wire import Backlog as AskBacklog
+from tierd.core.world import SPOOL
+from tierd.link import Link
+from tierd.spool import Spool
+
+log = logging.getLogger("tierd")
+
+LAST_FLUSH_S = 600.0  # that a plain close waits for tiers where the daemon ends with this process
+_POLL_S = 0.5
+_ANSWER_S = 10.0  # that the daemon may take to answer a question
+_SOON_S = 3.0  # that a plain close waits for the daemon's first answer
+_LEAST_S = 0.25  # that a question may take where no time is left
+_PROGRESS_S = 15.0  # between two lines of progress
+_NAMED = 10  # steps that a line names
+
+
+class Closing:
+    """What is left of one launch's saves, as its daemon says.
+
+    Args:
+        mine: whether this launch saved a part.
+        renew: makes sure that there is a daemon, if one was asked for.
+    """
+
+    def __init__(self, spool: Spool, mine: Callable[[PartId], bool], renew: Callable[[], None]) -> None:
+        self._spool, self._mine, self._renew = spool, mine, renew
+        self._ends_with_us = False
+
+    def wait_for(self, tier: str, timeout_s: float | None) -> None:
+        """Return when `tier` has verified every save of this launch that it wants.
+
+        Where it raises, it also reports what is on no tier, if nobody may flush it any more.
+
+        Raises:
+            TimeoutError: not within `timeout_s`, or the daemon does not answer; names what is missing.
+            StoreRefused: the tier says no; names what is missing.
+            ConfigError: the daemon has no tier of that name.
+            DaemonUnavailable: no daemon answers.
+        """
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            backlog = self._ask(end_s, hurry=True)
+        except TimeoutError as error:
+            left = self._in_spool()
+            raise TimeoutError(f"{tier}: {_steps(left)} not known to be verified there: {error}") from None
+        if tier not in backlog.tiers:
+            self._warn(backlog, waited=False)
+            raise ConfigError(f"wait={tier!r}: the daemon has no tier of that name; it has {', '.join(backlog.tiers)}")
+
+        def done(now: Backlog) -> bool:
+            left = [one for one in self._left(now) if tier in one.lacks]
+            state = now.tiers.get(tier)
+            if left and (state is None or state.refused):
+                self._warn(now, waited=True)
+                raise StoreRefused(f"{tier}: {_steps(left)} not there: {state.error if state else 'no such tier'}")
+            return not left
+
+        last = self._poll(done, end_s, backlog)
+        if not done(last):
+            self._warn(last, waited=True)
+            left = [one for one in self._left(last) if tier in one.lacks]
+            why = f"; its last error: {last.tiers[tier].error}" if last.tiers[tier].error else ""
+            why += f"; paused: {last.paused}" if last.paused else ""
+            raise TimeoutError(f"{tier}: {_steps(left)} not verified there after {timeout_s:g} s{why}")
+
+    def end(self, *, patient: bool, timeout_s: float | None) -> None:
+        """Report what is on no tier if nobody may flush it any more; raises nothing.
+
+        Args:
+            patient: first wait for the tiers where the daemon ends with this process, at most `timeout_s`, or
+                `LAST_FLUSH_S` without one.
+        """
+        begun_s = time.monotonic()
+        end_s = begun_s + (LAST_FLUSH_S if timeout_s is None else timeout_s)
+        try:
+            try:
+                backlog = self._ask(min(end_s, begun_s + _SOON_S))
+            except TimeoutError:
+                if not (patient and self._ends_with_us):
+                    raise
+                backlog = self._ask(end_s)  # nobody flushes later, so a slow daemon is given longer
+            if self._ends_with_us or backlog.trouble:  # else the daemon goes on with it
+                backlog = self._ask(end_s, hurry=True)
+                waits = patient and self._ends_with_us
+                if waits:
+                    backlog = self._poll(lambda now: not self._worth_waiting(now), end_s, backlog)
+                self._report(backlog, waited=waits)
+        except (TierdError, TimeoutError, OSError) as error:
+            self._report_unknown(error)
+
+    def _worth_waiting(self, backlog: Backlog) -> bool:
+        """Whether some tier may still take something: one that accepts, or for what is on no tier, one that only
+        does not answer now."""
+        if backlog.paused:
+            return False
+        return any(
+            (state := backlog.tiers[name]).accepts or (not one.on and not state.refused)
+            for one in self._left(backlog)
+            for name in one.lacks
+        )
+
+    def _poll(self, done: Callable[[Backlog], bool], end_s: float | None, backlog: Backlog) -> Backlog:
+        """The first backlog that is `done`, or the last one that was heard when the time is over."""
+        told = time.monotonic()
+        while not done(backlog) and (end_s is None or time.monotonic() < end_s):
+            if time.monotonic() - told > _PROGRESS_S:
+                told = time.monotonic()
+                log.info("closing: %s not on every tier yet", _steps(self._left(backlog)))
+            time.sleep(_POLL_S if end_s is None else max(0.0, min(_POLL_S, end_s - time.monotonic())))
+            try:
+                backlog = self._ask(end_s)
+            except TimeoutError:
+                if end_s is None:
+                    raise
+        return backlog
+
+    def _ask(self, end_s: float | None, *, hurry: bool = False) -> Backlog:
+        """The backlog, by `end_s` of the monotonic clock; `hurry`: after a fresh look at the tiers, if they answer."""
+        share = 0.6 if hurry else 1.0  # the rest is for the second question
+        request = AskBacklog(hurry=hurry)
+        try:
+            return self._answer(request, _limit(end_s, share))
+        except DaemonUnavailable:
+            self._renew()  # the one that `to` asked for may have ended or died
+            return self._answer(request, _limit(end_s))
+        except TimeoutError:
+            if not hurry:
+                raise
+            return self._answer(AskBacklog(), _limit(end_s))  # a tier hangs: what is known without it
+
+    def _answer(self, request: AskBacklog, limit_s: float) -> Backlog:
+        with Link(self._spool) as link:
+            self._ends_with_us = link.about_peer(ends_with_us)
+            return backlog_of(link.ask(request, limit_s))
+
+    def _left(self, backlog: Backlog) -> list[Remaining]:
+        return [one for one in backlog.left if self._mine(one.part)]
+
+    def _warn(self, backlog: Backlog, *, waited: bool) -> None:
+        if self._ends_with_us or backlog.trouble:
+            self._report(backlog, waited=waited)
+
+    def _report(self, backlog: Backlog, *, waited: bool) -> None:
+        nowhere = [one for one in self._left(backlog) if not one.on]
+        if not nowhere:
+            return
+        why = "they were not flushed in time" if waited else "this close waited for no tier"
+        if backlog.trouble:
+            why = f"no tier accepts checkpoints ({backlog.trouble})"
+        last = "; the daemon ends with this container, and nobody flushes them" if self._ends_with_us else ""
+        log.warning("closed: %s on no tier, only in the spool: %s%s", _steps(nowhere), why, last)
+
+    def _in_spool(self) -> list[Remaining]:
+        """What this launch saved and the spool still has, newest first."""
+        try:
+            parts = [part for part in self._spool.parts() if self._mine(part)]
+        except (OSError, TierdError):
+            parts = []
+        return [Remaining(part=part, size_bytes=0, on=(), lacks=()) for part in reversed(parts)]
+
+    def _report_unknown(self, error: Exception) -> None:
+        if left := self._in_spool():
+            log.warning("closed: %s in the spool, and on no tier that is known of: %s", _steps(left), error)
+
+
+def check_wait(wait: object, timeout: object, *, tiers: bool) -> None:
+    """Raise `ConfigError` where `Checkpointer.close` cannot wait so."""
+    if wait is not None and (not isinstance(wait, str) or not wait):
+        raise ConfigError(f'wait={wait!r}: None, "local", or a tier\'s name')
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0):
+        raise ConfigError(f"timeout={timeout!r}: seconds, or None")
+    if wait not in (None, SPOOL) and not tiers:
+        raise ConfigError(f"wait={wait!r}: this Checkpointer has no tier (to=[])")
+
+
+def check_failed(tier: str, failed: Mapping[int, str]) -> None:
+    """Raise `SaveFailed` where a save of this launch failed, so that no tier gets it.
+
+    Args:
+        failed: by step whose save failed, why.
+    """
+    if failed:
+        steps = _steps_are(sorted(failed, reverse=True))
+        raise SaveFailed(f"{tier}: {steps} not there, because saving failed: {failed[max(failed)]}")
+
+
+def _limit(end_s: float | None, share: float = 1.0) -> float:
+    """Seconds that one answer may take."""
+    return _ANSWER_S if end_s is None else min(_ANSWER_S, max(_LEAST_S, share * (end_s - time.monotonic())))
+
+
+def _steps(left: Sequence[Remaining]) -> str:
+    return _steps_are([one.part.checkpoint.step for one in left])
+
+
+def _steps_are(newest_first: Sequence[int]) -> str:
+    """`2 saves (steps 7, 9) are`, newest last."""
+    steps = [str(step) for step in newest_first]
+    named = ", ".join(reversed(steps[:_NAMED]))
+    older = f"{len(steps) - _NAMED} older and " if len(steps) > _NAMED else ""
+    return f"1 save (step {named}) is" if len(steps) == 1 else f"{len(steps)} saves ({older}steps {named}) are"

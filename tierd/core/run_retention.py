@@ -1,0 +1,112 @@
+"""The retention that a run has, as one object of JSON beside its manifests; FORMAT.md is its prose.
+
+Law: an object that cannot be read says that the run's policy is not known, never that there is none. A rule that this
+tierd does not know makes it unreadable, because ignoring a rule would delete what the rule keeps.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+from msgspec import Meta
+
+from tierd.core.errors import FormatTooNew, ManifestError, WrongKey
+from tierd.core.retention import RetentionPolicy
+
+FORMAT = 1
+MAX_SIZE = 64 << 10  # bytes
+Given = Literal["configuration", "trainer", "default"]
+GIVEN: tuple[str, ...] = get_args(Given)
+TierName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9-]{0,31}\Z")]
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRetention:
+    """One node's policy for a run, as it was found in one place.
+
+    Attributes:
+        run: the run.
+        by: the node, 8 hex digits; empty in the spool, which is one node's alone.
+        given: where the policy comes from; a word of a newer tierd where it cannot be read.
+        host: the node's name, for people.
+        written: RFC 3339, for people.
+        tiers: the names of all tiers that the node keeps the run on; empty where it does not say.
+        retention: the policy; None where the object cannot be read.
+        why: the reason, where it cannot be read.
+        alien: it is encrypted with another key, so nothing may be put beside it.
+    """
+
+    run: str
+    by: str
+    given: str
+    host: str = ""
+    written: str = ""
+    retention: RetentionPolicy | None = None
+    why: str = ""
+    alien: bool = False
+    tiers: tuple[str, ...] = ()
+
+
+class _Object(msgspec.Struct, frozen=True, kw_only=True):
+    run: str
+    by: str
+    given: Given
+    host: Annotated[str, Meta(max_length=255)] = ""
+    written: Annotated[str, Meta(max_length=64)] = ""
+    tiers: Annotated[tuple[TierName, ...], Meta(max_length=64)] = ()
+    retention: RetentionPolicy
+
+
+class _Version(msgspec.Struct, frozen=True):
+    format: int
+
+
+def encode(stored: StoredRetention) -> bytes:
+    """The object, indented for people. `stored.retention` is there."""
+    rules = {name: value for name, value in msgspec.to_builtins(stored.retention).items() if value is not None}
+    members: dict[str, Any] = {
+        "format": FORMAT,
+        "run": stored.run,
+        "by": stored.by,
+        "host": stored.host,
+        "written": stored.written,
+        "given": stored.given,
+        **({"tiers": stored.tiers} if stored.tiers else {}),
+        "retention": rules,
+    }
+    return msgspec.json.format(msgspec.json.encode(members), indent=2) + b"\n"
+
+
+def decode(data: bytes, run: str, by: str, given: str) -> StoredRetention:
+    """Read an object that lies where the policy of `run`, `by` and `given` belongs.
+
+    Raises:
+        ManifestError: it is damaged, or belongs elsewhere.
+        FormatTooNew: a newer tierd wrote it, or it holds a rule that this one does not know.
+    """
+    where = f"retention of {run} by {by or 'this node'} ({given})"
+    if len(data) > MAX_SIZE:
+        raise ManifestError(f"{where}: it is longer than {MAX_SIZE} bytes")
+    try:
+        version = msgspec.json.decode(data, type=_Version).format
+        if version > FORMAT or given not in GIVEN:
+            raise FormatTooNew(f"{where}: a newer tierd wrote it (format {version})")
+        found = msgspec.json.decode(data, type=_Object)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if "unknown field" in str(error):
+            raise FormatTooNew(f"{where}: a newer tierd wrote it: {error}") from error
+        raise ManifestError(f"{where}: {error}") from error
+    if version < 1 or (found.run, found.by, found.given) != (run, by, given):
+        raise ManifestError(f"{where}: it says that it is of {found.run!r} by {found.by!r} ({found.given})")
+    if any(_CONTROL.search(text) for text in (found.host, found.written)):
+        raise ManifestError(f"{where}: a control character")
+    return StoredRetention(run, by, given, found.host, found.written, found.retention, tiers=found.tiers)
+
+
+def unreadable(run: str, by: str, given: str, error: Exception) -> StoredRetention:
+    """The record of an object that cannot be read."""
+    return StoredRetention(run, by, given, why=str(error), alien=isinstance(error, WrongKey))

@@ -1,0 +1,121 @@
+"""Small facts about runs that a node's spool remembers, in `.tierd/`: who saved here, and what the trainer wants kept.
+
+    saved/<run>/<attempt>   empty: a part of that launch was saved here, not only restored
+    retention/<run>.json    the trainer's policy, as core/run_retention.py has it
+
+Law: a record is durable before anything relies on it, and is written only when it says something new.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tierd.core.errors import CorruptChunk, TierdError
+from tierd.core.ids import CheckpointId, is_attempt
+from tierd.core.retention import RetentionPolicy
+from tierd.core.run_retention import MAX_SIZE, StoredRetention, decode, encode, unreadable
+from tierd.persist import open_plain, sync_directory
+from tierd.trust import check_room
+
+SAVED, RETENTION = "saved", "retention"  # rooms of `.tierd/`
+
+
+def mark_saved(control: Path, checkpoint: CheckpointId) -> None:
+    """Record, once for an attempt, that this node saves it. A restore records nothing.
+
+    Args:
+        control: the spool's `.tierd/`.
+    """
+    marks = control / SAVED / checkpoint.run
+    if (marks / checkpoint.attempt).exists():
+        return
+    check_room(control / SAVED)
+    with suppress(FileExistsError):
+        marks.mkdir()
+    _sync_room(control, SAVED)
+    os.close(os.open(marks / checkpoint.attempt, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    sync_directory(marks)
+    for older in _names(marks):  # only the newest is asked for
+        if older < checkpoint.attempt:
+            (marks / older).unlink(missing_ok=True)
+
+
+def saved(control: Path, runs: Iterable[str]) -> dict[str, str]:
+    """By run, of these, the newest attempt of which a part was saved in this spool. Raises OSError."""
+    found = {run: [name for name in _names(control / SAVED / run) if is_attempt(name)] for run in runs}
+    return {run: max(attempts) for run, attempts in found.items() if attempts}
+
+
+def set_policy(control: Path, run: str, policy: RetentionPolicy) -> None:
+    """Remember what the trainer of `run` wants kept.
+
+    Raises:
+        SpoolUnusable, OSError: it could not be made durable.
+    """
+    path = control / RETENTION / f"{run}.json"
+    if any(one.retention == policy for one in policies(control, [run]).get(run, ())):
+        path.touch()  # so that `forget` sees that it was given again
+        return
+    check_room(control / RETENTION)
+    fresh = path.with_name(f".{run}.{secrets.token_hex(4)}")
+    stored = StoredRetention(run, "", "trainer", socket.gethostname(), datetime.now(UTC).isoformat(), policy)
+    try:
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(encode(stored))
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.rename(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+    _sync_room(control, RETENTION)
+
+
+def policies(control: Path, runs: Iterable[str]) -> dict[str, tuple[StoredRetention, ...]]:
+    """By run, of these, what its trainer wants kept. One that cannot be read is among them, and says why. Raises
+    OSError."""
+    found: dict[str, tuple[StoredRetention, ...]] = {}
+    for run in runs:
+        path = control / RETENTION / f"{run}.json"
+        if not path.exists():
+            continue
+        try:
+            with os.fdopen(open_plain(path), "rb") as file:
+                found[run] = (decode(file.read(MAX_SIZE + 1), run, "", "trainer"),)
+        except (CorruptChunk, TierdError) as error:
+            found[run] = (unreadable(run, "", "trainer", error),)
+    return found
+
+
+def forget(control: Path, run: str, before_ns: int) -> None:
+    """Delete what was recorded of a run before a moment: it left the spool then.
+
+    Args:
+        before_ns: nanoseconds since 1970; what was recorded later is of a launch that has just begun.
+    """
+    marks = control / SAVED / run
+    for path in (control / RETENTION / f"{run}.json", *(marks / name for name in _names(marks))):
+        with suppress(FileNotFoundError):
+            if path.lstat().st_mtime_ns < before_ns:
+                path.unlink()
+    with suppress(OSError):  # there was none, or a new launch has saved
+        marks.rmdir()
+
+
+def _sync_room(control: Path, room: str) -> None:
+    """Make the entries of a room durable, and the room itself, because nobody else synced the directories above it."""
+    for directory in (control.parent, control, control / room):
+        sync_directory(directory)
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return [path.name for path in directory.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
