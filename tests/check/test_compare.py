@@ -208,6 +208,19 @@ def test_a_loop_that_ends_at_its_last_step_is_behind_there_and_skips_nothing():
     assert result.ok and (result.again, result.skipped) == (3, 0)
 
 
+def test_how_far_the_reference_went_on_decides_nothing():
+    """One step late, and stopped at the last step, beside a reference that came to the next epoch meanwhile."""
+
+    def epoch(step: int) -> tuple[int, ...]:
+        return batch((step - 1) % (STEPS + 1) + 1)
+
+    late = seen(6, STEPS, lambda step: epoch(step - 1))
+    for reference_ends in (STEPS, STEPS + 1, STEPS + 6, 3 * STEPS):
+        result, found = judged(history(seen(1, 5, epoch), late), history(seen(1, reference_ends, epoch)))
+        assert not result.ok and found == ["position"]
+        assert (result.again, result.skipped) == (SIZE, 0), reference_ends
+
+
 def test_no_allowance_excuses_what_was_no_resume():
     reference = history(seen(1, STEPS + 4))
     early = history(seen(1, 7, lambda step: [one - 1 for one in batch(step)]), seen(5, STEPS + 4))

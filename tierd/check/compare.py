@@ -153,12 +153,14 @@ def _counts(
     """What was read again (more often than uninterrupted, and not for the first time), and what was skipped.
 
     Both runs may have gone on past the last step, so that one that is only behind, or ahead, shows it. Where a run did
-    not go on, what it lacks at its end is no more than that it is behind, as far as it read as much again.
+    not go on, what it lacks at its end is no more than that it is behind, as far as it read as much again. How far the
+    reference happened to go on decides nothing: it may have come to the next epoch, which reads every sample again.
     """
+    due = samples(expected)
     ours, theirs = Counter(samples(got, last)), Counter(samples(expected, last))
     skipped = theirs - Counter(samples(got))
-    if skipped:  # it may be ahead
-        theirs = Counter(samples(expected))
+    if skipped:  # it may be ahead, by as much as it skipped
+        theirs = Counter(due[: ours.total() + skipped.total()])
     again = Counter({one: count - max(theirs[one], 1) for one, count in ours.items() if count > max(theirs[one], 1)})
     if max(got, default=0) <= last:
         for sample in list(skipped)[::-1][: again.total()]:
