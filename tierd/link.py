@@ -51,10 +51,6 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-class _Closed(DaemonUnavailable):
-    """The daemon closed the connection."""
-
-
 class Link:
     """One connection. What the daemon holds for it (a restored part, a place among the trainers) ends with it.
 
@@ -136,10 +132,10 @@ class Link:
             reply = msgspec.json.decode(self._line(end), type=dict[str, Any])
         except TimeoutError:
             raise
-        except (_Closed, ConnectionError) as error:
+        except ConnectionError as error:
             if _is_older_than_numbers(self._spool):
                 self._check(Peer(None, ""))
-            raise _Closed("the daemon closed the connection") from error
+            raise DaemonUnavailable(f"the daemon's connection broke: {error}") from error
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DaemonUnavailable(f"the daemon's connection broke: {error}") from error
         self._check(greeted(reply))
@@ -171,7 +167,7 @@ class Link:
                     raise _over() from None
                 raise DaemonUnavailable(f"the daemon was silent for {_SILENCE:.0f} s") from None
             if not data:
-                raise _Closed("the daemon closed the connection")
+                raise ConnectionResetError("the daemon closed the connection")
             self._rest += data
             if len(self._rest) > MAX_REPLY:
                 raise DaemonUnavailable(f"the daemon's answer is longer than {MAX_REPLY} bytes")

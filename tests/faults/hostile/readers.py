@@ -256,7 +256,7 @@ def config(noise: random.Random) -> None:
             case 4:
                 lines[at] = f'{name}= "{noise.choice(["1e9d", "9" * 400 + "d", "0s", "9" * 20 + "h", "0.0000001s"])}"'
             case 5:
-                lines[at] = spoiled(lines[at].encode(), noise).decode("utf-8", "replace")
+                lines[at] = spoiled(lines[at].encode("utf-8", "surrogatepass"), noise).decode("utf-8", "replace")
         given = "\n".join(lines)
     found = only(lambda: from_toml(given, "x.toml"), ConfigError)
     _retention(noise)
