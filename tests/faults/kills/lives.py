@@ -394,6 +394,8 @@ class Life:
     def _died(self, line: dict[str, Any]) -> None:
         why = line["why"]
         excused = _EXCUSED if self.world == 1 else _EXCUSED_RANKS
+        if self.daemon and not self.daemon.alive() and self.daemon.page.hit:  # at a call, and nobody has looked yet
+            self.excuse = time.monotonic()
         if not why.startswith(excused) or self.excuse < self.launched - 5.0:
             raise Lost(f"a writer died of itself: {why}\n{line['trace']}")
         self.notes["launches ended by an error, and begun again"] += 1

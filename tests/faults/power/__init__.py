@@ -258,7 +258,7 @@ MUTANTS = (
         await store.delete(gone + aside)
         await store.delete(manifests)
 """,
-        _BY.format(41),
+        _BY.format(22),
         "visible and not whole",
     ),
     Mutant(

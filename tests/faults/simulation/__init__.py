@@ -112,8 +112,7 @@ MUTANTS = (
         "tierd/daemon/copies.py",
         "    if await store.put(key, data) and not reread:\n",
         "    if await store.put(key, data) or not reread:\n",
-        _STORIES,
-        "was spoiled on the way",
+        "pytest tests/daemon/test_flush.py -k spoiled_on_its_way",
     ),
     Mutant(
         "a prune deletes chunks before the manifests",
@@ -160,8 +159,8 @@ MUTANTS = (
         "tierd/core/plan.py",
         "        leaving = leaving and not _is_owed(demand)\n",
         "        leaving = leaving\n",
-        _LIVES,
-        "and should hold",
+        "pytest tests/core/test_eviction.py -k finished_run",
+        "it is still to be sent there",
     ),
     Mutant(
         "a finished run never leaves the spool",
