@@ -58,6 +58,32 @@ def test_a_backlog_that_grows_is_an_alert_until_it_is_gone():
     assert [event.what for event in told] == ["failing", "works again"] and journal.alerts() == ()
 
 
+def test_a_pass_marks_all_that_it_dooms_before_it_looks(spool):
+    """Whoever begins to borrow a chunk meanwhile sees the mark, or is seen."""
+
+    async def work():
+        store = Double()
+        for step in range(4):
+            commit(spool, part(step))
+            await flush(spool, part(step), Way(store))
+        eye = TierEye(store)
+        seen = await eye.look({RUN})
+        doomed = [part(step).checkpoint for step in range(2)]
+        marked = []
+
+        def note(operation: str, key: str) -> None:
+            if operation == "scan" and "/manifests/" in key:
+                marks = [one for one in store.inner._objects if "/pruning/" in one]
+                marked.append([one for one in doomed if any(one.name in mark for mark in marks)])
+
+        store.before = note
+        done = await prune(store, doomed, "", eye.manifests, seen)
+        assert done.gone == set(doomed)
+        assert marked and all(found == doomed for found in marked)
+
+    asyncio.run(work())
+
+
 def test_a_checkpoint_that_a_node_is_flushing_stays_while_others_of_its_pass_go(spool):
     """There is more of it than whoever decided knew."""
 

@@ -446,8 +446,7 @@ _PRUNES = (
         "tierd/daemon/doomed.py",
         "        await self.marks.put(self.doomed | remembered)\n",
         "        await self.marks.put(set())\n",
-        "pytest tests/daemon/test_turns.py -k no_manifest_ever",
-        "has lost",
+        "pytest tests/daemon/test_pending_prunes.py -k marks_all",
     ),
     Mutant(
         "a pass of prunes reads its survivors again",

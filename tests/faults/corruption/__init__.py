@@ -111,8 +111,7 @@ MUTANTS = (
         "tierd/core/plan.py",
         "    infos = [info_of(seen, pins, complete=is_complete(seen.ranks)) for seen in tier.copies(run)]\n",
         "    infos = [info_of(seen, pins, complete=True) for seen in tier.copies(run)]\n",
-        "corruption --only 507",
-        "was right and is gone",
+        "pytest tests/core/test_plan.py -k incomplete_checkpoint",
     ),
     Mutant(
         "retention keeps one less",

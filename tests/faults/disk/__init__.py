@@ -59,8 +59,7 @@ MUTANTS = (
         "        os.fsync(self._fd)\n        return File(",
         "        try:\n            os.fsync(self._fd)\n        except OSError:\n            os.fsync(self._fd)\n"
         "        return File(",
-        "disk --only 87",
-        "fsync was called again after it had failed",
+        "pytest tests/test_persist.py -k an_error_of_the_system",
     ),
     Mutant(
         "a lane that failed does not rest",

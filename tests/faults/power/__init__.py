@@ -151,7 +151,7 @@ MUTANTS = (
         "        target.parent.mkdir(parents=True, exist_ok=True)\n"
         "        self.path = self.path.rename(target)\n"
         "        write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))",
-        _BY.format(30),
+        "power --trials 60",
         "visible and not whole",
     ),
     Mutant(
@@ -258,7 +258,7 @@ MUTANTS = (
         await store.delete(gone + aside)
         await store.delete(manifests)
 """,
-        _BY.format(22),
+        "power --trials 60",
         "visible and not whole",
     ),
     Mutant(
