@@ -517,6 +517,19 @@ def averaged_with_another_rank(state) -> None:
 UNCOUNTED = [through_data, through_numpy, through_the_address, another_fused_optimizer, averaged_with_another_rank]
 
 
+def test_a_write_of_one_element_is_noticed_where_a_counter_shows_it(spool, local):
+    """No sample would: it is one of two million."""
+    weight = nn.Parameter(torch.zeros(2_000_000))
+    local.attach(optimizer := torch.optim.SGD([weight], 0.1))
+    save = local.save(1, {"weight": weight})
+    copied(local)
+    with torch.no_grad():
+        weight[777_777] = 1
+    optimizer.step()
+    with pytest.raises(SaveFailed, match="weight was changed between"):
+        save.wait(timeout=20)
+
+
 def copied(local) -> None:
     """Return when the late copy of the save that was begun last is made."""
     (snapshot,) = local._gate._pending

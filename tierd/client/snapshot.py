@@ -150,7 +150,7 @@ class Snapshot:
         if changed := self._verdict[None]():
             self._torn(changed)
             raise TornSnapshot(
-                f"{self.save.part}: {changed[0]} was changed between save() and the next step(), and not by an "
+                f"{changed[0]} was changed between save() and the next step(), and not by an "
                 "attached optimizer: the checkpoint may be a mixture, and is not kept. Later saves copy it before they "
                 "return; or change it after step(), or do not attach() its optimizer"
             )
