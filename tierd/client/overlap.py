@@ -13,6 +13,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from torch.optim import Optimizer
@@ -101,11 +102,11 @@ class Gate:
         """
         if os.getpid() != self._pid:  # a forked child has a copy of all this, and nobody who copies
             return
-        while self._pending and (wait or self._pending[0].copied):  # a signal's handler may add to them meanwhile
+        # A signal's handler may come at any line, and save: it adds one, and confirms those before it.
+        while (snapshot := next(iter(self._pending), None)) and (wait or snapshot.copied):
             begun = time.perf_counter()
-            snapshot = self._pending[0]
             snapshot.confirm()
-            if snapshot in self._pending:
+            with suppress(ValueError):
                 self._pending.remove(snapshot)
             self._stats.step_waited_s += time.perf_counter() - begun
 

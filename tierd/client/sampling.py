@@ -21,7 +21,7 @@ from itertools import compress, groupby
 import torch
 
 _WHOLE = 16 << 10  # bytes
-_GRAIN = 64 << 10  # bytes
+_GRAIN = 256 << 10  # bytes
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # item size -> what shows a value's bits
 
 _memcmp = ctypes.PyDLL(None).memcmp  # keeps the interpreter's lock: taking it again costs more than the comparison

@@ -25,6 +25,7 @@ from tierd.core.errors import TornSnapshot
 from tierd.core.manifest import Manifest
 
 _YIELD = 100e-6  # seconds; a thread that was woken is running by then
+_TURN = 0.5  # seconds
 _LONG_OVER = 10.0  # seconds after a copy, when a write that it met has ended, and shows
 
 
@@ -65,6 +66,7 @@ class Snapshot:
         self._returns = Latch()
         self._copied = Latch()
         self._confirmed = Latch()
+        self._passed_on = Latch()
 
     # -- the thread that trains ---------------------------------------------------------------------------------------
 
@@ -95,15 +97,17 @@ class Snapshot:
         return self._returns.is_open
 
     def confirm(self) -> None:
-        """Return when an optimizer may step: on the host nothing is left to copy, and a device's next work waits. What
-        was copied is held against what is there now: whatever the calling thread did before shows."""
-        if not self.late or self._verdict:
+        """Return when an optimizer may step: on the host nothing is left to copy or to hand over, and a device's next
+        work waits. What was copied is held against what is there now: whatever the calling thread did before shows."""
+        if not self.late:
             return
         self._copied.wait()
         for event in self._events:  # whatever is enqueued from now on, the device does after the copy
             torch.cuda.current_stream(event.device).wait_event(event)
-        if (into := self._into) is not None:
+        if not self._verdict and (into := self._into) is not None:
             self._judge(self._look(into, torch.cuda.current_stream))
+        if not self._events:  # what dies in its next step is not to lose what was copied: that takes no time
+            self._passed_on.wait()
 
     def reached(self, timeout: float | None) -> None:
         """`confirm`, if this is the thread that called `save` (any other knows nothing of what that one has begun), and
@@ -143,10 +147,16 @@ class Snapshot:
         """
         if not self.late or self._fate:
             return
-        while not self._confirmed.wait(_LONG_OVER) and self._into is not None:
+        assert self._into is not None
+        end = time.monotonic() + _LONG_OVER
+        while not self._verdict:  # a signal may come between the verdict and the latch, so that is looked at by turns
+            if (left := end - time.monotonic()) > 0:
+                self._confirmed.wait(min(left, _TURN))
+                continue
             later = self._look(self._into, _side_stream)
             if not later():  # it counts only if nothing changed: a step may have begun meanwhile, which looked before
                 self._judge(later)
+            end = time.monotonic() + _LONG_OVER
         if changed := self._verdict[None]():
             self._torn(changed)
             raise TornSnapshot(
@@ -167,6 +177,7 @@ class Snapshot:
         self._into = None  # what it shows is the next snapshot's
         self._returns.open()
         self._copied.open()
+        self._passed_on.open()
 
     def _begin(self, into: dict[str, torch.Tensor], names: Iterable[str]) -> list[torch.cuda.Event]:
         tensors = self.capture.tensors
