@@ -389,7 +389,8 @@ def device(monkeypatch):
     return Device(monkeypatch)
 
 
-def test_the_streams_wait_for_each_other_and_the_host_for_the_copy_alone(device, local, spool):
+def test_the_streams_wait_for_each_other_and_the_host_for_the_copy_alone(device, local, spool, monkeypatch):
+    monkeypatch.setattr(snapshot, "_LONG_OVER", 0.1)
     state = job("cpu", width=8)
     local.attach(state["optimizer"])
     save = local.save(1, state)

@@ -5,18 +5,24 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import ctypes
 import itertools
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from support.training import fresh, train
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
@@ -27,6 +33,7 @@ import tierd
 from tierd.client.capture import Capture
 from tierd.client.snapshot import Snapshot
 from tierd.core.errors import ConfigError, SaveFailed, SaveSkipped, TornSnapshot
+from tierd.spool import Spool
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning", "ignore:.*weights_only.*")
 
@@ -463,7 +470,7 @@ def test_a_write_by_anybody_else_fails_the_save(spool, local, job, pace, caplog,
         pace.free(1)
         time.sleep(0.008)
         write(job)
-    with pytest.raises(SaveFailed, match="was changed while it was copied") as failed:
+    with pytest.raises(SaveFailed, match=r"was changed between save\(\) and the next step\(\)") as failed:
         save.wait(timeout=20)
     assert isinstance(failed.value.__cause__, TornSnapshot) and save.error() is failed.value.__cause__
     assert local.stats.failed == 1 and caplog.text.count("save failed, training goes on") == 1
@@ -476,6 +483,167 @@ def test_a_write_by_anybody_else_fails_the_save(spool, local, job, pace, caplog,
     check(spool, 1, reference)
 
 
+# -- writes that raise no version counter -----------------------------------------------------------------------------
+
+
+def through_data(state) -> None:
+    weight(state).data.add_(1)
+
+
+def through_numpy(state) -> None:
+    weight(state).detach().numpy()[:] += 1
+
+
+def through_the_address(state) -> None:
+    """As a kernel of somebody's own does."""
+    ctypes.memset(weight(state).data_ptr(), 1, weight(state).nbytes)
+
+
+def another_fused_optimizer(state) -> None:
+    weight(state).grad = torch.ones(4, 16)
+    torch.optim.AdamW([weight(state)], 1.0, fused=True).step()
+
+
+def averaged_with_another_rank(state) -> None:
+    """By a collective of two ranks, which are two threads here."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        groups = list(threads.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=20)), range(2)))
+        mine, others = weight(state).detach(), torch.full((4, 16), 7.0)
+        done = [group.allreduce([tensor]) for group, tensor in zip(groups, (mine, others), strict=True)]
+        assert all(work.wait() for work in done)
+
+
+UNCOUNTED = [through_data, through_numpy, through_the_address, another_fused_optimizer, averaged_with_another_rank]
+
+
+def test_a_write_of_one_element_is_noticed_where_a_counter_shows_it(spool, local):
+    """No sample would: it is one of two million."""
+    weight = nn.Parameter(torch.zeros(2_000_000))
+    local.attach(optimizer := torch.optim.SGD([weight], 0.1))
+    save = local.save(1, {"weight": weight})
+    copied(local)
+    with torch.no_grad():
+        weight[777_777] = 1
+    optimizer.step()
+    with pytest.raises(SaveFailed, match="weight was changed between"):
+        save.wait(timeout=20)
+
+
+def copied(local) -> None:
+    """Return when the late copy of the save that was begun last is made."""
+    (snapshot,) = local._gate._pending
+    end = time.monotonic() + 20
+    while not snapshot.copied:
+        assert time.monotonic() < end, "it was not copied"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("write", UNCOUNTED)
+def test_a_write_that_no_counter_shows_fails_the_save_and_is_expected_from_then_on(spool, local, job, write):
+    save = local.save(1, job)
+    copied(local)
+    write(job)
+    train(job)
+    with pytest.raises(SaveFailed, match=r"model/3.weight was changed between save\(\)"):
+        save.wait(timeout=20)
+    assert not committed(spool)
+    reference = frozen(job)
+    save = local.save(2, job)
+    write(job)  # once more, as averaging does after each save: the tensor is copied before save() returns by now
+    train(job)
+    save.wait(timeout=20)
+    check(spool, 2, reference)
+
+
+def waited(save) -> None:
+    with contextlib.suppress(SaveFailed):
+        save.wait(timeout=20)
+
+
+REACHED = {
+    "step": lambda local, job, save: job["optimizer"].step(),
+    "save": lambda local, job, save: local.save(2, {"epoch": 3}),
+    "wait": lambda local, job, save: waited(save),
+    "done": lambda local, job, save: save.done(),
+    "restore": lambda local, job, save: local.restore(),
+    "close": lambda local, job, save: local.close(),
+}
+
+
+@pytest.mark.parametrize("point", REACHED)
+def test_a_copy_is_judged_where_the_training_thread_comes_by(spool, local, job, monkeypatch, point):
+    monkeypatch.setattr("tierd.client.snapshot._LONG_OVER", 1000.0)
+    save = local.save(1, job)
+    copied(local)
+    assert not save._ended.wait(0.2) and not committed(spool), "before it was confirmed"
+    through_numpy(job)
+    REACHED[point](local, job, save)
+    assert save._ended.wait(20) and isinstance(save.error(), TornSnapshot)
+    assert 1 not in committed(spool)
+
+
+@pytest.mark.parametrize("point", REACHED)
+def test_and_kept_where_nobody_wrote(spool, local, job, monkeypatch, point):
+    monkeypatch.setattr("tierd.client.snapshot._LONG_OVER", 1000.0)
+    reference = frozen(job)
+    save = local.save(1, job)
+    copied(local)
+    REACHED[point](local, job, save)
+    assert save._ended.wait(20) and save.error() is None
+    check(spool, 1, reference)
+
+
+def test_a_copy_is_judged_some_time_later_where_nobody_comes_by(spool, local, job, monkeypatch):
+    monkeypatch.setattr("tierd.client.snapshot._LONG_OVER", 0.2)
+    reference = frozen(job)
+    save = local.save(1, job)
+    assert save._ended.wait(20) and save.error() is None
+    check(spool, 1, reference)
+    save = local.save(2, job)
+    copied(local)
+    through_numpy(job)
+    assert not save._ended.wait(1.0), "what changed may be the next step: only the training thread can tell"
+    train(job)
+    assert save._ended.wait(20) and isinstance(save.error(), TornSnapshot)
+
+
+def test_another_thread_that_waits_confirms_nothing(spool, local, job, monkeypatch):
+    monkeypatch.setattr("tierd.client.snapshot._LONG_OVER", 1000.0)
+    save = local.save(1, job)
+    copied(local)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(save.wait, timeout=20)
+        assert not save._ended.wait(0.3)
+        train(job)
+        waiting.result(20)
+    assert committed(spool) == [1]
+
+
+def test_the_end_of_the_interpreter_confirms(tmp_path):
+    program = f"""
+import torch, tierd
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+checkpointer = tierd.Checkpointer({str(tmp_path / "spool")!r}, "run", to=[])
+checkpointer.attach(optimizer)
+checkpointer.save(1, {{"model": model}})
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+    assert committed(Spool(tmp_path / "spool")) == [1]
+
+
+def test_what_looking_raises_fails_the_save_and_not_the_step(spool, local, job, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("tierd.client.snapshot.Sample", broken)
+    save = local.save(1, job)
+    train(job)
+    with pytest.raises(SaveFailed, match="no such kernel"):
+        save.wait(timeout=20)
+
+
 def test_a_forward_that_writes_to_its_parameter_fails_the_save(spool, local, pace):
     model = nn.Embedding(9, 4, max_norm=0.1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -483,6 +651,7 @@ def test_a_forward_that_writes_to_its_parameter_fails_the_save(spool, local, pac
     save = local.save(1, {"model": model})
     model(torch.arange(9))
     pace.free(1)
+    optimizer.step()
     with pytest.raises(SaveFailed, match="weight was changed"):
         save.wait(timeout=20)
     assert not committed(spool)

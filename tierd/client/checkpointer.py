@@ -193,7 +193,9 @@ class Checkpointer:
         self._check_open()
         part, numbers = self._part(step, metrics)
         save = Save(part, self._spool)
-        if self._when_busy != "wait" and self._pipeline.busy:
+        skips = self._when_busy != "wait" and self._pipeline.busy
+        self._gate.confirm(wait=not skips)  # this save would be copied behind them
+        if skips:
             return self._skipped(save)
         try:
             capture = self._capturer.capture(state)
@@ -219,12 +221,13 @@ class Checkpointer:
 
     def _take(self, save: Save, capture: Capture, numbers: dict[str, float]) -> None:
         late = self._gate.late(capture)
-        snapshot = Snapshot(save, capture, self._launch.manifest(save.part, numbers), late)
+        snapshot = Snapshot(save, capture, self._launch.manifest(save.part, numbers), late, self._gate.distrust)
         self._launch.steps.add(save.step)
         try:
             self._pipeline.take(snapshot)
             if late:
                 self._gate.watch(snapshot)
+                save.asked = snapshot.reached
             else:
                 snapshot.encode()  # beside the copy
             snapshot.wait()
@@ -238,9 +241,11 @@ class Checkpointer:
         copied behind forward and backward, and their next `step()` waits for it (`stats.step_waited_s`).
 
         Between a `save` and the next `step()` nothing else may write to those tensors (a hand-made weight clipping,
-        `load_state_dict`): the copy notices, and that save fails with `TornSnapshot`. It cannot notice a write through
-        `.data`, a NumPy view or a replayed CUDA graph, or one that is still running when the copy ends. Copies that
-        training keeps by itself (an EMA, SWA), buffers and everything else are copied before `save` returns.
+        `load_state_dict`, `all_reduce`). Such a write is noticed: that save fails with `TornSnapshot`, and later saves
+        copy those tensors before they return. So a checkpoint is kept only after the training thread has come to the
+        next `step()`, `save`, `restore`, `close`, `Save.wait` or `Save.done`, or after 10 seconds. The README's table
+        of writers says what is noticed, and how. Copies that training keeps by itself (an EMA, SWA), buffers and
+        everything else are copied before `save` returns.
 
         Raises:
             ConfigError: something other than a `torch.optim.Optimizer`.
@@ -410,6 +415,7 @@ class Checkpointer:
     def _restorer(self, *, keep: bool, best: str | None = None, only: Collection[str] | None = None) -> Restorer:
         """What finds the way back, once all that was saved before is durable, or has failed."""
         self._check_open()
+        self._gate.confirm()
         self._pipeline.drain()
         self._daemon.renew()
         return Restorer(

@@ -1,15 +1,19 @@
 """Overlap: copying behind forward and backward, and the gate that holds an optimizer's step until the copy is done.
 
 Law: only tensors that attached optimizers alone change (their parameters and their own state) may be copied late; the
-gate stands in front of every attached optimizer, and never holds for anything but a copy that is under way.
+gate stands in front of every attached optimizer, and never holds for anything but a copy that is under way. A tensor
+that something else was seen to change is not copied late again.
 """
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import time
+import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from torch.optim import Optimizer
@@ -20,9 +24,17 @@ from tierd.client.save import Stats
 from tierd.client.snapshot import Snapshot
 from tierd.core.errors import ConfigError
 
+_gates: weakref.WeakSet[Gate] = weakref.WeakSet()
+
+
+@atexit.register  # before the threads end that wait for it
+def _confirm_all() -> None:
+    for gate in list(_gates):
+        gate.confirm()
+
 
 class Gate:
-    """The attached optimizers, and the snapshot that they wait for."""
+    """The attached optimizers, and the snapshots that they wait for and confirm."""
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
@@ -32,6 +44,8 @@ class Gate:
         self._pending: list[Snapshot] = []
         self._late: frozenset[str] = frozenset()
         self._known: tuple[object, ...] = ()
+        self._others: frozenset[str] = frozenset()  # names of what something else changes as well
+        _gates.add(self)
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -44,7 +58,7 @@ class Gate:
 
     def detach(self) -> None:
         """Let every optimizer go; a copy under way is waited for."""
-        self._wait()
+        self.confirm()
         for handle in itertools.chain.from_iterable(self._optimizers.values()):
             handle.remove()
         self._optimizers, self._late, self._known = {}, frozenset(), ()
@@ -54,7 +68,7 @@ class Gate:
         if not self._optimizers or self._stepping:  # a signal handler saves in the middle of a step
             return frozenset()
         sizes = [(len(o.state), *(len(group["params"]) for group in o.param_groups)) for o in self._optimizers]
-        known = (capture.steady, tuple(sizes))
+        known = (capture.steady, tuple(sizes), self._others)
         if known != self._known:
             self._late = self._governed(capture)
             self._known = known
@@ -65,7 +79,7 @@ class Gate:
         late, shared = {}, set()
         for name, tensor in capture.tensors.items():
             memory = tensor.untyped_storage().data_ptr()
-            if name not in capture.restless and tensor.nbytes and place(tensor) in own:
+            if name not in capture.restless and name not in self._others and tensor.nbytes and place(tensor) in own:
                 late[name] = memory
             else:
                 shared.add(memory)
@@ -74,24 +88,32 @@ class Gate:
 
     def watch(self, snapshot: Snapshot) -> None:
         """Hold the next step for this snapshot."""
-        for former in tuple(self._pending):  # of optimizers that step no more
-            if former.over and former in self._pending:
-                self._pending.remove(former)
         self._pending.append(snapshot)
 
+    def distrust(self, names: Iterable[str]) -> None:
+        """Something else changes these tensors as well. Any thread may say so."""
+        self._others |= frozenset(names)
+
+    def confirm(self, wait: bool = True) -> None:
+        """Confirm copies: the thread that trains is here, and at nothing else.
+
+        Args:
+            wait: for those that are under way; else only what is copied is confirmed.
+        """
+        if os.getpid() != self._pid:  # a forked child has a copy of all this, and nobody who copies
+            return
+        # A signal's handler may come at any line, and save: it adds one, and confirms those before it.
+        while (snapshot := next(iter(self._pending), None)) and (wait or snapshot.copied):
+            begun = time.perf_counter()
+            snapshot.confirm()
+            with suppress(ValueError):
+                self._pending.remove(snapshot)
+            self._stats.step_waited_s += time.perf_counter() - begun
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if os.getpid() == self._pid:  # a forked child has a copy of all this, and nobody who copies
+        if os.getpid() == self._pid:
             self._stepping.add(optimizer)
-            self._wait()
+            self.confirm()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping.discard(optimizer)
-
-    def _wait(self) -> None:
-        while self._pending:  # a signal's handler may add to them meanwhile
-            begun = time.perf_counter()
-            snapshot = self._pending[0]
-            snapshot.wait_for_copy()
-            if snapshot in self._pending:
-                self._pending.remove(snapshot)
-            self._stats.step_waited_s += time.perf_counter() - begun

@@ -142,6 +142,7 @@ class Pipeline:
             self._stream(snapshot, slot)
             return False
         snapshot.copy(slot)
+        snapshot.await_confirmation()
         if not snapshot.claim():
             return False
         assert slot.arena is not None

@@ -6,7 +6,7 @@ Law: a `Save` ends exactly once, durable or failed, and says which to whoever as
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tierd.client.worker import Latch
@@ -58,6 +58,7 @@ class Save:
         self._spool = spool
         self._ended = Latch()
         self._error: Exception | None = None
+        self.asked: Callable[[float | None], None] = _nothing  # told that somebody asks, in their thread; may wait
 
     @property
     def step(self) -> int:
@@ -65,6 +66,7 @@ class Save:
 
     def done(self) -> bool:
         """Whether the save has ended, durable or failed."""
+        self.asked(0.0)
         return self._ended.is_open
 
     def error(self) -> Exception | None:
@@ -88,7 +90,8 @@ class Save:
             TimeoutError: not within `timeout`; says the tier's last error.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        if not self._ended.wait(timeout):
+        self.asked(timeout)
+        if not self._ended.wait(None if end is None else max(0.0, end - time.monotonic())):
             raise TimeoutError(f"{self.part} is not durable after {timeout:g} s")
         if isinstance(self._error, SaveSkipped):
             raise self._error
@@ -103,7 +106,12 @@ class Save:
     def finish(self, error: Exception | None) -> None:
         """The persisting side's word on how it ended."""
         self._error = error
+        self.asked = _nothing
         self._ended.open()
+
+
+def _nothing(timeout: float | None) -> None:
+    pass
 
 
 def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -1,18 +1,23 @@
 """A snapshot: one state on its way into an arena.
 
 Law: what training may change as soon as `save` has returned is copied before; only what an attached optimizer alone
-changes is copied behind forward and backward, and its next step waits for that. Whoever else changes it meanwhile is
-found out by the tensors' version counters: such a snapshot is refused, not kept torn.
+changes is copied behind forward and backward, and its next step waits for that. Such a copy is kept only after it was
+confirmed: the thread that trains comes to a point behind which nothing that it called is still at work, and there the
+tensors' version counters and a sample of their elements are those of the copy. If not, somebody else wrote to them, and
+the snapshot is refused, because it may be a mixture.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from tierd.client.capture import Capture
+from tierd.client.sampling import Sample
 from tierd.client.save import Save
 from tierd.client.slots import Slot
 from tierd.client.worker import Latch
@@ -20,6 +25,8 @@ from tierd.core.errors import TornSnapshot
 from tierd.core.manifest import Manifest
 
 _YIELD = 100e-6  # seconds; a thread that was woken is running by then
+_TURN = 0.5  # seconds
+_LONG_OVER = 10.0  # seconds after a copy, when a write that it met has ended, and shows
 
 
 class Snapshot:
@@ -27,9 +34,17 @@ class Snapshot:
 
     Args:
         late: names of the tensors that are copied behind training; empty for a save that blocks until all is copied.
+        torn: told the names of late tensors that something else than an attached optimizer changed.
     """
 
-    def __init__(self, save: Save, capture: Capture, manifest: Manifest, late: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        save: Save,
+        capture: Capture,
+        manifest: Manifest,
+        late: frozenset[str] = frozenset(),
+        torn: Callable[[list[str]], None] = lambda names: None,
+    ) -> None:
         self.save = save
         self.manifest = manifest
         self.capture = capture
@@ -37,15 +52,21 @@ class Snapshot:
         self.tree = b""
         self.asked = time.perf_counter()
         self._versions = _versions(capture, late)
+        self._addresses = [capture.tensors[name].data_ptr() for name in late]
+        self._thread = threading.get_ident()
+        self._torn = torn
         self._marks = {device: torch.cuda.current_stream(device).record_event() for device in capture.devices}
         self._events: list[torch.cuda.Event] = []  # of all copies from devices that were begun
         self._early_events: list[torch.cuda.Event] = []
         # What was settled first counts: `setdefault` is one step for every thread and handler.
         self._fate: dict[None, str] = {}
-        self._changed: dict[None, list[str]] = {}
+        self._verdict: dict[None, Callable[[], list[str]]] = {}  # gives the names of what changed
+        self._into: Mapping[str, torch.Tensor] | None = None
         self._error: Exception | None = None
         self._returns = Latch()
         self._copied = Latch()
+        self._confirmed = Latch()
+        self._passed_on = Latch()
 
     # -- the thread that trains ---------------------------------------------------------------------------------------
 
@@ -66,22 +87,33 @@ class Snapshot:
         return self._fate.setdefault(None, "given up") == "given up"
 
     @property
-    def over(self) -> bool:
-        """Whether nothing of it is still being copied."""
-        return self._copied.is_open and all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
+    def copied(self) -> bool:
+        """Whether the host is done with copying."""
+        return self._copied.is_open
 
     @property
     def returned(self) -> bool:
         """Whether training was let go."""
         return self._returns.is_open
 
-    def wait_for_copy(self) -> None:
+    def confirm(self) -> None:
         """Return when an optimizer may step: on the host nothing is left to copy or to hand over, and a device's next
-        work waits."""
+        work waits. What was copied is held against what is there now: whatever the calling thread did before shows."""
+        if not self.late:
+            return
         self._copied.wait()
-        self._look()  # whatever is enqueued from now on, the device does after the copy
-        for event in self._events:
+        for event in self._events:  # whatever is enqueued from now on, the device does after the copy
             torch.cuda.current_stream(event.device).wait_event(event)
+        if not self._verdict and (into := self._into) is not None:
+            self._judge(self._look(into, torch.cuda.current_stream))
+        if not self._events:  # what dies in its next step is not to lose what was copied: that takes no time
+            self._passed_on.wait()
+
+    def reached(self, timeout: float | None) -> None:
+        """`confirm`, if this is the thread that called `save` (any other knows nothing of what that one has begun), and
+        if the copy is made within `timeout` seconds."""
+        if threading.get_ident() == self._thread and self._copied.wait(timeout):
+            self.confirm()
 
     # -- the thread that copies ---------------------------------------------------------------------------------------
 
@@ -90,12 +122,8 @@ class Snapshot:
         return self._fate.setdefault(None, "claimed") == "claimed"
 
     def copy(self, slot: Slot) -> None:
-        """Copy all of it into the slot's arena; lets training go on as soon as the law allows.
-
-        Raises:
-            TornSnapshot: something other than an attached optimizer changed a tensor meanwhile.
-        """
-        into = slot.lay_out(self.capture.layout)
+        """Copy all of it into the slot's arena; lets training go on as soon as the law allows."""
+        self._into = into = slot.lay_out(self.capture.layout)
         if self._marks:
             slot.pin()
         self._early_events = self._begin(into, [name for name in into if name not in self.late])
@@ -106,15 +134,35 @@ class Snapshot:
             self.encode()
             if self.late:
                 self._begin(into, [name for name in into if name in self.late])
-                if self._events:
-                    self._copied.open()  # the device's next work waits by itself
+                self._copied.open()  # a device's next work waits by itself
         finally:  # refused or not, a device may still write into the slot
             for event in self._events:
                 event.synchronize()
-        if changed := self._look():
+
+    def await_confirmation(self) -> None:
+        """Return when the copy is known to be no mixture: at once for one that was made before `save` returned.
+
+        Raises:
+            TornSnapshot: something other than an attached optimizer has changed a tensor since `save`.
+        """
+        if not self.late or self._fate:
+            return
+        assert self._into is not None
+        end = time.monotonic() + _LONG_OVER
+        while not self._verdict:  # a signal may come between the verdict and the latch, so that is looked at by turns
+            if (left := end - time.monotonic()) > 0:
+                self._confirmed.wait(min(left, _TURN))
+                continue
+            later = self._look(self._into, _side_stream)
+            if not later():  # it counts only if nothing changed: a step may have begun meanwhile, which looked before
+                self._judge(later)
+            end = time.monotonic() + _LONG_OVER
+        if changed := self._verdict[None]():
+            self._torn(changed)
             raise TornSnapshot(
-                f"{self.save.part}: {changed[0]} was changed while it was copied, and not by an attached "
-                "optimizer's step(): change it only after that, or do not attach() the optimizer"
+                f"{changed[0]} was changed between save() and the next step(), and not by an "
+                "attached optimizer: the checkpoint may be a mixture, and is not kept. Later saves copy it before they "
+                "return; or change it after step(), or do not attach() its optimizer"
             )
 
     def catch_up(self) -> None:
@@ -126,8 +174,10 @@ class Snapshot:
         """The snapshot is taken, or why not: nobody needs to wait for it any more."""
         if not self._returns.is_open:
             self._error = error
+        self._into = None  # what it shows is the next snapshot's
         self._returns.open()
         self._copied.open()
+        self._passed_on.open()
 
     def _begin(self, into: dict[str, torch.Tensor], names: Iterable[str]) -> list[torch.cuda.Event]:
         tensors = self.capture.tensors
@@ -152,12 +202,28 @@ class Snapshot:
         self._events += begun
         return begun
 
-    def _look(self) -> list[str]:
-        """Names of what changed, as seen first: when the copy was over, or before a step was let pass."""
-        if self._changed:
-            return self._changed[None]
-        both = zip(self.late, self._versions, _versions(self.capture, self.late), strict=True)
-        return self._changed.setdefault(None, [name for name, was, now in both if was != now])
+    def _judge(self, changed: Callable[[], list[str]]) -> None:
+        if self._verdict.setdefault(None, changed) is changed:
+            self._confirmed.open()
+
+    def _look(
+        self, into: Mapping[str, torch.Tensor], stream: Callable[[torch.device], torch.cuda.Stream]
+    ) -> Callable[[], list[str]]:
+        """What gives the names of the late tensors that are not what was copied. Of the host they are read now; of a
+        device when `stream` comes to it."""
+        live = {name: self.capture.tensors[name] for name in self.late}
+        now = zip(_versions(self.capture, self.late), map(torch.Tensor.data_ptr, live.values()), strict=True)
+        was = zip(self._versions, self._addresses, strict=True)
+        if moved := [name for name, before, after in zip(live, was, now, strict=True) if before != after]:
+            return lambda: moved
+        try:
+            return Sample(live, into, stream).changed
+        except Exception as error:  # training is not to die of it
+            return functools.partial(_raise, error)
+
+
+def _raise(error: Exception) -> list[str]:
+    raise error
 
 
 def _versions(capture: Capture, names: frozenset[str]) -> list[int]:
