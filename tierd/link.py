@@ -55,10 +55,6 @@ class _Closed(DaemonUnavailable):
     """The daemon closed the connection."""
 
 
-class Silent(DaemonUnavailable):
-    """A daemon is there and does not answer: it is stopped, or as good as that."""
-
-
 class Link:
     """One connection. What the daemon holds for it (a restored part, a place among the trainers) ends with it.
 
@@ -69,8 +65,7 @@ class Link:
             for requests that `wire.BEAT` holds for. A daemon of before protocol 1.1 has the usual time to answer them.
 
     Raises:
-        DaemonUnavailable: nobody listens.
-        Silent: no place is free in its queue.
+        DaemonUnavailable: nobody listens, or no place is free in the daemon's queue.
     """
 
     def __init__(self, spool: Spool, *, greet: bool = True, silence_s: float | None = None) -> None:
@@ -86,7 +81,7 @@ class Link:
         except OSError as error:
             self._socket.close()
             absent = error.errno in _ABSENT
-            raise (Silent if isinstance(error, BlockingIOError) else DaemonUnavailable)(
+            raise DaemonUnavailable(
                 f"spool {spool.root}: no daemon answers ({'none is running' if absent else error.strerror or error}); "
                 f"start one: tierd run --spool {spool.root} --to URL"
             ) from error
@@ -166,7 +161,7 @@ class Link:
         try:
             self._socket.sendall(line)
         except TimeoutError:
-            raise Silent(f"the daemon took no request for {self._silence_s:g} s") from None
+            raise DaemonUnavailable(f"the daemon took no request for {self._silence_s:g} s") from None
 
     def _line(self, end: float | None) -> bytes:
         while b"\n" not in self._rest:
@@ -179,7 +174,7 @@ class Link:
             except TimeoutError:
                 if end is not None and time.monotonic() >= end:
                     raise _over() from None
-                raise Silent(f"the daemon was silent for {self._silence_s:g} s") from None
+                raise DaemonUnavailable(f"the daemon was silent for {self._silence_s:g} s") from None
             if not data:
                 raise _Closed("the daemon closed the connection")
             self._rest += data

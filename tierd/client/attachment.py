@@ -20,7 +20,7 @@ from tierd.core.remaining import Backlog, backlog_of
 from tierd.core.sight import told
 from tierd.core.wire import Attach, Candidates, MakeRoom, Request
 from tierd.core.wire import Backlog as AskBacklog
-from tierd.link import Link, Silent, start_daemon
+from tierd.link import Link, start_daemon
 from tierd.spool import Spool
 
 log = logging.getLogger("tierd")
@@ -128,13 +128,15 @@ class Attachment:
 
     def _ask_for_save(self, request: Request, timeout_s: float) -> dict[str, Any]:
         """Ask while a save waits: a daemon that is stopped costs `_SILENCE` seconds, and is then left alone."""
-        if time.monotonic() < self._not_before:
-            raise Silent("the daemon was silent a moment ago")
+        begun = time.monotonic()
+        if begun < self._not_before:
+            raise DaemonUnavailable("the daemon was silent a moment ago")
         try:
             with Link(self._spool, silence_s=_SILENCE) as link:
                 return link.ask(request, timeout_s)
-        except Silent:
-            self._not_before = time.monotonic() + _ALONE
+        except DaemonUnavailable:
+            if time.monotonic() - begun >= _SILENCE:  # it is there, or nobody would have been waited for
+                self._not_before = time.monotonic() + _ALONE
             raise
 
     def tell(self, request: Request) -> None:
