@@ -20,7 +20,7 @@ import msgspec
 
 from tierd import __version__
 from tierd.core.errors import DaemonUnavailable, TierdError, VersionMismatch
-from tierd.core.protocol import PROTOCOL, Peer, explain
+from tierd.core.protocol import BEATS, PROTOCOL, Peer, explain
 from tierd.core.wire import EXIT_HELD, HEARTBEAT, MAX_REPLY, Hello, Request, Status, encode_line, greeted, raise_error
 from tierd.spool import Spool
 from tierd.trust import stranger
@@ -57,20 +57,23 @@ class Link:
     Args:
         greet: exchange protocol numbers before the first request. Only a request that every daemon understands, in a
             form that never changes, can do without.
+        silence_s: seconds without a byte, or without a place in the daemon's queue, after which it counts as stopped;
+            for requests that `wire.BEAT` holds for. A daemon of before protocol 1.1 has the usual time to answer them.
 
     Raises:
-        DaemonUnavailable: nobody listens.
+        DaemonUnavailable: nobody listens, or no place is free in the daemon's queue.
     """
 
-    def __init__(self, spool: Spool, *, greet: bool = True) -> None:
+    def __init__(self, spool: Spool, *, greet: bool = True, silence_s: float | None = None) -> None:
         self._spool = spool
         self._to_greet = greet
+        self._silence_s = _SILENCE if silence_s is None else silence_s
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(_SILENCE)
+        self._socket.settimeout(self._silence_s)
         self._rest = b""
         _open.add(self)
         try:
-            connect(self._socket, spool.socket)
+            connect(self._socket, spool.socket, min(_QUEUE, self._silence_s))
         except OSError as error:
             self._socket.close()
             absent = error.errno in _ABSENT
@@ -146,26 +149,28 @@ class Link:
     def _check(self, daemon: Peer) -> None:
         if why := explain(THIS, daemon):
             raise VersionMismatch(f"spool {self._spool.root}: {why}")
+        if daemon.protocol is None or daemon.protocol < BEATS:
+            self._silence_s = max(self._silence_s, _SILENCE)
 
     def _send(self, line: bytes) -> None:
-        self._socket.settimeout(_SILENCE)
+        self._socket.settimeout(self._silence_s)
         try:
             self._socket.sendall(line)
         except TimeoutError:
-            raise DaemonUnavailable(f"the daemon took no request for {_SILENCE:.0f} s") from None
+            raise DaemonUnavailable(f"the daemon took no request for {self._silence_s:g} s") from None
 
     def _line(self, end: float | None) -> bytes:
         while b"\n" not in self._rest:
-            left = _SILENCE if end is None else end - time.monotonic()
+            left = self._silence_s if end is None else end - time.monotonic()
             if left <= 0:
                 raise _over()
-            self._socket.settimeout(min(left, _SILENCE))
+            self._socket.settimeout(min(left, self._silence_s))
             try:
                 data = self._socket.recv(1 << 16)
             except TimeoutError:
                 if end is not None and time.monotonic() >= end:
                     raise _over() from None
-                raise DaemonUnavailable(f"the daemon was silent for {_SILENCE:.0f} s") from None
+                raise DaemonUnavailable(f"the daemon was silent for {self._silence_s:g} s") from None
             if not data:
                 raise ConnectionResetError("the daemon closed the connection")
             self._rest += data

@@ -24,8 +24,10 @@ def local(spool):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """A daemon and a restore that wait for milliseconds where they would for seconds."""
+    """A daemon and a restore that wait for milliseconds where they would for seconds. A daemon on a busy machine greets
+    in time for the save that connects."""
     hurry(monkeypatch)
+    monkeypatch.setattr("tierd.client.handoff._GREETING", 1.0)
     monkeypatch.setattr(source, "_PATIENCE", 0.2)
     monkeypatch.setattr(handoff, "_TICK", 0.02)
 

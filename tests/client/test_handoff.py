@@ -320,7 +320,7 @@ def test_who_asks_on_a_connection_that_is_closed_is_told_that_the_daemon_is_gone
     line = client.HandOff(spool)
     for _ in range(2):
         with pytest.raises(DaemonUnavailable, match="the daemon closed the connection"):
-            line.answer(client.Given(ours, 0))
+            line.answer(client.Given(ours, 0, 1.0))
     assert line._not_before == 0.0, "nor does it count as one that hangs"
 
 

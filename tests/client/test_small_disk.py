@@ -31,7 +31,7 @@ def test_a_full_disk_gives_up_verified_copies_and_every_save_succeeds(spool, mon
     """Row 6: 6 MB, a state of 2.4 MB, a healthy tier, 18 saves."""
     disk = SmallDisk(monkeypatch, spool.root, 6_000_000)
     if not handed_over:
-        monkeypatch.setattr(handoff.HandOff, "renew", lambda self: False)
+        monkeypatch.setattr(handoff.HandOff, "renew", lambda self, patience_s=0.0: False)
     store = Double()
     with Daemon(spool.root, {"tier": store}, keep=100, keep_local=3) as daemon:
         with tierd.Checkpointer(spool.root, "run") as ckpt:

@@ -15,6 +15,7 @@ _STORE, _DAEMON = "pytest tests/stores/test_encrypted.py::", "pytest tests/daemo
 _ENCRYPTED, _KEYS = "tierd/stores/encrypted.py", "tierd/stores/keys.py"
 _APART = "pytest tests/wire/test_apart.py"
 _HANDED, _PIPELINE = "pytest tests/client/test_handoff.py", "tierd/client/pipeline.py"
+_STOPPED = "pytest tests/client/test_stopped_daemon.py"
 _READER = "pytest tests/reading/test_reader.py"
 _OWNED, _WHICH = "pytest tests/daemon/test_run_policies.py", "tierd/core/policies.py"
 _LINKS = "os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW"
@@ -262,6 +263,62 @@ _DEATHS = (
         f"{_HANDED} -k every_slot",
     ),
     Mutant(
+        "a daemon at work on a snapshot counts as stopped",
+        "tierd/daemon/handoff.py",
+        "timeout=wire.BEAT).done:",
+        "timeout=wire.HEARTBEAT).done:",
+        f"{_STOPPED} -k works_for_long",
+    ),
+    Mutant(
+        "a daemon at work on room counts as stopped",
+        "tierd/daemon/control.py",
+        "wire.BEAT if isinstance(request, wire.MakeRoom | wire.Candidates) else math.inf",
+        "math.inf",
+        f"{_STOPPED} -k makes_room",
+    ),
+    Mutant(
+        "a daemon of before 1.1 is held to the beat of today",
+        "tierd/client/handoff.py",
+        "_SILENCE if beats else _LONG_SILENCE",
+        "_SILENCE",
+        f"{_APART} -k has_its_time",
+    ),
+    Mutant(
+        "a stopped daemon is waited for as long as ever",
+        "tierd/client/handoff.py",
+        "_SILENCE if beats else _LONG_SILENCE",
+        "_LONG_SILENCE",
+        f"{_STOPPED} -k met_once_and_nothing",
+    ),
+    Mutant(
+        "memory is lent to a daemon that has not greeted",
+        "tierd/client/handoff.py",
+        "        except Silent:\n            return False\n",
+        "        except Silent:\n            daemon = THIS\n",
+        f"{_STOPPED} -k before_its_first",
+    ),
+    Mutant(
+        "who falls silent again and again is tried again and again",
+        "tierd/client/handoff.py",
+        " * 2 ** min(self._silences, _MOST_DOUBLED)",
+        "",
+        f"{_STOPPED} -k again_and_again",
+    ),
+    Mutant(
+        "a daemon that wakes keeps what a living trainer lent it",
+        "tierd/client/handoff.py",
+        "                self._let_go(given.connection)\n",
+        "",
+        f"{_STOPPED} -k commits_first",
+    ),
+    Mutant(
+        "a daemon that wakes reports what its trainer wrote as failed",
+        "tierd/daemon/handoff.py",
+        "            if not isinstance(error, StepRefused) and not self._spool.has(part):\n",
+        "            if True:\n",
+        f"{_STOPPED} -k meanwhile",
+    ),
+    Mutant(
         "a living writer's stage counts as left over",
         "tierd/stage.py",
         "        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
@@ -309,7 +366,7 @@ _VERSIONS = (
     Mutant(
         "a snapshot is handed to a daemon that is too far apart",
         "tierd/client/handoff.py",
-        "if why := explain(THIS, greeted(greeting)):",
+        "if why := explain(THIS, daemon):",
         'if why := "":',
         f"{_APART} -k saves_and_restores_beside",
     ),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,8 @@ from tierd.core import wire
 from tierd.core.errors import DaemonUnavailable, RequestUnknown, StoreUnavailable, VersionMismatch
 from tierd.core.protocol import PROTOCOL, Peer, Protocol
 from tierd.core.sight import told
+from tierd.daemon import handoff
+from tierd.daemon.room import Made
 from tierd.link import Link
 from tierd.spool import Spool
 
@@ -307,6 +311,32 @@ def test_a_daemon_one_minor_version_later_takes_snapshots(spool, monkeypatch):
         checkpointer.save(1, tensors(1)).wait("tier", timeout=20)
         assert checkpointer.stats.handed_over == 1
         assert checkpointer.restore(tensors(0)).step == 1
+
+
+def test_a_daemon_one_minor_version_earlier_has_its_time(spool, monkeypatch):
+    """Before 1.1 a daemon shows every 5 s that it works, and is not taken for stopped within one."""
+    earlier = Peer(Protocol(1, 0), "0.0.9")
+    monkeypatch.setattr("tierd.daemon.handoff.THIS", earlier)
+    monkeypatch.setattr("tierd.daemon.peers.THIS", earlier)
+    monkeypatch.setattr(wire, "PROTOCOL", earlier.protocol)
+    monkeypatch.setattr(wire, "BEAT", wire.HEARTBEAT)
+    monkeypatch.setattr("tierd.client.handoff._SILENCE", 0.3)
+    monkeypatch.setattr("tierd.client.attachment._SILENCE", 0.3)
+    real = handoff.write_part
+    monkeypatch.setattr(handoff, "write_part", lambda *arguments: time.sleep(2) or real(*arguments))
+
+    async def make(*_, **__):
+        await asyncio.sleep(2)
+        return Made(1, True)
+
+    with (
+        Daemon(spool.root, {"tier": Double()}) as daemon,
+        tierd.Checkpointer(spool.root, "run") as checkpointer,
+    ):
+        checkpointer.save(1, tensors(1)).wait(timeout=20)
+        assert checkpointer.stats.handed_over == 1
+        monkeypatch.setattr(daemon.reconciler.room, "make", make)
+        assert checkpointer._daemon.make_room(part(2), 1000, quota=False)
 
 
 def test_a_later_client_hands_over_and_an_unknown_message_leaves_the_line_usable(spool):

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from tierd.client.acceptance import Watch
 from tierd.core.config import from_urls
@@ -27,6 +28,8 @@ log = logging.getLogger("tierd")
 _TOLD = 5.0  # seconds that what it is told may take
 _ANSWER = 5.0  # seconds that naming an attempt waits for the daemon's look at the tiers
 _ROOM = 10.0  # seconds that a save which met a full disk waits for the daemon to make room
+_SILENCE = 1.0  # seconds of them without a sign of work after which the daemon counts as stopped
+_ALONE = 30.0  # seconds for which no save asks a daemon that was found stopped
 
 
 class Attachment:
@@ -56,6 +59,7 @@ class Attachment:
         self._warned = ""  # of which mismatch of versions the log was told
         self._telling: threading.Thread | None = None  # the last one that does
         self._watch: Watch | None = None
+        self._not_before = 0.0  # monotonic seconds; no save asks the daemon earlier
         if self._to:
             self._attach(self._to)
             self._watch = Watch(functools.partial(self._backlog, run))
@@ -76,8 +80,7 @@ class Attachment:
             seen = set()
         if self.tiers:
             try:
-                with Link(self._spool) as link:
-                    seen |= told(link.ask(Candidates(run=run), _ANSWER)).attempts
+                seen |= told(self._ask_for_save(Candidates(run=run), _ANSWER)).attempts
             except (TierdError, TimeoutError):
                 pass  # the spool's word, and the clock's
         return seen
@@ -118,11 +121,23 @@ class Attachment:
             return False
         request = MakeRoom(run=part.checkpoint.run, size_bytes=size_bytes, quota=quota)
         try:
-            with Link(self._spool) as link:
-                return bool(link.ask(request, _ROOM).get("enough"))
+            return bool(self._ask_for_save(request, _ROOM).get("enough"))
         except (TierdError, TimeoutError, OSError) as error:
             log.info("the daemon made no room: %s", error)
             return False
+
+    def _ask_for_save(self, request: Request, timeout_s: float) -> dict[str, Any]:
+        """Ask while a save waits: a daemon that is stopped costs `_SILENCE` seconds, and is then left alone."""
+        begun = time.monotonic()
+        if begun < self._not_before:
+            raise DaemonUnavailable("the daemon was silent a moment ago")
+        try:
+            with Link(self._spool, silence_s=_SILENCE) as link:
+                return link.ask(request, timeout_s)
+        except DaemonUnavailable:
+            if time.monotonic() - begun >= _SILENCE:  # it is there, or nobody would have been waited for
+                self._not_before = time.monotonic() + _ALONE
+            raise
 
     def tell(self, request: Request) -> None:
         """Have the daemon know of something, after what it was told before; returns at once, and where none answers

@@ -1,54 +1,49 @@
 """Handing a snapshot to the daemon: the arena's descriptor crosses a unix socket, not one byte of the state does.
 
 Law: what was sent is the daemon's, whatever becomes of this process; what was not answered is this process's still. A
-daemon that is absent, full or dead costs a call that fails at once.
+daemon that is absent, full or dead costs a call that fails at once. A daemon that is stopped is found out within a
+second, and is then lent nothing until it has greeted anew, which no save waits for.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import select
 import socket
+import threading
 import time
-import weakref
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
 
 from tierd.arena import Arena
+from tierd.client.packets import Ended, Silent, opened, receive, send
 from tierd.commit import Written
-from tierd.core.errors import DaemonUnavailable, ObjectNotFound, VersionMismatch
+from tierd.core.errors import DaemonUnavailable, ObjectNotFound, TierdError, VersionMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE, Manifest, encode
-from tierd.core.protocol import explain
-from tierd.core.wire import HEARTBEAT, MAX_PACKET, AnyHanded, Leave, Lend, Persist, Recall, greeted, raise_error
+from tierd.core.protocol import BEATS, explain
+from tierd.core.wire import HEARTBEAT, Leave, Lend, Persist, Recall, greeted
 from tierd.link import HELLO, THIS, connect
 from tierd.spool import Spool
 
 log = logging.getLogger("tierd")
 
-_SILENCE = 6 * HEARTBEAT  # seconds without a packet after which a daemon counts as hung, and is then left alone
-_GREETING = 0.5  # seconds that a daemon has to greet who connects
-
-_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    for connection in list(_open):
-        connection.close()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
+# Seconds without a packet after which a daemon counts as stopped. Beside the greeting it makes the one second that a
+# stopped daemon may cost. A false alarm is harmless, because the client then writes the snapshot, too.
+_SILENCE = 0.9
+_LONG_SILENCE = 6 * HEARTBEAT  # the same for a daemon of before protocol 1.1, which beats every `HEARTBEAT`
+_GREETING = 0.1  # seconds that a save gives a daemon to greet, from the connection on
+CALM_GREETING = 0.5  # and who keeps no training waiting
+_ALONE = 30.0  # seconds for which a daemon that cannot be used is left alone
+_MOST_DOUBLED = 7  # times: who falls silent again and again is left alone for an hour in the end
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A snapshot that the daemon was told of, and the connection that its answer comes over."""
+    """A snapshot that the daemon was told of, the connection that its answer comes over, and the seconds of silence
+    there after which the daemon counts as stopped."""
 
     connection: socket.socket
     size: int
+    silence_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,39 +60,81 @@ class HandOff:
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
         self._line: _Line | None = None
+        self._ungreeted: _Ungreeted | None = None
+        self._renewing = threading.Lock()
         self._not_before = 0.0  # monotonic seconds
+        self._silences = 0  # since the daemon answered last
         self._warned = ""  # of which mismatch of versions the log was told
 
-    def renew(self) -> bool:
-        """Connect, unless the connection stands; whether there is one. A daemon that hangs, or that is of a version too
-        far from this one, is left alone for `_SILENCE` seconds."""
+    @property
+    def stopped(self) -> bool:
+        """Whether the daemon was found silent, and is left alone since."""
+        return self._silences > 0 and time.monotonic() < self._not_before
+
+    def renew(self, patience_s: float = 0.0) -> bool:
+        """Connect, unless that is done, and look whether a daemon has greeted; whether one has.
+
+        A connection alone proves nothing, because the system accepts it for a daemon that is stopped. So it is kept,
+        and looked at again the next time. A daemon that fell silent is left alone for `_ALONE` seconds, and twice as
+        long each further time; one of a version too far from this one for `_ALONE` seconds.
+
+        Args:
+            patience_s: seconds that the daemon has for its greeting, from the connection on.
+        """
         if self._line is not None:
             return True
-        if time.monotonic() < self._not_before:
+        if time.monotonic() < self._not_before or not self._renewing.acquire(timeout=patience_s):
             return False
         try:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        except OSError:  # no descriptor to be had
+            # Where it has gone another one may listen by now; who goes each time is left alone.
+            if self._line is None and self._has_gone(patience_s) and self._has_gone(patience_s):
+                self._not_before = time.monotonic() + _ALONE
+            return self._line is not None
+        finally:
+            self._renewing.release()
+
+    def _has_gone(self, patience_s: float) -> bool:
+        """Whether the daemon ended before it greeted. Once it has greeted, there is a line."""
+        ungreeted = self._ungreeted = self._ungreeted or self._connect()
+        if ungreeted is None:
             return False
-        connection.setblocking(False)
+        connection = ungreeted.connection
         try:
-            connect(connection, self._spool.handoff_socket, patience_s=0.0)
-            # A connection alone proves nothing, because the system accepts it for a daemon that hangs.
-            greeting, _ = _receive(connection, _GREETING)
-            _send(connection, HELLO)  # also to a daemon that is too far apart: it then logs which side to upgrade
-            if why := explain(THIS, greeted(greeting)):
+            greeting, _ = receive(connection, max(0.0, ungreeted.since + patience_s - time.monotonic()))
+            send(connection, HELLO)  # also to a daemon that is too far apart: it then logs which side to upgrade
+            daemon = greeted(greeting)
+            if why := explain(THIS, daemon):
                 raise VersionMismatch(f"spool {self._spool.root}: {why}")
-        except (OSError, DaemonUnavailable) as error:
-            if not isinstance(error, FileNotFoundError | ConnectionRefusedError):
-                self._not_before = time.monotonic() + _SILENCE
+        except Silent:
+            return False
+        except (OSError, TierdError) as error:
+            self._ungreeted = None
+            connection.close()
+            if isinstance(error, Ended | ConnectionError):
+                return True
+            self._not_before = time.monotonic() + _ALONE
             if isinstance(error, VersionMismatch) and str(error) != self._warned:
                 self._warned = str(error)
                 log.warning("%s. Until then training writes its checkpoints itself", error)
-            connection.close()
             return False
-        _open.add(connection)
-        self._line = _Line(connection, {})
-        return True
+        self._ungreeted = None
+        beats = daemon.protocol is not None and daemon.protocol >= BEATS
+        self._line = _Line(connection, {}, _SILENCE if beats else _LONG_SILENCE)
+        return False
+
+    def _connect(self) -> _Ungreeted | None:
+        try:
+            connection = opened()
+        except OSError:  # no descriptor to be had
+            return None
+        try:
+            connect(connection, self._spool.handoff_socket, patience_s=0.0)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError | ConnectionRefusedError):
+                self._not_before = time.monotonic() + _ALONE
+            connection.close()
+            return None
+        return _Ungreeted(connection, time.monotonic())
 
     def give(self, slot: int, arena: Arena, manifest: Manifest, tensors: int, tree: bytes) -> Given | None:
         """Tell the daemon of the snapshot in `arena`; None where there is no daemon, or it takes nothing.
@@ -115,10 +152,11 @@ class HandOff:
         persist = Persist(part=manifest.part, slot=slot, tensors=tensors, manifest=len(head), tree=len(tree))
         try:
             for _ in range(2):  # the second time to a daemon that came after the first had gone
-                if arena.shared or not self.renew() or (line := self._line) is None:
+                patience_s = 0.0 if self._silences else _GREETING
+                if arena.shared or not self.renew(patience_s) or (line := self._line) is None:
                     break
                 if self._tell(line, slot, arena, persist, box):
-                    return Given(line.connection, tensors + len(tree))
+                    return Given(line.connection, tensors + len(tree), line.silence_s)
             return None
         finally:
             box.close()
@@ -126,11 +164,14 @@ class HandOff:
     def _tell(self, line: _Line, slot: int, arena: Arena, persist: Persist, box: Arena) -> bool:
         try:
             if line.lent.get(slot) is not arena:
-                _send(line.connection, Lend(slot=slot), arena.fd)
+                send(line.connection, Lend(slot=slot), arena.fd)
                 line.lent[slot] = arena
-            _send(line.connection, persist, box.fd)
+            send(line.connection, persist, box.fd)
         except OSError as error:
-            self._drop(line.connection, gone=isinstance(error, ConnectionError))
+            gone = isinstance(error, ConnectionError)
+            if not gone:  # it takes nothing more, because it does not read: so it is stopped, or as good as that
+                self._leave_alone()
+            self._drop(line.connection, gone=gone)
             return False
         return True
 
@@ -142,23 +183,33 @@ class HandOff:
             TierdError: it could not be; as the daemon says.
         """
         try:
-            reply, _ = _receive(given.connection, _SILENCE)
+            reply, _ = receive(given.connection, given.silence_s)
         except DaemonUnavailable as error:
-            gone = isinstance(error, _Ended)
+            gone = isinstance(error, Ended)
             if not gone:
-                self._not_before = time.monotonic() + _SILENCE
+                self._leave_alone()
+                self._let_go(given.connection)
             self._drop(given.connection, gone=gone)
             given.connection.close()
             raise
+        except TierdError:  # an answer, too
+            self._silences = 0
+            raise
+        self._silences = 0
         return Written(size=given.size, direct=bool(reply["direct"]), recycled=bool(reply["recycled"]))
+
+    def _leave_alone(self) -> None:
+        """The daemon is not used for a while, the longer the more often that was so since it answered last."""
+        self._not_before = time.monotonic() + _ALONE * 2 ** min(self._silences, _MOST_DOUBLED)
+        self._silences += 1
 
     def recall(self, part: PartId) -> Remembered | None:
         """Take `part` over from a trainer that died, if the daemon still has it in memory. Not verified."""
-        if not self.renew() or (line := self._line) is None:
+        if not self.renew(CALM_GREETING) or (line := self._line) is None:
             return None
         try:
-            _send(line.connection, Recall(part=part))
-            reply, fds = _receive(line.connection, _SILENCE)
+            send(line.connection, Recall(part=part))
+            reply, fds = receive(line.connection, _SILENCE)  # it only looks, whatever its version
             arena, box = (Arena.received(fd) for fd in fds)
         except ObjectNotFound:
             return None
@@ -174,14 +225,21 @@ class HandOff:
 
     def close(self) -> None:
         """End in order: nobody will come for what was lent."""
+        if self._ungreeted is not None:
+            self._ungreeted.connection.close()
+            self._ungreeted = None
         line = self._line
         if line is not None:
-            try:
-                _send(line.connection, Leave())
-            except OSError:
-                pass
+            self._let_go(line.connection)
             self._drop(line.connection, gone=True)
             line.connection.close()
+
+    def _let_go(self, connection: socket.socket) -> None:
+        """Have the daemon release what was lent, once it has done what it was told before: nobody will recall it."""
+        try:
+            send(connection, Leave())
+        except OSError:
+            pass
 
     def _drop(self, connection: socket.socket, *, gone: bool) -> None:
         """Use it no more. Whoever waits for an answer on it is woken, and closes it.
@@ -203,41 +261,17 @@ class HandOff:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A connection, and the arenas that were lent over it."""
+    """A connection, the arenas that were lent over it, and the seconds of silence after which its daemon counts as
+    stopped."""
 
     connection: socket.socket
     lent: dict[int, Arena]
+    silence_s: float
 
 
-class _Ended(DaemonUnavailable):
-    """The daemon closed the connection."""
+@dataclass(frozen=True, slots=True)
+class _Ungreeted:
+    """A connection that no daemon has greeted on, and since when there is one, in monotonic seconds."""
 
-
-def _send(connection: socket.socket, message: AnyHanded, *fds: int) -> None:
-    if connection.fileno() < 0:
-        raise ConnectionError("the connection is closed")
-    socket.send_fds(connection, [msgspec.json.encode(message)], fds, socket.MSG_NOSIGNAL)
-
-
-def _receive(connection: socket.socket, silence: float) -> tuple[dict[str, Any], list[int]]:
-    ready = select.poll()
-    if connection.fileno() < 0:  # who waited for an earlier answer has found it ended, and closed it
-        raise _Ended("the daemon closed the connection")
-    try:
-        ready.register(connection, select.POLLIN)
-        end = time.monotonic() + silence
-        while True:
-            if not ready.poll(max(0.0, end - time.monotonic()) * 1000):
-                raise DaemonUnavailable(f"the daemon was silent for {silence:g} s")
-            packet, fds, _, _ = socket.recv_fds(connection, MAX_PACKET, 2, socket.MSG_CMSG_CLOEXEC)
-            if not packet:
-                raise _Ended("the daemon closed the connection")
-            reply = msgspec.json.decode(packet)
-            if reply.get("working"):
-                end = time.monotonic() + silence
-                continue
-            if not reply.get("ok"):
-                raise_error(reply)
-            return reply, fds
-    except (OSError, ValueError, msgspec.DecodeError) as error:
-        raise DaemonUnavailable(f"the daemon's connection broke: {error}") from error
+    connection: socket.socket
+    since: float

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
-from tierd.arena import Arena
-from tierd.client.handoff import Given, HandOff
+from tierd.arena import Arena, available
+from tierd.client.handoff import CALM_GREETING, Given, HandOff
 from tierd.client.save import Save, Stats
 from tierd.client.slots import Slot
 from tierd.client.snapshot import Snapshot
@@ -62,7 +64,7 @@ class Pipeline:
         self._unfinished: set[Snapshot] = set()
         self._told = False
         if line is not None:
-            line.renew()
+            line.renew(CALM_GREETING)
 
     @property
     def busy(self) -> bool:
@@ -109,10 +111,7 @@ class Pipeline:
     def _reserve(self, size: int) -> None:
         idle = [self._free.get() for _ in self._slots]
         for slot in idle:
-            try:
-                slot.fit(size)
-            except Exception as error:  # a save will say so, if it matters then
-                log.warning("no arena of %d bytes was made ready: %s", size, error)
+            _fit(slot, size)
         for slot in idle:
             self._free.put(slot)
 
@@ -185,6 +184,9 @@ class Pipeline:
             return self._write(manifest, files)
         except DaemonUnavailable as error:
             log.warning("%s: %s; it is persisted here", manifest.part, error)
+        # A daemon that only fell silent may still be reading: what it reads must stay what it was given.
+        slot.drop()
+        anew = self._anew(slot, len(files[TENSORS]))
         try:
             return self._write(manifest, files)
         except StepRefused:
@@ -193,11 +195,36 @@ class Pipeline:
                 sync_directory(directory)
             return Written(size=given.size, direct=False, recycled=False)
         finally:
-            # A daemon that only fell silent may still be reading: what it reads must stay what it was given.
-            slot.drop()
+            if anew.ident:
+                anew.join()
+
+    def _anew(self, slot: Slot, size: int) -> threading.Thread:
+        """Touch other memory for `slot`, beside the write: the next save would wait for it while training does.
+
+        The same for idle slots whose arenas the daemon may still be reading. Where memory is short that is left to the
+        next save, because it may find more.
+        """
+
+        def fit() -> None:
+            if available() > size:
+                _fit(slot, size)
+            for _ in self._slots:
+                with suppress(queue.Empty):
+                    idle = self._free.get_nowait()
+                    try:
+                        if idle.arena is not None and idle.arena.shared and available() > size:
+                            _fit(idle, size)
+                    finally:
+                        self._free.put(idle)
+
+        thread = threading.Thread(target=fit, name="tierd-anew", daemon=True)
+        with suppress(RuntimeError):  # the interpreter is ending, or no thread is to be had: the next save does it
+            thread.start()
+        return thread
 
     def _write(self, manifest: Manifest, files: dict[str, memoryview]) -> Written:
-        return write_with_room(lambda: write_part(self._spool, manifest, files), manifest.part, files, self._room)
+        room = None if self._line is not None and self._line.stopped else self._room  # who is stopped makes none
+        return write_with_room(lambda: write_part(self._spool, manifest, files), manifest.part, files, room)
 
     def _end(self, save: Save, persist: Callable[[], Written]) -> None:
         try:
@@ -221,6 +248,13 @@ class Pipeline:
         self._stats.failed += 1
         log.error("save failed, training goes on: %s: %s", save.part, error)
         self._ended(save, condition(error, f"spool {self._spool.root}") if isinstance(error, OSError) else error)
+
+
+def _fit(slot: Slot, size: int) -> None:
+    try:
+        slot.fit(size)
+    except Exception as error:  # a save will say so, if it matters then
+        log.warning("no arena of %d bytes was made ready: %s", size, error)
 
 
 @dataclass(frozen=True, slots=True)

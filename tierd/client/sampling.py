@@ -70,7 +70,7 @@ class Sample:
             read.over.synchronize()
             begin = 0
             for name in read.names:
-                expected = self._picked(self._copies[name])
+                expected = self._picked(self._copies[name]).view(torch.uint8)
                 if not torch.equal(read.host[begin : begin + expected.nbytes], expected):
                     self._changed.append(name)
                 begin += expected.nbytes
@@ -78,14 +78,14 @@ class Sample:
         return self._changed
 
     def _picked(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sampled elements' bytes, on the tensor's device."""
+        """The sampled elements' bits, on the tensor's device."""
         size = tensor.element_size()
         at = self._at.get((tensor.numel(), size))
         if at is None:
             at = self._at[tensor.numel(), size] = self._drawn(tensor.numel(), size)
         if tensor.device.type != "cpu":
             at = at.to(tensor.device, non_blocking=True)
-        return torch.take(tensor.detach().view(_BITS[size]), at).view(torch.uint8)
+        return torch.take(tensor.detach().view(_BITS[size]), at)
 
     def _drawn(self, count: int, size: int) -> torch.Tensor:
         if count * size <= _WHOLE:
@@ -112,7 +112,7 @@ class _Read:
 
     def __init__(self, names: Iterable[str], picked: list[torch.Tensor]) -> None:
         self.names = list(names)
-        joined = torch.cat(picked)
+        joined = torch.cat([one.view(torch.uint8) for one in picked])
         self.host = torch.empty(joined.shape, dtype=torch.uint8, pin_memory=True)
         self.host.copy_(joined, non_blocking=True)
         self.over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

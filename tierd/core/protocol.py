@@ -2,9 +2,12 @@
 
 Invariant: the decision depends on both protocol numbers and on nothing else, so client and daemon always agree on it.
 
-A protocol is written ``major.minor``. A release that adds request kinds or members raises the minor number: nothing is
-removed, and an added member has a default that means what its absence meant. A release that changes what an existing
-message means raises the major number. The greeting itself (`wire.Hello` and its answer) keeps its form for ever.
+A protocol is written ``major.minor``. A release that adds request kinds or members, or a promise that the other side
+relies on, raises the minor number: nothing is removed, and an added member has a default that means what its absence
+meant. A release that changes what an existing message means raises the major number. The greeting itself (`wire.Hello`
+and its answer) keeps its form for ever.
+
+1.1: a daemon shows every `wire.BEAT` that it works on what training may wait for, so that its silence is found soon.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class Protocol(NamedTuple):
         return Protocol(int(major), int(minor))
 
 
-PROTOCOL = Protocol(1, 0)
+PROTOCOL = Protocol(1, 1)
+BEATS = Protocol(1, 1)  # the first whose daemons keep to `wire.BEAT`
 
 
 class Peer(NamedTuple):

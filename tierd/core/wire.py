@@ -3,6 +3,7 @@
 Law: bytes of checkpoints never cross a socket, only names and descriptors. On the control socket a request is one line;
 the answer is any number of `{"working": true}` lines, at most `HEARTBEAT` seconds apart, then one line with `ok`. On
 the hand-off socket the daemon greets with `ok`; a message is one packet with its descriptors, and so is an answer.
+Training may wait for `Persist`, `MakeRoom` and `Candidates`: from protocol 1.1 on, `BEAT` holds for these.
 
 Both sockets exchange protocol numbers first (`core/protocol`). On the control socket the client begins with `Hello`,
 and the daemon answers with its own number. On the hand-off socket the daemon's greeting has its number, and the
@@ -25,6 +26,7 @@ from tierd.core.manifest import MAX_MANIFEST_SIZE, MetricName
 from tierd.core.protocol import PROTOCOL, PROTOCOL_TEXT, VERSION_TEXT, Peer, Protocol
 
 HEARTBEAT = 5.0  # seconds
+BEAT = 0.25  # seconds
 EXIT_HELD = 7  # how a daemon ends that finds another one on its spool: whoever started it can use that one
 MAX_REQUEST = 64 << 10  # bytes
 MAX_PACKET = 16 << 10  # bytes

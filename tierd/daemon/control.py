@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import functools
 import logging
+import math
 import os
 import socket
 from collections import Counter
@@ -145,9 +146,10 @@ class Control:
         work = asyncio.ensure_future(self._do(request, held))
         self.working.add(work)
         work.add_done_callback(self.working.discard)
+        beat_s = min(wire.BEAT if isinstance(request, wire.MakeRoom | wire.Candidates) else math.inf, wire.HEARTBEAT)
         try:
             while True:
-                done, _ = await asyncio.wait([work], timeout=wire.HEARTBEAT)
+                done, _ = await asyncio.wait([work], timeout=beat_s)
                 if done:
                     return {"ok": True, **work.result()}
                 writer.write(wire.encode_line({"working": True, **self._progress(request)}))

@@ -25,7 +25,7 @@ import msgspec
 from tierd.arena import Arena
 from tierd.commit import Room, Written, write_part, write_with_room
 from tierd.core import wire
-from tierd.core.errors import ObjectNotFound, TierdError
+from tierd.core.errors import ObjectNotFound, StepRefused, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE, decode
 from tierd.daemon.peers import THIS, Peers, unknown
@@ -184,9 +184,10 @@ class HandOff:
 
     def _expire(self) -> None:
         with self._changed:
-            gone = [lane for lane, line in self._orphans.items() if line.expires <= time.monotonic()]
-            for lane in gone:
-                self._orphans.pop(lane).close()
+            expired = [lane for lane, line in self._orphans.items() if line.expires <= time.monotonic()]
+            gone = [self._orphans.pop(lane) for lane in expired]
+        for line in gone:  # without the lock, because unmapping much memory takes long, and other lines have to beat
+            line.close()
         if gone:
             self._tidy()
 
@@ -215,16 +216,15 @@ class HandOff:
     def _ended(self, line: _Line) -> None:
         with self._changed:
             self._lines.remove(line)
-            if line.left or line.last is None or self._stopping:
-                line.close()
-            else:
-                former = self._orphans.pop(line.lane, None)
-                if former:
-                    former.close()
+            gone: _Line | None = line
+            if not (line.left or line.last is None or self._stopping):
+                gone = self._orphans.pop(line.lane, None)
                 line.expires = time.monotonic() + _ORPHAN
                 self._orphans[line.lane] = line
             line.socket.close()
             self._changed.notify_all()
+        if gone:
+            gone.close()
         self._tidy()
 
     def _answer(self, line: _Line, packet: bytes, fds: list[int]) -> bool:
@@ -270,21 +270,23 @@ class HandOff:
         with self._changed:
             line.lane = part.lane
             former = self._orphans.pop(part.lane, None)
-            if former:
-                former.close()
             line.last = None
+        if former:
+            self._pool.submit(former.close)  # not here, because unmapping much memory takes long
+        del former
         files = {TENSORS: arena.view[: message.tensors], TREE: tree}
         work = self._pool.submit(
             write_with_room, lambda: write_part(self._spool, manifest, files), part, files, self.room
         )
-        while not concurrent.futures.wait([work], timeout=wire.HEARTBEAT).done:
-            self._reply(line, {"working": True})
-        try:
-            written = work.result()
-        except Exception as raised:  # told to the trainer, if there is one, as what it is
+        while not concurrent.futures.wait([work], timeout=wire.BEAT).done:
+            self._beat(line)
+        # Not raised here: a traceback through this frame would be a cycle, and keep the arena mapped for long.
+        if isinstance(raised := work.exception(), Exception):  # told to the trainer, if there is one, as what it is
             error = condition(raised, f"spool {self._spool.root}") if isinstance(raised, OSError) else raised
-            self._told(part, error)
+            if not isinstance(error, StepRefused) and not self._spool.has(part):
+                self._told(part, error)
             return wire.error_reply(error)
+        written = work.result()
         line.last = _Snapshot(message, arena, box)
         self._told(part, written)
         return {"ok": True, "direct": written.direct, "recycled": written.recycled}
@@ -310,6 +312,13 @@ class HandOff:
             socket.send_fds(line.socket, [msgspec.json.encode(reply)], fds or [], socket.MSG_NOSIGNAL)
         except OSError:
             pass  # nobody is left to be told; what was sent before is still done
+
+    def _beat(self, line: _Line) -> None:
+        """Show that this daemon works; without waiting, because a trainer that reads nothing must not hold it up."""
+        try:
+            line.socket.send(msgspec.json.encode({"working": True}), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+        except OSError:
+            pass  # nobody is left to be told, or a trainer that is busy has as much to read as the socket holds
 
 
 def _received(connection: socket.socket) -> tuple[bytes, list[int]]:
