@@ -145,6 +145,9 @@ class Pipeline:
         if not snapshot.claim():
             return False
         assert slot.arena is not None
+        if snapshot.late or not snapshot.capture.is_checked_soon(snapshot.tree):
+            snapshot.done()  # training does not wait for that, because nothing of it reads what training changes
+        snapshot.capture.check(snapshot.tree)
         given = None
         if self._line is not None:
             given = self._line.give(slot.number, slot.arena, snapshot.manifest, layout.size, snapshot.tree)
@@ -158,6 +161,7 @@ class Pipeline:
         assert slot.arena is not None
         snapshot.catch_up()
         tree = snapshot.capture.tree()
+        snapshot.capture.check(tree)
         files: dict[str, Source] = {TENSORS: _Stream(snapshot, slot.arena), TREE: tree}
         if snapshot.claim():
             self._end(snapshot.save, lambda: write_part(self._spool, snapshot.manifest, files))
