@@ -242,18 +242,18 @@ class Kept:
         self.names.append([len(self.names), list(state)])
         self.checkpointer.save(len(self.told) - 1, state).wait()
 
-    def check(self):
-        """Restore every step in a new process, into nothing and into blank targets, and compare."""
+    def check(self, first=0):
+        """Restore every step from `first` on in a new process, into nothing and into blank targets, and compare."""
         self.checkpointer.close()
-        (self.home / "names").write_text(json.dumps(self.names))
+        (self.home / "names").write_text(json.dumps(self.names[first:]))
         command = [sys.executable, "-W", "ignore", "-m", "support.exact", self.home / "spool", self.home / "names"]
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
         done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         back = [json.loads(line) for line in done.stdout.splitlines()]
-        assert [step for step, *_ in back] == list(range(len(self.told)))
-        for step, first, again in back:
-            assert first == self.told[step]
+        assert [step for step, *_ in back] == list(range(first, len(self.told)))
+        for step, found, again in back:
+            assert found == self.told[step]
             assert again == untied(self.told[step])
 
 
@@ -279,6 +279,7 @@ def test_whatever_is_accepted_comes_back(number, kept):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_many_small_tensors_and_long_runs_come_back(kept):
     state = {
         "many": {f"layer.{i}": torch.full((3,), float(i)) for i in range(50_000)},
@@ -292,7 +293,7 @@ def test_many_small_tensors_and_long_runs_come_back(kept):
     state["losses"].append(-math.nan)
     state["many"]["layer.7"].zero_()
     kept.save(state)
-    kept.check()
+    kept.check(first=1)
 
 
 def untied(value):
