@@ -265,6 +265,7 @@ def kept(tmp_path, monkeypatch):
     kept.checkpointer.close()
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", range(HUNDREDS))
 def test_whatever_is_accepted_comes_back(number, kept):
     @seed(number)
