@@ -54,6 +54,7 @@ faults: $(READY)
 gate: $(READY)
 	PYTHONPATH=tests:. $(BIN)/python -m faults gate
 	TIERD_HISTORIES=1000 $(BIN)/python -m pytest -n 2 tests/reading/test_beside_writers.py
+	TIERD_STATES=20000 $(BIN)/python -m pytest -n 2 tests/client/test_any_state.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

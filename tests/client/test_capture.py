@@ -157,6 +157,8 @@ SAME = {
     "another tensor": lambda s: s.update(plain=torch.zeros(3)),
     "a complex one": lambda s: s.update(z=torch.zeros(3, dtype=torch.complex64)),
     "metadata": lambda s: s["od"]._metadata.update(v=3),
+    "a generator's state": lambda s: torch.rand(3, generator=s["generator"]),
+    "another generator": lambda s: s.update(generator=torch.Generator().manual_seed(7)),
     "nothing": lambda s: None,
 }
 OTHER = {
@@ -195,6 +197,7 @@ OTHER = {
     "a stateful's state": lambda s: setattr(s["box"], "state", [1]),
     "scalar to container": lambda s: s.update(n=[1]),
     "a counter": lambda s: s["counter"].update("z"),
+    "a tensor's place in its memory": lambda s: s.update(plain=torch.ones(9)[4:7].clone()[:2]),
 }
 
 
@@ -228,6 +231,7 @@ def everything():
         "dd": defaultdict(list, a=[torch.ones(1)]),
         "counter": Counter("ab"),
         "ts": [base[:3], base[1:], {"in": base}],
+        "generator": torch.Generator(),
         "box": Box({"n": 1, "t": torch.ones(2)}),
     }
 
@@ -342,6 +346,35 @@ def test_garbage_collection_is_as_it_was():
         gc.enable()
 
 
+@pytest.mark.parametrize("size", [10, 1 << 19])
+@pytest.mark.parametrize("left", [0, 0.5, 0.99])
+def test_memory_that_is_freed_or_shrunk_between_two_captures_is_not_read(size, left):
+    base = torch.ones(size)
+    state = {"a": base[3:], "b": {"c": torch.ones(3)}, "z": torch.ones(0)}
+    capturer = Capturer()
+    for _ in range(3):
+        capturer.capture(state)
+        whole = base.untyped_storage().nbytes()
+        base.untyped_storage().resize_(int(whole * left))
+        with pytest.raises(StateRefused, match=r'^state\["a"\]: a tensor of .* its memory was freed'):
+            capturer.capture(state)
+        base.untyped_storage().resize_(whole)
+        base.fill_(2)
+        assert same(capturer.capture(state), state)
+
+
+def test_less_memory_at_the_same_place_is_noticed_where_it_is_large(monkeypatch):
+    tensor = torch.ones(1 << 19)
+    capturer = Capturer()
+    for _ in range(2):
+        capturer.capture({"a": tensor})
+    address = tensor.data_ptr()
+    tensor.untyped_storage().resize_(100)
+    monkeypatch.setattr(module, "_address", lambda tensor: address)
+    with pytest.raises(StateRefused, match="in a storage of 100"):
+        capturer.capture({"a": tensor})
+
+
 # ---- objects are asked once
 
 
@@ -382,6 +415,18 @@ def cycle():
     return inner
 
 
+def freed():
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def attributed():
+    counter = Counter("a")
+    counter.note = 1
+    return counter
+
+
 REFUSED = {
     "function": cycle,
     "in a list": [1, lambda: 0],
@@ -395,6 +440,11 @@ REFUSED = {
     "raises": Raises(1),
     "deep": functools.reduce(lambda inner, _: [inner], range(MAX_DEPTH + 1), 1),
     "key": {(1, torch.float32): 1},
+    "slice": slice(np.int64(1)),
+    "freed": freed(),
+    "expanded": torch.ones(1).expand(2**33),
+    "broadcast": np.broadcast_to(np.ones(1), 2**33),
+    "a counter's attribute": attributed(),
 }
 
 
@@ -448,7 +498,7 @@ def test_the_size_of_the_tree_is_looked_at_by_tree(monkeypatch):
     capturer = Capturer()
     for _ in range(2):
         capture = capturer.capture({"a": "x" * 100})
-        with pytest.raises(StateRefused, match="108 bytes besides tensors"):
+        with pytest.raises(StateRefused, match=r'state\["a"\]: 102 of the 108 bytes besides tensors'):
             capture.tree()
 
 

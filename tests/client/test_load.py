@@ -14,13 +14,15 @@ import torch
 from support.training import stored, through
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tierd.client.generators import SavedGenerator
 from tierd.client.load import check_fit, load
 from tierd.client.rng import RngState
 from tierd.client.state import flatten, unflatten
 from tierd.client.tensorfile import parse_layout
+from tierd.client.tree import SHELLS
 from tierd.core.errors import StateMismatch
 
 
@@ -726,3 +728,142 @@ def test_a_mismatch_leaves_the_memory_alone():
         load({"model": nn.Linear(1, 1)}, restored, lent=False, file=file)
     assert restored.keys() == {"model", "optimizer", "ema", "log"}
     assert bytes(file) == before
+
+
+# ---- dtypes that torch cannot copy
+
+
+@pytest.mark.parametrize("dtype", sorted(SHELLS, key=str), ids=str)
+def test_targets_of_a_few_bits(dtype):
+    def make(bits):
+        module = nn.Linear(2, 2)
+        module.register_buffer("codes", bits.view(dtype))
+        return {
+            "plain": bits.view(dtype),
+            "turned": bits.view(2, 3).t().view(dtype),
+            "m": module,
+            "in": [bits.view(dtype)],
+        }
+
+    bits = torch.tensor([1, 2, 255, 4, 5, 6], dtype=torch.uint8)
+    saved, fresh = make(bits), make(torch.zeros(6, dtype=torch.uint8))
+    kept = dict(fresh)
+    tree, file = stored(saved)
+    load(fresh, unflatten(tree, file))
+    file[:] = b"\0" * len(file)
+    assert fresh["plain"] is kept["plain"] and fresh["turned"] is kept["turned"]
+    for mine, theirs in (
+        (fresh["plain"], saved["plain"]),
+        (fresh["turned"], saved["turned"]),
+        (fresh["in"][0], saved["in"][0]),
+        (fresh["m"].codes, saved["m"].codes),
+    ):
+        assert mine.dtype == dtype and torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+    assert torch.equal(fresh["m"].weight, saved["m"].weight)
+
+
+def test_a_target_whose_memory_was_freed_is_not_written_to():
+    restored = through({"w": torch.ones(1000), "n": 1})
+    target = torch.zeros(1000)
+    target.untyped_storage().resize_(0)
+    state = {"w": target, "n": 0}
+    with pytest.raises(StateMismatch, match=r'^state\["w"\]: a tensor of 4000 bytes in a storage of 0: its memory was'):
+        load(state, restored)
+    assert state["n"] == 0
+
+
+# ---- generators
+
+
+def test_a_generator_is_set_where_it_is():
+    saved = {"g": torch.Generator().manual_seed(1), "data": {"g": [torch.Generator().manual_seed(2)]}}
+    torch.rand(5, generator=saved["g"])
+    tree, file = stored(saved)
+    expected = [torch.rand(3, generator=g).tolist() for g in (saved["g"], saved["data"]["g"][0])]
+    state = {"g": torch.Generator(), "data": {"g": [torch.Generator()]}}
+    loaders = (state["g"], state["data"]["g"][0])
+    restored = unflatten(tree, file)
+    load(state, restored)
+    file[:] = b"\0" * len(file)
+    assert (state["g"], state["data"]["g"][0]) == loaders
+    assert [torch.rand(3, generator=g).tolist() for g in loaders] == expected
+
+
+def test_a_shuffled_loaders_own_generator_goes_on():
+    def make():
+        generator = torch.Generator().manual_seed(7)
+        return generator, DataLoader(Numbers(), batch_size=4, shuffle=True, generator=generator)
+
+    def epoch(loader):
+        return [batch.tolist() for batch, _ in loader]
+
+    generator, loader = make()
+    epoch(loader)
+    restored = through({"generator": generator})
+    second = epoch(loader)
+    generator, loader = make()
+    load({"generator": generator}, restored)
+    assert epoch(loader) == second
+
+
+def test_none_in_its_place_takes_a_new_generator():
+    generator = torch.Generator().manual_seed(5)
+    state = {"g": None, "d": None, "box": Keeps()}
+    load(state, through({"g": generator, "d": {"in": [generator]}, "box": Keeps(g=generator)}))
+    for found in (state["g"], state["d"]["in"][0], state["box"].state["g"]):
+        assert type(found) is torch.Generator and torch.equal(found.get_state(), generator.get_state())
+
+
+SAVED_GENERATOR = {"x": torch.Generator(), "d": {"g": torch.Generator(), "n": 1}, "l": [1, torch.Generator()]}
+ELSEWHERE = SavedGenerator(torch.zeros(16, dtype=torch.uint8), torch.device("cuda:0"))
+NONE_HERE = "a torch.Generator in the checkpoint, none here (None in this place takes what was saved)"
+GENERATOR_MISFITS = {
+    "a value": ({"x": 0}, None, f'state["x"]: {NONE_HERE}'),
+    "a tensor": ({"x": torch.ones(1)}, None, 'state["x"]: a torch.Generator in the checkpoint, a tensor here'),
+    "no such key": ({"d": {"n": 0}}, None, f'state["d"]["g"]: {NONE_HERE}'),
+    "a shorter list": ({"l": [0]}, None, f'state["l"][1]: {NONE_HERE}'),
+    "another container": ({"d": [1]}, None, f'state["d"]["g"]: {NONE_HERE}'),
+    "not saved": (
+        {"d": {"g": torch.Generator(), "n": torch.Generator()}},
+        None,
+        'state["d"]["n"]: int in the checkpoint',
+    ),
+    "not there": (
+        {"d": {"g": torch.Generator(), "x": torch.Generator()}},
+        None,
+        'state["d"]["x"]: not in the checkpoint',
+    ),
+    "a device": ({"x": torch.Generator()}, ELSEWHERE, "a torch.Generator on cuda:0 in the checkpoint, on cpu here"),
+    "no device": ({"x": None}, ELSEWHERE, 'state["x"]: a torch.Generator that cannot be set on cuda:0: '),
+    "no state": (
+        {"x": torch.Generator()},
+        SavedGenerator(torch.zeros(16, dtype=torch.uint8), torch.device("cpu")),
+        'state["x"]: a torch.Generator that cannot be set on cpu: ',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GENERATOR_MISFITS)
+def test_a_generator_that_does_not_fit_is_named_and_nothing_is_loaded(name):
+    if name == "no device" and torch.cuda.is_available():
+        pytest.skip("it is there")
+    target, saved, message = GENERATOR_MISFITS[name]
+    restored = through(SAVED_GENERATOR) | ({"x": saved} if saved else {})
+    state = {"x": None, "d": None, "l": None, "n": 0, **target}
+    before = copy.copy(state)
+    with pytest.raises(StateMismatch) as caught:
+        load(state, restored | {"n": 1})
+    assert message in str(caught.value)
+    assert state == before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_generator_on_a_device():
+    generator = torch.Generator("cuda").manual_seed(3)
+    torch.rand(7, device="cuda", generator=generator)
+    restored = through({"g": generator, "new": generator})
+    expected = torch.rand(7, device="cuda", generator=generator)
+    state = {"g": torch.Generator("cuda"), "new": None}
+    load(state, restored)
+    for found in state.values():
+        assert torch.equal(torch.rand(7, device="cuda", generator=found), expected)

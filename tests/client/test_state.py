@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import json
 import math
+import struct
 import tracemalloc
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from safetensors.torch import load as load_safetensors
 from support.training import stored, through
 from torch import nn
 
+from tierd.client import values
 from tierd.client.state import flatten, unflatten
 from tierd.client.tensorfile import DTYPES, copy_into, plan_layout
 from tierd.client.tree import MAX_DEPTH, STORED_AS
@@ -65,7 +68,9 @@ def exactly(a, b):
     if isinstance(a, complex):
         return exactly(a.real, b.real) and exactly(a.imag, b.imag)
     if isinstance(a, float):
-        return math.isnan(a) and math.isnan(b) if a != a else a == b and math.copysign(1, a) == math.copysign(1, b)
+        return struct.pack("d", a) == struct.pack("d", b)
+    if isinstance(a, torch.Generator):
+        return exactly(a.get_state(), b.get_state()) and a.device == b.device
     return a == b
 
 
@@ -211,6 +216,8 @@ SCALARS_OF_NUMPY = [
     np.timedelta64(3, "D"),
     np.str_("é\ud800"),
     np.str_(""),
+    np.str_("a\0\0"),
+    np.str_("\0"),
     np.bytes_(b"a\0"),
     np.bytes_(b""),
 ]
@@ -267,11 +274,13 @@ def with_metadata():
     return ordered
 
 
+NAN = struct.unpack(">d", bytes.fromhex("fff0000000000123"))[0]  # signalling, negative, with a payload
 PLAIN = {
     "singletons": [None, True, False],
     "ints": [0, -1, 2**53, -(2**53), 2**53 + 1, 2**127 - 1, -(2**200), 10**5000],
     "floats": [0.0, -0.0, 1e308, 5e-324, 0.1, 1e22, math.nan, math.inf, -math.inf, 3.0],
-    "complex": [1 + 2j, complex(-0.0, math.nan), complex(math.inf, -0.0)],
+    "nans": [-math.nan, NAN, {"k": NAN}, (NAN, 1.5), {NAN: 1}],
+    "complex": [1 + 2j, complex(-0.0, math.nan), complex(math.inf, -0.0), complex(-math.nan, NAN)],
     "strings": ["", "é\0\u2028\U0001f600", "\ud800", "\ud83d\ude00", "$int", '"\\'],
     "bytes": [b"", bytes(range(256)), bytearray(b"x")],
     "tuples": [(), (1,), ((1, [2]), {"a": (3,)})],
@@ -314,6 +323,26 @@ def test_the_tree_is_json_that_one_can_read():
         "opt": {"$dict": [[0, {"step": 1}]]},
         "t": {"$tuple": ["a", None]},
     }
+
+
+def test_a_nan_says_its_bits_unless_it_is_the_usual_one():
+    assert json.loads(flatten({"a": math.nan, "b": -math.nan, "c": math.inf, "d": complex(0, NAN)}).tree) == {
+        "a": {"$float": "nan"},
+        "b": {"$float": "fff8000000000000"},
+        "c": {"$float": "inf"},
+        "d": {"$complex": [0.0, {"$float": "fff0000000000123"}]},
+    }
+
+
+def test_a_generator_is_a_tensor_of_its_own():
+    generator = torch.Generator().manual_seed(3)
+    flat = flatten({"data": {"g": generator}})
+    assert json.loads(flat.tree) == {"data": {"g": {"$generator": ["data/g", "cpu"]}}}
+    expected = generator.get_state()
+    torch.rand(3, generator=generator)
+    assert torch.equal(flat.tensors["data/g"], expected)
+    back = through({"g": generator})["g"]
+    assert exactly(copy.deepcopy(back), generator)
 
 
 def test_ints_beyond_what_json_readers_keep_are_tagged():
@@ -453,10 +482,24 @@ def deep(n):
     return value
 
 
-def odd_ordered():
-    ordered = OrderedDict()
-    ordered.note = 1
-    return ordered
+def odd(mapping):
+    mapping.note = 1
+    return mapping
+
+
+def freed(nbytes):
+    """A tensor of 40 bytes, 4 bytes into a storage that has `nbytes` of them left."""
+    found = torch.ones(11)[1:]
+    found.untyped_storage().resize_(nbytes)
+    return found
+
+
+class Double(np.float64):
+    pass
+
+
+class MyGenerator(torch.Generator):
+    pass
 
 
 class Raises:
@@ -490,7 +533,50 @@ REFUSED = {
     "module": ({"a": math}, 'state["a"]: module'),
     "class": ({"a": nn.Linear}, 'state["a"]: type'),
     "generator": ({"a": (i for i in ())}, 'state["a"]: generator'),
-    "torch generator": ({"a": torch.Generator()}, 'state["a"]: torch._C.Generator'),
+    "a generator's subclass": (
+        {"a": MyGenerator()},
+        f'state["a"]: {here}.MyGenerator, a subclass of Generator; pass a plain Generator',
+    ),
+    "slice": (
+        {"a": [slice(1, np.int64(3))]},
+        'state["a"][0]: a slice whose stop is numpy.int64; only int and None can be stored there',
+    ),
+    "freed": (
+        {"m": {"w": freed(0)}},
+        'state["m"]["w"]: a tensor of 40 bytes in a storage of 0: its memory was freed (untyped_storage().resize_(), '
+        "as FSDP does it); gather it first, and save what was gathered",
+    ),
+    "shrunk": (
+        {"a": freed(43)},
+        'state["a"]: a tensor of 40 bytes in a storage of 43: its memory was freed (untyped_storage().resize_(), '
+        "as FSDP does it); gather it first, and save what was gathered",
+    ),
+    "expanded": (
+        {"a": torch.ones(1).expand(2**33)},
+        f'state["a"]: a tensor of {2**35} bytes that repeats 4 bytes of memory; save what was expanded and expand it '
+        "again after the restore, or save a contiguous copy to have all of it written",
+    ),
+    "broadcast": (
+        {"a": np.broadcast_to(np.ones(2), (2**30, 2))},
+        f'state["a"]: a numpy.ndarray of {2**34} bytes that repeats 16 bytes of memory; save what was expanded and '
+        "expand it again after the restore, or save a contiguous copy to have all of it written",
+    ),
+    "dimensions": (
+        {"a": torch.ones([1] * 65)},
+        'state["a"]: a torch.float32 tensor of 65 dimensions, too many to be read again; pass .flatten()',
+    ),
+    "a NumPy subclass": (
+        {"a": Double(1)},
+        f'state["a"]: {here}.Double, a subclass of numpy.float64; pass a plain float64',
+    ),
+    "a counter's attribute": (
+        {"a": odd(Counter())},
+        "state[\"a\"]: collections.Counter with the attribute 'note'",
+    ),
+    "a key of tuples": (
+        {"a": {functools.reduce(lambda inner, _: (inner,), range(MAX_DEPTH + 1), 1)}},
+        f'state["a"]: a key of tuples, nested deeper than {MAX_DEPTH}',
+    ),
     "iterator": ({"a": iter([])}, 'state["a"]: list_iterator'),
     "dataclass": ({"a": Config()}, f'state["a"]: {here}.Config'),
     "enum": ({"a": Colour.RED}, f'state["a"]: {here}.Colour'),
@@ -530,7 +616,7 @@ REFUSED = {
         {"a": defaultdict(lambda: 0)},
         'state["a"]: collections.defaultdict with the factory <lambda>; only built-in types',
     ),
-    "ordered attribute": ({"a": odd_ordered()}, "state[\"a\"]: collections.OrderedDict with the attribute 'note'"),
+    "ordered attribute": ({"a": odd(OrderedDict())}, "state[\"a\"]: collections.OrderedDict with the attribute 'note'"),
     "cycle": ({"a": [cycle()]}, 'state["a"][0]["self"][0]: dict, a cycle back to state["a"][0]'),
     "depth": (
         {"a": deep(MAX_DEPTH + 1)},
@@ -624,6 +710,14 @@ BAD_TREES = [
             {"$int": 1},
             {"$int": "zz"},
             {"$float": "1"},
+            {"$float": "7ff0000000000000"},
+            {"$float": "3ff0000000000000"},
+            {"$float": "7ff80000000000"},
+            {"$float": "7ff8000000000000ff"},
+            {"$generator": "u"},
+            {"$generator": ["f", "cpu"]},
+            {"$generator": ["u", "nowhere"]},
+            {"$generator": ["absent", "cpu"]},
             {"$float": []},
             {"$complex": [1.0]},
             {"$complex": [1, 2]},
@@ -682,6 +776,27 @@ BAD_TREES = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("state", "path", "size"),
+    [
+        ({"a": 1, "b": {"c": [1, b"x" * 3000]}, "d": [0.5] * 100}, 'state["b"]["c"]', 4017),
+        ({"a": [b"x" * 900, b"y" * 900, b"z" * 900], "d": 1}, 'state["a"]', 3643),
+        ({"a": {(1, "k"): {"b": [2**70] * 100}}, "n": None}, 'state["a"][(1, \'k\')]["b"]', 3201),
+        ({"a": {1: 2}, "o": OrderedDict(x=deque([b"", b"x" * 900])), "c": 1}, 'state["o"]["x"]', 1229),
+        ({"$": defaultdict(list, {"\ud800": {"y" * 1500}}), "c": (1, torch.ones(1))}, 'state["$"]["\\ud800"]', 1513),
+    ],
+)
+def test_what_is_too_large_is_named(monkeypatch, state, path, size):
+    monkeypatch.setattr(values, "MAX_TREE", 1000)
+    with pytest.raises(StateRefused) as caught:
+        flatten(state)
+    assert str(caught.value).startswith(f"{path}: {size} of the ")
+    assert str(caught.value).endswith(
+        " bytes besides tensors, 1000 at most; keep large data in a tensor (torch.frombuffer makes one of bytes), or "
+        "in a file that stage() takes"
+    )
+
+
 @pytest.mark.parametrize("tree", BAD_TREES, ids=lambda tree: ascii(tree[:60]))
 def test_a_malformed_tree_is_refused(tree):
     with pytest.raises(StateMismatch, match=r"^the state tree: "):
@@ -703,7 +818,7 @@ def test_a_malformed_file_is_refused():
 
 
 TAGS = """$int $float $complex $str $bytes $bytearray $tuple $set $frozenset $dict $odict $counter $defaultdict $deque
-$range $slice $size $dtype $device $npscalar $npstr $npbytes $tensor $view $array"""
+$range $slice $size $dtype $device $npscalar $npstr $npbytes $tensor $view $array $generator"""
 tags = st.sampled_from(TAGS.split())
 parts = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
 parts |= st.sampled_from(

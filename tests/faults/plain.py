@@ -635,6 +635,130 @@ _PLACES = (
     ),
 )
 
+_STATE, _ANY, _CAPTURE = (
+    "pytest tests/client/test_state.py",
+    "pytest tests/client/test_any_state.py -k near_misses",
+    "pytest tests/client/test_capture.py",
+)
+_VALUES, _STRUCTURE = "tierd/client/values.py", "tierd/client/structure.py"
+_STATES = (
+    Mutant(
+        "a slice of anything is stored",
+        _VALUES,
+        "        if part is not None and type(part) is not int:\n",
+        "        if type(part) not in SCALARS:\n",
+        _ANY,
+        "found out late",
+    ),
+    Mutant(
+        "an expanded tensor is stored at any size",
+        _VALUES,
+        "return None if nbytes - span <= MOST_REPEATED else",
+        "return None if True else",
+        f"{_STATE} -k refused_by_path",
+        "DID NOT RAISE",
+    ),
+    Mutant(
+        "a broadcast array is stored at any size",
+        _VALUES,
+        "    if array.nbytes > MOST_REPEATED and not array.flags.forc:",
+        "    if False:",
+        f"{_STATE} -k refused_by_path",
+    ),
+    Mutant(
+        "freed memory is read",
+        _VALUES,
+        "    if nbytes and tensor.storage_offset() * tensor.element_size() + span > there:",
+        "    if False:",
+        f"{_STATE} -k refused_by_path",
+        "DID NOT RAISE",
+    ),
+    Mutant(
+        "memory that was freed after the first save is read",
+        "tierd/client/capture.py",
+        "        if not self._extents.fit(tensors, others):",
+        "        if False:",
+        f"{_CAPTURE} -k freed_or_shrunk",
+        "DID NOT RAISE",
+    ),
+    Mutant(
+        "less memory at the same place is read",
+        _STRUCTURE,
+        "        pick = picker([*self._large, *moved])",
+        "        pick = picker([*moved])",
+        f"{_CAPTURE} -k less_memory",
+        "DID NOT RAISE",
+    ),
+    Mutant(
+        "every NaN is the same",
+        "tierd/client/tree.py",
+        '    return {"$float": str(value) if math.isinf(value) or bits == _NAN else bits}',
+        '    return {"$float": str(value)}',
+        f"{_STATE} -k plain_values",
+        "nans",
+    ),
+    Mutant(
+        "NumPy drops trailing NULs",
+        _VALUES,
+        "SCALARS[str](str.__str__(value))",
+        "SCALARS[str](str(value))",
+        f"{_STATE} -k numpy_scalars",
+    ),
+    Mutant(
+        "a generator is replaced, not set",
+        "tierd/client/load.py",
+        "        saved.set(target)\n        return target",
+        "        return copy.deepcopy(saved, memo)",
+        "pytest tests/client/test_load.py -k generator",
+    ),
+    Mutant(
+        "a generator that nobody has is made",
+        "tierd/client/load.py",
+        "        if target is not None:\n            yield",
+        "        if False:\n            yield",
+        "pytest tests/client/test_load.py -k generator_that_does_not_fit",
+        "DID NOT RAISE",
+    ),
+    Mutant(
+        "a generator's state is not among an entry's tensors",
+        "tierd/client/tree.py",
+        'NAMING = ("$tensor", "$view", "$array", "$generator")',
+        'NAMING = ("$tensor", "$view", "$array")',
+        "pytest tests/client/test_only.py -k generators",
+    ),
+    Mutant(
+        "a target of a few bits is copied by torch",
+        _VALUES,
+        "    if target.dtype in SHELLS:",
+        "    if False:",
+        "pytest tests/client/test_load.py -k few_bits",
+        "not implemented",
+    ),
+    Mutant(
+        "what is too large has no name",
+        "tierd/client/places.py",
+        "        if not shares or (path and 2 * shares[part] <= whole):",
+        "        if True:",
+        f"{_STATE} -k too_large",
+    ),
+    Mutant(
+        "nobody decodes what was encoded",
+        "tierd/client/pipeline.py",
+        "        snapshot.capture.check(snapshot.tree)\n        given",
+        "        given",
+        "pytest tests/client/test_restorable.py -k would_not_come_back",
+        "DID NOT RAISE",
+    ),
+    Mutant(
+        "values are not decoded where the structure is known",
+        "tierd/client/restorable.py",
+        "        if self._known is None:\n            self._known = self._decode_structure()\n",
+        "        if self._known is not None:\n            return\n        self._known = self._decode_structure()\n",
+        "pytest tests/client/test_restorable.py -k by_its_path",
+        "DID NOT RAISE",
+    ),
+)
+
 PLAIN = (
     _PRUNES
     + _GUARDS
@@ -647,4 +771,5 @@ PLAIN = (
     + _POLICIES
     + _ENDING
     + _PLACES
+    + _STATES
 )

@@ -90,7 +90,7 @@ def tree(root: Path) -> dict[str, tuple]:
 
 def test_an_evaluation_elsewhere_loads_what_training_saved_and_changes_nothing(tmp_path, spool):
     (tmp_path / "tier").mkdir()
-    state = fresh()
+    state = fresh() | {"shuffle": torch.Generator().manual_seed(4), "\ud800": torch.ones(3)}
     with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
         for step in range(8):
             train(state)
@@ -104,12 +104,12 @@ def test_an_evaluation_elsewhere_loads_what_training_saved_and_changes_nothing(t
 
     asyncio.run(flushed())
     before = tree(tmp_path / "tier")
-    other = fresh(seed=1)
+    other = fresh(seed=1) | {"shuffle": torch.Generator(), "\ud800": None}
     os.chmod(tmp_path / "tier", 0o555)
     with tierd.open(f"file://{tmp_path}/tier", "run") as opened:
         assert [one.step for one in opened.checkpoints()] == [7, 6, 5, 4, 3, 2, 1, 0]
         found = opened.restore(other)
-        opened.restore(other, step=7, only="model")
+        opened.restore(other, step=7, only=("model", "shuffle", "\ud800"))
         opened.download(tmp_path / "out", step=3)
     assert (found.step, found.rank, found.world_size, found.tier, found.metrics) == (7, 0, 1, "file", {"loss": 7.0})
     assert (found.skipped, found.unreached) == ((), ())
@@ -119,6 +119,7 @@ def test_an_evaluation_elsewhere_loads_what_training_saved_and_changes_nothing(t
     torch.manual_seed(3)
     assert same(other["model"].state_dict(), state["model"].state_dict())
     assert same(other["optimizer"].state_dict(), state["optimizer"].state_dict())
+    assert torch.equal(other["shuffle"].get_state(), state["shuffle"].get_state())
     assert other["epoch"] == 8 and other["seen"] == state["seen"]
 
 
@@ -210,6 +211,8 @@ def test_one_process_reads_what_eight_ranks_saved(spool):
         (torch.zeros(5000), torch.cat([torch.zeros(4999), torch.ones(1)])),
         (torch.zeros(5000), torch.cat([torch.ones(1), torch.zeros(4999)])),
         ({"a": 1}, {"a": 1, "b": 2}),
+        (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
+        (float("nan"), -float("nan")),
     ],
 )
 @pytest.mark.parametrize("shift", [0, 1, 300])

@@ -62,15 +62,18 @@ def array_of(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> np.nda
     """
     import numpy as np
 
-    kind = _dtype(dtype)
-    if any(n < 0 for n in shape) or math.prod(shape) * kind.itemsize != tensor.numel() * tensor.element_size():
-        raise ValueError(
-            f"an array of {dtype} and shape {shape} is not {tensor.numel() * tensor.element_size()} bytes long"
-        )
-    array = np.empty(shape, dtype=kind)
+    array = np.empty(shape, dtype=check_form(tensor.nbytes, dtype, shape))
     if array.nbytes:
         array.reshape(-1).view(np.uint8)[:] = tensor.reshape(-1).view(torch.uint8).numpy()
     return array
+
+
+def check_form(nbytes: int, dtype: str, shape: tuple[int, ...]) -> np.dtype[Any]:
+    """The dtype of that name. Raises `ValueError` where `nbytes` are no array of it in this shape."""
+    kind = _dtype(dtype)
+    if any(n < 0 for n in shape) or math.prod(shape) * kind.itemsize != nbytes:
+        raise ValueError(f"an array of {dtype} and shape {shape} is not {nbytes} bytes long")
+    return kind
 
 
 def scalar_json(value: np.generic) -> list[str]:

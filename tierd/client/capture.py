@@ -25,7 +25,8 @@ import torch
 from torch.optim import Optimizer
 
 from tierd.client.owned import moving, optimizers_in, trained
-from tierd.client.structure import Doubt, Forms, Level, picker
+from tierd.client.restorable import Skeleton
+from tierd.client.structure import Doubt, Extents, Forms, Level, picker
 from tierd.client.tensorfile import Layout, plan_layout
 from tierd.client.tree import STORED_AS
 from tierd.client.values import encode, plain
@@ -55,7 +56,7 @@ class Capture:
     steady: object
     restless: frozenset[str]
     devices: tuple[torch.device, ...]
-    _pieces: list[str]
+    _skeleton: Skeleton
     _holes: Sequence[object]
 
     def tree(self) -> bytes:
@@ -64,7 +65,20 @@ class Capture:
         Raises:
             StateRefused: it is too large.
         """
-        return encode(self._pieces, self._holes)
+        return encode(self._skeleton.pieces, self._holes)
+
+    def is_checked_soon(self, tree: bytes) -> bool:
+        """Whether `check` takes no longer than a few milliseconds."""
+        return self._skeleton.is_checked_soon(tree)
+
+    def check(self, tree: bytes) -> None:
+        """Decode what `tree()` gave as a restore does, quickly where the structure has been decoded before. Any thread
+        may ask.
+
+        Raises:
+            StateRefused: it would not come back; names the path.
+        """
+        self._skeleton.check(tree)
 
 
 class Capturer:
@@ -125,14 +139,14 @@ class _Plan:
     """The structure that one full walk found, and how a state that has it is captured without another."""
 
     def __init__(self, walk: Walk, root: Node, layout: Layout) -> None:
-        self._layout, self._pieces = layout, walk.pieces()
+        self._layout, self._skeleton = layout, Skeleton(walk.pieces(), layout)
         self._levels: list[Level] = []
         holes: list[int] = []
         tensors: list[Node] = []
         stored: list[Node] = []
         nodes = [root]
         while nodes:
-            level = Level(nodes)
+            level = Level(nodes, len(self._levels))
             self._levels.append(level)
             holes += [nodes[index].index for index in level.holes_at]
             tensors += [nodes[index] for index in level.tensors_at]
@@ -140,6 +154,7 @@ class _Plan:
             nodes = [child for index in (*level.dicts_at, *level.others_at) for child in nodes[index].children]
         self._in_order = picker(_inverse(holes))
         self._forms = Forms([node.detail for node in tensors])
+        self._extents = Extents([node.detail[0] for node in tensors])
         forms = [form for _, form in (node.detail for node in tensors)]
         self._devices = tuple({form[1]: None for form in forms if form[1].type == "cuda"})
         first: dict[int, int] = {}  # index of a name -> of the first tensor with it
@@ -162,7 +177,7 @@ class _Plan:
 
     def capture(self, tensors: dict[str, torch.Tensor], holes: Sequence[object]) -> Capture:
         return Capture(
-            tensors, self._layout, self._places, self._steady, self._restless, self._devices, self._pieces, holes
+            tensors, self._layout, self._places, self._steady, self._restless, self._devices, self._skeleton, holes
         )
 
     def follow(self, state: Mapping[str, object], answers: Answers) -> Capture:
@@ -200,7 +215,12 @@ class _Plan:
             raise Doubt
         addresses = list(map(_address, tensors))
         if addresses == self._addresses:
+            if not self._extents.fit(tensors):
+                raise Doubt
             return
+        others = list(compress(count(), map(operator.ne, addresses, self._addresses)))
+        if not self._extents.fit(tensors, others):
+            raise Doubt
         for index in self._restless_at:
             self._addresses[index] = addresses[index]
         moved = {addresses[index] for index in self._restless_at}
@@ -212,7 +232,7 @@ class _Plan:
         seen = self._seen(addresses)
         if len(set(seen)) != len(seen) and len(set(zip(seen, self._seen_forms, strict=True))) != len(seen):
             raise Doubt
-        restless = {*self._restless_at, *compress(count(), map(operator.ne, addresses, self._addresses))}
+        restless = {*self._restless_at, *others}
         self._addresses, self._steady = addresses, object()
         self._restless_at = sorted(restless)
         self._restless |= {self._name_of[index] for index in restless}

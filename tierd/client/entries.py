@@ -11,14 +11,12 @@ from typing import Any
 
 from tierd.client.files import Ranges, Span
 from tierd.client.tensorfile import Layout, parse_layout
-from tierd.client.tree import MAX_TREE
+from tierd.client.tree import MAX_TREE, NAMING, parse_key
 from tierd.client.values import show_part
 from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE, Manifest
 from tierd.device import memory_for, settle
-
-_NAMING = ("$tensor", "$view", "$array")  # the tags that name a tensor of the file (`tierd.client.tree`)
 
 
 def read_entries(files: Ranges, part: PartId, names: Collection[str]) -> tuple[Manifest, Mapping[str, memoryview]]:
@@ -86,7 +84,8 @@ def parse_entries(tree: bytes, where: str) -> dict[str, Any]:
         if len(tree) > MAX_TREE:
             raise ValueError(f"{len(tree)} bytes, more than the {MAX_TREE} that tierd writes")
         root = json.loads(tree)
-        return dict(root["$dict"]) if root.keys() == {"$dict"} else dict(root)
+        pairs = root["$dict"] if root.keys() == {"$dict"} else root.items()
+        return {name if type(name) is str else parse_key(name): value for name, value in pairs}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise StateMismatch(f"{where}: the state tree: {str(error)[:300]}") from error
 
@@ -106,7 +105,7 @@ def tensors_named(tree: bytes | str) -> set[str]:
 
     def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         tag, payload = pairs[0] if len(pairs) == 1 else ("", None)
-        if tag in _NAMING:
+        if tag in NAMING:
             named.update(name for name in (payload if type(payload) is list else [payload])[:1] if type(name) is str)
         return dict(pairs)
 

@@ -22,11 +22,13 @@ import torch
 from torch import nn
 
 from tierd.client import arrays, datastate
+from tierd.client.generators import SavedGenerator, generators_in, misfit, unusable
 from tierd.client.kept import Kept
+from tierd.client.modules import load_module
 from tierd.client.owned import tensors_in
 from tierd.client.rng import RngState
 from tierd.client.tensorfile import Buffer
-from tierd.client.values import Path, Stateful, is_stateful, show, show_part, type_name, why_refused
+from tierd.client.values import Path, Stateful, fill, is_stateful, show, show_part, type_name, why_refused
 from tierd.core.errors import ConfigError, StateMismatch
 from tierd.device import PAGE
 
@@ -95,10 +97,9 @@ def _load(state: Mapping[str, object], restored: Mapping[str, object], lent: boo
             if not lent and isinstance(target, torch.optim.Optimizer):
                 _spare(saved, memo)
             if isinstance(target, nn.Module):
-                given = _for_module(target, saved, memo)
+                load_module(target, saved, memo)
             else:
-                given = copy.deepcopy(datastate.as_given(saved), memo)
-            target.load_state_dict(given)
+                target.load_state_dict(copy.deepcopy(datastate.as_given(saved), memo))
         except Exception as error:
             before = f"; already loaded: {_few(done)}" if done else "; nothing was loaded before it"
             raise StateMismatch(
@@ -142,9 +143,12 @@ def _check(state: Mapping[str, object], restored: Mapping[str, object]) -> list[
 
 
 def _misfits(target: object, saved: Any, path: Path, stateful: list[tuple[Path, Stateful, Any]]) -> Iterator[str]:
-    if is_stateful(target) or isinstance(target, torch.Tensor) or arrays.is_array(target):
+    if is_stateful(target) or isinstance(target, torch.Tensor | torch.Generator) or arrays.is_array(target):
         if saved is _MISSING:
             yield f"{show(path)}: not in the checkpoint"
+        elif isinstance(target, torch.Generator):
+            if reason := misfit(target, saved):
+                yield f"{show(path)}: {reason} {_WAY_OUT}"
         elif isinstance(target, torch.Tensor):
             yield from (f"{show(path)}: {reason} {_WAY_OUT}" for reason in _tensor_misfits(target, saved))
         elif arrays.is_array(target):
@@ -162,10 +166,25 @@ def _misfits(target: object, saved: Any, path: Path, stateful: list[tuple[Path, 
         for key, inner in target.items():
             there = saved.get(key, _MISSING) if isinstance(saved, dict) else _MISSING
             yield from _misfits(inner, there, (*path, key), stateful)
+        rest = {key: v for key, v in saved.items() if key not in target} if isinstance(saved, dict) else saved
+        yield from _homeless(target, rest, path)
     elif isinstance(target, (list, tuple)):
         others = saved if type(saved) is type(target) else ()
         for index, inner in enumerate(target):
             yield from _misfits(inner, others[index] if index < len(others) else _MISSING, (*path, index), stateful)
+        rest = dict(enumerate(others[len(target) :], len(target))) if type(saved) is type(target) else saved
+        yield from _homeless(target, rest, path)
+    else:
+        yield from _homeless(target, saved, path)
+
+
+def _homeless(target: object, saved: Any, path: Path) -> Iterator[str]:
+    """Generators that were saved where there is none to set: a new one would be nobody's."""
+    for place, found in generators_in(saved, path):
+        if target is not None:
+            yield f"{show(place)}: a torch.Generator in the checkpoint, none here {_WAY_OUT}"
+        elif reason := unusable(found, found.device):
+            yield f"{show(place)}: {reason}"
 
 
 def _tensor_misfits(target: torch.Tensor, saved: Any) -> Iterator[str]:
@@ -173,7 +192,8 @@ def _tensor_misfits(target: torch.Tensor, saved: Any) -> Iterator[str]:
     if reason is not None:
         yield reason
     elif not isinstance(saved, torch.Tensor):
-        yield f"{type_name(saved)} in the checkpoint, a tensor here"
+        there = "a torch.Generator" if isinstance(saved, SavedGenerator) else type_name(saved)
+        yield f"{there} in the checkpoint, a tensor here"
     elif saved.shape != target.shape or saved.dtype != target.dtype:
         yield f"{_form(saved)} in the checkpoint, {_form(target)} here"
 
@@ -216,28 +236,12 @@ def _module_misfits(module: nn.Module, saved: Any) -> Iterator[str]:
         yield f"of another shape or dtype: {_few(wrong)}"
 
 
-_EXTRA_STATE = "_extra_state"  # what a part's `set_extra_state` is given, and may keep; torch.nn.Module's own suffix
-
-
-def _for_module(module: nn.Module, saved: dict[str, Any], memo: dict[int, object]) -> dict[str, Any]:
-    """What a module is given: views for what torch's own modules copy, memory of its own for what others may keep."""
-    if type(module).load_state_dict is not nn.Module.load_state_dict:
-        return copy.deepcopy(saved, memo)
-    keepers = tuple(
-        f"{prefix}." if prefix else ""
-        for prefix, part in module.named_modules(remove_duplicate=False)
-        if part._load_state_dict_pre_hooks or not type(part)._load_from_state_dict.__module__.startswith("torch.nn.")
-    )
-    given = copy.copy(saved)  # keeps an OrderedDict's _metadata
-    for key, value in saved.items():
-        if not isinstance(value, torch.Tensor) or key.startswith(keepers) or key.endswith(_EXTRA_STATE):
-            given[key] = copy.deepcopy(value, memo)
-    return given
-
-
 def _place(target: Any, saved: Any, memo: dict[int, object]) -> Any:
     """Put `saved` where `target` stands: `target` itself with new content, or what takes its place."""
     if is_stateful(target):
+        return target
+    if isinstance(target, torch.Generator):
+        saved.set(target)
         return target
     if isinstance(target, dict) and isinstance(saved, dict):
         new = {key: _place(target.get(key), value, memo) for key, value in saved.items()}
@@ -257,8 +261,7 @@ def _place(target: Any, saved: Any, memo: dict[int, object]) -> Any:
     if not _stays(target, saved):
         return copy.deepcopy(saved, memo)
     if isinstance(target, torch.Tensor):
-        with torch.no_grad():
-            target.copy_(saved)
+        fill(target, saved)
     else:
         target[...] = saved
     return target
@@ -266,6 +269,8 @@ def _place(target: Any, saved: Any, memo: dict[int, object]) -> Any:
 
 def _stays(target: Any, saved: Any) -> bool:
     """Whether `_place` keeps the object: expanded and inference tensors and read-only arrays cannot be written."""
+    if isinstance(target, torch.Generator):
+        return True
     if isinstance(target, torch.Tensor):
         expanded = any(n > 1 and step == 0 for n, step in zip(target.shape, target.stride(), strict=True))
         return not expanded and not target.is_inference()

@@ -141,10 +141,16 @@ class Pipeline:
             self._stream(snapshot, slot)
             return False
         snapshot.copy(slot)
-        snapshot.await_confirmation()
+        if snapshot.late:
+            snapshot.capture.check(snapshot.tree)  # beside forward and backward
+            snapshot.await_confirmation()
         if not snapshot.claim():
             return False
         assert slot.arena is not None
+        if not snapshot.late:
+            if not snapshot.capture.is_checked_soon(snapshot.tree):
+                snapshot.done()  # training does not wait for that, because nothing of it reads what training changes
+            snapshot.capture.check(snapshot.tree)
         given = None
         if self._line is not None:
             given = self._line.give(slot.number, slot.arena, snapshot.manifest, layout.size, snapshot.tree)
@@ -158,6 +164,7 @@ class Pipeline:
         assert slot.arena is not None
         snapshot.catch_up()
         tree = snapshot.capture.tree()
+        snapshot.capture.check(tree)
         files: dict[str, Source] = {TENSORS: _Stream(snapshot, slot.arena), TREE: tree}
         if snapshot.claim():
             self._end(snapshot.save, lambda: write_part(self._spool, snapshot.manifest, files))

@@ -7,7 +7,7 @@ by calls that loop in C: asking one after the other would take longer than copyi
 from __future__ import annotations
 
 import operator
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress, count
 from typing import Any
@@ -15,11 +15,24 @@ from typing import Any
 import torch
 
 from tierd.client import arrays, datastate
-from tierd.client.values import IMMUTABLE, TensorForm, dumps, form_of, is_run, is_stateful, key_tree, made, parts_of
+from tierd.client.values import (
+    IMMUTABLE,
+    TensorForm,
+    dumps,
+    form_of,
+    is_run,
+    is_stateful,
+    key_tree,
+    made,
+    span_of,
+    why_array_refused,
+)
 from tierd.client.walk import Answers, Form, Node
 
 Pick = Callable[[Any], Sequence[Any]]
 
+_LARGE = 1 << 20  # bytes
+_storage, _nbytes = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 _COMPARABLE = frozenset((str, int, bool, bytes, type(None)))  # keys that are the same if type and value are
 
 
@@ -30,7 +43,7 @@ class Doubt(Exception):
 class Level:
     """All the values at one depth, in one list, so that few calls in C compare them and find those one level down."""
 
-    def __init__(self, nodes: list[Node]) -> None:
+    def __init__(self, nodes: list[Node], depth: int) -> None:
         at: dict[Form, list[int]] = {form: [] for form in Form}
         for index, node in enumerate(nodes):
             at[node.form].append(index)
@@ -42,7 +55,7 @@ class Level:
         kept = [*at[Form.MADE], *at[Form.RUN]]
         self.holes_at = [*at[Form.SCALAR], *kept]
         self._keep: list[tuple[int, Callable[[Any], object]]] = [
-            (index, _made if nodes[index].form is Form.MADE else _Run(nodes[index].detail)) for index in kept
+            (index, _Made(depth) if nodes[index].form is Form.MADE else _Run(nodes[index].detail)) for index in kept
         ]
         self.dicts_at = [index for index in at[Form.MAPPING] if _is_simple(nodes[index])]
         self._dicts = picker(self.dicts_at)
@@ -105,6 +118,27 @@ class Forms:
         return [(form_of(tensor), tensor.requires_grad) for tensor in tensors] == self._forms
 
 
+class Extents:
+    """How far tensors reach into their memory, so that none is read beyond its end where somebody freed or shrank it.
+
+    What frees memory moves it, too. So only what moved is looked at, and what is large: a small one would have to be
+    freed and given less memory at the very same place to be missed.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._spans = list(map(span_of, tensors))
+        self._sizes = [tensor.element_size() for tensor in tensors]
+        self._large = [index for index, tensor in enumerate(tensors) if tensor.nbytes >= _LARGE]
+
+    def fit(self, tensors: list[torch.Tensor], moved: Iterable[int] = ()) -> bool:
+        """Whether the large ones, and those at the indices `moved`, lie in their memory whole."""
+        pick = picker([*self._large, *moved])
+        chosen = pick(tensors)
+        begins = map(operator.mul, map(torch.Tensor.storage_offset, chosen), pick(self._sizes))
+        ends = map(operator.add, begins, pick(self._spans))
+        return all(map(operator.le, ends, map(_nbytes, map(_storage, chosen))))
+
+
 def _guard(tensors: list[torch.Tensor]) -> Callable[..., bool] | None:
     """torch's own comparison of many tensors' types, dispatch keys, dtypes, devices, shapes and strides in one call,
     ten times as quick as asking each. It is private to torch: what it does not confirm is compared one by one, and
@@ -131,18 +165,29 @@ class _Run:
         self._maxlen = maxlen
 
     def __call__(self, value: Any) -> object:
-        parts = parts_of(value)
+        parts = tuple(value)
         if not is_run(parts) or (type(value) is deque and value.maxlen != self._maxlen):
             raise Doubt
         return parts
 
 
-def _made(value: Any) -> object:
-    return made(value, ())
+class _Made:
+    """Makes the JSON of a value that lies this deep, or less: what is too deep there is doubted."""
+
+    def __init__(self, depth: int) -> None:
+        self._path = (None,) * depth
+
+    def __call__(self, value: Any) -> object:
+        return made(value, self._path)
 
 
 def _array(value: Any, form: tuple[str, tuple[int, ...]]) -> torch.Tensor:
-    if (value.dtype.str, value.shape) != form or not arrays.describes(value.dtype):
+    if type(value) is torch.Generator:
+        state = value.get_state()
+        if (str(value.device), state.shape) != form:
+            raise Doubt
+        return state
+    if (value.dtype.str, value.shape) != form or why_array_refused(value):
         raise Doubt
     return arrays.tensor_of(value)
 
@@ -155,7 +200,7 @@ def _opener(node: Node) -> Callable[[Any, Answers], Iterable[Any]]:
         length, maxlen = node.detail
 
         def parts(value: Any, answers: Answers) -> Iterable[Any]:
-            found = parts_of(value)
+            found = tuple(value)
             if len(found) != length or (type(value) is deque and value.maxlen != maxlen):
                 raise Doubt
             return found
@@ -169,8 +214,8 @@ def _opener(node: Node) -> Callable[[Any, Answers], Iterable[Any]]:
         pairs = tuple(value.items())
         here = [key for key, _ in pairs]
         same = _same(here, keys, kinds) if text is None else _key_text(here) == text
-        attributes = dict(vars(value)) if type(value) is OrderedDict else {}
-        if not same or (type(value) is OrderedDict and tuple(attributes) != extra):
+        attributes = dict(vars(value)) if type(value) in (OrderedDict, Counter) else {}
+        if not same or tuple(attributes) != (extra if type(value) is OrderedDict else ()):
             raise Doubt
         if type(value) is defaultdict and value.default_factory is not extra:
             raise Doubt

@@ -220,6 +220,11 @@ def parse_layout(file: Buffer, name: str = "tensors.safetensors") -> Layout:
         if not 2 <= length <= min(MAX_HEADER, size - 8):
             raise StateMismatch(f"{name}: a header of {length} bytes in a file of {size}")
         header = bytes(raw[: 8 + length])
+    return parse_header(header, size, name)
+
+
+def parse_header(header: bytes, size: int, name: str = "tensors.safetensors") -> Layout:
+    """As `parse_layout`, of the header alone; `size` is the whole file's, in bytes."""
     try:
         description = json.loads(str(header[8:], "utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)
         if type(description) is not dict:

@@ -6,7 +6,8 @@ form is refused, and so is nesting beyond `MAX_DEPTH`.
 null, true, false, strings, lists and finite floats are JSON's own; so are ints up to 2**53 and objects whose keys are
 strings without a leading "$". Everything else is an object with one key, a tag:
 
-    $int "-0x1f"        beyond 2**53            $float "nan" | "inf" | "-inf"     $complex [re, im]
+    $int "-0x1f"        beyond 2**53            $complex [re, im]
+    $float "nan" | "inf" | "-inf" | the 16 hex digits of any other NaN, big-endian
     $str base64         of UTF-8 with lone surrogates passed
     $bytes base64       $bytearray base64
     $tuple [..]         $set [..]               $frozenset [..]                   $deque [maxlen, [..]]
@@ -19,6 +20,7 @@ strings without a leading "$". Everything else is an object with one key, a tag:
     $tensor name        the tensor of that name in the tensor file
     $view [name, dtype] the same bytes seen as a dtype that safetensors lacks (complex: the last dimension is re, im)
     $array [name, dtype, shape]                 a NumPy array
+    $generator [name, device]                   a torch.Generator; the tensor is what get_state() gave
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -33,6 +36,7 @@ from typing import Any, TypeVar
 import torch
 
 from tierd.client import arrays
+from tierd.client.generators import SavedGenerator
 from tierd.core.errors import StateMismatch
 
 MAX_DEPTH = 100  # containers inside containers; beyond it Python's own recursion limit would come near
@@ -46,21 +50,25 @@ STORED_AS: dict[torch.dtype, torch.dtype] = {
     torch.complex128: torch.float64,
 }
 for _name in (
-    *(
-        "float8_e4m3fnuz",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
-        "float4_e2m1fn_x2",
-        "bits8",
-        "bits1x8",
-        "bits2x4",
-        "bits4x2",
-    ),
-    *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+    "bits8",
+    "bits1x8",
+    "bits2x4",
+    "bits4x2",
 ):
     if hasattr(torch, _name):  # torch 2.6 lacks the newest
         STORED_AS[getattr(torch, _name)] = torch.uint8
 STORED_AS[torch.bits16] = torch.uint16
+# int1 to int7 and uint1 to uint7: dtypes that torch views as bytes, but neither copies nor clones.
+SHELLS = frozenset(
+    getattr(torch, name)
+    for name in (f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
+    if hasattr(torch, name)
+)
+STORED_AS |= dict.fromkeys(SHELLS, torch.uint8)
 
 FACTORIES: dict[str, Callable[[], object]] = {
     kind.__name__: kind for kind in (bool, int, float, str, bytes, list, tuple, dict, set)
@@ -74,8 +82,14 @@ def _int(value: int) -> object:
     return value if -EXACT <= value <= EXACT else {"$int": hex(value)}
 
 
+_NAN = "7ff8000000000000"  # the bits of float("nan"), which the tree calls "nan"
+
+
 def _float(value: float) -> object:
-    return value if math.isfinite(value) else {"$float": str(value)}
+    if math.isfinite(value):
+        return value
+    bits = struct.pack(">d", value).hex()
+    return {"$float": str(value) if math.isinf(value) or bits == _NAN else bits}
 
 
 def _str(value: str) -> object:
@@ -107,10 +121,11 @@ SCALARS: dict[type, Encoder] = {
     bytearray: _b64("$bytearray"),
     complex: lambda z: {"$complex": [_float(z.real), _float(z.imag)]},
     range: lambda r: {"$range": [_int(n) for n in (r.start, r.stop, r.step)]},
-    torch.Size: lambda size: {"$size": list(size)},
+    torch.Size: lambda size: {"$size": list(map(int, size))},  # it takes and keeps NumPy's ints, too
     torch.dtype: lambda dtype: {"$dtype": str(dtype).removeprefix("torch.")},
     torch.device: lambda device: {"$device": str(device)},
 }
+NAMING = ("$tensor", "$view", "$array", "$generator")  # tags that name a tensor, before anything else
 KEYS = (type(None), bool, int, float, str, bytes)
 
 
@@ -123,27 +138,56 @@ def parse_tree(tree: bytes | bytearray | memoryview, tensor: Callable[[str], tor
     """
     if len(tree) > MAX_TREE:
         raise StateMismatch(f"the state tree: {len(tree)} bytes, more than the {MAX_TREE} that tierd writes")
-    tags = dict(_TAGS)
-    views: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+    try:
+        value = decoder(tensor, _logical, arrays.array_of).decode(str(tree, "utf-8"))
+        check_depth(value)
+    except DEFECTS as error:
+        raise StateMismatch(f"the state tree: {str(error)[:300] or type(error).__name__}") from error
+    return value
 
-    def stored(name: str) -> torch.Tensor:
+
+def parse_key(key: object) -> Any:
+    """A mapping's key, as plain JSON has it. Raises `StateMismatch`."""
+    return parse_tree(json.dumps([key]).encode(), dict[str, Any]().__getitem__)[0]
+
+
+DEFECTS = (ValueError, TypeError, OverflowError, RuntimeError, ImportError)  # what `decoder` raises for a bad tree
+
+
+def decoder(
+    tensor: Callable[[str], Any], view: Callable[[Any, torch.dtype], Any], array: Callable[[Any, str, Any], Any]
+) -> json.JSONDecoder:
+    """What reads typed JSON.
+
+    Args:
+        tensor: gives the stored tensor of a name, or raises `KeyError`.
+        view: a stored tensor seen as a dtype of `STORED_AS`.
+        array: a stored tensor as an array of this dtype and shape.
+    """
+    views: dict[tuple[str, torch.dtype], Any] = {}
+
+    def stored(name: str) -> Any:
         try:
             return tensor(_is(name, str))
         except KeyError:
             raise ValueError(f"the tensor file has no {name[:100]!r}") from None
 
-    def view(payload: Any) -> torch.Tensor:
+    def viewed(payload: Any) -> Any:
         name, dtype = _of(payload, str, str)
         key = name, _dtype(dtype)
         if key not in views:
-            views[key] = _logical(stored(name), key[1])
+            views[key] = view(stored(name), key[1])
         return views[key]
 
-    def array(payload: Any) -> object:
+    def made(payload: Any) -> object:
         name, dtype, shape = _of(payload, str, str, list)
-        return arrays.array_of(stored(name), dtype, tuple(_all(shape, int)))
+        return array(stored(name), dtype, tuple(_all(shape, int)))
 
-    tags |= {"$tensor": stored, "$view": view, "$array": array}
+    def generator(payload: Any) -> object:
+        name, device = _of(payload, str, str)
+        return SavedGenerator(stored(name), torch.device(device))
+
+    tags = {**_TAGS, "$tensor": stored, "$view": viewed, "$array": made, "$generator": generator}
 
     def build(pairs: list[tuple[str, Any]]) -> object:
         found = dict(pairs)
@@ -156,15 +200,11 @@ def parse_tree(tree: bytes | bytearray | memoryview, tensor: Callable[[str], tor
             raise ValueError(f"unknown tag {tag[:40]!r}")
         return tags[tag](payload)
 
-    try:
-        value = json.loads(str(tree, "utf-8"), object_pairs_hook=build, parse_constant=_refuse)
-        _check_depth(value)
-    except (ValueError, TypeError, OverflowError, RuntimeError, ImportError) as error:
-        raise StateMismatch(f"the state tree: {str(error)[:300] or type(error).__name__}") from error
-    return value
+    return json.JSONDecoder(object_pairs_hook=build, parse_constant=_refuse)
 
 
-def _check_depth(value: object) -> None:
+def check_depth(value: object) -> None:
+    """Raises `ValueError` where containers are nested deeper than tierd writes them."""
     level: list[object] = [value]
     for _ in range(MAX_DEPTH + 2):
         inner: list[object] = []
@@ -238,23 +278,30 @@ def _deque(payload: object) -> deque[Any]:
 
 
 def _nonfinite(text: object) -> float:
-    if text not in ("nan", "inf", "-inf"):
-        raise ValueError("$float is nan, inf or -inf")
-    return float(_is(text, str))
+    if text in ("nan", "inf", "-inf"):
+        return float(_is(text, str))
+    bits = bytes.fromhex(_is(text, str))
+    value: float = struct.unpack(">d", bits)[0] if len(bits) == 8 else 0.0
+    if not math.isnan(value):
+        raise ValueError("$float is nan, inf, -inf, or the 16 hex digits of a NaN")
+    return value
 
 
 def _dtype(name: object) -> torch.dtype:
     return _is(vars(torch).get(_is(name, str)), torch.dtype)
 
 
-def _logical(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if STORED_AS.get(dtype) != tensor.dtype:
-        raise ValueError(f"{tensor.dtype} does not hold {dtype}")
-    if not dtype.is_complex:
-        return tensor.view(dtype)
-    if not tensor.ndim or tensor.shape[-1] != 2:
+def check_view(stored: torch.dtype, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raises `ValueError` where a stored tensor cannot be seen as `dtype`."""
+    if STORED_AS.get(dtype) != stored:
+        raise ValueError(f"{stored} does not hold {dtype}")
+    if dtype.is_complex and shape[-1:] != (2,):
         raise ValueError("a complex tensor's last dimension is 2")
-    return torch.view_as_complex(tensor)
+
+
+def _logical(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    check_view(tensor.dtype, tuple(tensor.shape), dtype)
+    return torch.view_as_complex(tensor) if dtype.is_complex else tensor.view(dtype)
 
 
 def _decoded(text: object) -> bytes:

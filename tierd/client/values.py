@@ -14,14 +14,16 @@ from typing import Any, NoReturn, Protocol, TypeGuard, runtime_checkable
 import torch
 
 from tierd.client import arrays
-from tierd.client.tensorfile import DTYPE_NAMES
-from tierd.client.tree import EXACT, KEYS, MAX_TREE, SCALARS, STORED_AS
+from tierd.client.places import heaviest, places
+from tierd.client.tensorfile import DTYPE_NAMES, MAX_DIMS
+from tierd.client.tree import EXACT, KEYS, MAX_DEPTH, MAX_TREE, SCALARS, SHELLS, STORED_AS
 from tierd.core.errors import StateRefused
 
 Path = tuple[object, ...]
 TensorForm = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...], bool, bool]
 
 IMMUTABLE = frozenset(SCALARS) - {bytearray}
+MOST_REPEATED = 256 * 1024 * 1024  # bytes that a tensor may take in a file beyond those that it has in memory
 _STORABLE = frozenset((*DTYPE_NAMES, *STORED_AS))
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")).encode
@@ -85,6 +87,40 @@ def is_storable(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_meta
+        and tensor.dim() + tensor.dtype.is_complex <= MAX_DIMS
+        and _misheld(tensor) is None
+    )
+
+
+def _misheld(tensor: torch.Tensor) -> str | None:
+    """What is wrong with the memory of a strided tensor; None if nothing is."""
+    nbytes, span = tensor.nbytes, span_of(tensor)
+    there = tensor.untyped_storage().nbytes()
+    if nbytes and tensor.storage_offset() * tensor.element_size() + span > there:
+        return (
+            f"a tensor of {nbytes} bytes in a storage of {there}: its memory was freed (untyped_storage().resize_(), "
+            "as FSDP does it); gather it first, and save what was gathered"
+        )
+    return None if nbytes - span <= MOST_REPEATED else _repeated("tensor", nbytes, span)
+
+
+def span_of(tensor: torch.Tensor) -> int:
+    """The bytes of memory from a strided tensor's first to its last element."""
+    if not tensor.numel() or tensor.is_contiguous():
+        return tensor.nbytes
+    size = tensor.element_size()
+    return _span(tensor.shape, [step * size for step in tensor.stride()], size)
+
+
+def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Bytes from the first to the last element in memory; strides are in bytes."""
+    return sum((n - 1) * abs(step) for n, step in zip(shape, strides, strict=True)) + itemsize
+
+
+def _repeated(kind: str, nbytes: int, span: int) -> str:
+    return (
+        f"a {kind} of {nbytes} bytes that repeats {span} bytes of memory; save what was expanded and expand it again "
+        "after the restore, or save a contiguous copy to have all of it written"
     )
 
 
@@ -105,12 +141,34 @@ def why_refused(tensor: torch.Tensor) -> str | None:
         return "a meta tensor, which holds no data; materialize it first"
     if tensor.dtype not in _STORABLE:
         return f"a tensor of {tensor.dtype}, which no stored dtype holds"
+    if tensor.dim() + tensor.dtype.is_complex > MAX_DIMS:
+        return f"a {tensor.dtype} tensor of {tensor.dim()} dimensions, too many to be read again; pass .flatten()"
+    return _misheld(tensor)
+
+
+def why_array_refused(array: Any) -> str | None:
+    """Why the NumPy array cannot be stored, and the way out; None if it can."""
+    if not arrays.describes(array.dtype):
+        return f"numpy.ndarray of dtype {array.dtype}; object and structured dtypes have no encoding"
+    if array.ndim + (array.dtype.kind == "c") > MAX_DIMS:
+        return f"numpy.ndarray of {array.ndim} dimensions, too many to be read again; pass .ravel()"
+    if array.nbytes > MOST_REPEATED and not array.flags.forc:
+        span = _span(array.shape, array.strides, array.itemsize)
+        return None if array.nbytes - span <= MOST_REPEATED else _repeated("numpy.ndarray", array.nbytes, span)
     return None
 
 
 def form_of(tensor: torch.Tensor) -> TensorForm:
     """All that, beside the address, says what a storable tensor shows: two of one form at one address are one."""
     return tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+def fill(target: torch.Tensor, saved: torch.Tensor) -> None:
+    """Copy a tensor of the same dtype and shape into `target`, in place; of dtypes that torch cannot copy, too."""
+    if target.dtype in SHELLS:
+        target, saved = target.view(torch.uint8), saved.view(torch.uint8)
+    with torch.no_grad():
+        target.copy_(saved)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,12 +191,25 @@ def made(value: Any, path: Path) -> Made:
     if type(value) in (set, frozenset):
         members = sorted((key_tree(member, path) for member in list(value)), key=lambda member: json.dumps(member))
         return Made(dumps({f"${type(value).__name__}": members}))
+    if type(value) is slice:
+        return Made(dumps({"$slice": _slice(value, path)}))
     return Made(dumps(SCALARS[bytearray](value) if type(value) is bytearray else _numpy_scalar(value, path)))
 
 
+def _slice(value: slice, path: Path) -> object:
+    parts = {"start": value.start, "stop": value.stop, "step": value.step}
+    for name, part in parts.items():
+        if part is not None and type(part) is not int:
+            refuse(path, f"a slice whose {name} is {type_name(part)}; only int and None can be stored there")
+    return [SCALARS[type(part)](part) for part in parts.values()]
+
+
 def _numpy_scalar(value: Any, path: Path) -> object:
+    base = value.dtype.type
+    if type(value) is not base:
+        refuse(path, f"{type_name(value)}, a subclass of {type_name(base())}; pass a plain {base.__name__}")
     if value.dtype.kind == "U":
-        return {"$npstr": SCALARS[str](str(value))}
+        return {"$npstr": SCALARS[str](str.__str__(value))}  # `str(value)` drops trailing NULs
     if value.dtype.kind == "S":
         (encoded,) = SCALARS[bytes](bytes(value)).values()  # type: ignore[attr-defined]
         return {"$npbytes": encoded}
@@ -147,10 +218,12 @@ def _numpy_scalar(value: Any, path: Path) -> object:
     return {"$npscalar": arrays.scalar_json(value)}
 
 
-def key_tree(key: object, path: Path) -> object:
+def key_tree(key: object, path: Path, inside: int = 0) -> object:
     """A mapping's key, or a set's member, as it stands in a tree."""
     if type(key) is tuple:
-        return {"$tuple": [key_tree(part, path) for part in key]}
+        if len(path) + inside > MAX_DEPTH:
+            refuse(path, f"a key of tuples, nested deeper than {MAX_DEPTH}")
+        return {"$tuple": [key_tree(part, path, inside + 1) for part in key]}
     if type(key) not in KEYS:
         refuse(
             path, f"the key {show_part(key)} is {type_name(key)}; keys are str, int, float, bool, bytes, None or tuples"
@@ -161,11 +234,6 @@ def key_tree(key: object, path: Path) -> object:
 def is_name(key: object) -> bool:
     """Whether a mapping's key can be a JSON object's."""
     return type(key) is str and not key.startswith("$") and type(SCALARS[str](key)) is str
-
-
-def parts_of(value: Any) -> tuple[object, ...]:
-    """What a list, tuple, deque or slice holds now."""
-    return (value.start, value.stop, value.step) if type(value) is slice else tuple(value)
 
 
 def is_run(parts: tuple[object, ...]) -> bool:
@@ -188,7 +256,11 @@ def encode(pieces: Sequence[str], holes: Sequence[object]) -> bytes:
     parts[1::2] = map(_text, holes)
     text = "".join(parts).encode()
     if len(text) > MAX_TREE:
-        raise StateRefused(f"state: {len(text)} bytes besides tensors; {MAX_TREE} at most, keep large data in tensors")
+        path, size = heaviest(places(pieces), [len(part) for part in parts[1::2]])
+        raise StateRefused(
+            f"{show(path)}: {size} of the {len(text)} bytes besides tensors, {MAX_TREE} at most; keep large data in a "
+            "tensor (torch.frombuffer makes one of bytes), or in a file that stage() takes"
+        )
     return text
 
 
@@ -210,5 +282,4 @@ BRACKETS: dict[type, tuple[str, str]] = {
     list: ("", ""),
     tuple: ('{"$tuple":', "}"),
     deque: ('{"$deque":[', "]}"),
-    slice: ('{"$slice":', "}"),
 }

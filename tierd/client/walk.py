@@ -35,11 +35,11 @@ from tierd.client.values import (
     is_storable,
     key_tree,
     made,
-    parts_of,
     plain,
     refuse,
     show,
     type_name,
+    why_array_refused,
     why_refused,
 )
 from tierd.core.errors import StateRefused
@@ -68,7 +68,7 @@ class Form(enum.Enum):
     RUN = enum.auto()  # a hole with a sequence of any number of immutable values
     MADE = enum.auto()  # a hole whose JSON is made at once
     TENSOR = enum.auto()
-    ARRAY = enum.auto()
+    ARRAY = enum.auto()  # what gives a tensor of its own whenever it is asked: an array, a generator
     MAPPING = enum.auto()
     SEQUENCE = enum.auto()
     STATEFUL = enum.auto()
@@ -156,8 +156,8 @@ class Walk:
         if isinstance(value, torch.Tensor):
             return self.tensor(value, path)
         if arrays.is_array(value):
-            if not arrays.describes(value.dtype):
-                refuse(path, f"numpy.ndarray of dtype {value.dtype}; object and structured dtypes have no encoding")
+            if reason := why_array_refused(value):
+                refuse(path, reason)
             index = self._store(path, arrays.tensor_of(value))
             detail = value.dtype.str, value.shape
             self._text.append(dumps({"$array": [self._names[index], *detail]}))
@@ -171,7 +171,7 @@ class Walk:
                 refuse(path, f"state_dict() raised {type(error).__name__}: {error}", error)
             self._alive.append(own)
             return Node(Form.STATEFUL, type(value), children=(self.node(own, path),))
-        for kind in (dict, list, tuple, set, str, int, float, bytes):
+        for kind in (dict, list, tuple, set, str, int, float, bytes, torch.Generator):
             if isinstance(value, kind):
                 refuse(path, f"{type_name(value)}, a subclass of {kind.__name__}; pass a plain {kind.__name__}")
         return refuse(path, type_name(value))
@@ -194,11 +194,21 @@ class Walk:
             self._text.append(f'{{"$tensor":{name}}}')
         return Node(Form.TENSOR, type(tensor), index, (tensor, form))
 
+    def generator(self, value: torch.Generator, path: Path) -> Node:
+        try:
+            state = value.get_state()
+        except Exception as error:
+            refuse(path, f"get_state() raised {type(error).__name__}: {error}", error)
+        index = self._store(path, state)
+        detail = str(value.device), state.shape
+        self._text.append(dumps({"$generator": [self._names[index], detail[0]]}))
+        return Node(Form.ARRAY, type(value), index, detail)
+
     def made(self, value: Any, path: Path) -> Node:
         return self._hole(Form.MADE, type(value), made(value, path))
 
     def sequence(self, value: Any, path: Path) -> Node:
-        parts, maxlen = parts_of(value), getattr(value, "maxlen", None)
+        parts, maxlen = tuple(value), getattr(value, "maxlen", None)
         before, after = BRACKETS[type(value)]
         self._text.append(f"{before}{dumps(maxlen)}," if type(value) is deque else before)
         if is_run(parts):
@@ -247,6 +257,11 @@ class Walk:
         node.children = [*node.children, *metadata]
         return node
 
+    def counter(self, value: Counter[Any], path: Path) -> Node:
+        if attributes := vars(value):
+            refuse(path, f"collections.Counter with the attribute {min(attributes)!r}")
+        return self._around('{"$counter":', value, path, "}")
+
     def default(self, value: defaultdict[Any, object], path: Path) -> Node:
         factory = value.default_factory
         name = getattr(factory, "__name__", "")
@@ -292,12 +307,13 @@ _NODES: dict[type, Callable[[Walk, Any, Path], Node]] = {
     list: Walk.sequence,
     tuple: Walk.sequence,
     deque: Walk.sequence,
-    slice: Walk.sequence,
+    slice: Walk.made,
     set: Walk.made,
     frozenset: Walk.made,
     OrderedDict: Walk.ordered,
-    Counter: lambda walk, value, path: walk._around('{"$counter":', value, path, "}"),
+    Counter: Walk.counter,
     defaultdict: Walk.default,
+    torch.Generator: Walk.generator,
     torch.Tensor: Walk.tensor,
     torch.nn.Parameter: Walk.tensor,
 }
