@@ -150,7 +150,7 @@ MUTANTS = (
     Mutant(
         "a copy made behind training is handed over before it was confirmed",
         "tierd/client/pipeline.py",
-        "        snapshot.await_confirmation()\n",
+        "            snapshot.await_confirmation()\n",
         "",
         "torn --trials 100",
         "is a mixture",
