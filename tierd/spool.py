@@ -7,7 +7,7 @@ anything in it is touched. So a reader, or a start after a power cut, finds a wh
     <spool>/<run>/pins/<step:012>.<attempt>
     <spool>/.tierd/{lock, control.sock, stage/, trash/, recycle/<lane>, quarantine/<run>/<checkpoint>/<part>/}
     <spool>/.tierd/fetch/<run>.<checkpoint>.<part>/, on its way from a tier, or left there half-way
-    <spool>/.tierd/{saved, retention}/, what `records` keeps of runs
+    <spool>/.tierd/{saved, retention}/, what `records` keeps of runs; alive/, whose trainers live (`living`)
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from tierd.core.errors import (
 from tierd.core.ids import CheckpointId, PartId, check_run
 from tierd.core.manifest import MANIFEST_NAME, MAX_MANIFEST_SIZE, Manifest, decode
 from tierd.device import LARGE
+from tierd.living import ALIVE
+from tierd.living import forget as forget_trainers
 from tierd.persist import open_plain, read_file, remove, sync_directory
 from tierd.records import RETENTION, SAVED, forget, mark_saved
 from tierd.stage import Stage, try_lock
@@ -316,6 +318,7 @@ class Spool:
                 self._drop_if_empty(home)
             elif not home.exists():
                 forget(self.control, rest, left_ns)
+                forget_trainers(self.control, rest)
             return
         if room == _PINS:
             run, _, checkpoint = rest.partition("/")
@@ -422,7 +425,7 @@ def _sync_entry(path: Path) -> None:
             raise
 
 
-_ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine", SAVED, RETENTION)
+_ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine", SAVED, RETENTION, ALIVE)
 _LOCKED = ("stage", "fetch")  # rooms where a directory's lock says that its writer lives
 _EMPTY = "empty"  # no room: what `leftovers` calls a checkpoint's or run's directory that was left behind empty
 _PINS = "pins"  # a run's directory of its pins; no room

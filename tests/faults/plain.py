@@ -579,8 +579,62 @@ _PLACES = (
     ),
 )
 
+_BESIDE, _TWO = "pytest tests/core/test_launches.py", "pytest tests/test_two_launches.py"
+_LAUNCHES = (
+    Mutant(
+        "a later launch retires what an earlier one that lives has saved",
+        "tierd/core/retention.py",
+        "            if alone.keep:",
+        "            if False:",
+        f"{_BESIDE} -k keeps_what_it_would_keep_alone",
+    ),
+    Mutant(
+        "a tier lacks what a launch that lives has saved beside a later one",
+        "tierd/core/demand.py",
+        "Ranking(infos, self._wants(place), self.origins, self.living(place))\n        return self._rankings",
+        "Ranking(infos, self._wants(place), self.origins)\n        return self._rankings",
+        f"{_BESIDE} -k sent_there",
+    ),
+    Mutant(
+        "another node's launch that goes on counts as ended",
+        "tierd/core/launches.py",
+        "if newest.get(one, 0.0) > _launched(latest))",
+        "if False)",
+        f"{_BESIDE} -k spares_an_earlier_one",
+    ),
+    Mutant(
+        "ranks of one launch that restored are taken for two launches",
+        "tierd/core/launches.py",
+        "return any(other.rank == one.rank and other.attempt",
+        "return any(other.attempt",
+        f"{_BESIDE} -k that_restored_are_not",
+    ),
+    Mutant(
+        "a trainer does not show that it lives",
+        "tierd/client/launch.py",
+        "        self._saving(part)",
+        "        pass",
+        f"{_TWO} -k both_are_warned",
+    ),
+    Mutant(
+        "nobody tells of two launches",
+        "tierd/daemon/reconcile.py",
+        "            self.notices.came(place)\n            self.notices.launches(self.world())",
+        "            self.notices.came(place)",
+        f"{_TWO} -k both_are_warned",
+    ),
+    Mutant(
+        "a forked worker keeps its dead trainer alive",
+        "tierd/living.py",
+        "os.register_at_fork(after_in_child=_forget_in_child)",
+        "pass",
+        f"{_TWO} -k forked_child",
+    ),
+)
+
 PLAIN = (
-    _PRUNES
+    _LAUNCHES
+    + _PRUNES
     + _GUARDS
     + _ENCRYPTION
     + _DELETIONS

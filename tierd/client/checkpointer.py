@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from tierd.client.attachment import Attachment
+from tierd.client.beside import Beside
 from tierd.client.capture import Capture, Capturer
 from tierd.client.choosing import Choice
 from tierd.client.closing import Closing, check_failed, check_wait
@@ -128,8 +129,10 @@ class Checkpointer:
             tell_failure(self._ranks, run, error)
             raise
         try:
+            self._beside = Beside(self._spool, asks=self._daemon.tiers)
             seen = functools.partial(self._daemon.attempts, run)
-            self._launch = Launch(self._spool, run, self._ranks, given, seen, repr(when) if when else "")
+            chosen_when = repr(when) if when else ""
+            self._launch = Launch(self._spool, run, self._ranks, given, seen, chosen_when, self._beside.saving)
         except BaseException:
             self._daemon.close()
             raise
@@ -493,6 +496,7 @@ class Checkpointer:
                 self._closed = True
                 self._pipeline.close()
             self._let_go()
+            self._beside.close()
             self._daemon.close(patience_s)
 
     def _is_mine(self, part: PartId) -> bool:

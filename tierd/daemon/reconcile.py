@@ -376,6 +376,7 @@ class Reconciler:
             if tiers is not self.tiers:  # the configuration has changed meanwhile
                 return
             self._tell_durable(name)
+            self.notices.launches(self.world())
             if tiers.places[name] != before:
                 self._changed = time.monotonic()
 
@@ -392,6 +393,7 @@ class Reconciler:
             self._place = place  # last: all that was asked was answered
             self._lose_interest()
             self.notices.came(place)
+            self.notices.launches(self.world())
             for name in self.tiers.places:
                 self._tell_durable(name)
             if set(self._place.parts()) != before:
