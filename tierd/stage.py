@@ -11,7 +11,7 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,11 +28,12 @@ class Stage:
     Args:
         room: where stages lie, on the file system of `target`.
         target: the directory that the commit's rename makes visible.
+        committed: called once that is durable.
     """
 
-    def __init__(self, room: Path, part: PartId, target: Path) -> None:
+    def __init__(self, room: Path, part: PartId, target: Path, committed: Callable[[], None] = lambda: None) -> None:
         self.part = part
-        self._target = target
+        self._target, self._committed = target, committed
         checkpoint = part.checkpoint
         name = f"{checkpoint.run}.{checkpoint.name}.{part.name}.{secrets.token_hex(4)}"
         self.path = room / name
@@ -71,6 +72,7 @@ class Stage:
             raise
         os.close(self._fd)
         self._fd = -1
+        self._committed()
 
     def abandon(self) -> None:
         """Remove what was staged; harmless after `commit`. What a failing disk keeps goes as a leftover."""

@@ -591,8 +591,8 @@ _LAUNCHES = (
     Mutant(
         "a tier lacks what a launch that lives has saved beside a later one",
         "tierd/core/demand.py",
-        "Ranking(infos, self._wants(place), self.origins, self.living(place))\n        return self._rankings",
-        "Ranking(infos, self._wants(place), self.origins)\n        return self._rankings",
+        "self._living[place] = living(self.world, self.run, place)",
+        "self._living[place] = living(self.world, self.run, place) if place == 'local' else frozenset()",
         f"{_BESIDE} -k sent_there",
     ),
     Mutant(
@@ -618,9 +618,9 @@ _LAUNCHES = (
     ),
     Mutant(
         "nobody tells of two launches",
-        "tierd/daemon/reconcile.py",
-        "            self.notices.came(place)\n            self.notices.launches(self.world())",
-        "            self.notices.came(place)",
+        "tierd/daemon/notices.py",
+        "if not told[run] <= self._beside.get(run, frozenset()):",
+        "if False:",
         f"{_TWO} -k both_are_warned",
     ),
     Mutant(
@@ -632,8 +632,62 @@ _LAUNCHES = (
     ),
 )
 
+_MOVED = "pytest tests/test_links.py"
+_WAYS = (
+    Mutant(
+        "a run's linked directory is no directory",
+        "tierd/spool.py",
+        "                found.append(name)\n",
+        "                continue\n",
+        f"{_MOVED} -k linked_is_followed",
+    ),
+    Mutant(
+        "a link by way of what others may replace is followed",
+        "tierd/trust.py",
+        "why = _unsafe(link.parent.resolve() / link.name) or _unfit(link)",
+        "why = _unfit(link)",
+        f"{_MOVED} -k others_may_replace",
+    ),
+    Mutant(
+        "a link to what others may write to is followed",
+        "tierd/trust.py",
+        "    if found.st_mode & (stat.S_IWOTH | stat.S_IWGRP):\n",
+        "    if False:\n",
+        f"{_MOVED} -k others_may_write",
+    ),
+    Mutant(
+        "a save goes through any link",
+        "tierd/spool.py",
+        "        self.check_way(part.checkpoint.run)\n        if self.path(part)",
+        "        if self.path(part)",
+        f"{_MOVED} -k leads_nowhere",
+    ),
+    Mutant(
+        "a link inside a run hides a checkpoint",
+        "tierd/spool.py",
+        "        for link in inside:\n",
+        "        for link in ():\n",
+        f"{_MOVED} -k inside_a_run",
+    ),
+    Mutant(
+        "a checkpoint that was removed was never there",
+        "tierd/client/search.py",
+        "        doubtful |= dict.fromkeys(resume.gone, GONE)\n",
+        "",
+        f"{_MOVED} -k removed_is_among",
+    ),
+    Mutant(
+        "a commit is not remembered",
+        "tierd/stage.py",
+        "        self._committed()\n",
+        "",
+        f"{_MOVED} -k removed_is_among",
+    ),
+)
+
 PLAIN = (
     _LAUNCHES
+    + _WAYS
     + _PRUNES
     + _GUARDS
     + _ENCRYPTION

@@ -86,7 +86,7 @@ class Checkpointer:
         ConfigError: a name, rank, URL or policy cannot be used; or ranks were given different ones, or cannot agree; or
             `when` hangs on a clock or a metric, and they cannot talk.
         StoreUnavailable: another rank could not begin; says which and why.
-        SpoolUnusable: the spool cannot be written to.
+        SpoolUnusable: the spool cannot be written to, or something of the run lies behind a link.
         DaemonUnavailable: the daemon for `to` did not start.
     """
 
@@ -121,6 +121,8 @@ class Checkpointer:
             given = check_attempt(attempt) if attempt is not None else None
             self._choice = Choice(when, self._ranks)
             self._spool = Spool(spool)
+            with translated(f"spool {self._spool.root}"):
+                self._spool.check_home(run)
             if retention is not None:  # before a daemon is there that would decide without it
                 with translated(f"spool {self._spool.root}"):
                     set_policy(self._spool.control, run, checked(retention))

@@ -120,7 +120,8 @@ class Place:
     `policies` are the retention policies that lie there, by run; in the spool, the trainer's. `restored` are, of the
     spool alone, the runs whose newest attempt there was only restored: this node never saved it. `alive` are, of the
     spool alone, by run, the trainers that save there now, and `ended` the launches that did so lately and have no
-    trainer any more.
+    trainer any more. `committed` are, of the spool alone, the newest part that each rank of a run's newest launch
+    committed there, whether it is still there or not.
     """
 
     checkpoints: Mapping[CheckpointId, Seen] = field(default_factory=dict)
@@ -133,6 +134,7 @@ class Place:
     restored: frozenset[str] = frozenset()
     alive: Mapping[str, tuple[Trainer, ...]] = field(default_factory=dict)
     ended: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    committed: frozenset[PartId] = frozenset()
 
     @staticmethod
     def of(
