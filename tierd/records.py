@@ -38,7 +38,7 @@ def mark_saved(control: Path, checkpoint: CheckpointId) -> None:
         return
     check_room(control / SAVED)
     with suppress(FileExistsError):
-        marks.mkdir()
+        marks.mkdir(mode=0o700)
     _sync_room(control, SAVED)
     os.close(os.open(marks / checkpoint.attempt, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     sync_directory(marks)

@@ -39,7 +39,7 @@ from tierd.core.manifest import MANIFEST_NAME, MAX_MANIFEST_SIZE, Manifest, deco
 from tierd.device import LARGE
 from tierd.living import ALIVE
 from tierd.living import forget as forget_trainers
-from tierd.persist import open_plain, read_file, remove, sync_directory
+from tierd.persist import make_private, open_plain, read_file, remove, sync_directory
 from tierd.records import RETENTION, SAVED, forget, mark_saved, note_committed
 from tierd.stage import Stage, try_lock
 from tierd.trust import check_link, check_owner, check_room, keep_private
@@ -83,6 +83,7 @@ class Spool:
         if not os.fspath(root):
             raise SpoolUnusable("spool '': name a directory")
         self.root = Path(root).absolute()
+        _check_name(self.root)
         self.control = self.root / ".tierd"
         self._made = write
         self._ignored: set[str] = set()
@@ -96,7 +97,7 @@ class Spool:
             keep_private(self.root)
             _sync_entry(self.root)  # even if it was there: whoever made it may have been killed before this
             for directory in (self.control, *(self.control / name for name in _ROOMS)):
-                directory.mkdir(exist_ok=True)
+                directory.mkdir(mode=0o700, exist_ok=True)
                 check_room(directory)
             if not os.access(self.root, os.W_OK | os.X_OK):
                 why = (
@@ -211,8 +212,8 @@ class Spool:
             if not home.is_dir():
                 raise ObjectNotFound(f"{part} is not in the spool") from error
             raise ManifestError(f"manifest of {part}: {error}") from error
-        with os.fdopen(fd, "rb") as file:
-            return decode(file.read(MAX_MANIFEST_SIZE + 1), part)
+        with os.fdopen(fd, "rb") as file:  # no more than there is, since so much memory is taken at once
+            return decode(file.read(min(os.fstat(fd).st_size, MAX_MANIFEST_SIZE) + 1), part)
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -281,7 +282,7 @@ class Spool:
             return  # set aside before: what lies there is all that is left of it
         if aside.exists():
             self._trash(aside)
-        aside.parent.mkdir(parents=True, exist_ok=True)
+        make_private(aside.parent)
         try:
             home.rename(aside)
         except FileNotFoundError:
@@ -411,9 +412,9 @@ class Spool:
         self.check_way(checkpoint.run)
         path = self.root / checkpoint.run / _PINS / checkpoint.name
         while pinned:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(path.parent)
             with suppress(FileNotFoundError):  # the empty directory was tidied away just now
-                path.touch()
+                path.touch(mode=0o600)
                 break
         else:
             path.unlink(missing_ok=True)
@@ -458,11 +459,25 @@ class Spool:
         return self.control / "handoff.sock"
 
 
+def _check_name(root: Path) -> None:
+    """Raise `SpoolUnusable` where a path cannot be said in JSON, which daemon, client and command line write it in."""
+    try:
+        str(root).encode()
+    except UnicodeEncodeError:
+        raw = os.fsencode(root)
+        try:
+            raw.decode()
+            why = "the locale cannot say it: set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
+        except UnicodeDecodeError:
+            why = "it is no UTF-8: name another, or link this one from a path that is"
+        raise SpoolUnusable(f"spool {raw!r}: {why}") from None
+
+
 def _make_durably(directory: Path) -> None:
     """Make a directory and what lacks above it, such that a power cut leaves what is put there in reach."""
     if not directory.is_dir():
         _make_durably(directory.parent)
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(mode=0o755, exist_ok=True)  # who may write there may replace the spool
         _sync_entry(directory)
 
 

@@ -54,7 +54,7 @@ class Stage:
             try:
                 for parent in (target.parent.parent, target.parent):
                     with suppress(FileExistsError):  # and no look whether it is one: it may go just then
-                        parent.mkdir()
+                        parent.mkdir(mode=0o700)
                     sync_directory(parent.parent)  # even if it was there: another rank may have made and not synced it
                 self.path.rename(target)
                 break
@@ -123,7 +123,7 @@ def describe_directory(home: Path, written: Mapping[str, tuple[int, str]] | None
 def make_locked(path: Path) -> int:
     """Make a directory and hold its lock. A sweep may take it between the two, so look whether it is still there."""
     while True:
-        path.mkdir(exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:

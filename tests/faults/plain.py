@@ -685,9 +685,70 @@ _WAYS = (
     ),
 )
 
+_AROUND = "pytest tests/test_surroundings.py"
+_SURROUNDINGS = (
+    Mutant(
+        "a spool's path that JSON cannot say is taken",
+        "tierd/spool.py",
+        "        _check_name(self.root)\n",
+        "",
+        f"{_AROUND} -k no_utf8",
+    ),
+    Mutant(
+        "what the locale cannot write ends a command",
+        "tierd/__main__.py",
+        'errors="backslashreplace"',
+        'errors="strict"',
+        f"{_AROUND} -k plain_c_locale",
+    ),
+    Mutant(
+        "a daemon's threads take all of a limited address space",
+        "tierd/daemon/service.py",
+        "    spare_address_space()\n",
+        "",
+        f"{_AROUND} -k 700_mb",
+    ),
+    Mutant(
+        "that there are no more threads is a traceback",
+        "tierd/cli/__init__.py",
+        "if not errors.is_exhausted(error):",
+        "if True:",
+        f"{_AROUND} -k one_line",
+    ),
+    Mutant(
+        "a spool's files are what the umask makes them",
+        "tierd/persist.py",
+        "self._fd = os.open(path, flags, 0o600) if over is None else over",
+        "self._fd = os.open(path, flags, 0o666) if over is None else over",
+        f"{_AROUND} -k nobody_else_gets_at",
+    ),
+    Mutant(
+        "a stage's directory is what the umask makes it",
+        "tierd/stage.py",
+        "        path.mkdir(mode=0o700, exist_ok=True)\n",
+        "        path.mkdir(exist_ok=True)\n",
+        f"{_AROUND} -k nobody_else_gets_at",
+    ),
+    Mutant(
+        "a tier's files are whatever its root is",
+        "tierd/stores/file.py",
+        "(mode & 0o070 if mode & stat.S_ISGID else 0)",
+        "(mode & 0o077)",
+        f"{_AROUND} -k nobody_else_gets_at",
+    ),
+    Mutant(
+        "a group that shares a tier cannot read it",
+        "tierd/stores/file.py",
+        "(mode & 0o070 if mode & stat.S_ISGID else 0)",
+        "0",
+        f"{_AROUND} -k group_shares",
+    ),
+)
+
 PLAIN = (
     _LAUNCHES
     + _WAYS
+    + _SURROUNDINGS
     + _PRUNES
     + _GUARDS
     + _ENCRYPTION

@@ -28,6 +28,7 @@ from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.reload import Reload
 from tierd.daemon.tell import Teller
 from tierd.daemon.watch import watching
+from tierd.priority import spare_address_space
 from tierd.spool import Spool
 from tierd.stores.base import Store
 from tierd.stores.keys import read_key
@@ -76,6 +77,7 @@ async def serve(
         ConfigError: a tier's URL cannot be opened, or its key or what a `[[tell]]` refers to not be used.
     """
     leave_no_core()
+    spare_address_space()
     spool = Spool(Path(config.spool))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
