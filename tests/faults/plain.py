@@ -745,8 +745,19 @@ _SURROUNDINGS = (
     ),
 )
 
+_CHECKED = (
+    Mutant(
+        "a check does not read what a receiver refers to",
+        "tierd/cli/act.py",
+        "        stores, _ = await open_all(config, stack)",
+        "        stores = await open_tiers(config, stack)",
+        "pytest tests/test_config_check.py -k one_verdict",
+    ),
+)
+
 PLAIN = (
     _LAUNCHES
+    + _CHECKED
     + _WAYS
     + _SURROUNDINGS
     + _PRUNES
