@@ -167,7 +167,7 @@ def test_a_checkpoint_that_was_removed_is_among_what_was_skipped(home: Path, dep
     found = restored(home)
     assert found and found.step == 2
     assert [(one.step, one.attempt) for one in found.skipped] == [(3, directory.name.partition(".")[2])]
-    assert "committed on this node" in found.skipped[0].reason and "no place has it any more" in found.skipped[0].reason
+    assert found.skipped[0].reason == "gone: it was committed on this node, and no place has it any more"
 
 
 def test_the_daemon_knows_it_too(home: Path, monkeypatch) -> None:

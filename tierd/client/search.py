@@ -25,7 +25,7 @@ from tierd.core.wire import MAX_TOLD, MOST_TOLD, FellBack, Request
 log = logging.getLogger("tierd")
 
 INCOMPLETE = "incomplete: not every rank's part is there"
-GONE = "gone: it was committed on this node, no place has it any more, and tierd did not delete it"
+GONE = "gone: it was committed on this node, and no place has it any more"
 _ASIDE = "set aside before: some of it was proven corrupt, and no place had it right"
 _LOOKS = 3  # at what there is, when parts vanish between a look and the reading
 _TRIES = 2  # of one checkpoint, when what was proven corrupt is set aside and another node's spool may have it right
