@@ -5,6 +5,7 @@ Trainers are processes of their own that do as they are told on their standard i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -83,10 +84,15 @@ def launches(tmp_path: Path) -> Iterator[tuple[Launch, Launch]]:
     finally:
         for one in both:
             one.end()
-        lock = tmp_path / "spool" / ".tierd" / "lock"
-        if lock.exists() and (pid := lock.read_text().strip()):
+        end_daemon(tmp_path / "spool")
+
+
+def end_daemon(spool: Path) -> None:
+    lock, line = spool / ".tierd" / "lock", spool / ".tierd" / "control.sock"
+    if lock.exists() and line.exists() and (pid := lock.read_text().strip()):
+        with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGTERM)
-            wait_until(lambda: not (tmp_path / "spool" / ".tierd" / "control.sock").exists(), 60)
+        wait_until(lambda: not line.exists(), 60)
 
 
 def kept(home: Path) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
@@ -125,6 +131,36 @@ def test_both_are_warned_and_neither_loses_anything_until_it_ends(launches, tmp_
     first.end()
     wait_until(lambda: kept(tmp_path)[1] == other, 60)
     assert status(tmp_path)["launches"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_launches_on_two_nodes_and_one_tier_are_warned_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "tier").mkdir()
+    nodes = [tmp_path / "one", tmp_path / "two"]
+    both: list[Launch] = []
+    try:
+        for node, steps in zip(nodes, ((1, 2, 3), (11, 12, 13)), strict=True):
+            node.mkdir()
+            (node / "tier").symlink_to(tmp_path / "tier")
+            both.append(Launch(node, "trainer", f"file://{tmp_path / 'tier'}"))
+            both[-1].save(*steps)
+        first, second = both
+        first.save(4)  # after the second one began, which tells that one's node
+        tier = {(first.attempt, 3), (first.attempt, 4), (second.attempt, 12), (second.attempt, 13)}
+        for one, rival in ((first, second), (second, first)):
+            wait_until(lambda one=one, rival=rival: f"{rival.attempt} (on another node" in one.log.read_text(), 150)
+        wait_until(lambda: kept(nodes[0])[1] == tier, 150)
+        for one, node in zip(both, nodes, strict=True):
+            assert {found["attempt"] for found in status(node)["launches"]} == {first.attempt, second.attempt}
+            assert {step for attempt, step in kept(node)[0] if attempt == one.attempt} >= {
+                step for attempt, step in tier if attempt == one.attempt
+            }
+    finally:
+        for one in both:
+            one.end()
+        for node in nodes:
+            end_daemon(node / "spool")
 
 
 def test_a_lock_ends_with_its_process_and_another_launch_of_the_process_takes_its_place(tmp_path) -> None:
