@@ -64,6 +64,14 @@ def note_committed(control: Path, part: PartId) -> None:
             os.close(fd)
 
 
+def forget_committed(control: Path, part: PartId) -> None:
+    """Forget that a part was committed here, because tierd itself deletes it; raises nothing."""
+    path = control / SAVED / part.checkpoint.run / f"{part.checkpoint.attempt}.{part.name}"
+    with suppress(OSError):
+        if path.read_bytes() == f"{part.checkpoint.step:012}".encode():
+            path.unlink()
+
+
 def committed(control: Path) -> frozenset[PartId]:
     """The newest part that each rank of each run's newest launch committed here, whether it is still there or not.
 

@@ -40,7 +40,7 @@ from tierd.device import LARGE
 from tierd.living import ALIVE
 from tierd.living import forget as forget_trainers
 from tierd.persist import make_private, open_plain, read_file, remove, sync_directory
-from tierd.records import RETENTION, SAVED, forget, mark_saved, note_committed
+from tierd.records import RETENTION, SAVED, forget, forget_committed, mark_saved, note_committed
 from tierd.stage import Stage, try_lock
 from tierd.trust import check_link, check_owner, check_room, keep_private
 
@@ -243,6 +243,7 @@ class Spool:
             grave = self._bury(self.path(part))
             if grave is None:
                 continue
+            forget_committed(self.control, part)
             self._drop_if_empty(self.path(part).parent)
             if part.lane in reuse:
                 self._recycle(grave, part.lane)
