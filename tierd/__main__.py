@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 
@@ -17,6 +18,15 @@ def main() -> int:
             file=sys.stderr,
         )
         return 3
+    except (MemoryError, ImportError) as error:  # a library that cannot be mapped is an ImportError
+        if isinstance(error, ImportError) and "memory" not in str(error) and "map segment" not in str(error):
+            raise
+        print(
+            "tierd: no more memory for this process: raise its limit (ulimit -v, or the container's)", file=sys.stderr
+        )
+        return 1
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what the locale cannot write is written as an escape
+        sys.stdout.reconfigure(errors="backslashreplace")
     return run()
 
 

@@ -22,6 +22,7 @@ from tierd import __version__
 from tierd.core.errors import DaemonUnavailable, TierdError, VersionMismatch
 from tierd.core.protocol import BEATS, PROTOCOL, Peer, explain
 from tierd.core.wire import EXIT_HELD, HEARTBEAT, MAX_REPLY, Hello, Request, Status, encode_line, greeted, raise_error
+from tierd.persist import private
 from tierd.spool import Spool
 from tierd.trust import stranger
 
@@ -243,7 +244,7 @@ def connect(connection: socket.socket, path: Path, patience_s: float = _QUEUE) -
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("ab") as output:
+    with open(log, "ab", opener=private) as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/"
         )

@@ -72,7 +72,7 @@ class FileWriter:
         over = _open_spare(path) if recycled else None
         self.recycled = over is not None
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._fd = os.open(path, flags, 0o644) if over is None else over
+        self._fd = os.open(path, flags, 0o600) if over is None else over
         try:
             if os.fstat(self._fd).st_size > size:
                 os.ftruncate(self._fd, size)
@@ -326,6 +326,23 @@ def remove(path: Path, *, best_effort: bool = False) -> None:
         shutil.rmtree(path, ignore_errors=best_effort)
     else:
         path.unlink()
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory, unless it is there, and what lacks above it, for this user alone whatever the umask."""
+    try:
+        directory.mkdir(mode=0o700)
+    except FileNotFoundError:
+        make_private(directory.parent)
+        make_private(directory)
+    except FileExistsError:
+        if not directory.is_dir():
+            raise
+
+
+def private(path: str, flags: int) -> int:
+    """An `opener` for `open`: what it makes is for this user alone whatever the umask."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def open_plain(path: Path) -> int:

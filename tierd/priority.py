@@ -12,7 +12,10 @@ import ctypes
 import logging
 import os
 import platform
+import resource
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import ContextVar
 
 log = logging.getLogger("tierd.daemon")
@@ -22,6 +25,8 @@ _NICE = 19
 _IDLE = 3 << 13  # IOPRIO_CLASS_IDLE: the disk's turn comes when nobody else wants it
 _THREAD = 1  # IOPRIO_WHO_PROCESS, which is a thread
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "loongarch64": 30, "ppc64le": 273, "s390x": 282}
+_STACK = 1 << 20  # bytes
+_ARENA_MAX = -8  # mallopt(3)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -51,6 +56,18 @@ def _set_idle() -> str:
         return f"its system call is not known on {platform.machine()}"
     failed = _libc.syscall(ctypes.c_long(number), ctypes.c_int(_THREAD), ctypes.c_int(0), ctypes.c_int(_IDLE))
     return os.strerror(ctypes.get_errno()) if failed else ""
+
+
+def spare_address_space() -> None:
+    """Where this process's address space is limited, have each thread take little of it.
+
+    By default a stack of 8 MiB and a heap of 64 MiB are set apart for each, and most of that is never used. To be
+    called before there are threads.
+    """
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        threading.stack_size(_STACK)
+        with suppress(AttributeError):  # another C library, which has no such heaps
+            _libc.mallopt(_ARENA_MAX, 2)
 
 
 class Pools:

@@ -1,6 +1,7 @@
 """Small facts about runs that a node's spool remembers, in `.tierd/`: who saved here, and what the trainer wants kept.
 
     saved/<run>/<attempt>   empty: a part of that launch was saved here, not only restored
+    saved/<run>/<attempt>.<rank:05>-of-<world:05>   the newest step that was committed here, twelve digits
     retention/<run>.json    the trainer's policy, as core/run_retention.py has it
 
 Law: a record is durable before anything relies on it, and is written only when it says something new.
@@ -17,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tierd.core.errors import CorruptChunk, TierdError
-from tierd.core.ids import CheckpointId, is_attempt
+from tierd.core.ids import CheckpointId, PartId, is_attempt
 from tierd.core.retention import RetentionPolicy
 from tierd.core.run_retention import MAX_SIZE, StoredRetention, decode, encode, unreadable
 from tierd.persist import open_plain, sync_directory
@@ -37,7 +38,7 @@ def mark_saved(control: Path, checkpoint: CheckpointId) -> None:
         return
     check_room(control / SAVED)
     with suppress(FileExistsError):
-        marks.mkdir()
+        marks.mkdir(mode=0o700)
     _sync_room(control, SAVED)
     os.close(os.open(marks / checkpoint.attempt, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     sync_directory(marks)
@@ -50,6 +51,40 @@ def saved(control: Path, runs: Iterable[str]) -> dict[str, str]:
     """By run, of these, the newest attempt of which a part was saved in this spool. Raises OSError."""
     found = {run: [name for name in _names(control / SAVED / run) if is_attempt(name)] for run in runs}
     return {run: max(attempts) for run, attempts in found.items() if attempts}
+
+
+def note_committed(control: Path, part: PartId) -> None:
+    """Record that a part is durable here. It is only ever told of, so it need not be durable itself; raises nothing."""
+    path = control / SAVED / part.checkpoint.run / f"{part.checkpoint.attempt}.{part.name}"
+    with suppress(OSError):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(fd, f"{part.checkpoint.step:012}".encode(), 0)
+        finally:
+            os.close(fd)
+
+
+def forget_committed(control: Path, part: PartId) -> None:
+    """Forget that a part was committed here, because tierd itself deletes it; raises nothing."""
+    path = control / SAVED / part.checkpoint.run / f"{part.checkpoint.attempt}.{part.name}"
+    with suppress(OSError):
+        if path.read_bytes() == f"{part.checkpoint.step:012}".encode():
+            path.unlink()
+
+
+def committed(control: Path) -> frozenset[PartId]:
+    """The newest part that each rank of each run's newest launch committed here, whether it is still there or not.
+
+    To be asked before the parts are listed, because what comes between the two would look like a loss. Raises OSError.
+    """
+    found = set()
+    for run in _names(control / SAVED):
+        for name in _names(control / SAVED / run):
+            attempt, _, rank = name.partition(".")
+            with suppress(CorruptChunk), os.fdopen(open_plain(control / SAVED / run / name), "rb") as file:
+                if rank and (part := PartId.parse(run, f"{file.read(12).decode('ascii', 'replace')}.{attempt}", rank)):
+                    found.add(part)
+    return frozenset(found)
 
 
 def set_policy(control: Path, run: str, policy: RetentionPolicy) -> None:

@@ -7,13 +7,15 @@ anything in it is touched. So a reader, or a start after a power cut, finds a wh
     <spool>/<run>/pins/<step:012>.<attempt>
     <spool>/.tierd/{lock, control.sock, stage/, trash/, recycle/<lane>, quarantine/<run>/<checkpoint>/<part>/}
     <spool>/.tierd/fetch/<run>.<checkpoint>.<part>/, on its way from a tier, or left there half-way
-    <spool>/.tierd/{saved, retention}/, what `records` keeps of runs
+    <spool>/.tierd/{saved, retention}/, what `records` keeps of runs; alive/, whose trainers live (`living`)
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import functools
+import logging
 import os
 import secrets
 import stat
@@ -35,10 +37,14 @@ from tierd.core.errors import (
 from tierd.core.ids import CheckpointId, PartId, check_run
 from tierd.core.manifest import MANIFEST_NAME, MAX_MANIFEST_SIZE, Manifest, decode
 from tierd.device import LARGE
-from tierd.persist import open_plain, read_file, remove, sync_directory
-from tierd.records import RETENTION, SAVED, forget, mark_saved
+from tierd.living import ALIVE
+from tierd.living import forget as forget_trainers
+from tierd.persist import make_private, open_plain, read_file, remove, sync_directory
+from tierd.records import RETENTION, SAVED, forget, forget_committed, mark_saved, note_committed
 from tierd.stage import Stage, try_lock
-from tierd.trust import check_owner, check_room, keep_private
+from tierd.trust import check_link, check_owner, check_room, keep_private
+
+log = logging.getLogger("tierd")
 
 
 @contextmanager
@@ -77,8 +83,10 @@ class Spool:
         if not os.fspath(root):
             raise SpoolUnusable("spool '': name a directory")
         self.root = Path(root).absolute()
+        _check_name(self.root)
         self.control = self.root / ".tierd"
         self._made = write
+        self._ignored: set[str] = set()
         with translated(f"spool {self.root}"):
             if self.root.exists() and not self.root.is_dir():
                 raise SpoolUnusable(f"spool {self.root}: it is not a directory; name another, or move that file away")
@@ -89,7 +97,7 @@ class Spool:
             keep_private(self.root)
             _sync_entry(self.root)  # even if it was there: whoever made it may have been killed before this
             for directory in (self.control, *(self.control / name for name in _ROOMS)):
-                directory.mkdir(exist_ok=True)
+                directory.mkdir(mode=0o700, exist_ok=True)
                 check_room(directory)
             if not os.access(self.root, os.W_OK | os.X_OK):
                 why = (
@@ -111,15 +119,52 @@ class Spool:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def parts(self) -> list[PartId]:
-        """Every committed part, in order. Raises OSError where that cannot be told."""
-        found = []
-        for run, checkpoint, name in _descend(self.root):
-            part = PartId.parse(run, checkpoint, name)
-            if part:
-                found.append(part)
+        """Every committed part, in order. Raises OSError where that cannot be told.
+
+        A link in the place of a run's directory is followed where `check_link` allows it, and no other.
+        """
+        runs = self._runs()
+        found = [part for run in runs for names in _inside(self.root, run) if (part := PartId.parse(*names))]
         if self._made and not self.control.exists():  # what was listed is what lies under a file system that is gone
             raise FileNotFoundError(errno.ENOENT, "it has vanished: is its file system still mounted?", str(self.root))
         return sorted(found)
+
+    def check_home(self, run: str) -> None:
+        """Check that nothing of a run lies behind a link that is not followed.
+
+        Raises:
+            SpoolUnusable: it does; names the link, and what to do.
+            OSError: that cannot be told.
+        """
+        self.check_way(run)
+        home = self.root / run
+        inside = [home / name for name in _links(home)]
+        for checkpoint in _directories(home):
+            inside += [home / checkpoint / name for name in _links(home / checkpoint)]
+        for link in inside:
+            raise SpoolUnusable(
+                f"{link}: a symbolic link to {link.readlink()}; below a run's directory none is followed. Put the "
+                "directory itself there, or remove the link: a tier's copy is then used, or an older checkpoint"
+            )
+
+    def _runs(self) -> list[str]:
+        """The directories that may be runs', and the links to such that are followed. Others are logged once, because
+        a daemon looks again and again."""
+        found = _directories(self.root)
+        for name in _links(self.root):
+            try:
+                check_link(self.root / name)
+                found.append(name)
+            except SpoolUnusable as error:
+                if str(error) not in self._ignored:
+                    self._ignored.add(str(error))
+                    log.warning("%s", error)
+        return found
+
+    def check_way(self, run: str) -> None:
+        """Raise `SpoolUnusable` where a link that is not followed lies in the place of a run's directory."""
+        if (home := self.root / run).is_symlink():
+            check_link(home)
 
     def has(self, part: PartId) -> bool:
         """Whether the part was committed; False also where the disk does not say, since staging asks again."""
@@ -167,17 +212,24 @@ class Spool:
             if not home.is_dir():
                 raise ObjectNotFound(f"{part} is not in the spool") from error
             raise ManifestError(f"manifest of {part}: {error}") from error
-        with os.fdopen(fd, "rb") as file:
-            return decode(file.read(MAX_MANIFEST_SIZE + 1), part)
+        with os.fdopen(fd, "rb") as file:  # no more than there is, since so much memory is taken at once
+            return decode(file.read(min(os.fstat(fd).st_size, MAX_MANIFEST_SIZE) + 1), part)
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def stage(self, part: PartId) -> Stage:
-        """A new stage for a `part` that is saved here; refuses at once what was committed before."""
+        """A new stage for a `part` that is saved here; refuses at once what was committed before.
+
+        Raises:
+            StepRefused: it was committed before.
+            SpoolUnusable: the run's directory is a link that is not followed.
+        """
+        self.check_way(part.checkpoint.run)
         if self.path(part).exists():
             raise StepRefused(f"{part} is already committed; a checkpoint is never overwritten")
         mark_saved(self.control, part.checkpoint)
-        return Stage(self.control / "stage", part, self.path(part))
+        note = functools.partial(note_committed, self.control, part)
+        return Stage(self.control / "stage", part, self.path(part), note)
 
     def remove(self, parts: Iterable[PartId], reuse: Collection[str] = ()) -> None:
         """Delete the local copies of these parts, and nothing that another rank commits meanwhile. Decided by
@@ -191,6 +243,7 @@ class Spool:
             grave = self._bury(self.path(part))
             if grave is None:
                 continue
+            forget_committed(self.control, part)
             self._drop_if_empty(self.path(part).parent)
             if part.lane in reuse:
                 self._recycle(grave, part.lane)
@@ -230,7 +283,7 @@ class Spool:
             return  # set aside before: what lies there is all that is left of it
         if aside.exists():
             self._trash(aside)
-        aside.parent.mkdir(parents=True, exist_ok=True)
+        make_private(aside.parent)
         try:
             home.rename(aside)
         except FileNotFoundError:
@@ -316,6 +369,7 @@ class Spool:
                 self._drop_if_empty(home)
             elif not home.exists():
                 forget(self.control, rest, left_ns)
+                forget_trainers(self.control, rest)
             return
         if room == _PINS:
             run, _, checkpoint = rest.partition("/")
@@ -350,17 +404,18 @@ class Spool:
     # -- pins, space, the daemon's lock -----------------------------------------------------------------------------
 
     def pins(self) -> set[CheckpointId]:
-        found = (CheckpointId.parse(path.parts[-3], path.name) for path in self.root.glob("[!.]*/pins/*"))
-        return {pin for pin in found if pin}
+        found = ((run, path.name) for run in self._runs() for path in (self.root / run).glob("pins/*"))
+        return {pin for names in found if (pin := CheckpointId.parse(*names))}
 
     def pin(self, checkpoint: CheckpointId, *, pinned: bool) -> None:
         """Make retention leave a checkpoint alone, or not any more."""
         check_owner(self.root)
+        self.check_way(checkpoint.run)
         path = self.root / checkpoint.run / _PINS / checkpoint.name
         while pinned:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(path.parent)
             with suppress(FileNotFoundError):  # the empty directory was tidied away just now
-                path.touch()
+                path.touch(mode=0o600)
                 break
         else:
             path.unlink(missing_ok=True)
@@ -405,11 +460,25 @@ class Spool:
         return self.control / "handoff.sock"
 
 
+def _check_name(root: Path) -> None:
+    """Raise `SpoolUnusable` where a path cannot be said in JSON, which daemon, client and command line write it in."""
+    try:
+        str(root).encode()
+    except UnicodeEncodeError:
+        raw = os.fsencode(root)
+        try:
+            raw.decode()
+            why = "the locale cannot say it: set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
+        except UnicodeDecodeError:
+            why = "it is no UTF-8: name another, or link this one from a path that is"
+        raise SpoolUnusable(f"spool {raw!r}: {why}") from None
+
+
 def _make_durably(directory: Path) -> None:
     """Make a directory and what lacks above it, such that a power cut leaves what is put there in reach."""
     if not directory.is_dir():
         _make_durably(directory.parent)
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(mode=0o755, exist_ok=True)  # who may write there may replace the spool
         _sync_entry(directory)
 
 
@@ -422,7 +491,7 @@ def _sync_entry(path: Path) -> None:
             raise
 
 
-_ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine", SAVED, RETENTION)
+_ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine", SAVED, RETENTION, ALIVE)
 _LOCKED = ("stage", "fetch")  # rooms where a directory's lock says that its writer lives
 _EMPTY = "empty"  # no room: what `leftovers` calls a checkpoint's or run's directory that was left behind empty
 _PINS = "pins"  # a run's directory of its pins; no room
@@ -431,9 +500,22 @@ _PINS = "pins"  # a run's directory of its pins; no room
 def _descend(base: Path) -> Iterator[tuple[str, str, str]]:
     """`(run, checkpoint, part)` names of the directories three levels under `base`; races with removal are no error."""
     for run in _directories(base):
-        for checkpoint in _directories(base / run):
-            for part in _directories(base / run / checkpoint):
-                yield run, checkpoint, part
+        yield from _inside(base, run)
+
+
+def _inside(base: Path, run: str) -> Iterator[tuple[str, str, str]]:
+    for checkpoint in _directories(base / run):
+        for part in _directories(base / run / checkpoint):
+            yield run, checkpoint, part
+
+
+def _links(path: Path) -> list[str]:
+    """The symbolic links in a directory."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted(entry.name for entry in entries if entry.is_symlink() and not entry.name.startswith("."))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _childless(base: Path) -> Iterator[tuple[str, str]]:

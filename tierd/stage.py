@@ -11,7 +11,7 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,11 +28,12 @@ class Stage:
     Args:
         room: where stages lie, on the file system of `target`.
         target: the directory that the commit's rename makes visible.
+        committed: called once that is durable.
     """
 
-    def __init__(self, room: Path, part: PartId, target: Path) -> None:
+    def __init__(self, room: Path, part: PartId, target: Path, committed: Callable[[], None] = lambda: None) -> None:
         self.part = part
-        self._target = target
+        self._target, self._committed = target, committed
         checkpoint = part.checkpoint
         name = f"{checkpoint.run}.{checkpoint.name}.{part.name}.{secrets.token_hex(4)}"
         self.path = room / name
@@ -53,7 +54,7 @@ class Stage:
             try:
                 for parent in (target.parent.parent, target.parent):
                     with suppress(FileExistsError):  # and no look whether it is one: it may go just then
-                        parent.mkdir()
+                        parent.mkdir(mode=0o700)
                     sync_directory(parent.parent)  # even if it was there: another rank may have made and not synced it
                 self.path.rename(target)
                 break
@@ -71,6 +72,7 @@ class Stage:
             raise
         os.close(self._fd)
         self._fd = -1
+        self._committed()
 
     def abandon(self) -> None:
         """Remove what was staged; harmless after `commit`. What a failing disk keeps goes as a leftover."""
@@ -121,7 +123,7 @@ def describe_directory(home: Path, written: Mapping[str, tuple[int, str]] | None
 def make_locked(path: Path) -> int:
     """Make a directory and hold its lock. A sweep may take it between the two, so look whether it is still there."""
     while True:
-        path.mkdir(exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:

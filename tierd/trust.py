@@ -70,6 +70,65 @@ def check_room(path: Path) -> None:
         raise SpoolUnusable(f"{path}: a link, or another user's; nobody but tierd makes it: look at it, and remove it")
 
 
+def check_link(link: Path) -> None:
+    """Check that a link in the place of a run's directory leads to a directory of this user's, on the same file system,
+    along a way that nobody else can change.
+
+    Raises:
+        SpoolUnusable: it does not; names the link, why, and what to do.
+    """
+    try:
+        why = _unsafe(link.parent.resolve() / link.name) or _unfit(link)
+    except OSError as error:
+        why = f"it leads nowhere ({error.strerror})"
+    if why:
+        raise SpoolUnusable(
+            f"{link}: a symbolic link to {link.readlink()}, which is not followed: {why}. Put the directory itself "
+            "there, or move the whole spool to the other disk and give its new path"
+        )
+
+
+def _unsafe(link: Path, links: int = 40) -> str:
+    """Why somebody else could lead `link` elsewhere; empty if nobody can. The way to the link itself is trusted."""
+    trusted, here, left = (0, os.geteuid()), link.parent, [link.name]
+    while left:
+        step, name = here / left[0], left.pop(0)
+        if name in (".", ".."):
+            here = here if name == "." else here.parent  # no link: each was resolved
+            continue
+        found = step.lstat()
+        if found.st_uid not in trusted:
+            return f"{step} is uid {found.st_uid}'s, who may replace what it leads to"
+        if stat.S_ISLNK(found.st_mode):
+            links -= 1
+            target = step.readlink()
+            left = [*target.parts[target.is_absolute() :], *left]
+            here = Path("/") if target.is_absolute() else here
+            if not links:
+                return "it leads through too many links"
+            continue
+        if left and found.st_mode & (stat.S_IWOTH | stat.S_IWGRP) and not found.st_mode & stat.S_ISVTX:
+            return f"others may replace what is in {step} (mode {stat.S_IMODE(found.st_mode):o})"
+        here = step
+    return ""
+
+
+def _unfit(link: Path) -> str:
+    """Why the directory that a link leads to cannot be a run's; empty if it can."""
+    found = link.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        return "that is no directory"
+    if found.st_uid != os.geteuid():
+        return f"that is uid {found.st_uid}'s"
+    if found.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
+        return f"others may write there; chmod 700 {link.resolve()}"
+    if link.resolve().is_relative_to(link.parent.resolve()):
+        return "that is in the spool itself"
+    if found.st_dev != link.parent.stat().st_dev:
+        return "that is on another file system, and a commit is one rename, within one"
+    return ""
+
+
 def listen(path: Path, kind: socket.SocketKind) -> socket.socket:
     """A unix socket bound to `path`, for its owner alone, in the place of what a daemon that was killed left."""
     path.unlink(missing_ok=True)

@@ -759,8 +759,188 @@ _STATES = (
     ),
 )
 
+_BESIDE, _TWO = "pytest tests/core/test_launches.py", "pytest tests/test_two_launches.py"
+_LAUNCHES = (
+    Mutant(
+        "a later launch retires what an earlier one that lives has saved",
+        "tierd/core/retention.py",
+        "            if alone.keep:",
+        "            if False:",
+        f"{_BESIDE} -k keeps_what_it_would_keep_alone",
+    ),
+    Mutant(
+        "a tier lacks what a launch that lives has saved beside a later one",
+        "tierd/core/demand.py",
+        "self._living[place] = living(self.world, self.run, place)",
+        "self._living[place] = living(self.world, self.run, place) if place == 'local' else frozenset()",
+        f"{_BESIDE} -k sent_there",
+    ),
+    Mutant(
+        "another node's launch that goes on counts as ended",
+        "tierd/core/launches.py",
+        "if newest.get(one, 0.0) > _launched(latest))",
+        "if False)",
+        f"{_BESIDE} -k spares_an_earlier_one",
+    ),
+    Mutant(
+        "ranks of one launch that restored are taken for two launches",
+        "tierd/core/launches.py",
+        "return any(other.rank == one.rank and other.attempt",
+        "return any(other.attempt",
+        f"{_BESIDE} -k that_restored_are_not",
+    ),
+    Mutant(
+        "a trainer does not show that it lives",
+        "tierd/client/launch.py",
+        "        self._saving(part)",
+        "        pass",
+        f"{_TWO} -k both_are_warned",
+    ),
+    Mutant(
+        "nobody tells of two launches",
+        "tierd/daemon/notices.py",
+        "if not told[run] <= self._beside.get(run, frozenset()):",
+        "if False:",
+        f"{_TWO} -k both_are_warned",
+    ),
+    Mutant(
+        "a forked worker keeps its dead trainer alive",
+        "tierd/living.py",
+        "os.register_at_fork(after_in_child=_forget_in_child)",
+        "pass",
+        f"{_TWO} -k forked_child",
+    ),
+)
+
+_MOVED = "pytest tests/test_links.py"
+_WAYS = (
+    Mutant(
+        "a run's linked directory is no directory",
+        "tierd/spool.py",
+        "                found.append(name)\n",
+        "                continue\n",
+        f"{_MOVED} -k linked_is_followed",
+    ),
+    Mutant(
+        "a link by way of what others may replace is followed",
+        "tierd/trust.py",
+        "why = _unsafe(link.parent.resolve() / link.name) or _unfit(link)",
+        "why = _unfit(link)",
+        f"{_MOVED} -k others_may_replace",
+    ),
+    Mutant(
+        "a link to what others may write to is followed",
+        "tierd/trust.py",
+        "    if found.st_mode & (stat.S_IWOTH | stat.S_IWGRP):\n",
+        "    if False:\n",
+        f"{_MOVED} -k others_may_write",
+    ),
+    Mutant(
+        "a save goes through any link",
+        "tierd/spool.py",
+        "        self.check_way(part.checkpoint.run)\n        if self.path(part)",
+        "        if self.path(part)",
+        f"{_MOVED} -k leads_nowhere",
+    ),
+    Mutant(
+        "a link inside a run hides a checkpoint",
+        "tierd/spool.py",
+        "        for link in inside:\n",
+        "        for link in ():\n",
+        f"{_MOVED} -k inside_a_run",
+    ),
+    Mutant(
+        "a checkpoint that was removed was never there",
+        "tierd/client/search.py",
+        "        doubtful |= dict.fromkeys(resume.gone, GONE)\n",
+        "",
+        f"{_MOVED} -k removed_is_among",
+    ),
+    Mutant(
+        "a commit is not remembered",
+        "tierd/stage.py",
+        "        self._committed()\n",
+        "",
+        f"{_MOVED} -k removed_is_among",
+    ),
+)
+
+_AROUND = "pytest tests/test_surroundings.py"
+_SURROUNDINGS = (
+    Mutant(
+        "a spool's path that JSON cannot say is taken",
+        "tierd/spool.py",
+        "        _check_name(self.root)\n",
+        "",
+        f"{_AROUND} -k no_utf8",
+    ),
+    Mutant(
+        "what the locale cannot write ends a command",
+        "tierd/__main__.py",
+        'errors="backslashreplace"',
+        'errors="strict"',
+        f"{_AROUND} -k plain_c_locale",
+    ),
+    Mutant(
+        "a daemon's threads take all of a limited address space",
+        "tierd/daemon/service.py",
+        "    spare_address_space()\n",
+        "",
+        f"{_AROUND} -k 700_mb",
+    ),
+    Mutant(
+        "that there are no more threads is a traceback",
+        "tierd/cli/__init__.py",
+        "if not errors.is_exhausted(error):",
+        "if True:",
+        f"{_AROUND} -k one_line",
+    ),
+    Mutant(
+        "a spool's files are what the umask makes them",
+        "tierd/persist.py",
+        "self._fd = os.open(path, flags, 0o600) if over is None else over",
+        "self._fd = os.open(path, flags, 0o666) if over is None else over",
+        f"{_AROUND} -k nobody_else_gets_at",
+    ),
+    Mutant(
+        "a stage's directory is what the umask makes it",
+        "tierd/stage.py",
+        "        path.mkdir(mode=0o700, exist_ok=True)\n",
+        "        path.mkdir(exist_ok=True)\n",
+        f"{_AROUND} -k nobody_else_gets_at",
+    ),
+    Mutant(
+        "a tier's files are whatever its root is",
+        "tierd/stores/file.py",
+        "(mode & 0o070 if mode & stat.S_ISGID else 0)",
+        "(mode & 0o077)",
+        f"{_AROUND} -k nobody_else_gets_at",
+    ),
+    Mutant(
+        "a group that shares a tier cannot read it",
+        "tierd/stores/file.py",
+        "(mode & 0o070 if mode & stat.S_ISGID else 0)",
+        "0",
+        f"{_AROUND} -k group_shares",
+    ),
+)
+
+_CHECKED = (
+    Mutant(
+        "a check does not read what a receiver refers to",
+        "tierd/cli/act.py",
+        "        stores, _ = await open_all(config, stack)",
+        "        stores = await open_tiers(config, stack)",
+        "pytest tests/test_config_check.py -k one_verdict",
+    ),
+)
+
 PLAIN = (
-    _PRUNES
+    _LAUNCHES
+    + _CHECKED
+    + _WAYS
+    + _SURROUNDINGS
+    + _PRUNES
     + _GUARDS
     + _ENCRYPTION
     + _DELETIONS

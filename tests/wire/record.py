@@ -57,6 +57,7 @@ CONTROL: dict[str, wire.Request | bytes] = {
     "pin": wire.Pin(checkpoint=NEW.checkpoint, pinned=True),
     "failed": wire.Failed(part=NEW, why="the disk is full"),
     "fell-back": wire.FellBack(checkpoint=OLD.checkpoint, skipped=("run step 2: corrupt",)),
+    "launches": wire.Launches(run="run"),
     "pause": wire.Pause(),
     "pause.for": wire.Pause(for_s=7200.0),
     "resume": wire.Resume(),

@@ -93,3 +93,8 @@ def run(arguments: list[str] | None = None) -> int:
     except (OSError, TimeoutError) as error:
         print(f"tierd: {error}", file=sys.stderr)
         return 1
+    except (MemoryError, RuntimeError, ExceptionGroup) as error:
+        if not errors.is_exhausted(error):
+            raise
+        print(f"tierd: {errors.EXHAUSTED}", file=sys.stderr)
+        return 1

@@ -52,9 +52,10 @@ from tierd.daemon.export import Exported, export
 from tierd.daemon.manifests import Manifests
 from tierd.daemon.observe import look_around
 from tierd.daemon.prune import prune as prune_tier
-from tierd.daemon.service import open_tiers, serve
+from tierd.daemon.service import open_all, open_tiers, serve
 from tierd.link import Link
 from tierd.priority import hasten
+from tierd.spool import Spool
 from tierd.stores.base import children
 from tierd.stores.keys import read_key
 
@@ -334,10 +335,11 @@ def config_check(
     reach: Annotated[bool, typer.Option("--reach", help="Also ask every tier whether it answers.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Check a configuration file; exit code 3 when it cannot be used, 6 when a tier does not answer."""
+    """Check a configuration file as `run` does; exit code 3 when it cannot be used, 6 when a tier does not answer."""
     found = load_config(file)
+    Spool(Path(found.spool), write=False)
+    answers = asyncio.run(_opened(found, reach=reach))
     keys = {tier.name: read_key(Path(tier.key_file)) for tier in found.tier if tier.key_file}
-    answers = asyncio.run(_reach(found)) if reach else {}
     if json:
         print_json({"config": without_addresses(found), "reach": answers})
     else:
@@ -352,10 +354,12 @@ def config_check(
         raise typer.Exit(6)
 
 
-async def _reach(config: Config) -> dict[str, str]:
+async def _opened(config: Config, *, reach: bool) -> dict[str, str]:
+    """Open all that a configuration refers to, as a daemon does at its start; with `reach`, what each tier answers."""
     answers: dict[str, str] = {}
     async with AsyncExitStack() as stack:
-        for name, store in (await open_tiers(config, stack)).items():
+        stores, _ = await open_all(config, stack)
+        for name, store in stores.items() if reach else ():
             try:
                 async for _ in children(store, ""):
                     break

@@ -5,10 +5,12 @@ Invariant: a member that the daemon does not send leaves out its line or shows a
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import typer
 from rich.table import Table
 
@@ -17,6 +19,7 @@ from tierd.cli.tables import console, disagreements, paused, print_json, size, t
 from tierd.core import wire
 from tierd.core.alerts import BACKLOG
 from tierd.core.errors import ConfigError, VersionMismatch
+from tierd.core.launches import Rival, warning
 from tierd.link import Link
 from tierd.spool import Spool
 
@@ -74,6 +77,12 @@ def _spool(answer: Members) -> Iterator[str]:
 
 def _trainers(answer: Members) -> Iterator[str]:
     yield f"trainers attached: {answer['trainers']}"
+
+
+def _launches(answer: Members) -> Iterator[str]:
+    found = msgspec.convert(answer.get("launches", []), list[Rival])
+    for _, rivals in itertools.groupby(found, key=lambda one: one.run):
+        yield f"WARNING: {warning(rivals)}"
 
 
 def _scrub(answer: Members) -> Iterator[str]:
@@ -144,6 +153,7 @@ SECTIONS: tuple[Callable[[Members], Iterator[str | Table]], ...] = (
     _daemon,
     _spool,
     _trainers,
+    _launches,
     _scrub,
     _pause,
     _tiers,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from tierd.client.attachment import Attachment
+from tierd.client.beside import Beside
 from tierd.client.capture import Capture, Capturer
 from tierd.client.choosing import Choice
 from tierd.client.closing import Closing, check_failed, check_wait
@@ -85,7 +86,7 @@ class Checkpointer:
         ConfigError: a name, rank, URL or policy cannot be used; or ranks were given different ones, or cannot agree; or
             `when` hangs on a clock or a metric, and they cannot talk.
         StoreUnavailable: another rank could not begin; says which and why.
-        SpoolUnusable: the spool cannot be written to.
+        SpoolUnusable: the spool cannot be written to, or something of the run lies behind a link.
         DaemonUnavailable: the daemon for `to` did not start.
     """
 
@@ -120,6 +121,8 @@ class Checkpointer:
             given = check_attempt(attempt) if attempt is not None else None
             self._choice = Choice(when, self._ranks)
             self._spool = Spool(spool)
+            with translated(f"spool {self._spool.root}"):
+                self._spool.check_home(run)
             if retention is not None:  # before a daemon is there that would decide without it
                 with translated(f"spool {self._spool.root}"):
                     set_policy(self._spool.control, run, checked(retention))
@@ -128,8 +131,10 @@ class Checkpointer:
             tell_failure(self._ranks, run, error)
             raise
         try:
+            self._beside = Beside(self._spool, asks=self._daemon.tiers)
             seen = functools.partial(self._daemon.attempts, run)
-            self._launch = Launch(self._spool, run, self._ranks, given, seen, repr(when) if when else "")
+            chosen_when = repr(when) if when else ""
+            self._launch = Launch(self._spool, run, self._ranks, given, seen, chosen_when, self._beside.saving)
         except BaseException:
             self._daemon.close()
             raise
@@ -499,6 +504,7 @@ class Checkpointer:
                 self._closed = True
                 self._pipeline.close()
             self._let_go()
+            self._beside.close()
             self._daemon.close(patience_s)
 
     def _is_mine(self, part: PartId) -> bool:

@@ -51,6 +51,7 @@ class Launch:
         attempt: the launch's name, when it was given one.
         seen: tells every attempt that was there before.
         when: what says when a checkpoint is due, as text.
+        saving: told of each part that is about to be written.
 
     Raises:
         ConfigError: the ranks were given different runs, attempts or `when`, or have no way to agree on an attempt.
@@ -65,11 +66,12 @@ class Launch:
         attempt: str | None,
         seen: Callable[[], set[str]],
         when: str = "",
+        saving: Callable[[PartId], None] = lambda part: None,
     ) -> None:
         self.run, self.rank, self.world = run, ranks.rank, ranks.world
         self.steps: set[int] = set()
         self.shared = False  # whether another process may save for this launch: what it saved shows in the spool alone
-        self._spool, self._given, self._seen = spool, attempt, seen
+        self._spool, self._given, self._seen, self._saving = spool, attempt, seen, saving
         self._derived = False  # from SLURM's environment
         self._origin: CheckpointId | None = None
         self._attempt: str | None = None
@@ -128,6 +130,7 @@ class Launch:
         # What a launch named itself nobody else writes; a given name may have been used before.
         if number in self.steps or ((self.shared or self._given is not None) and self._spool.has(part)):
             raise StepRefused(f"{part} is already committed by this attempt; a checkpoint is never overwritten")
+        self._saving(part)
         return part
 
     def manifest(self, part: PartId, metrics: Mapping[str, float]) -> Manifest:

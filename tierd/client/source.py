@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 
@@ -34,6 +35,7 @@ from tierd.core.wire import Candidates, Fetch, Status, Wait
 from tierd.core.world import SPOOL, Facts, Place, World
 from tierd.link import Link
 from tierd.persist import bad_chunks, check_bytes
+from tierd.records import committed
 from tierd.spool import Spool, condition, translated
 
 log = logging.getLogger("tierd")
@@ -79,7 +81,13 @@ class Source:
         self.arena: Arena | None = None  # the memory that what was handed on lies in, when a predecessor left it there
 
     def sight(self) -> Sight:
-        """Look: through the daemon, or at the spool where none is expected or none answers."""
+        """Look: through the daemon, or at the spool where none is expected or none answers.
+
+        Raises:
+            SpoolUnusable: something of the run lies behind a link that is not followed.
+        """
+        with translated(f"spool {self._spool.root}"):
+            self._spool.check_home(self._run)
         if not self._connected:
             self.link, self._connected = self._connect(), True
         if self.link:
@@ -127,6 +135,7 @@ class Source:
         parts: dict[PartId, Facts | None] = {}
         defects: dict[PartId, TierdError] = {}
         with translated(f"spool {self._spool.root}"):
+            before = committed(self._spool.control)
             for part in self._spool.parts():
                 if part.checkpoint.run == self._run:
                     try:
@@ -137,7 +146,7 @@ class Source:
                         bad = condition(error, f"manifest of {part}") if isinstance(error, OSError) else error
                         parts[part], defects[part] = None, bad
             aside = {part: Facts.of(found) if found else None for part, found in self._spool.quarantined().items()}
-        return Place.of(parts, defects, quarantined=aside)
+        return replace(Place.of(parts, defects, quarantined=aside), committed=before)
 
     def flush(self, checkpoint: CheckpointId) -> None:
         """See that what the spool holds of `checkpoint` gets to a tier, where other nodes find it. Best effort: whoever

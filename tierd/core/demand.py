@@ -16,6 +16,7 @@ from dataclasses import replace
 from tierd.core.config import Config
 from tierd.core.errors import FormatTooNew
 from tierd.core.ids import CheckpointId, PartId
+from tierd.core.launches import living
 from tierd.core.policies import EVERYTHING, policy_for, unknown
 from tierd.core.retention import CheckpointInfo, Ranking, RetentionPolicy
 from tierd.core.world import Place, Seen, World, is_complete, union
@@ -44,6 +45,7 @@ class Demand:
         }
         self._policies: dict[str, RetentionPolicy] = {}
         self._rankings: dict[str, Ranking] = {}
+        self._living: dict[str, frozenset[str]] = {}
 
     def policy(self, place: str) -> RetentionPolicy:
         """The run's policy in a place."""
@@ -57,10 +59,17 @@ class Demand:
         lost = here and (unknown(here, self.run) or unknown(self.world.spool, self.run))
         return EVERYTHING if lost else self.policy(place)
 
+    def living(self, place: str) -> frozenset[str]:
+        """The launches that keep in a place what they would keep alone."""
+        if place not in self._living:
+            self._living[place] = living(self.world, self.run, place)
+        return self._living[place]
+
     def ranking(self, place: str) -> Ranking:
         """Where checkpoints stand by a place's policy if it held every complete one that is known."""
         if place not in self._rankings:
-            self._rankings[place] = Ranking(list(self._infos.values()), self._wants(place), self.origins)
+            infos = list(self._infos.values())
+            self._rankings[place] = Ranking(infos, self._wants(place), self.origins, self.living(place))
         return self._rankings[place]
 
     def reasons(self, place: str, checkpoint: CheckpointId, *, hoped: bool = False) -> tuple[str, ...]:
@@ -82,7 +91,10 @@ class Demand:
             else info
             for info in self._infos.values()
         ]
-        ranking = Ranking(infos, self._wants(place), self.origins) if hoped else self.ranking(place)
+        if not hoped:
+            ranking = self.ranking(place)
+        else:
+            ranking = Ranking(infos, self._wants(place), self.origins, self.living(place))
         return {info.id: ranking.is_for_good(info) for info in infos if ranking.verdict(info).keep}
 
     def lacking(self, tier: str, checkpoint: CheckpointId, copy: Seen | None = None) -> bool:

@@ -6,6 +6,8 @@ may quarantine, step back or prune. A foreign exception becomes one of these onc
 
 from __future__ import annotations
 
+import errno
+
 
 class TierdError(Exception):
     """The base of every error that tierd raises on purpose."""
@@ -104,3 +106,14 @@ class RequestUnknown(DaemonUnavailable):
 class LoopFailed(TierdError):
     """A training loop under check ended, failed, hung or could not be killed before it was through: nothing could be
     compared. The message holds the end of its output."""
+
+
+EXHAUSTED = "no more memory or threads for this process: raise its limits (ulimit -v, ulimit -u, or the container's)"
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Whether an error, or one of a group, says that this process gets no more memory or threads."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(is_exhausted, error.exceptions))
+    threads = isinstance(error, RuntimeError) and "start new thread" in str(error)
+    return threads or isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM

@@ -40,6 +40,11 @@ KINDS: dict[str, Kind] = {
     "quarantined": Kind("a copy is set aside: no place had it right", "error"),
     "fell back": Kind("a restore was given an older checkpoint than the newest there is", "error"),
     "pruned": Kind("retention deleted a copy of a checkpoint"),
+    "two launches": Kind(
+        "launches of one run save at the same time, each the same rank; again where another one joins them",
+        "alert",
+        urgent=True,
+    ),
     "given up": Kind("the last copy of a checkpoint went although a tier still wanted it", "alert", urgent=True),
     MORE: Kind("so many events were not told there: too many a minute, no room, or given up"),
 }

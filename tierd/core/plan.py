@@ -164,7 +164,7 @@ def _wanted(demand: Demand, name: str, tier: Place) -> dict[CheckpointId, bool]:
     world, run = demand.world, demand.run
     # A pin or a restore that the janitor does not know of keeps nothing on the tier: it would be sent and pruned.
     pins = tier.pins | world.spool.pins if is_janitor(world, tier, run) else tier.pins
-    over = _over(tier, demand.policy(name), run)
+    over = _over(tier, demand.policy(name), run, demand.living(name))
     # Ranks that never come must not keep what is whole already from the tier.
     wanted = {one: good for one, good in demand.wanted(name, pins).items() if one in demand.whole}
     # Of what is in this spool, other spools may hold the rest.
@@ -228,8 +228,8 @@ def judge(demand: Demand, name: str) -> tuple[Verdict, ...]:
     tier = None if name == SPOOL else world.tiers[name]
     if tier is None:
         return judge_spool(demand)
-    over = _over(tier, demand.policy(name), demand.run)
-    verdicts = judge_tier(world, tier, demand.policy(name), demand.run)
+    over = _over(tier, demand.policy(name), demand.run, demand.living(name))
+    verdicts = judge_tier(world, tier, demand.policy(name), demand.run, demand.living(name))
     return tuple(verdict if verdict.keep else _at_large(demand, name, tier, verdict, over) for verdict in verdicts)
 
 
@@ -244,11 +244,13 @@ def _at_large(demand: Demand, name: str, tier: Place, verdict: Verdict, over: st
     return Verdict(one, True, (f"held for {', '.join(names)}",), names) if names else verdict
 
 
-def judge_tier(world: World, tier: Place, policy: RetentionPolicy, run: str) -> tuple[Verdict, ...]:
-    """Retention's verdicts over what a tier holds of `run`, by that alone."""
-    over = _over(tier, policy, run)
+def judge_tier(
+    world: World, tier: Place, policy: RetentionPolicy, run: str, living: Collection[str] = ()
+) -> tuple[Verdict, ...]:
+    """Retention's verdicts over what a tier holds of `run`, by that alone. `living`: as for `Ranking`."""
+    over = _over(tier, policy, run, living)
     infos = _infos(tier, run, _pins(world) | world.held)
-    verdicts = _patient(infos, policy, world.origins(run), over)
+    verdicts = _patient(infos, policy, world.origins(run), over, living)
     if any(isinstance(defect, FormatTooNew) and part.checkpoint.run == run for part, defect in tier.defects()):
         # Which chunks a newer tierd's manifest names cannot be known, nor what it would keep.
         return tuple(
@@ -267,11 +269,11 @@ def _held(verdicts: tuple[Verdict, ...], world: World, tier: Place, run: str) ->
     return tuple(verdict if verdict.keep else Verdict(verdict.id, True, reason) for verdict in verdicts)
 
 
-def _over(tier: Place, policy: RetentionPolicy, run: str) -> str:
+def _over(tier: Place, policy: RetentionPolicy, run: str, living: Collection[str] = ()) -> str:
     """The oldest attempt whose checkpoints may still become complete. `keep_last` complete ones of later launches are
-    enough: nobody writes the rest of an earlier one's any more."""
+    enough: nobody writes the rest of an earlier one's any more, unless it is among the `living`."""
     whole = sorted((seen.id.attempt for seen in tier.copies(run) if seen.usable), reverse=True)
-    return whole[policy.keep_last - 1] if len(whole) >= policy.keep_last else ""
+    return min([whole[policy.keep_last - 1], *living]) if len(whole) >= policy.keep_last else ""
 
 
 def _infos(tier: Place, run: str, pins: frozenset[CheckpointId]) -> list[CheckpointInfo]:
@@ -299,7 +301,9 @@ def _added(own: Seen | None, local: Seen | None) -> Seen:
     return Seen(own.id, union(own.ranks, local.ranks), {**local.facts, **own.facts}, bad)
 
 
-def _patient(infos: list[CheckpointInfo], policy: RetentionPolicy, origins: Origins, over: str) -> tuple[Verdict, ...]:
+def _patient(
+    infos: list[CheckpointInfo], policy: RetentionPolicy, origins: Origins, over: str, living: Collection[str]
+) -> tuple[Verdict, ...]:
     """Retention's verdicts, but an incomplete checkpoint stays where it would stay if it were whole: another node may
     still hold the rest of it, and would send what is deleted here again and again. Not of attempts before `over`."""
     halves = {
@@ -309,14 +313,14 @@ def _patient(infos: list[CheckpointInfo], policy: RetentionPolicy, origins: Orig
     }
     reasons: dict[CheckpointId, tuple[str, ...]] = {}
     for some in (infos, [halves.get(info.id, info) for info in infos]):  # each alone, and all of them
-        ranking = Ranking(some, policy, origins)
+        ranking = Ranking(some, policy, origins, living)
         verdicts = [ranking.verdict(half) for half in halves.values()]
         reasons |= {verdict.id: verdict.reasons for verdict in verdicts if verdict.keep}
     return tuple(
         verdict
         if verdict.keep or verdict.id not in reasons
         else Verdict(verdict.id, True, ("incomplete; if the rest comes:", *reasons[verdict.id]))
-        for verdict in decide(infos, policy, origins)
+        for verdict in decide(infos, policy, origins, living)
     )
 
 
@@ -389,10 +393,11 @@ def judge_spool(demand: Demand) -> tuple[Verdict, ...]:
         )
         for seen in world.spool.copies(run)
     }
-    verdicts = decide(list(infos.values()), policy, demand.origins)
+    living = demand.living(SPOOL)
+    verdicts = decide(list(infos.values()), policy, demand.origins, living)
     if all(verdict.keep for verdict in verdicts):
         return _bounded(verdicts, policy.keep_last)
-    verified = Ranking([replace(info, verified=True) for info in infos.values()], policy, demand.origins)
+    verified = Ranking([replace(info, verified=True) for info in infos.values()], policy, demand.origins, living)
 
     def at_large(verdict: Verdict) -> Verdict:
         if verdict.keep or not infos[verdict.id].complete:
@@ -441,8 +446,9 @@ def _retired(demand: Demand, name: str, tier: Place | None) -> frozenset[Checkpo
     if not waiting:
         return frozenset()
     # As if only this one were added: others that are merely pending retire nothing.
-    pins, over = _pins(world) | world.held, _over(tier, policy, run)
-    ranking = Ranking(_infos(tier, run, pins), policy, demand.origins)
+    living = demand.living(SPOOL)
+    pins, over = _pins(world) | world.held, _over(tier, policy, run, living)
+    ranking = Ranking(_infos(tier, run, pins), policy, demand.origins, living)
     gone = set()
     for checkpoint in waiting:
         added, hoped = (

@@ -41,6 +41,8 @@ class Resume:
     tell; `origins` is what can be told. `unreached` are tiers that did not answer some rank; `alone` says which rank
     could ask no tier, and why.
 
+    `gone` were committed on a rank's node, and no rank sees anything of them.
+
     `values` are what rank 0's manifests say of the metrics that were asked for, NaN where they say nothing, and
     `metrics` the names of some that there are. `whole` are all complete checkpoints. Where the best was asked for by
     `goal`: `unread` are complete ones of the timeline of which no place could say whether they are better, and
@@ -62,6 +64,7 @@ class Resume:
     whole: frozenset[CheckpointId] = frozenset()
     unread: tuple[CheckpointId, ...] = ()
     corrupt: tuple[CheckpointId, ...] = ()
+    gone: tuple[CheckpointId, ...] = ()
 
     def order(self, checkpoint: CheckpointId) -> tuple[float, CheckpointId]:
         """What candidates are tried by, largest first."""
@@ -153,6 +156,7 @@ def agree(
         whole=frozenset(complete),
         unread=tuple(one for one in untold if one not in bad),
         corrupt=tuple(one for one in untold if one in bad),
+        gone=tuple(sorted({one for sight in sights for one in named(run, sight.gone)} - known, reverse=True)),
     )
 
 

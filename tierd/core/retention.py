@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import MappingProxyType
@@ -183,10 +183,13 @@ class Verdict:
 
 
 def decide(
-    checkpoints: Sequence[CheckpointInfo], policy: RetentionPolicy, origins: Origins = MappingProxyType({})
+    checkpoints: Sequence[CheckpointInfo],
+    policy: RetentionPolicy,
+    origins: Origins = MappingProxyType({}),
+    living: Collection[str] = (),
 ) -> tuple[Verdict, ...]:
-    """Judge one run's checkpoints in one place. Newest first; deterministic. `origins`: as for `Ranking`."""
-    ranking = Ranking(checkpoints, policy, origins)
+    """Judge one run's checkpoints in one place. Newest first; deterministic. `origins`, `living`: as for `Ranking`."""
+    ranking = Ranking(checkpoints, policy, origins, living)
     return tuple(ranking.verdict(info) for info in sorted(checkpoints, key=_order, reverse=True))
 
 
@@ -195,10 +198,16 @@ class Ranking:
 
     Args:
         origins: what any place tells of where attempts came from, so that the timeline is the one that a resume walks.
+        living: attempts whose launches live. Each also keeps what it would keep if no later one had been, because its
+            trainer goes on from there.
     """
 
     def __init__(
-        self, checkpoints: Sequence[CheckpointInfo], policy: RetentionPolicy, origins: Origins = MappingProxyType({})
+        self,
+        checkpoints: Sequence[CheckpointInfo],
+        policy: RetentionPolicy,
+        origins: Origins = MappingProxyType({}),
+        living: Collection[str] = (),
     ) -> None:
         counted = sorted((info for info in checkpoints if info.complete and info.verified), key=_order)
         # As a resume walks it: also of a launch of which nothing is whole yet, since it needs what it resumed from.
@@ -210,9 +219,25 @@ class Ranking:
         self._path = [_order(info) for info in counted if self._is_on_path(info)]
         self._ranked = {best: sorted(rank for info in counted if (rank := _rank(info, best))) for best in policy.bests}
         self._spaced = {every: list(_spaced(counted, every)) for every in policy.every}
+        self._alone: dict[str, Ranking] = {}
+        for one in living:
+            if any(info.id.attempt > one for info in checkpoints):
+                before = [info for info in checkpoints if info.id.attempt <= one]
+                come = {attempt: origin for attempt, origin in origins.items() if attempt <= one}
+                self._alone[one] = Ranking(before, policy, come)
 
     def verdict(self, info: CheckpointInfo) -> Verdict:
         """The verdict over `info`: one of these, or as if it alone came to them."""
+        verdict = self._verdict(info)
+        for one, ranking in self._alone.items():
+            if verdict.keep or info.id.attempt > one:
+                continue
+            alone = ranking._verdict(info)
+            if alone.keep:
+                return Verdict(info.id, True, (*alone.reasons, f"launch {one} lives, beside a later one"))
+        return verdict
+
+    def _verdict(self, info: CheckpointInfo) -> Verdict:
         newer = _above(self._all, _order(info))
         reasons = ["pinned"] if info.pinned else []
         if not info.verified:

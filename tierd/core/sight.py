@@ -32,6 +32,7 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         mixed: those of `whole` that neither this node's spool nor the tiers show alone.
         parts: attempt -> step -> world size -> ranks, for checkpoints that are not whole. Ranks are pairs: from, to.
         aside: set aside as corrupt, whole or in part, and not whole.
+        gone: committed on this node once, and seen in no place, whole or in part.
         origins: attempt -> the attempt and step that it resumed from, null where it began from nothing.
         unreached: tiers that did not answer; and a place where a manifest could not be read that alone may tell what an
             attempt resumed from.
@@ -45,6 +46,7 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mixed: Steps = {}
     parts: dict[str, dict[int, dict[int, list[int]]]] = {}
     aside: Steps = {}
+    gone: Steps = {}
     origins: dict[str, tuple[str, int] | None] = {}
     unreached: tuple[str, ...] = ()
     alone: str = ""
@@ -98,11 +100,14 @@ def see(world: World, run: str, metrics: Collection[str] = ()) -> Sight:
         if part.checkpoint.run == run and not any(other.lists(part) for other in places)
     }
     origins = world.origins(run)
+    gone = {part.checkpoint for part in world.spool.committed if part.checkpoint.run == run} - {*own, *others} - aside
+    gone -= {part.checkpoint for place in places for part in place.quarantined}
     return Sight(
         whole={size: _steps(found) for size, found in sorted(whole.items())},
         mixed=_steps(mixed),
         parts=parts,
         aside=_steps(aside - {one for found in whole.values() for one in found}),
+        gone=_steps(gone),
         origins={attempt: (origin.attempt, origin.step) if origin else None for attempt, origin in origins.items()},
         unreached=tuple(
             name

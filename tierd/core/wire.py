@@ -156,6 +156,12 @@ class Pause(Request, frozen=True, kw_only=True, tag="pause"):
     for_s: Annotated[float, Meta(gt=0, le=MAX_PAUSE)] | None = None
 
 
+class Launches(Request, frozen=True, kw_only=True, tag="launches"):
+    """The launches of `run` that save at the same time. Answer: `launches`, each a `core/launches.Rival`."""
+
+    run: str
+
+
 class MakeRoom(Request, frozen=True, kw_only=True, tag="make-room"):
     """A save of `run` met a full disk: give up verified local copies until `size_bytes` fit. It takes seconds at most.
 
@@ -228,6 +234,7 @@ AnyRequest = (
     | Pin
     | Failed
     | FellBack
+    | Launches
     | Pause
     | Resume
     | MakeRoom
@@ -271,6 +278,7 @@ def decode_request(line: bytes) -> Hello | AnyRequest:
                 | Backlog(run=str(run))
                 | Attach(run=str(run))
                 | Candidates(run=run)
+                | Launches(run=run)
                 | MakeRoom(run=run)
                 | Remove(run=run)
             ):

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from typing import NamedTuple
 
 from tierd.core.errors import TierdError
 from tierd.core.ids import CheckpointId, PartId
@@ -17,6 +18,14 @@ from tierd.core.manifest import Manifest
 from tierd.core.run_retention import StoredRetention
 
 SPOOL = "local"  # the spool's name wherever a tier's name can stand
+
+
+class Trainer(NamedTuple):
+    """A trainer that lives on this node; `pid` is 0 where it is in another pid namespace."""
+
+    attempt: str
+    rank: int
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +118,10 @@ class Place:
     the timeline where they can.
 
     `policies` are the retention policies that lie there, by run; in the spool, the trainer's. `restored` are, of the
-    spool alone, the runs whose newest attempt there was only restored: this node never saved it.
+    spool alone, the runs whose newest attempt there was only restored: this node never saved it. `alive` are, of the
+    spool alone, by run, the trainers that save there now, and `ended` the launches that did so lately and have no
+    trainer any more. `committed` are, of the spool alone, the newest part that each rank of a run's newest launch
+    committed there, whether it is still there or not.
     """
 
     checkpoints: Mapping[CheckpointId, Seen] = field(default_factory=dict)
@@ -120,6 +132,9 @@ class Place:
     cut: frozenset[CheckpointId] = frozenset()
     policies: Mapping[str, tuple[StoredRetention, ...]] = field(default_factory=dict)
     restored: frozenset[str] = frozenset()
+    alive: Mapping[str, tuple[Trainer, ...]] = field(default_factory=dict)
+    ended: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    committed: frozenset[PartId] = frozenset()
 
     @staticmethod
     def of(

@@ -31,6 +31,7 @@ from tierd.core.errors import (
     TierdError,
 )
 from tierd.core.ids import CheckpointId, PartId, pin_key
+from tierd.core.launches import beside
 from tierd.core.policies import policy_for
 from tierd.core.report import report
 from tierd.core.sight import see
@@ -205,6 +206,8 @@ class Control:
             case wire.FellBack(checkpoint=checkpoint, skipped=skipped):
                 self._reconciler.journal.tell("fell back", SPOOL, checkpoint, f"passed over: {'; '.join(skipped)}")
                 return {}
+            case wire.Launches(run=run):
+                return {"launches": beside(self._reconciler.world(), run)}
             case wire.MakeRoom(run=run, size_bytes=size, quota=quota):
                 return asdict(await self._reconciler.room.make(run, size, quota=quota))
             case wire.Remove(run=run):

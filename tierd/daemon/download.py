@@ -22,7 +22,7 @@ from tierd.daemon.budget import Budget
 from tierd.daemon.copies import Copies
 from tierd.daemon.together import to_the_end, together
 from tierd.device import LARGE, PAGE, PIECE, memory_for, reserve, set_direct, write_all
-from tierd.persist import Buffer, flat, read_chunk, remove, sync_directory
+from tierd.persist import Buffer, flat, make_private, private, read_chunk, remove, sync_directory
 
 _HANDS = 8  # chunks on their way at once, as far as the budget goes
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -83,6 +83,7 @@ async def download(
     *,
     committed: bool = False,
     wanted: Wanted | None = None,
+    public: bool = False,
 ) -> None:
     """Make every file of `manifest` under `home` right and durable.
 
@@ -91,6 +92,7 @@ async def download(
             whatever else lies there goes.
         wanted: only these chunks. Where not `committed`, nothing is synced then, files have holes, and the manifest
             stays beside them.
+        public: files and directories have the modes that the umask gives them, and are not this user's alone.
 
     Raises:
         ConfigError: `wanted` names what the part does not have.
@@ -98,7 +100,7 @@ async def download(
         StoreUnavailable: not known, since a tier could not be asked.
         OSError: as the system reports it.
     """
-    work = _Download(home, copies, budget, progress, committed, wanted)
+    work = _Download(home, copies, budget, progress, committed, wanted, public)
     targets = await to_the_end(work.lay_out, manifest)
     todo = _chunks(targets)
 
@@ -151,7 +153,9 @@ class _Download:
         progress: Progress,
         committed: bool,
         wanted: Wanted | None,
+        public: bool,
     ) -> None:
+        self._private = not public
         self._home, self._copies, self._budget, self._progress = home, copies, budget, progress
         self._committed, self._wanted = committed, wanted
 
@@ -172,7 +176,8 @@ class _Download:
         """Put the manifest there, for whoever reads along: never a part of it, since somebody may be reading now."""
         make_way(self._home, DRAFT_NAME)
         fresh = self._home / f"{DRAFT_NAME}.new"
-        fresh.write_bytes(data)
+        with open(fresh, "wb", opener=private) as file:
+            file.write(data)
         fresh.replace(self._home / DRAFT_NAME)
 
     def _target(self, number: int, file: File) -> _Target:
@@ -183,8 +188,13 @@ class _Download:
         except FileNotFoundError:
             size = -1
         if size != file.size:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            if self._private:
+                make_private(path.parent)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600 if self._private else 0o644
+            )
             try:
                 if file.size >= LARGE and self._wanted is None:
                     reserve(fd, file.size)

@@ -227,7 +227,7 @@ async def _whole(home: Path, copies: Copies, budget: Budget, progress: Progress)
     for manifest in contents:
         copies.agree(manifest)
         try:
-            await download(home, manifest, copies, budget, progress)
+            await download(home, manifest, copies, budget, progress, public=True)
             break
         except CorruptChunk:
             if manifest is contents[-1]:

@@ -123,11 +123,13 @@ class Partial(Stage):
     """A stage that the next fetch of its part finds again. While it is held, nobody sweeps it away."""
 
     def __init__(self, spool: Spool, part: PartId) -> None:
-        self.part, self._target = part, spool.path(part)
+        self.part, self._target, self._spool = part, spool.path(part), spool
+        self._committed = lambda: None  # what is fetched was not saved here
         self.path, self._fd = spool.fetching(part), -1
 
     def take(self) -> None:
         """Make it, or find it again, and hold it. Apart from the making: whoever is cancelled here has to let go."""
+        self._spool.check_way(self.part.checkpoint.run)
         if self._fd < 0:
             self._fd = make_locked(self.path)
 

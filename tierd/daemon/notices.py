@@ -10,8 +10,9 @@ from collections.abc import Mapping
 
 from tierd.commit import Written
 from tierd.core.ids import PartId
+from tierd.core.launches import beside, warning
 from tierd.core.news import News
-from tierd.core.world import SPOOL, Place
+from tierd.core.world import SPOOL, Place, World
 from tierd.daemon.journal import SAVES, Journal
 
 
@@ -22,6 +23,7 @@ class Notices:
         self._journal = journal
         self._news = News()
         self._refused: set[PartId] = set()  # whose trainers are told that they could not be committed
+        self._beside: dict[str, frozenset[str]] = {}  # by run, the launches that were told of
 
     def taken(self, part: PartId, outcome: Written | Exception) -> None:
         """A part was committed from a trainer's memory, or could not be."""
@@ -49,6 +51,16 @@ class Notices:
         for part in self._news.came(spool):
             facts = spool.facts(part)
             self._saved(part, facts.size if facts else 0, ", by its trainer")
+
+    def launches(self, world: World) -> None:
+        """Something was looked at: launches that save beside each other are told of, once."""
+        told: dict[str, frozenset[str]] = {}
+        for run in world.spool.alive:
+            if rivals := beside(world, run):
+                told[run] = frozenset(one.attempt for one in rivals)
+                if not told[run] <= self._beside.get(run, frozenset()):
+                    self._journal.tell("two launches", SPOOL, run, warning(rivals), run=run)
+        self._beside = told
 
     def relayed(self, tier: str, part: PartId) -> None:
         """A part is about to go from one tier to another, which has it not."""

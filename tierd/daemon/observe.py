@@ -34,7 +34,8 @@ from tierd.core.world import Facts, Place, Seen, World
 from tierd.daemon.copies import read_manifest
 from tierd.daemon.manifests import Manifests
 from tierd.daemon.run_policies import RunPolicies
-from tierd.records import policies, saved
+from tierd.living import ended, trainers
+from tierd.records import committed, policies, saved
 from tierd.spool import Spool, condition
 from tierd.stores.base import ObjectInfo, Store, children
 
@@ -92,6 +93,7 @@ class SpoolEye:
 
     def look(self) -> Place:
         """What the spool holds now. Raises OSError when it cannot be read."""
+        before = committed(self._spool.control)
         parts: dict[PartId, Facts | None] = {}
         defects: dict[PartId, TierdError] = {}
         cache: dict[tuple[PartId, int], Facts | TierdError] = {}
@@ -111,7 +113,9 @@ class SpoolEye:
         newest = {seen.id.run: seen.id.attempt for seen in sorted(place.checkpoints.values(), key=lambda seen: seen.id)}
         marks, wanted = saved(self._spool.control, newest), policies(self._spool.control, newest)
         restored = frozenset(run for run, attempt in newest.items() if marks.get(run) != attempt)
-        return replace(place, policies=wanted, restored=restored)
+        alive = trainers(self._spool.control, newest)
+        over = ended(self._spool.control, alive, alive)
+        return replace(place, policies=wanted, restored=restored, alive=alive, ended=over, committed=before)
 
     def _facts(self, part: PartId, cache: dict[tuple[PartId, int], Facts | TierdError]) -> Facts | TierdError | None:
         try:

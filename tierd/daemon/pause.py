@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import TypeAlias
 
-from tierd.persist import sync_directory
+from tierd.persist import private, sync_directory
 from tierd.spool import Spool, translated
 
 log = logging.getLogger("tierd.daemon")
@@ -109,7 +109,7 @@ class Pause:
     def _write(self, text: str) -> None:
         fresh = self._path.with_suffix(".new")
         with translated(self._doing):
-            with fresh.open("w") as file:
+            with open(fresh, "w", opener=private) as file:
                 file.write(text + "\n" * bool(text))
                 file.flush()
                 os.fsync(file.fileno())

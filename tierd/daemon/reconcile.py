@@ -17,7 +17,15 @@ from dataclasses import replace
 
 from tierd.commit import Written
 from tierd.core.config import Config
-from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreFull, StoreRefused, TierdError
+from tierd.core.errors import (
+    CorruptChunk,
+    ManifestError,
+    ObjectNotFound,
+    StoreFull,
+    StoreRefused,
+    TierdError,
+    is_exhausted,
+)
 from tierd.core.events import Event
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
@@ -352,7 +360,7 @@ class Reconciler:
             self._full.add(lane.name)
         delay = lane.failed(error, self._random, long=isinstance(error, StoreRefused))
         doing = _describe(action) if action else "looking"
-        known = isinstance(error, TierdError | OSError)
+        known = isinstance(error, TierdError | OSError) or is_exhausted(error)
         log.warning("%s: %s failed, again in %.0f s: %s", lane.name, doing, delay, error, exc_info=not known)
         self.journal.failed((_LANE, lane.name), _doing(action), lane.name, _subject(action), str(error))
 
@@ -376,6 +384,7 @@ class Reconciler:
             if tiers is not self.tiers:  # the configuration has changed meanwhile
                 return
             self._tell_durable(name)
+            self.notices.launches(self.world())
             if tiers.places[name] != before:
                 self._changed = time.monotonic()
 
@@ -392,6 +401,7 @@ class Reconciler:
             self._place = place  # last: all that was asked was answered
             self._lose_interest()
             self.notices.came(place)
+            self.notices.launches(self.world())
             for name in self.tiers.places:
                 self._tell_durable(name)
             if set(self._place.parts()) != before:

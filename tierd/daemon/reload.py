@@ -22,7 +22,7 @@ from tierd.stores.base import Store
 
 log = logging.getLogger("tierd.daemon")
 
-OpenTiers = Callable[[Config, AsyncExitStack], Awaitable[Mapping[str, Store]]]
+OpenAll = Callable[[Config, AsyncExitStack], Awaitable[tuple[Mapping[str, Store], Teller]]]
 
 
 class Reload:
@@ -30,7 +30,7 @@ class Reload:
 
     Args:
         reread: reads the configuration file again; raises `ConfigError`.
-        open_tiers: opens a configuration's stores.
+        open_all: opens a configuration's stores and receivers.
         opened: holds the stores that are in use.
 
     Attributes:
@@ -41,11 +41,11 @@ class Reload:
     def __init__(
         self,
         reread: Callable[[], Config],
-        open_tiers: OpenTiers,
+        open_all: OpenAll,
         opened: AsyncExitStack,
         teller: Teller,
     ) -> None:
-        self._reread, self._open_tiers = reread, open_tiers
+        self._reread, self._open_all = reread, open_all
         self._opened, self.teller = opened, teller
         self._leaving: set[asyncio.Task[None]] = set()
         self.turn = asyncio.Lock()
@@ -74,8 +74,7 @@ class Reload:
         if config.spool != reconciler.config.spool:
             raise ConfigError(f"spool: {config.spool!r}: another spool needs a restart")
         async with AsyncExitStack() as fresh:
-            stores = await self._open_tiers(config, fresh)
-            teller = Teller(config.tell, config.spool)
+            stores, teller = await self._open_all(config, fresh)
             opened, self._opened = self._opened, fresh.pop_all()
         await reconciler.reconfigure(config, stores)
         before, self.teller = self.teller, teller

@@ -12,6 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierd import living
 from tierd.core.errors import StoreRefused
 from tierd.core.ids import (
     chunks_prefix,
@@ -114,6 +115,7 @@ def remove_from_spool(spool: Spool, run: str) -> None:
         if (room in ("stage", "fetch") and _is_of(rest, run)) or (room == "empty" and rest.split("/")[0] == run):
             spool.discard(name)
     forget(spool.control, run, time.time_ns())
+    living.forget(spool.control, run)
 
 
 def _is_of(stage: str, run: str) -> bool:

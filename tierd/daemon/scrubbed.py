@@ -18,6 +18,7 @@ from tierd.core.ids import PartId
 from tierd.core.scrub import Copy, lenders
 from tierd.core.world import SPOOL, World
 from tierd.daemon.together import to_the_end
+from tierd.persist import private
 
 log = logging.getLogger("tierd.daemon")
 
@@ -78,7 +79,8 @@ class Scrubbed(dict[Copy, float]):
     def _write(self, data: bytes) -> None:
         fresh = self._path.with_suffix(".new")
         try:
-            fresh.write_bytes(data)
+            with open(fresh, "wb", opener=private) as file:
+                file.write(data)
             fresh.replace(self._path)
         except OSError:
             fresh.unlink(missing_ok=True)

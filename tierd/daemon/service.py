@@ -28,6 +28,7 @@ from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.reload import Reload
 from tierd.daemon.tell import Teller
 from tierd.daemon.watch import watching
+from tierd.priority import spare_address_space
 from tierd.spool import Spool
 from tierd.stores.base import Store
 from tierd.stores.keys import read_key
@@ -53,6 +54,16 @@ async def open_tiers(config: Config, stack: AsyncExitStack) -> dict[str, Store]:
     return stores
 
 
+async def open_all(config: Config, stack: AsyncExitStack) -> tuple[dict[str, Store], Teller]:
+    """Open all that a configuration refers to. A check of it does the same, so that it is the verdict of a start.
+
+    Raises:
+        ConfigError: a tier's URL cannot be opened, or its key or what a `[[tell]]` refers to not be used.
+    """
+    teller = Teller(config.tell, config.spool)
+    return await open_tiers(config, stack), teller
+
+
 async def serve(
     config: Config,
     *,
@@ -76,6 +87,7 @@ async def serve(
         ConfigError: a tier's URL cannot be opened, or its key or what a `[[tell]]` refers to not be used.
     """
     leave_no_core()
+    spare_address_space()
     spool = Spool(Path(config.spool))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -87,7 +99,8 @@ async def serve(
     async with AsyncExitStack() as stack:
         stack.enter_context(spool.lock())
         opened = await stack.enter_async_context(AsyncExitStack())
-        reload = Reload(reread or (lambda: config), open_tiers, opened, Teller(config.tell, config.spool))
+        stores, teller = await open_all(config, opened)
+        reload = Reload(reread or (lambda: config), open_all, opened, teller)
 
         def heard(event: Event) -> None:
             reload.teller.offer(event)
@@ -95,7 +108,7 @@ async def serve(
                 told(event)
 
         stack.push_async_callback(reload.close)  # after all that still tells something
-        reconciler = Reconciler(config, spool, await open_tiers(config, opened), heard)
+        reconciler = Reconciler(config, spool, stores, heard)
         reload.teller.start(reconciler.journal)
 
         def taken(part: PartId, outcome: Written | Exception) -> None:

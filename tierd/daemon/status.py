@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tierd.core.events import Event
 from tierd.core.ids import retention_key
+from tierd.core.launches import Rival, beside
 from tierd.core.policies import disagreeing
 from tierd.core.retention import RetentionPolicy
 from tierd.core.urls import parse_url
@@ -73,6 +74,7 @@ class Status:
     lent_bytes: int
     tiers: tuple[TierStatus, ...]
     policies: tuple[PolicyStatus, ...]
+    launches: tuple[Rival, ...]
     scrub: ScrubStatus
     counters: dict[str, int]
     events: tuple[Event, ...]
@@ -96,6 +98,7 @@ def status(reconciler: Reconciler, trainers: int, lent_bytes: int, tell: tuple[T
         lent_bytes=lent_bytes,
         tiers=tuple(_tier(reconciler, tier.name, tier.url) for tier in reconciler.config.tier),
         policies=tuple(_policies(world)),
+        launches=tuple(one for run in sorted(world.spool.alive) for one in beside(world, run)),
         scrub=reconciler.scrubber.status(),
         counters={name: reconciler.journal.counters[name] for name in COUNTERS} | counted,
         events=tuple(reconciler.journal.events),

@@ -228,7 +228,7 @@ class FileStore:
     def _put_once(self, root: int, key: str, data: memoryview, stop: threading.Event) -> None:
         *parents, name = key.split("/")
         temporary, flags = secrets.token_hex(16), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        with descend(root, [_TMP]) as tmp, closing(os.open(temporary, flags, 0o666, dir_fd=tmp)) as fd:
+        with descend(root, [_TMP]) as tmp, closing(os.open(temporary, flags, _mode(root) & 0o666, dir_fd=tmp)) as fd:
             try:
                 lock(fd)  # for as long as the descriptor is open: tells a sweep that its writer lives
                 for start in range(0, len(data), _PIECE):
@@ -254,7 +254,7 @@ class FileStore:
             for depth, part in enumerate(parts, 1):
                 path, made = "/".join(parts[:depth]), False
                 try:
-                    os.mkdir(part, dir_fd=fd)
+                    os.mkdir(part, _mode(root), dir_fd=fd)
                     made = True
                 except FileExistsError:
                     pass
@@ -276,7 +276,7 @@ class FileStore:
             if self._swept:
                 return
             try:
-                os.mkdir(_TMP, dir_fd=root)
+                os.mkdir(_TMP, _mode(root), dir_fd=root)
                 sync_directory(root)
             except FileExistsError:
                 pass
@@ -341,3 +341,10 @@ def _reaches(directory: str, prefix: str, after: str) -> bool:
         return False
     inside = after.startswith(directory) and after[len(directory) :] < "\x7f"  # no key's character sorts after that
     return directory > after or inside
+
+
+def _mode(root: int) -> int:
+    """The mode of a directory below `root`; the umask takes away from it. What is put there is for this user alone, but
+    where the root's set-gid bit says that a group shares it, the group may do what it may do with the root."""
+    mode = os.fstat(root).st_mode
+    return 0o700 | (mode & 0o070 if mode & stat.S_ISGID else 0)

@@ -65,7 +65,7 @@ class _Raw(io.RawIOBase):
         super().__init__()
         self._size, self._hash = 0, xxhash.xxh3_128()
         self.failed: OSError | None = None
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
     def writable(self) -> bool:
         return True

@@ -1,0 +1,113 @@
+"""Two launches of a run at once: who is warned, and what each of them keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+from core.worlds import config, held, part, remade
+
+from tierd.core.ids import CheckpointId
+from tierd.core.launches import beside, living, warning
+from tierd.core.plan import Flush, Prune, plan
+from tierd.core.report import report
+from tierd.core.retention import RetentionPolicy
+from tierd.core.world import SPOOL, Facts, Place, Trainer, World
+
+LAST2 = RetentionPolicy(keep_last=2)
+
+
+def launch(minute: int) -> str:
+    """The name of a launch of that minute of the day."""
+    at = datetime(2026, 1, 1, 0, minute, tzinfo=UTC)
+    return f"{int(at.timestamp() * 1000):012x}-{minute:08x}"
+
+
+A, B = launch(0), launch(30)
+FIRST, SECOND = ([CheckpointId("r", one, begun + step) for step in range(1, 6)] for one, begun in ((A, 0), (B, 30)))
+
+
+def saved(place: Place, attempt: str, *minutes: int, rank: int = 0) -> Place:
+    """`place` with a launch's checkpoints, each made in the minute that is its step."""
+    made = {
+        part(CheckpointId("r", attempt, minute), rank, rank + 1): Facts(
+            datetime(2026, 1, 1, 0, minute, tzinfo=UTC), {}, None, 10, 8, frozenset()
+        )
+        for minute in minutes
+    }
+    return remade(place, {**held(place), **made}, alive=place.alive)
+
+
+def one_node(*trainers: Trainer) -> World:
+    """Both launches saved five steps here, and the tier has all of them."""
+    everything = saved(saved(Place(), A, *range(1, 6)), B, *range(31, 36))
+    return World(replace(everything, alive={"r": trainers} if trainers else {}), {"a": everything})
+
+
+def pruned(world: World, place: str) -> list[CheckpointId]:
+    found = plan(world, config(LAST2, spool=LAST2), {}, 0.0)
+    return [action.checkpoint for action in found if isinstance(action, Prune) and action.tier == place]
+
+
+@pytest.mark.parametrize("place", [SPOOL, "a"])
+def test_a_launch_that_lives_keeps_what_it_would_keep_alone(place):
+    both = one_node(Trainer(A, 0, 11), Trainer(B, 0, 22))
+    assert pruned(both, place) == [*FIRST[:3], *SECOND[:3]]
+    assert pruned(one_node(Trainer(B, 0, 22)), place) == [*FIRST, *SECOND[:3]], "its trainer has ended"
+    assert pruned(one_node(), place) == [*FIRST, *SECOND[:3]]
+
+
+def test_the_report_says_why_it_stays():
+    both = one_node(Trainer(A, 0, 11), Trainer(B, 0, 22))
+    reasons = str(report(both, config(LAST2, spool=LAST2), "r"))
+    assert f"launch {A} lives, beside a later one" in reasons
+
+
+def test_what_is_not_on_the_tier_yet_is_sent_there_though_newer_ones_are():
+    both = one_node(Trainer(A, 0, 11), Trainer(B, 0, 22))
+    there = replace(both, tiers={"a": saved(Place(), B, *range(31, 36))})
+    found = plan(there, config(LAST2, spool=LAST2), {}, 0.0)
+    sent = {action.part.checkpoint for action in found if isinstance(action, Flush)}
+    assert sent == set(FIRST[3:])
+    assert not set(pruned(there, SPOOL)) & set(FIRST[3:])
+
+
+def test_two_launches_of_one_rank_are_rivals_and_ranks_of_one_that_restored_are_not():
+    found = beside(one_node(Trainer(A, 0, 11), Trainer(B, 0, 22)), "r")
+    assert [(one.attempt, one.place, one.pids) for one in found] == [(A, SPOOL, (11,)), (B, SPOOL, (22,))]
+    assert "2 launches of run r" in warning(found) and "process 11" in warning(found)
+    alone = one_node(Trainer(A, 0, 11))
+    assert beside(replace(alone, spool=replace(alone.spool, ended={"r": frozenset({B})})), "r") == ()
+    assert beside(one_node(Trainer(A, 1, 11), Trainer(B, 0, 22)), "r") == (), "rank 1 has not saved since it restored"
+
+
+# -- two nodes and one tier -------------------------------------------------------------------------------------------
+
+
+def test_the_node_of_the_later_launch_spares_an_earlier_one_that_saved_after_it_had_begun():
+    spool = saved(Place(alive={"r": (Trainer(B, 0, 22),)}), B, 31, 32, 33)
+    going_on = World(spool, {"a": saved(saved(Place(), A, 10, 20, 32), B, 31, 32, 33)})
+    assert [(one.attempt, one.place) for one in beside(going_on, "r")] == [(A, "a"), (B, SPOOL)]
+    assert "on another node" in warning(beside(going_on, "r"))
+    assert [one.step for one in pruned(going_on, "a")] == [10, 31]
+    ended = replace(going_on, tiers={"a": saved(saved(Place(), A, 10, 20), B, 31, 32, 33)})
+    assert beside(ended, "r") == (), "its last save was before the later launch began"
+    assert [one.step for one in pruned(ended, "a")] == [10, 20, 31]
+    here = replace(going_on, spool=replace(spool, ended={"r": frozenset({A})}))
+    assert beside(here, "r") == (), "it was this node's, and has no trainer any more"
+    assert [one.step for one in pruned(here, "a")] == [10, 20, 32, 31]
+
+
+def test_the_node_of_the_earlier_launch_keeps_its_own_in_its_spool_and_is_warned():
+    spool = saved(Place(alive={"r": (Trainer(A, 0, 11),)}), A, 10, 20, 25)
+    world = World(spool, {"a": saved(saved(Place(), A, 10, 20, 25), B, 31, 32, 33)})
+    assert [(one.attempt, one.place) for one in beside(world, "r")] == [(A, SPOOL), (B, "a")]
+    assert [one.step for one in pruned(world, SPOOL)] == [10]
+    assert living(world, "r", "a") == frozenset(), "the other node cannot tell yet, and would delete what is sent"
+
+
+def test_another_nodes_ranks_of_the_same_launch_are_no_rivals():
+    spool = saved(Place(alive={"r": (Trainer(A, 1, 11),)}), A, 10, rank=1)
+    world = World(spool, {"a": saved(Place(), B, 31)})  # rank 0 restored, and saved first
+    assert beside(world, "r") == ()

@@ -1,0 +1,106 @@
+"""Warns a trainer of another launch of its run that saves at the same time.
+
+Law: a launch shows that it lives before it writes its first part. Whether others do is asked in a thread of its own, so
+that a save waits for nobody; a spool or a daemon that does not say it is asked again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from tierd.core.errors import TierdError
+from tierd.core.ids import PartId
+from tierd.core.launches import Rival, warning
+from tierd.core.wire import Launches, read_member
+from tierd.core.world import SPOOL
+from tierd.link import Link
+from tierd.living import hold, holds, release, trainers
+from tierd.spool import Spool
+
+log = logging.getLogger("tierd")
+
+_EVERY_S = 1.0  # between two looks at the locks on this node: a directory of a few files
+_ASK_S = 15.0  # between two questions to the daemon, which sees other nodes' checkpoints
+_ANSWER_S = 5.0
+
+
+class Beside:
+    """Shows that this trainer lives, and logs each other launch once.
+
+    Args:
+        asks: whether a daemon is expected.
+    """
+
+    def __init__(self, spool: Spool, *, asks: bool) -> None:
+        self._spool, self._asks = spool, asks
+        self._part: PartId | None = None  # of the launch that is shown
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._known: set[str] = set()  # launches that were warned of
+
+    def saving(self, part: PartId) -> None:
+        """Called before each save; it does something at the first of a launch. It raises nothing."""
+        former, self._part = self._part, part
+        if former and former.checkpoint.attempt == part.checkpoint.attempt:
+            return
+        try:
+            hold(self._spool.control, part)
+        except (TierdError, OSError) as error:
+            log.warning("other launches do not see that this one saves: %s", error)
+            return
+        self._look(part)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="tierd-launches", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # no thread is to be had, or the interpreter is ending
+                pass
+
+    def close(self) -> None:
+        """Show it no more."""
+        self._ended.set()
+        if self._part:
+            release(self._spool.control, self._part)
+
+    def _run(self) -> None:
+        ask_s = time.monotonic() + _EVERY_S
+        while not self._ended.wait(_EVERY_S):
+            part = self._part
+            if part is None or not holds(self._spool.control, part):
+                return  # another Checkpointer of this process saves this rank
+            self._look(part)
+            if self._asks and time.monotonic() >= ask_s:
+                self._ask(part)
+                ask_s = time.monotonic() + _ASK_S
+
+    def _look(self, part: PartId) -> None:
+        run, own = part.checkpoint.run, part.checkpoint.attempt
+        try:
+            found = trainers(self._spool.control, [run]).get(run, ())
+        except OSError as error:
+            log.debug("spool %s: %s", self._spool.root, error)
+            return
+        for one in found:
+            if one.rank == part.rank and one.attempt not in (own, *self._known):
+                self._known.add(one.attempt)
+                log.warning(
+                    "another launch of run %s saves at the same time on this node: attempt %s, process %d; this one is "
+                    "attempt %s. A resume goes on from the later one alone: stop the other",
+                    run,
+                    one.attempt,
+                    one.pid,
+                    own,
+                )
+
+    def _ask(self, part: PartId) -> None:
+        try:
+            with Link(self._spool) as link:
+                found = read_member(link.ask(Launches(run=part.checkpoint.run), _ANSWER_S), "launches", list[Rival])
+        except (TierdError, TimeoutError, OSError) as error:
+            log.debug("the daemon was not asked for other launches: %s", error)
+            return
+        if fresh := {one.attempt for one in found if one.place != SPOOL} - self._known:
+            self._known |= fresh
+            log.warning("%s", warning(found))

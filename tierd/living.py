@@ -1,0 +1,170 @@
+"""Which launches of a run live on a node: each trainer that saves holds a lock, which ends with its process.
+
+    <spool>/.tierd/alive/<run>/<attempt>.<rank:05>-of-<world:05>    locked by the trainer of that rank; holds its pid
+
+Law: whether a trainer lives is asked of its lock, never of a clock or a daemon. One process is one launch of a rank:
+what it saves next takes the place of what it saved before.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from tierd.core.errors import CorruptChunk, SpoolUnusable
+from tierd.core.ids import PartId
+from tierd.core.world import Trainer
+from tierd.persist import open_plain
+from tierd.trust import check_room
+
+ALIVE = "alive"  # a room of `.tierd/`
+_TRIES, _PAUSE_S = 20, 0.005  # whoever looks holds a lock for an instant
+_PID_SIZE = 20  # bytes
+_KEPT = 64  # locks of a run
+
+_held: dict[tuple[Path, str], tuple[str, int]] = {}  # (control, writer) -> attempt, descriptor
+_turn = threading.Lock()
+
+
+def _forget_in_child() -> None:
+    # A DataLoader's worker must not keep its trainer's lock when that dies.
+    global _turn
+    _turn = threading.Lock()
+    for _, fd in _held.values():
+        os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def hold(control: Path, part: PartId) -> None:
+    """Show, until `release` or the end of this process, that it saves the launch that `part` belongs to.
+
+    Args:
+        control: the spool's `.tierd/`.
+
+    Raises:
+        SpoolUnusable: another process saves the same rank of the same launch, or `alive/` is no directory of tierd's.
+        OSError: the lock cannot be had.
+    """
+    attempt = part.checkpoint.attempt
+    with _turn:
+        held = _held.get((control, part.lane))
+        if held and held[0] == attempt:
+            return
+        check_room(control / ALIVE)
+        marks = control / ALIVE / part.checkpoint.run
+        with suppress(FileExistsError):
+            marks.mkdir(mode=0o700)
+        fd = _lock(marks / f"{attempt}.{part.name}", part)
+        if held:
+            os.close(held[1])
+        _held[control, part.lane] = attempt, fd
+    _sweep(marks)
+
+
+def holds(control: Path, part: PartId) -> bool:
+    """Whether this process shows that it saves the launch of `part`."""
+    held = _held.get((control, part.lane))
+    return held is not None and held[0] == part.checkpoint.attempt
+
+
+def release(control: Path, part: PartId) -> None:
+    """Show it no more, unless the process saves another launch of that rank by now."""
+    with _turn:
+        if holds(control, part):
+            os.close(_held.pop((control, part.lane))[1])
+
+
+def trainers(control: Path, runs: Iterable[str]) -> dict[str, tuple[Trainer, ...]]:
+    """By run, of these, the trainers that live on this node, in the order of their launches. Raises OSError."""
+    found = {run: tuple(sorted(_living(control / ALIVE / run, run))) for run in runs}
+    return {run: some for run, some in found.items() if some}
+
+
+def ended(control: Path, alive: Mapping[str, Collection[Trainer]], runs: Iterable[str]) -> dict[str, frozenset[str]]:
+    """By run, of these, the launches that saved on this node lately and have none of the trainers in `alive`."""
+    found = {}
+    for run in runs:
+        names = {path.name.partition(".")[0] for path in _files(control / ALIVE / run)}
+        found[run] = frozenset(names - {one.attempt for one in alive.get(run, ())})
+    return found
+
+
+def forget(control: Path, run: str) -> None:
+    """Remove the locks of dead trainers of a run that left the spool."""
+    marks = control / ALIVE / run
+    _sweep(marks, 0)
+    with suppress(OSError):  # there was none, or a trainer lives
+        marks.rmdir()
+
+
+def _living(marks: Path, run: str) -> Iterable[Trainer]:
+    for path in _files(marks):
+        attempt, _, name = path.name.partition(".")
+        part = PartId.parse(run, f"{0:012}.{attempt}", name)
+        if part is None:
+            continue
+        with suppress(CorruptChunk), os.fdopen(open_plain(path), "rb") as file:  # corrupt: no plain file, or gone
+            if not _try_shared(file.fileno()):
+                pid = file.read(_PID_SIZE).strip()
+                yield Trainer(attempt, part.rank, int(pid) if pid.isdigit() else 0)
+
+
+def _lock(path: Path, part: PartId) -> int:
+    """The locked file at `path`, with this process's id in it. A sweep may remove it before it is locked."""
+    for _ in range(_TRIES):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_ino == path.stat().st_ino:
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                return fd
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
+            time.sleep(_PAUSE_S)
+        except OSError:
+            os.close(fd)
+            raise
+        os.close(fd)
+    raise SpoolUnusable(
+        f"another process saves rank {part.rank} of attempt {part.checkpoint.attempt} of run {part.checkpoint.run}: "
+        "give each launch an attempt of its own (tierd.new_attempt()), and each process a rank of its own"
+    )
+
+
+def _sweep(marks: Path, keep: int = _KEPT) -> None:
+    """Remove the locks of dead trainers but the newest, which tell what has ended. One that is removed is held
+    meanwhile, so that nobody takes it."""
+    for path in _files(marks)[: -keep or None]:
+        with suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                if _try_shared(fd):
+                    path.unlink()
+            finally:
+                os.close(fd)
+
+
+def _try_shared(fd: int) -> bool:
+    """Whether nobody holds the lock. Others who look do not count: their locks are shared ones, too."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _files(marks: Path) -> list[Path]:
+    try:
+        return sorted(marks.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
