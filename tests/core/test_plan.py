@@ -358,6 +358,16 @@ def test_a_slow_tier_does_not_want_what_it_would_drop_at_once():
     assert planned(half_blind, config(LAST1, LAST1, spool=LAST1)) == ()
 
 
+def test_while_a_tier_does_not_answer_the_spool_frees_a_copy_before_a_tier_deletes_its_own():
+    """Else it would be on no tier, and stay in the spool for as long as the other one does not answer."""
+    both = solo(Place(), A100, A200)
+    last1 = config(LAST1, LAST1, spool=LAST1)
+    why = ("older than the last 1, and no rule keeps it",)
+    assert planned(World(both, {"a": both, "b": None}), last1) == (Prune(A100, SPOOL, why),)
+    freed = solo(Place(), A200)
+    assert planned(World(freed, {"a": both, "b": None}), last1) == (Prune(A100, "a", why),)
+
+
 def test_the_best_of_what_is_still_to_be_sent_is_sent_even_when_it_is_old():
     spool = Place.of({part(c): facts(metrics={"loss": loss}) for c, loss in ((A100, 1.0), (A200, 3.0), (A300, 2.0))})
     best = RetentionPolicy(keep_last=1, keep_best=Best(metric="loss"))

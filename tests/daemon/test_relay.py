@@ -240,10 +240,11 @@ def test_a_silent_tier_is_held_for_no_longer_than_hold_for(spool, hold_for):
 
     node = asyncio.run(work())
     given_up = events(node, "given up")
-    assert [step for _, step, _ in given_up] == ([] if hold_for == "7d" else [10])
+    # Spool and tier may delete theirs at once: each may have been the last, and then both say so.
+    assert {step for _, step, _ in given_up} == (set() if hold_for == "7d" else {10}) and len(given_up) <= 2
     if given_up:
         assert "b wanted it" in given_up[0][2]
-        assert [one.level for one in node.journal.events if one.what == "given up"] == ["alert"]
+        assert {one.level for one in node.journal.events if one.what == "given up"} == {"alert"}
 
 
 class Small(Double):

@@ -935,8 +935,19 @@ _CHECKED = (
     ),
 )
 
+_FIRST = (
+    Mutant(
+        "a tier deletes before the spool what another tier may still want",
+        "tierd/core/plan.py",
+        "    if None in world.tiers.values():\n",
+        "    if False:\n",
+        "pytest tests/core/test_plan.py -k frees_a_copy_before",
+    ),
+)
+
 PLAIN = (
-    _LAUNCHES
+    _FIRST
+    + _LAUNCHES
     + _CHECKED
     + _WAYS
     + _SURROUNDINGS

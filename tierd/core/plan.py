@@ -334,6 +334,9 @@ def _tier_prunes(demand: Demand, name: str) -> Iterator[Prune]:
     # What the spool would send again at once stays, even where the other ranks' parts never came.
     coming = {seen.id for seen in world.spool.copies(run) if seen.facts}.intersection(_wanted(demand, name, tier))
     coming |= {part.checkpoint for part in world.busy}
+    if None in world.tiers.values():
+        # What leaves the spool does so first: once no tier had it, it would stay there for the tier that does not answer.
+        coming |= {verdict.id for verdict in judge_spool(demand) if not verdict.keep}
     for verdict in reversed(going):
         if verdict.id not in coming:
             yield Prune(verdict.id, name, verdict.reasons)
