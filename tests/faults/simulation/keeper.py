@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -74,7 +74,8 @@ class Keeper:
         reached: those that any tier ever had.
         savers: node -> the runs that it saved.
         ended: (node, run) -> when its last trainer there ended; None while one is at work.
-        pressed: node -> until when its spool may drop verified copies early, because its disk is full.
+        pressed: node -> how many saves there ask the daemon for room, because the disk is full: while one does, its
+            spool may drop verified copies early.
         given_up: checkpoints that a tier deleted although another one wanted them, because that one did not answer.
         conceded: those that were deleted by the default, where nobody had said what the run keeps.
         told: what daemons said, event by event.
@@ -91,7 +92,7 @@ class Keeper:
         self._recorded: dict[tuple[str, str], float] = {}  # tier, run -> when its policy was recorded
         self.savers: defaultdict[str, set[str]] = defaultdict(set)
         self.ended: dict[tuple[str, str], float | None] = {}
-        self.pressed: dict[str, float] = {}
+        self.pressed: Counter[str] = Counter()
         self.down_since: dict[str, float] = {}
         self.up_since: dict[str, float] = {}
         self.given_up: dict[Which, str] = {}
@@ -241,7 +242,7 @@ class Keeper:
                     raise Lost(f"{what}, which no tier holds and {bucket.name} wants; {self.lie(run)}")
                 if self._wants(self.rules[bucket.name], which, here, known):
                     self.conceded.add(which)
-        if self.now() < self.pressed.get(node, 0.0) or self.may_be_finished(node, run):
+        if self.pressed[node] or self.may_be_finished(node, run):
             return
         local = [known[one] for one in committed(self.spools()[node]) if one in known]
         safe = [saved for saved in local if saved.which == which or self._is_safe(saved.which)]
