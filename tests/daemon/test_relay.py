@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -245,6 +248,39 @@ def test_a_silent_tier_is_held_for_no_longer_than_hold_for(spool, hold_for):
     if given_up:
         assert "b wanted it" in given_up[0][2]
         assert {one.level for one in node.journal.events if one.what == "given up"} == {"alert"}
+
+
+def test_only_time_in_which_a_tier_was_asked_in_vain_ends_what_is_held_for_it(spool, monkeypatch):
+    """A daemon at rest looks seldom, and a machine sleeps: the first look that fails then says nothing of before."""
+    now = [1000.0]
+    for module in ("tiers", "reconcile"):
+        clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+        monkeypatch.setattr(f"tierd.daemon.{module}.time", clock)
+
+    async def work():
+        store = Double()
+        node = daemon(spool, {"a": Double(), "b": store}, (ONE, TENS), hold_for="1h")
+        commit(spool, part(1))
+
+        async def silent(later, error=None):
+            now[0] += later
+            store.error = error
+            with contextlib.suppress(StoreUnavailable):
+                await node.look("b")
+            return node.world().silent
+
+        down = StoreUnavailable("no route")
+        assert not await silent(0.0)
+        now[0] += 86_400.0
+        node.tiers.doubt("b")  # what was seen there does not count any more, and nobody has asked yet
+        assert not node.world().silent
+        assert not await silent(0.0, down)
+        assert not await silent(3000.0, down)
+        assert await silent(1000.0, down) == {"b"}
+        assert not await silent(1.0)
+        assert not await silent(3000.0, down)
+
+    asyncio.run(work())
 
 
 class Small(Double):

@@ -613,6 +613,13 @@ _PLACES = (
         f"{_DEMAND} -k until_it_is_silent",
     ),
     Mutant(
+        "time in which nobody asked a tier ends what is held for it",
+        "tierd/daemon/tiers.py",
+        "            self.mute.setdefault(tier, time.monotonic())",
+        "            self.mute.setdefault(tier, self._since[tier])",
+        "pytest tests/daemon/test_relay.py -k asked_in_vain",
+    ),
+    Mutant(
         "a slow tier is sent nothing but the newest",
         "tierd/core/order.py",
         "    if sent is not None and sent.others**2 < len(good):",

@@ -234,7 +234,7 @@ class Reconciler:
         )
 
     def _is_silent(self, tier: str) -> bool:
-        return time.monotonic() - self.tiers.answered[tier] > seconds(self.config.hold_for)
+        return time.monotonic() - self.tiers.mute.get(tier, math.inf) > seconds(self.config.hold_for)
 
     def pending(self) -> set[PartId]:
         """Parts that some tier lacks and wants and that this daemon sends it; all of the spool's while a tier does not

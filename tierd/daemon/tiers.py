@@ -63,12 +63,15 @@ class Tiers:
     Attributes:
         places: what was last seen on each; None where it did not answer.
         pace: how fast each takes what is put there.
+        mute: tiers that do not answer, each with when it first did not since it last did, monotonic seconds. Time in
+            which nobody asked, because the daemon was at rest or its machine slept, does not count.
     """
 
     def __init__(self, config: Config, spool: Spool, stores: Mapping[str, Store], pause: Pause) -> None:
         self._spool, self._stores = spool, {name: CountedStore(store) for name, store in stores.items()}
         self.places: dict[str, Place | None] = dict.fromkeys(stores)
         self.pace = Pace()
+        self.mute: dict[str, float] = {}
         self.who = node(spool.root)  # this node among those that share a tier, 8 hex digits
         self._eyes = {name: TierEye(store, prunes=True) for name, store in self._stores.items()}
         self._ways = {
@@ -76,7 +79,6 @@ class Tiers:
             for name, store in self._stores.items()
         }
         self._config = config
-        self.answered = dict.fromkeys(stores, time.monotonic())  # when each last did, or the daemon's start
         self._untidy = set(stores)  # where turns of this node, or of a daemon before, may have been cut off
         self._clock = itertools.count()
         self._seen = dict.fromkeys(stores, -1)  # tier -> the beginning of the look that `places` shows
@@ -168,8 +170,10 @@ class Tiers:
         for _, change in self._done[tier]:
             place = place and change(place)
         self._seen[tier], self.places[tier] = begun, place
-        if place is not None:
-            self.answered[tier] = time.monotonic()
+        if place is None:
+            self.mute.setdefault(tier, time.monotonic())
+        else:
+            self.mute.pop(tier, None)
         return True
 
     async def record(self, tier: str, world: World, config: Config, runs: Iterable[str]) -> None:

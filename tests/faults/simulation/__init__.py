@@ -45,7 +45,7 @@ GATE = 1_000_000
 LIVES = 1_000_000  # seeds from here on are whole lives
 MET = (
     *("lives", "life: crashes", "life: daemons killed", "life: daemons without a configuration", "life: readings"),
-    *("life: saves that met a full disk", "life: outages longer than anything is held", "life: daemon: given"),
+    *("life: saves that met a full disk", "life: outages longer than anything is held", "life: daemon: given up"),
     *("crashes", "crashes while flushing", "crashes while pruning", "crashes while restoring", "nodes lost"),
     *("rot on a tier", "rot in a spool", "restores", "restores elsewhere", "restores that another node was asked for"),
     *("restores that raised", "daemon: pruned", "daemon: quarantined", "daemon: scrub_findings"),

@@ -12,10 +12,12 @@ durable, and the rules of every place; it reads names, manifests and sizes from 
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -72,15 +74,24 @@ class Keeper:
         spool: the rules of every spool whose daemon is configured.
         saved: every checkpoint that was ever written. `acked`: those that were told to be durable, or reached a tier.
         reached: those that any tier ever had.
+        up_since: tier -> when it answered again. `up_awake`: the same by `awake`, which does not count sleep.
         savers: node -> the runs that it saved.
         ended: (node, run) -> when its last trainer there ended; None while one is at work.
-        pressed: node -> until when its spool may drop verified copies early, because its disk is full.
-        given_up: checkpoints that a tier deleted although another one wanted them, because that one did not answer.
+        pressed: node -> how many saves there ask the daemon for room, because the disk is full: while one does, its
+            spool may drop verified copies early.
+        hold_for: seconds after which a configured daemon holds nothing any more for a tier that does not answer.
+        mute: (node, tier) -> when its daemon first asked in vain, and when it got an answer again; None until it does.
+        given_up: checkpoints whose last copy went although a tier wanted them, because that one did not answer: the
+            tier, and who deleted it.
+        left_behind: (tier, run) where the tier does not hold what it should, because it was silent when its node's
+            spool had nothing of the run any more: nobody sends it, or deletes there, until the run is trained again.
         conceded: those that were deleted by the default, where nobody had said what the run keeps.
-        told: what daemons said, event by event.
+        told: what daemons said: each event, and of what.
     """
 
-    def __init__(self, now: Callable[[], float], tiers: dict[str, Rules], spool: Rules, buckets: list[Bucket]) -> None:
+    def __init__(
+        self, now: Callable[[], float], tiers: dict[str, Rules], spool: Rules, buckets: list[Bucket], hold_for: float
+    ) -> None:
         self.now, self.rules, self.spool, self.buckets = now, tiers, spool, buckets
         self.saved: dict[Which, Saved] = {}
         self.acked: set[Which] = set()
@@ -91,11 +102,16 @@ class Keeper:
         self._recorded: dict[tuple[str, str], float] = {}  # tier, run -> when its policy was recorded
         self.savers: defaultdict[str, set[str]] = defaultdict(set)
         self.ended: dict[tuple[str, str], float | None] = {}
-        self.pressed: dict[str, float] = {}
+        self.pressed: Counter[str] = Counter()
         self.down_since: dict[str, float] = {}
         self.up_since: dict[str, float] = {}
-        self.given_up: dict[Which, str] = {}
-        self.told: list[str] = []
+        self.awake: Callable[[], float] = now
+        self.up_awake: dict[str, float] = {}
+        self.hold_for = hold_for
+        self.mute: dict[tuple[str, str], tuple[float, float | None]] = {}
+        self.given_up: dict[Which, tuple[str, str]] = {}
+        self.left_behind: set[tuple[str, str]] = set()
+        self.told: list[tuple[str, str]] = []
         self.spools: Callable[[], dict[str, Path]] = dict
         self._tiers: dict[str, tuple[int, set[Which]]] = {}
 
@@ -128,10 +144,36 @@ class Keeper:
         """A trainer begins to write a checkpoint."""
         self.saved[saved.which] = saved
         self.savers[saved.node].add(saved.run)
+        self.left_behind -= {(bucket.name, saved.run) for bucket in self.buckets}
 
     def started(self, node: str, *, configured: bool) -> None:
         """A daemon begins its life on a node."""
         self._configured[node], self._started[node] = configured, self.now()
+        self.mute = {one: when for one, when in self.mute.items() if one[0] != node}
+
+    def asked(self, node: str, tier: str, *, answers: bool) -> None:
+        """A node's daemon asks a tier something; whether that has an outage."""
+        since, until = self.mute.get((node, tier), (0.0, 0.0))
+        if not answers and until is not None:
+            self.mute[node, tier] = self.now(), None
+        elif answers and until is None:
+            self.mute[node, tier] = since, self.now()
+        elif not answers and self._is_silent(tier, node):
+            left = self.savers[node] - {which[0] for which in committed(self.spools()[node])}
+            self._leave_behind(node, left)
+
+    def _leave_behind(self, node: str, runs: Iterable[str]) -> None:
+        for run, bucket in itertools.product(runs, self.buckets):
+            if self._is_silent(bucket.name, node) and self._differs(bucket, run):
+                self.left_behind.add((bucket.name, run))
+
+    def _is_silent(self, tier: str, node: str) -> bool:
+        """Whether a tier has not answered a node's daemon for longer than anything is held. What was decided before it
+        answered again goes on for a little while."""
+        since, until = self.mute.get((node, tier), (math.inf, math.inf))
+        lasted = (self.now() if until is None else until) - since
+        over = until is not None and self.now() - until >= _STALE
+        return lasted >= (self.hold_for if self._configured[node] else HOLD_FOR) and not over
 
     def local(self, node: str) -> Rules:
         """What a spool keeps: there the node's configuration decides."""
@@ -161,11 +203,21 @@ class Keeper:
         there = set().union(*(held for name, held in reach.items() if self._answers(name, since)))
         return max((one for one in there if one in known and one[2] <= passed.get(one[1], -1)), default=None)
 
+    def down(self, tier: str) -> None:
+        """A tier answers nobody any more."""
+        self.down_since[tier], self.up_awake[tier] = self.now(), math.inf
+
+    def up(self, tier: str) -> None:
+        """It answers again."""
+        del self.down_since[tier]
+        self.up_since[tier], self.up_awake[tier] = self.now(), self.awake()
+
     def could_make_room(self, node: str, run: str, size: int) -> bool:
         """Whether a spool holds as much as this, beside the newest of that run, that a tier has verified: one that has
         answered for so long that the daemon must have noticed."""
         held = committed(self.spools()[node])
-        up = [self.on_tier(one) for one in self.buckets if self._answers(one.name, self.now() - _STALE)]
+        seen = self.awake() - _STALE
+        up = [self.on_tier(one) for one in self.buckets if self.up_awake.get(one.name, 0.0) <= seen]
         newest = max((one for one in held if one[0] == run), default=None)
         safe = [home for one, home in held.items() if one != newest and any(one in place for place in up)]
         return sum(path.stat().st_size for home in safe for path in home.rglob("*") if path.is_file()) >= size
@@ -208,10 +260,10 @@ class Keeper:
             own = self._own(other.name, run, who)
             if not all(self._wants(rules, which, everything, known) for rules in own):
                 self.conceded.add(which)
-            elif self.now() - self.down_since.get(other.name, self.now()) < HOLD_FOR:
+            elif not self._is_silent(other.name, who):
                 raise Lost(f"{what}, which {other.name} wants and lacks: {own}; {self.lie(run)}")
             elif which not in self.known(run):
-                self.given_up[which] = other.name
+                self.given_up[which] = other.name, who
 
     def _wants(self, rules: Rules, which: Which, here: list[Saved], known: dict[Which, Saved]) -> bool:
         """Whether these rules want a checkpoint, by all that is known, and by what was known at each moment before at
@@ -233,20 +285,36 @@ class Keeper:
         known = self._known(run, [self.spools()[node]])
         known[which] = self.saved[which]
         if not holders:
+            answering = any(self.mute.get((node, one.name), (0.0, 0.0))[1] is not None for one in self.buckets)
             for bucket in self.buckets:
                 # What a tier had verified, and nobody wanted there any more, goes by what is known.
                 there = known if which in self.reached else self.on_tier(bucket) | {which}
                 here = [known[one] for one in there if one in known]
-                if all(self._wants(rules, which, here, known) for rules in self._own(bucket.name, run, node)):
+                wanted = all(self._wants(rules, which, here, known) for rules in self._own(bucket.name, run, node))
+                if wanted and not (answering and self._is_silent(bucket.name, node)):
                     raise Lost(f"{what}, which no tier holds and {bucket.name} wants; {self.lie(run)}")
                 if self._wants(self.rules[bucket.name], which, here, known):
                     self.conceded.add(which)
-        if self.now() < self.pressed.get(node, 0.0) or self.may_be_finished(node, run):
+            self._gives_up(node, which, known)
+        if not any(one[0] == run and one != which for one in committed(self.spools()[node])):
+            self._leave_behind(node, (run,))
+        if self.pressed[node] or self.may_be_finished(node, run):
             return
         local = [known[one] for one in committed(self.spools()[node]) if one in known]
         safe = [saved for saved in local if saved.which == which or self._is_safe(saved.which)]
         if all(self._wants(self.local(node), which, here, known) for here in (local, safe)):
             raise Lost(f"{what}, which its own rules want: {self.local(node)}; {self.lie(run)}")
+
+    def _gives_up(self, node: str, which: Which, known: dict[Which, Saved]) -> None:
+        """A spool deletes the last copy: whether a silent tier wants that, by everything that is known."""
+        everything = list(known.values())
+        if any(which in committed(spool) for name, spool in self.spools().items() if name != node):
+            return
+        for bucket in self.buckets:
+            own = self._own(bucket.name, which[0], node)
+            wanted = all(self._wants(rules, which, everything, known) for rules in own)
+            if wanted and self._is_silent(bucket.name, node):
+                self.given_up[which] = bucket.name, node
 
     def _is_safe(self, which: Which) -> bool:
         return any(which in self.on_tier(bucket) for bucket in self.buckets)
@@ -269,17 +337,13 @@ class Keeper:
         """What is wrong when nothing happens any more."""
         wrong = []
         for run in sorted({which[0] for which in self.saved}):
-            known = self.known(run)
             for bucket in self.buckets:
-                rules = self.rules[bucket.name]
-                wanted = rules.lasting(known.values()) | rules.lately(list(known.values()), list(known.values()))
-                found = {which for which in self.on_tier(bucket) if which[0] == run}
-                if found != wanted:
-                    wrong.append(
-                        f"{bucket.name} holds {_names(found)} of {run}, and should hold {_names(wanted)}: {rules}"
-                    )
+                rules, found = self.rules[bucket.name], {which for which in self.on_tier(bucket) if which[0] == run}
+                left = (bucket.name, run) in self.left_behind
+                if not left and (differs := self._differs(bucket, run)):
+                    wrong.append(differs)
                 ever = rules.lasting(saved for one, saved in self.saved.items() if one[0] == run and one in self.acked)
-                gone = ever - found
+                gone = ever - (self.known(run).keys() if left else found)
                 if gone and not any(which[0] == run for which in (*self.given_up, *self.conceded)):
                     wrong.append(f"{bucket.name} lost {_names(gone)}, which it wants for good: {rules}")
         for bucket in self.buckets:
@@ -291,6 +355,14 @@ class Keeper:
         for node, spool in self.spools().items():
             wrong += self._wrong_in_spool(node, spool)
         return wrong
+
+    def _differs(self, bucket: Bucket, run: str) -> str:
+        """How what a tier holds of a run differs from what it should hold; empty if it does not."""
+        rules, known = self.rules[bucket.name], self.known(run)
+        wanted = rules.lasting(known.values()) | rules.lately(list(known.values()), list(known.values()))
+        found = {which for which in self.on_tier(bucket) if which[0] == run}
+        holds = f"{bucket.name} holds {_names(found)} of {run}, and should hold {_names(wanted)}: {rules}"
+        return holds if found != wanted else ""
 
     def _wrong_in_spool(self, node: str, spool: Path) -> Iterable[str]:
         held = committed(spool)
@@ -309,8 +381,8 @@ class Keeper:
         """What was given up without an alert that names it."""
         return [
             f"{_name(which)} was given up for {tier}, and no alert names it"
-            for which, tier in self.given_up.items()
-            if not any(one.startswith("given up") and f" {which[0]} step {which[2]} " in one for one in self.told)
+            for which, (tier, _) in self.given_up.items()
+            if not any(what == "given up" and of.startswith(f"{which[0]} step {which[2]} ") for what, of in self.told)
         ]
 
     def lie(self, run: str) -> str:

@@ -1,5 +1,6 @@
 """Whole lives: tiers of different speed and policy, job after job on small disks, readers beside writers, tiers that do
-not answer for days, and daemons that are killed and started again, with their configuration or without one.
+not answer for days, with holds that end sooner or later, and daemons that are killed and started again, with their
+configuration or without one.
 
 A trial is a small region of one to three nodes and one to three tiers. `keeper.Keeper` judges every deletion while it
 happens; at the end faults stop, and everything must come to rest at what the rules want, with nothing left over.
@@ -57,7 +58,9 @@ class Life:
         tiers = [Tier(name, rng.choice((100, 1000, 1e6))) for name in ("near", "far", "deep")[: rng.randint(1, 3)]]
         rules = {tier.name: self._rules() for tier in tiers}
         spool = self._rules(local=True)
-        self.keeper = Keeper(self.loop.time, rules, spool, list(tiers))
+        hold_for = random.Random(f"hold {self.seed}").choice((300.0, 3600.0, HOLD_FOR, HOLD_FOR))
+        self.keeper = Keeper(self.loop.time, rules, spool, list(tiers), hold_for)
+        self.keeper.awake = lambda: self.loop.now - self.loop.slept
         bad = rng.choice((0.0, 0.0, 0.01, 0.03))
         weather = Weather(fails=bad, lost=bad, partial=bad, slow=rng.choice((0.001, 0.02, 0.3)))
         rescan = rng.choice(("120s", "600s", "1800s"))
@@ -148,13 +151,12 @@ class Life:
                 await self._down(tier, HOLD_FOR * rng.choice((0.5, 1.5)))
 
     async def _down(self, tier: Tier, seconds: float) -> None:
-        now = self.loop.now
-        self.keeper.down_since[tier.name], tier.down_until = now, now + seconds
+        self.keeper.down(tier.name)
+        tier.down_until = self.loop.now + seconds
         self.region.count["life: outages"] += 1
-        self.region.count["life: outages longer than anything is held"] += seconds > HOLD_FOR
+        self.region.count["life: outages longer than anything is held"] += seconds > self.keeper.hold_for
         await self._pass(seconds)
-        del self.keeper.down_since[tier.name]
-        self.keeper.up_since[tier.name] = self.loop.now
+        self.keeper.up(tier.name)
 
     async def _pass(self, seconds: float) -> None:
         """Time passes, most of it at once, as on a machine that slept: nobody wants to simulate days."""
@@ -223,7 +225,7 @@ class Life:
             await self._settle()
         if untold := self.keeper.untold():
             raise Lost("; ".join(untold))
-        self.region.count.update(f"life: daemon: {said.split()[0]}" for said in self.keeper.told)
+        self.region.count.update(f"life: daemon: {what}" for what, _ in self.keeper.told)
 
     async def _settle(self) -> None:
         """Until nothing has changed for a while."""

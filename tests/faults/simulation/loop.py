@@ -65,6 +65,7 @@ class SimLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.rng, self.most = rng, most
         self.now, self.steps = 1000.0, 0
+        self.slept = 0.0  # seconds of these in which nobody could do anything
         self.after: Callable[[], None] = lambda: None
         self.failed: BaseException | None = None
         self.set_task_factory(_make_task)
@@ -76,6 +77,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def jump(self, seconds: float) -> None:
         """Let time pass at once, as on a machine that slept."""
         self.now += seconds
+        self.slept += seconds
 
     def lose(self, error: BaseException) -> None:
         """A promise was broken, noticed where nobody waits for the answer: the trial ends after this step."""

@@ -44,12 +44,14 @@ class Wire(Line):
     """One life's line to a tier: what it carries, it carries one after the other. A call that was cut off has no late
     effect: the other world of the simulation has those."""
 
-    def __init__(self, tier: Tier, life: Life, weather: Weather, rng: random.Random, count: Counter[str]) -> None:
-        super().__init__(tier, life, weather, rng, count)
-        self._tier, self._free_at = tier, 0.0
+    def __init__(self, tier: Tier, life: Life, region: Region) -> None:
+        super().__init__(tier, life, region.weather, region.rng, region.count)
+        self._tier, self._keeper, self._free_at = tier, region.keeper, 0.0
 
     def _fate(self, *kinds: str) -> str:
         self.until = self._tier.down_until
+        if not self._life.dead:
+            self._keeper.asked(self._life.name, self._tier.name, answers=self._loop.time() >= self.until)
         return super()._fate(*kinds)
 
     def _later(self, effects: dict[str, Callable[[], None]]) -> None: ...
@@ -178,7 +180,7 @@ class Site:
         self.keeper.started(self.name, configured=self.configured)
         self.spool = _Spool(self.root)
         self.spool.site, self.spool.life = self, self.life
-        self.lines = {one.name: Wire(one, self.life, region.weather, region.rng, region.count) for one in region.tiers}
+        self.lines = {one.name: Wire(one, self.life, region) for one in region.tiers}
         stores = {name: RetryingStore(line, rng=region.rng.random) for name, line in self.lines.items()}
         self.daemon = Reconciler(self._config(), self.spool, stores, self._heard)
         self.daemon._random = self.daemon.scrubber._random = random.Random(region.rng.random())
@@ -191,7 +193,9 @@ class Site:
 
     def _config(self) -> Config:
         rules = self.keeper.rules if self.configured else {}
-        own = {"retention": policy(self.keeper.spool)} if self.configured else {}
+        own: dict[str, Any] = {}
+        if self.configured:
+            own = {"retention": policy(self.keeper.spool), "hold_for": f"{self.keeper.hold_for:.0f}s"}
         tiers = tuple(
             TierConfig(
                 name=one.name,
@@ -201,11 +205,16 @@ class Site:
             for one in self.region.tiers
         )
         return Config(
-            spool=str(self.root), tier=tiers, rescan=self.region.rescan, min_free_percent=0.0, scrub="0s", **own
+            spool=str(self.root),
+            tier=tiers,
+            rescan=self.region.rescan,
+            min_free_percent=0.0,
+            scrub="0s",
+            **own,
         )
 
     def _heard(self, event: Event) -> None:
-        self.keeper.told.append(f"{event.what} {event.place} {event.subject} : {event.why}")
+        self.keeper.told.append((event.what, event.subject))
 
     def attach(self, run: str) -> None:
         """A trainer of this run comes."""

@@ -107,7 +107,8 @@ class Truth:
         acked: parts that the trainer was told are durable.
         hurt: keys on tiers that are not as they were put, by the trial's doing, until they are put again or deleted.
         excused: copies, by place and part, that may be lost for that, or be set aside though somebody was faster and
-            put them right: until then, or until all is at rest. `scarred`: the launches that ever had one.
+            put them right: until then, or until all is at rest. `scarred`: the launches that ever had one. `harms`: by
+            copy, how many injuries came before the last one that hurt it.
         orphaned: launches that no tier ever showed, and of which the last manifest went with a node.
         doomed: chunks that nothing else named when the manifest went that named them, or whose name they lie under.
         floor: the newest checkpoint that can be restored; it never goes back by itself.
@@ -121,6 +122,7 @@ class Truth:
         self.hurt: dict[str, set[str]] = {bucket.name: set() for bucket in buckets}
         self.excused: set[tuple[str, Part]] = set()
         self.scarred: set[int] = set()
+        self.harms: dict[tuple[str, Part], int] = {}
         self.orphaned: set[int] = set()
         self._falls = False  # whether what was just done may take from what can be restored
         self.revenants: dict[str, set[str]] = {bucket.name: set() for bucket in buckets}
@@ -186,6 +188,11 @@ class Truth:
         parts = list(parts)
         self.excused |= {(place, part) for part in parts}
         self.scarred |= {part[0] for part in parts}
+        self.harms |= {(place, part): self.injuries for part in parts}
+
+    def is_hurt_since(self, injuries: int, place: str, part: Part) -> bool:
+        """Whether the trial has hurt this copy after so many injuries."""
+        return self.harms.get((place, part), -1) >= injuries
 
     def _is_excused(self, place: str, part: Part) -> bool:
         return (place, part) in self.excused
