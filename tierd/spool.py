@@ -36,7 +36,7 @@ from tierd.core.ids import CheckpointId, PartId, check_run
 from tierd.core.manifest import MANIFEST_NAME, MAX_MANIFEST_SIZE, Manifest, decode
 from tierd.device import LARGE
 from tierd.persist import open_plain, read_file, remove, sync_directory
-from tierd.records import RETENTION, SAVED, forget, mark_saved
+from tierd.records import RETENTION, SAVED, forget, forget_launch, launches, mark_saved, saved_at
 from tierd.stage import Stage, try_lock
 from tierd.trust import check_owner, check_room, keep_private
 
@@ -150,6 +150,10 @@ class Spool:
         except FileNotFoundError:
             return 0
 
+    def saved_stamp(self, run: str, attempt: str) -> int:
+        """The same of a launch that was saved here: it changes with every save."""
+        return saved_at(self.control, run, attempt)
+
     def read(self, part: PartId, manifest: Manifest) -> dict[str, memoryview]:
         """Every file of a part, verified. Raises as `read_file` does, and `ObjectNotFound` when the part is gone."""
         home = self.path(part)
@@ -176,7 +180,7 @@ class Spool:
         """A new stage for a `part` that is saved here; refuses at once what was committed before."""
         if self.path(part).exists():
             raise StepRefused(f"{part} is already committed; a checkpoint is never overwritten")
-        mark_saved(self.control, part.checkpoint)
+        mark_saved(self.control, part)
         return Stage(self.control / "stage", part, self.path(part))
 
     def remove(self, parts: Iterable[PartId], reuse: Collection[str] = ()) -> None:
@@ -299,8 +303,8 @@ class Spool:
         return found
 
     def discard(self, name: str) -> None:
-        """Remove a leftover, a quarantined part (``quarantine/<run>/<checkpoint>/<part>``), or a pin
-        (``pins/<run>/<checkpoint>``)."""
+        """Remove a leftover, a quarantined part (``quarantine/<run>/<checkpoint>/<part>``), a pin
+        (``pins/<run>/<checkpoint>``), or what says that a launch was saved here (``saved/<run>/<attempt>``)."""
         path = self.control / name
         room, _, rest = name.partition("/")
         if room == _EMPTY:  # a writer whose directory goes before its rename makes it anew
@@ -314,8 +318,11 @@ class Spool:
                         raise
             if "/" in rest:
                 self._drop_if_empty(home)
-            elif not home.exists():
+            elif not home.exists() and rest not in launches(self.control, [rest]):  # what is left to do of one stays
                 forget(self.control, rest, left_ns)
+            return
+        if room == SAVED:
+            forget_launch(self.control, *rest.split("/"))
             return
         if room == _PINS:
             run, _, checkpoint = rest.partition("/")
