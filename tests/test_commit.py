@@ -321,7 +321,7 @@ def test_the_second_try_takes_nothing_recycled(spool, monkeypatch):
 
 def test_a_source_in_pieces_is_gone_through_again(spool, monkeypatch):
     source = Pieces(3 * MIB + 9, MIB)
-    mark_saved(spool.control, part().checkpoint)  # its fsyncs are not the ones that fail here
+    mark_saved(spool.control, part())  # its fsyncs are not the ones that fail here
     fail_once(monkeypatch, "fsync", errno.EIO, 2)
     write_part(spool, manifest(part()), {"tensors": source, "state": b"{}"}, MIB)
     monkeypatch.undo()

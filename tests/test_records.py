@@ -13,11 +13,12 @@ from tierd.core.errors import ConfigError, FormatTooNew, ManifestError, SpoolUnu
 from tierd.core.ids import parse_retention, retention_key
 from tierd.core.retention import Best, RetentionPolicy, checked
 from tierd.core.run_retention import StoredRetention, decode, encode
+from tierd.core.world import Launch
 from tierd.daemon.budget import Budget
 from tierd.daemon.download import Progress
 from tierd.daemon.fetch import fetch
 from tierd.daemon.flush import Way, flush
-from tierd.records import mark_saved, policies, saved, set_policy
+from tierd.records import forget_launch, launches, mark_saved, policies, saved, set_policy
 from tierd.spool import Spool
 from tierd.stores.memory import MemoryStore
 
@@ -55,6 +56,40 @@ def test_a_save_is_recorded_once_an_attempt_and_a_restore_is_not(spool, tmp_path
     assert set(synced) == set(rooms)  # every directory above the mark, because nobody else syncs them
 
 
+def test_the_ranks_that_were_saved_here_are_known_without_any_copy(spool):
+    assert launches(spool.control) == {}
+    commit(spool, part(1, launch=1))
+    for rank in (1, 3):
+        commit(spool, part(2, launch=2, rank=rank, world=4))
+    commit(spool, part(7, launch=1, run="other"))
+    spool.remove(spool.parts())
+    for name in spool.leftovers():
+        spool.discard(name)
+    assert not (spool.root / RUN).exists()
+    assert launches(spool.control) == {
+        RUN: Launch(attempt(2), {4: frozenset({1, 3})}),
+        "other": Launch(attempt(1), {1: frozenset({0})}),
+    }
+    assert launches(spool.control, [RUN]).keys() == {RUN}
+    spool.discard(f"saved/{RUN}/{attempt(2)}")
+    assert launches(spool.control).keys() == {"other"} and not (spool.control / "saved" / RUN).exists()
+
+
+def test_a_launch_that_has_just_begun_is_not_forgotten_with_the_one_before(spool):
+    set_policy(spool.control, RUN, RICH)
+    commit(spool, part(1, launch=1))
+    commit(spool, part(2, launch=2))
+    forget_launch(spool.control, RUN, attempt(1))
+    assert launches(spool.control)[RUN].attempt == attempt(2) and policies(spool.control, [RUN])
+    later = spool.control / "saved" / RUN / attempt(2)
+    before = later.stat().st_mtime_ns
+    os.utime(later, ns=(before - 10**9, before - 10**9))
+    commit(spool, part(3, launch=2))
+    assert later.stat().st_mtime_ns > before - 10**9, "each save says that it is there"
+    forget_launch(spool.control, RUN, attempt(2))
+    assert launches(spool.control) == {} and not policies(spool.control, [RUN])
+
+
 def test_a_spool_from_before_the_marker_was_saved_in_by_nobody(spool):
     commit(spool, part(1))
     for path in sorted((spool.control / "saved").rglob("*"), reverse=True):
@@ -71,7 +106,7 @@ def test_a_link_in_the_place_of_a_room_is_not_followed(spool, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (spool.control / "saved").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(SpoolUnusable, match="link"):
-        mark_saved(spool.control, part(1).checkpoint)
+        mark_saved(spool.control, part(1))
     assert not list((tmp_path / "elsewhere").iterdir())
 
 

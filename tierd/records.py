@@ -1,8 +1,8 @@
 """Small facts about runs that a node's spool remembers, in `.tierd/`: who saved here, and what the trainer wants kept.
 
-    saved/<run>/<attempt>   empty: a part of that launch was saved here, not only restored
-    saved/<run>/<attempt>.<rank:05>-of-<world:05>   the newest step that was committed here, twelve digits
-    retention/<run>.json    the trainer's policy, as core/run_retention.py has it
+    saved/<run>/<attempt>           empty: a part of that launch was saved here, not only restored; touched at each save
+    saved/<run>/<attempt>.<part>    this rank's was; holds the newest step that it committed here, twelve digits, if any
+    retention/<run>.json            the trainer's policy, as core/run_retention.py has it
 
 Law: a record is durable before anything relies on it, and is written only when it says something new.
 """
@@ -12,35 +12,42 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from tierd.core.errors import CorruptChunk, TierdError
-from tierd.core.ids import CheckpointId, PartId, is_attempt
+from tierd.core.ids import PartId, is_attempt
 from tierd.core.retention import RetentionPolicy
 from tierd.core.run_retention import MAX_SIZE, StoredRetention, decode, encode, unreadable
+from tierd.core.world import Launch
 from tierd.persist import open_plain, sync_directory
 from tierd.trust import check_room
 
 SAVED, RETENTION = "saved", "retention"  # rooms of `.tierd/`
 
 
-def mark_saved(control: Path, checkpoint: CheckpointId) -> None:
-    """Record, once for an attempt, that this node saves it. A restore records nothing.
+def mark_saved(control: Path, part: PartId) -> None:
+    """Record, once for an attempt and a rank, that this node saves it. A restore records nothing.
 
     Args:
         control: the spool's `.tierd/`.
     """
+    checkpoint = part.checkpoint
     marks = control / SAVED / checkpoint.run
-    if (marks / checkpoint.attempt).exists():
+    both = checkpoint.attempt, f"{checkpoint.attempt}.{part.name}"
+    if all((marks / name).exists() for name in both):
+        with suppress(FileNotFoundError):
+            os.utime(marks / checkpoint.attempt)
         return
     check_room(control / SAVED)
     with suppress(FileExistsError):
         marks.mkdir(mode=0o700)
     _sync_room(control, SAVED)
-    os.close(os.open(marks / checkpoint.attempt, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    for name in both:
+        os.close(os.open(marks / name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     sync_directory(marks)
     for older in _names(marks):  # only the newest is asked for
         if older < checkpoint.attempt:
@@ -69,7 +76,7 @@ def forget_committed(control: Path, part: PartId) -> None:
     path = control / SAVED / part.checkpoint.run / f"{part.checkpoint.attempt}.{part.name}"
     with suppress(OSError):
         if path.read_bytes() == f"{part.checkpoint.step:012}".encode():
-            path.unlink()
+            os.truncate(path, 0)  # that this node saves the rank stays known
 
 
 def committed(control: Path) -> frozenset[PartId]:
@@ -85,6 +92,32 @@ def committed(control: Path) -> frozenset[PartId]:
                 if rank and (part := PartId.parse(run, f"{file.read(12).decode('ascii', 'replace')}.{attempt}", rank)):
                     found.add(part)
     return frozenset(found)
+
+
+def launches(control: Path, runs: Iterable[str] | None = None) -> dict[str, Launch]:
+    """By run, of these or of all, the newest launch that was saved in this spool, and its ranks here. Raises OSError.
+
+    A save that fails has begun a launch, too: whether there is anything of it, the places tell.
+    """
+    found = {}
+    for run in _names(control / SAVED) if runs is None else runs:
+        ranks: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+        for name in _names(control / SAVED / run):
+            attempt, _, pair = name.partition(".")
+            if part := PartId.parse(run, f"{0:012}.{attempt}", pair):
+                ranks[attempt][part.world].add(part.rank)
+        if ranks:
+            newest = max(ranks)
+            found[run] = Launch(newest, {world: frozenset(some) for world, some in ranks[newest].items()})
+    return found
+
+
+def saved_at(control: Path, run: str, attempt: str) -> int:
+    """When a part of a launch was last begun to be saved here: nanoseconds since 1970, 0 where nothing says it."""
+    try:
+        return (control / SAVED / run / attempt).lstat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def set_policy(control: Path, run: str, policy: RetentionPolicy) -> None:
@@ -141,6 +174,15 @@ def forget(control: Path, run: str, before_ns: int) -> None:
                 path.unlink()
     with suppress(OSError):  # there was none, or a new launch has saved
         marks.rmdir()
+
+
+def forget_launch(control: Path, run: str, attempt: str) -> None:
+    """Delete what was recorded of a launch whose run has left the spool, and with it what is older."""
+    before_ns, marks = saved_at(control, run, attempt), control / SAVED / run
+    for name in sorted(_names(marks)):
+        if name.partition(".")[0] == attempt:
+            (marks / name).unlink(missing_ok=True)
+    forget(control, run, before_ns)
 
 
 def _sync_room(control: Path, room: str) -> None:

@@ -40,7 +40,17 @@ from tierd.device import LARGE
 from tierd.living import ALIVE
 from tierd.living import forget as forget_trainers
 from tierd.persist import make_private, open_plain, read_file, remove, sync_directory
-from tierd.records import RETENTION, SAVED, forget, forget_committed, mark_saved, note_committed
+from tierd.records import (
+    RETENTION,
+    SAVED,
+    forget,
+    forget_committed,
+    forget_launch,
+    launches,
+    mark_saved,
+    note_committed,
+    saved_at,
+)
 from tierd.stage import Stage, try_lock
 from tierd.trust import check_link, check_owner, check_room, keep_private
 
@@ -195,6 +205,10 @@ class Spool:
         except FileNotFoundError:
             return 0
 
+    def saved_stamp(self, run: str, attempt: str) -> int:
+        """The same of a launch that was saved here: it changes with every save."""
+        return saved_at(self.control, run, attempt)
+
     def read(self, part: PartId, manifest: Manifest) -> dict[str, memoryview]:
         """Every file of a part, verified. Raises as `read_file` does, and `ObjectNotFound` when the part is gone."""
         home = self.path(part)
@@ -227,7 +241,7 @@ class Spool:
         self.check_way(part.checkpoint.run)
         if self.path(part).exists():
             raise StepRefused(f"{part} is already committed; a checkpoint is never overwritten")
-        mark_saved(self.control, part.checkpoint)
+        mark_saved(self.control, part)
         note = functools.partial(note_committed, self.control, part)
         return Stage(self.control / "stage", part, self.path(part), note)
 
@@ -352,8 +366,8 @@ class Spool:
         return found
 
     def discard(self, name: str) -> None:
-        """Remove a leftover, a quarantined part (``quarantine/<run>/<checkpoint>/<part>``), or a pin
-        (``pins/<run>/<checkpoint>``)."""
+        """Remove a leftover, a quarantined part (``quarantine/<run>/<checkpoint>/<part>``), a pin
+        (``pins/<run>/<checkpoint>``), or what says that a launch was saved here (``saved/<run>/<attempt>``)."""
         path = self.control / name
         room, _, rest = name.partition("/")
         if room == _EMPTY:  # a writer whose directory goes before its rename makes it anew
@@ -367,9 +381,12 @@ class Spool:
                         raise
             if "/" in rest:
                 self._drop_if_empty(home)
-            elif not home.exists():
+            elif not home.exists() and rest not in launches(self.control, [rest]):  # what is left to do of one stays
                 forget(self.control, rest, left_ns)
                 forget_trainers(self.control, rest)
+            return
+        if room == SAVED:
+            forget_launch(self.control, *rest.split("/"))
             return
         if room == _PINS:
             run, _, checkpoint = rest.partition("/")

@@ -9,9 +9,9 @@ from hypothesis import given
 
 from tierd.core.eviction import evictions
 from tierd.core.ids import CheckpointId
-from tierd.core.plan import Discard, Prune, evictable, plan
+from tierd.core.plan import Discard, Flush, Prune, evictable, plan
 from tierd.core.retention import RetentionPolicy
-from tierd.core.world import SPOOL, Place, World
+from tierd.core.world import SPOOL, Launch, Place, World
 
 OLD, LATE = "old", "late"
 SETTINGS = config(RetentionPolicy(keep_last=5), spool=RetentionPolicy(keep_last=5))
@@ -87,6 +87,47 @@ def test_what_every_tier_has_retired_leaves_a_full_disk_and_with_its_run():
     # A tier that keeps more is still to be sent them.
     settings = config(RetentionPolicy(keep_last=3), spool=RetentionPolicy(keep_last=3))
     assert evictable(retired(), settings) == () and not local(finished, settings)
+
+
+def taken(*steps: int, ranks=frozenset({0}), number: int = 1, **more) -> World:
+    """A full disk took every copy of a run; one tier has all, and the other one these steps."""
+    run = [CheckpointId(OLD, attempt(1), step) for step in (1, 2, 3)]
+    spool = replace(Place(), launches={OLD: Launch(attempt(number), {1: ranks})})
+    tiers = {"a": solo(Place(), *run), "b": solo(Place(), *(one for one in run if one.step in steps))}
+    return World(spool, tiers, trainerless=frozenset({OLD}), **more)
+
+
+def test_whoever_saved_a_run_still_does_what_is_left_of_it_when_a_full_disk_has_taken_every_copy():
+    """Nobody else sends or deletes it: what one tier wants for good would never come there."""
+    settings = config(RetentionPolicy(keep_last=1), RetentionPolicy(keep_last=2, keep_every_steps=1))
+    sent = list(plan(taken(3), settings, {}, 0.0))
+    run = [CheckpointId(OLD, attempt(1), step) for step in (1, 2, 3)]
+    assert sent == [Flush(part(one), "b", relayed=True) for one in run[:2]], "and nothing that is held for it goes"
+    there = plan(taken(1, 2, 3), settings, {}, 0.0)
+    assert [(type(one), one.checkpoint, one.tier) for one in there] == [(Prune, one, "a") for one in run[:2]]
+
+
+def test_nobody_who_saved_other_ranks_or_only_an_older_launch_or_one_that_wrote_nothing_does_it():
+    settings = config(RetentionPolicy(keep_last=1), RetentionPolicy(keep_last=1))
+    for world in (
+        replace(taken(1, 2, 3), spool=Place()),
+        taken(1, 2, 3, ranks=frozenset({1})),
+        taken(1, 2, 3, number=0),
+        taken(1, 2, 3, number=2),
+    ):
+        assert plan(world, settings, {}, 0.0) == ()
+
+
+def test_what_was_saved_here_is_forgotten_with_a_finished_run_and_not_before_it_is_done():
+    settings = config(RetentionPolicy(keep_last=3), RetentionPolicy(keep_last=3))
+    gone = Discard(f"saved/{OLD}/{attempt(1)}")
+    assert not local(taken(1, 2, 3), settings), "not before"
+    assert local(taken(1, 2, 3, finished=frozenset({OLD})), settings) == [gone]
+    assert not local(taken(1, 3, finished=frozenset({OLD})), settings), "the other tier still lacks something"
+    down = taken(1, 2, 3, finished=frozenset({OLD}))
+    assert not local(replace(down, tiers={**down.tiers, "b": None}), settings), "it may lack something"
+    nowhere = replace(down, tiers={"a": Place(), "b": Place()})
+    assert local(nowhere, settings) == [gone], "a person deleted the run"
 
 
 def test_a_finished_run_leaves_the_spool_whole():

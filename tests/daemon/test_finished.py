@@ -27,6 +27,8 @@ def age(spool, seconds: float = DAYS) -> None:
     for which in spool.parts():
         path = spool.path(which) / "manifest.json"
         os.utime(path, (time.time() - seconds,) * 2)
+    for mark in (spool.control / "saved").glob("*/*"):
+        os.utime(mark, (time.time() - seconds,) * 2)
 
 
 def test_a_finished_run_leaves_the_spool_and_stays_on_the_tier(spool):

@@ -9,7 +9,7 @@ import time
 import pytest
 from support.doubles import Double, contents
 from support.smalldisk import SmallDisk
-from support.world import Daemon, commit, part, steps_on
+from support.world import Daemon, commit, part, steps_on, wait_until
 
 from tierd.core.errors import StoreUnavailable
 from tierd.core.wire import Attach, MakeRoom
@@ -58,6 +58,25 @@ def test_the_newest_of_a_run_that_trains_is_the_last_resort(spool, disk):
         link.ask(MakeRoom(run="run", size_bytes=5 * MIB))
         assert runs(spool) == []
         assert steps_on(asyncio.run(contents(daemon.reconciler.stores["tier"].inner))) == [1, 2, 3]
+
+
+def test_a_tier_that_was_down_gets_what_it_wants_of_a_run_whose_last_copy_went(spool, disk):
+    """Only the node that saved a run sends it from tier to tier; what a full disk takes must not end that."""
+    near, far = Double(), Double()
+    far.error = StoreUnavailable("down")
+    old = [part(step, run="old") for step in (1, 2, 3)]
+    fill(spool, *old)
+    stores = {"near": near, "far": far}
+    with Daemon(spool.root, stores) as daemon, Link(spool) as link:
+        wait_until(lambda: all(daemon.reconciler.tiers.has(one, "near") for one in old))
+        link.ask(MakeRoom(run="run", size_bytes=5 * MIB))
+        assert runs(spool) == []
+        wait_until(lambda: not (spool.root / "old").exists())
+        far.error = None
+        daemon.loop.call_soon_threadsafe(daemon.reconciler.retry_now)
+        wait_until(lambda: all(daemon.reconciler.tiers.has(one, "far") for one in old))
+    assert steps_on(asyncio.run(contents(far.inner))) == [1, 2, 3]
+    assert runs(spool) == []
 
 
 def test_what_no_tier_has_stays_and_the_wait_is_bounded(spool, disk, monkeypatch):

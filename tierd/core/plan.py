@@ -74,7 +74,7 @@ def plan(world: World, config: Config, backoff: Backoff, now: float) -> tuple[Ac
         now: monotonic time, seconds; compared with `backoff` only.
     """
     awake = _awake(world, backoff, now)
-    demands = {run: Demand(world, config, run) for run in runs(world)}
+    demands = _demands(world, config)
     sent = _sent(world, demands, awake)
     mends = [Mend(part) for part in _corrupt(world.spool)]
     anew = {(flush.part, flush.tier) for flush in sent}
@@ -99,7 +99,11 @@ def plan(world: World, config: Config, backoff: Backoff, now: float) -> tuple[Ac
 
 def flushes(world: World, config: Config, backoff: Backoff, now: float) -> tuple[Flush, ...]:
     """The flushes of `plan` alone."""
-    return _sent(world, {run: Demand(world, config, run) for run in runs(world)}, _awake(world, backoff, now))
+    return _sent(world, _demands(world, config), _awake(world, backoff, now))
+
+
+def _demands(world: World, config: Config) -> dict[str, Demand]:
+    return {run: Demand(world, config, run) for run in sorted({*runs(world), *world.spool.launches})}
 
 
 def _sent(world: World, demands: Mapping[str, Demand], awake: Mapping[str, Place]) -> tuple[Flush, ...]:
@@ -176,12 +180,16 @@ def _wanted(demand: Demand, name: str, tier: Place) -> dict[CheckpointId, bool]:
 
 
 def _relays(demand: Demand, tier: Place, wanted: Collection[CheckpointId]) -> Iterator[PartId]:
-    """The parts that this daemon copies to `tier` from another one: those of the ranks whose parts of the newest launch
-    are in its spool; and, for a janitor, of the ranks that this launch does not have, because no spool holds those."""
+    """The parts that this daemon copies to `tier` from another one: those of the ranks of the newest launch that were
+    saved in its spool; and, for a janitor, of the ranks that this launch does not have, because nobody saves those."""
     world, run = demand.world, demand.run
     newest = max((one.attempt for one in demand.copies), default=None)
     own = [seen.ranks for seen in world.spool.copies(run) if seen.id.attempt == newest]
-    if not own or run in world.spool.restored or len(world.places) < 3:
+    own = [] if run in world.spool.restored else own
+    launch = world.spool.launches.get(run)
+    if launch and launch.attempt == newest:
+        own.append(launch.ranks)
+    if not own or len(world.places) < 3:
         return  # nobody saves the run here, or there is no other tier
     ranks = frozenset[int]().union(*(some for one in own for some in one.values()))
     beyond = math.inf
@@ -335,7 +343,7 @@ def _tier_prunes(demand: Demand, name: str) -> Iterator[Prune]:
     coming = {seen.id for seen in world.spool.copies(run) if seen.facts}.intersection(_wanted(demand, name, tier))
     coming |= {part.checkpoint for part in world.busy}
     if None in world.tiers.values():
-        # What leaves the spool does so first: once no tier had it, it would stay there for the tier that does not answer.
+        # What leaves the spool does so first: once on no tier, it would stay there for the tier that does not answer.
         coming |= {verdict.id for verdict in judge_spool(demand) if not verdict.keep}
     for verdict in reversed(going):
         if verdict.id not in coming:
@@ -373,11 +381,22 @@ def _given_up(demands: Iterable[Demand], name: str) -> list[Prune]:
 
 
 def is_janitor(world: World, tier: Place, run: str) -> bool:
-    """Whether this daemon may prune `run` on a shared tier: it saved the newest attempt, and its spool holds rank 0 of
-    it. What was only restored to a spool makes nobody a janitor, because reading never deletes."""
+    """Whether this daemon may prune `run` on a shared tier: it saved rank 0 of the newest attempt. If a full disk took
+    the copies from its spool, it still is, because nobody else would do what is left. What was only restored to a spool
+    makes nobody a janitor, because reading never deletes."""
     mine = {seen.id.attempt for seen in world.spool.copies(run) if any(0 in some for some in seen.ranks.values())}
     known = {seen.id.attempt for place in (world.spool, tier) for seen in place.copies(run)}
+    if known and _saved_first(world, run) >= max(known):
+        return True
     return bool(known) and max(known) in mine and run not in world.spool.restored
+
+
+def _saved_first(world: World, run: str) -> str:
+    """The newest attempt of which this node saved rank 0, if any place shows anything of it; else empty."""
+    launch = world.spool.launches.get(run)
+    if launch is None or not any(0 in some for some in launch.ranks.values()):
+        return ""
+    return launch.attempt if any(one.attempt == launch.attempt for one in world.copies(run)) else ""
 
 
 def judge_spool(demand: Demand) -> tuple[Verdict, ...]:
@@ -493,7 +512,8 @@ def _is_owed(demand: Demand) -> bool:
 
 
 def _departure(world: World, run: str) -> Iterator[Prune | Discard]:
-    """A finished run leaves the spool whole: its pins, which a tier has, too, and then its copies, the newest last."""
+    """A finished run leaves the spool whole: its pins, which a tier has, too, its copies, the newest last, and what
+    says that it was saved here."""
     for pin in sorted(world.spool.pins):
         if pin.run == run:
             yield Discard(f"pins/{run}/{pin.name}")
@@ -501,6 +521,8 @@ def _departure(world: World, run: str) -> Iterator[Prune | Discard]:
     for one in sorted(seen.id for seen in world.spool.copies(run)):
         if one not in busy:
             yield Prune(one, SPOOL, ("the run is finished, and tiers have what they want of it",))
+    if run in world.spool.launches and not any(world.spool.copies(run)):
+        yield Discard(f"saved/{run}/{world.spool.launches[run].attempt}")
 
 
 def _aged_quarantine(demand: Demand, config: Config) -> Iterator[Discard]:

@@ -93,9 +93,11 @@ def _duties(world: World, only: str | None) -> Iterator[tuple[Copy, Facts | None
 
 def _world_size(world: World, tier: Place, run: str) -> int:
     """How many ranks the newest attempt has."""
-    copies = [seen for place in (world.spool, tier) for seen in place.copies(run)]
-    newest = max(seen.id.attempt for seen in copies)
-    return max(size for seen in copies if seen.id.attempt == newest for size in seen.ranks)
+    found = [(seen.id.attempt, max(seen.ranks)) for place in (world.spool, tier) for seen in place.copies(run)]
+    if run in world.spool.launches:
+        launch = world.spool.launches[run]
+        found.append((launch.attempt, max(launch.ranks)))
+    return max(found)[1]
 
 
 def _turn(world: World, copy: Copy, facts: Facts | None, remembered: Remembered, period: float, now: float) -> Turn:

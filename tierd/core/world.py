@@ -110,6 +110,15 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
+class Launch:
+    """The newest launch of a run that was saved in a spool, and the ranks that were, by world size. Whoever saved it
+    sends and deletes what is left to do of the run on the tiers, also when a full disk has taken every copy."""
+
+    attempt: str
+    ranks: Mapping[int, frozenset[int]]
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """What one place, the spool or a tier, was seen to hold.
 
@@ -117,11 +126,11 @@ class Place:
     prune and not among the facts, names chunks, `cut` those whose deletion was cut off. Quarantined parts still tell
     the timeline where they can.
 
-    `policies` are the retention policies that lie there, by run; in the spool, the trainer's. `restored` are, of the
-    spool alone, the runs whose newest attempt there was only restored: this node never saved it. `alive` are, of the
-    spool alone, by run, the trainers that save there now, and `ended` the launches that did so lately and have no
-    trainer any more. `committed` are, of the spool alone, the newest part that each rank of a run's newest launch
-    committed there, whether it is still there or not.
+    `policies` are the retention policies that lie there, by run; in the spool, the trainer's. Of the spool alone,
+    `restored` are the runs whose newest attempt there was only restored: this node never saved it; `launches` are, by
+    run, what was saved there, whether it still has copies of it or not; `alive` are, by run, the trainers that save
+    there now, and `ended` the launches that did so lately and have no trainer any more; `committed` are the newest part
+    that each rank of a run's newest launch committed there, whether it is still there or not.
     """
 
     checkpoints: Mapping[CheckpointId, Seen] = field(default_factory=dict)
@@ -132,6 +141,7 @@ class Place:
     cut: frozenset[CheckpointId] = frozenset()
     policies: Mapping[str, tuple[StoredRetention, ...]] = field(default_factory=dict)
     restored: frozenset[str] = frozenset()
+    launches: Mapping[str, Launch] = field(default_factory=dict)
     alive: Mapping[str, tuple[Trainer, ...]] = field(default_factory=dict)
     ended: Mapping[str, frozenset[str]] = field(default_factory=dict)
     committed: frozenset[PartId] = frozenset()
@@ -175,8 +185,8 @@ class Place:
 
     @property
     def ranks(self) -> dict[str, frozenset[int]]:
-        """The ranks that any checkpoint of each run has a part of."""
-        found: dict[str, frozenset[int]] = {}
+        """The ranks that any checkpoint of each run has a part of, or that were saved there."""
+        found = {run: frozenset[int]().union(*launch.ranks.values()) for run, launch in self.launches.items()}
         for seen in self.checkpoints.values():
             found[seen.id.run] = found.get(seen.id.run, frozenset()).union(*seen.ranks.values())
         return found

@@ -35,7 +35,7 @@ from tierd.daemon.copies import read_manifest
 from tierd.daemon.manifests import Manifests
 from tierd.daemon.run_policies import RunPolicies
 from tierd.living import ended, trainers
-from tierd.records import committed, policies, saved
+from tierd.records import committed, launches, policies, saved
 from tierd.spool import Spool, condition
 from tierd.stores.base import ObjectInfo, Store, children
 
@@ -83,7 +83,8 @@ async def missing_chunks(store: Store, manifest: Manifest) -> set[str]:
 class SpoolEye:
     """Looks at the spool. A manifest is parsed again only when its part is new: parts are immutable.
 
-    `touched`: by run, when its newest part was committed, by the spool's disk; seconds since 1970.
+    `touched`: by run, when its newest part was committed, by the spool's disk; seconds since 1970. Where no copy is
+    left of what was saved here, when that was last saved.
     """
 
     def __init__(self, spool: Spool) -> None:
@@ -107,15 +108,20 @@ class SpoolEye:
         touched: dict[str, float] = {}
         for part, stamp in cache:
             touched[part.checkpoint.run] = max(stamp / 1e9, touched.get(part.checkpoint.run, 0.0))
+        own = launches(self._spool.control)
+        for run in own.keys() - touched.keys():
+            touched[run] = self._spool.saved_stamp(run, own[run].attempt) / 1e9
         self.touched = touched
         aside = {part: Facts.of(manifest) if manifest else None for part, manifest in self._spool.quarantined().items()}
         place = Place.of(parts, defects, frozenset(self._spool.pins()), quarantined=aside)
         newest = {seen.id.run: seen.id.attempt for seen in sorted(place.checkpoints.values(), key=lambda seen: seen.id)}
-        marks, wanted = saved(self._spool.control, newest), policies(self._spool.control, newest)
+        marks, wanted = saved(self._spool.control, newest), policies(self._spool.control, newest | own)
         restored = frozenset(run for run, attempt in newest.items() if marks.get(run) != attempt)
         alive = trainers(self._spool.control, newest)
         over = ended(self._spool.control, alive, alive)
-        return replace(place, policies=wanted, restored=restored, alive=alive, ended=over, committed=before)
+        return replace(
+            place, policies=wanted, restored=restored, launches=own, alive=alive, ended=over, committed=before
+        )
 
     def _facts(self, part: PartId, cache: dict[tuple[PartId, int], Facts | TierdError]) -> Facts | TierdError | None:
         try:

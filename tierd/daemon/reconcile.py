@@ -313,7 +313,7 @@ class Reconciler:
     async def _own_word(self, tier: str) -> None:
         """Tidy up after this node on a tier, and record there what it wants kept, of the runs that it saves. Of a run
         that was only restored here nothing is deleted."""
-        saved = sorted(self._runs() - self._place.restored)
+        saved = sorted((self._runs() - self._place.restored) | self._place.launches.keys())
         await self.tiers.tidy(tier, saved)
         if not self.pause.paused and not self._draining:
             await self.tiers.record(tier, self.world(), self.config, saved)
@@ -389,7 +389,7 @@ class Reconciler:
                 self._changed = time.monotonic()
 
     def _runs(self) -> set[str]:
-        return {checkpoint.run for checkpoint in self._place.checkpoints}
+        return {checkpoint.run for checkpoint in self._place.checkpoints} | self._place.launches.keys()
 
     async def _look_at_spool(self) -> None:
         async with self._looking:

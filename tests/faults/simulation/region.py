@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,10 @@ class _Spool(Spool):
         stamp = super().manifest_stamp(part)
         return self.site.stamps.setdefault((part, stamp), time.time_ns()) if stamp else 0
 
+    def saved_stamp(self, run: str, attempt: str) -> int:
+        stamp = super().saved_stamp(run, attempt)
+        return self.site.stamps.setdefault((run, attempt, stamp), time.time_ns()) if stamp else 0
+
     def quarantine(self, part: PartId) -> None:
         if not self.life.dead:
             self.site.judged(lambda: _never(f"{self.site.name}: {part} is set aside, and nothing was hurt"))
@@ -139,7 +143,7 @@ class Site:
         self.name, self.keeper = name, region.keeper
         self.up, self.configured = False, True
         self.attached: set[str] = set()
-        self.stamps: dict[tuple[PartId, int], int] = {}
+        self.stamps: dict[tuple[Hashable, ...], int] = {}
         self._lives = 0
         self._use(Disk(self._place(), region.rng, region.watch))
         self.disk.capacity = capacity
