@@ -140,6 +140,14 @@ MUTANTS = (
         "wants and lacks",
     ),
     Mutant(
+        "nothing tells of what was given up",
+        "tierd/daemon/reconcile.py",
+        '            self.journal.tell("given up", tier, checkpoint, why)\n',
+        "            pass\n",
+        _LIVES,
+        "no alert names it",
+    ),
+    Mutant(
         "whoever holds a run's newest part prunes it",
         "tierd/core/plan.py",
         "max(known) in mine and run not in world.spool.restored",
