@@ -18,6 +18,7 @@ from tierd.daemon.budget import Budget
 from tierd.daemon.download import Progress
 from tierd.daemon.fetch import fetch
 from tierd.daemon.flush import Way, flush
+from tierd.daemon.observe import SpoolEye
 from tierd.records import forget_launch, launches, mark_saved, policies, saved, set_policy
 from tierd.spool import Spool
 from tierd.stores.memory import MemoryStore
@@ -41,7 +42,7 @@ def test_a_save_is_recorded_once_an_attempt_and_a_restore_is_not(spool, tmp_path
     commit(spool, part(2, launch=3))
     commit(spool, part(3, launch=2))
     assert attempt(1) not in os.listdir(spool.control / "saved" / RUN)  # nobody asks for the older ones
-    assert saved(spool.control, [RUN]) == {RUN: attempt(3)}  # the newest, whichever came last
+    assert saved(spool.control, [RUN]) == {RUN: {attempt(2), attempt(3)}}  # the newest, whichever came last
     store, other = MemoryStore(), Spool(tmp_path / "other")
     asyncio.run(flush(spool, part(2, launch=3), Way(store)))
     asyncio.run(fetch(other, part(2, launch=3), {"tier": store}, Budget(), Progress()))
@@ -98,7 +99,17 @@ def test_a_spool_from_before_the_marker_was_saved_in_by_nobody(spool):
     assert saved(spool.control, [RUN]) == {} and policies(spool.control, [RUN]) == {}
     again = Spool(spool.root)
     commit(again, part(2))
-    assert saved(again.control, [RUN]) == {RUN: attempt(1)}
+    assert saved(again.control, [RUN]) == {RUN: {attempt(1)}}
+
+
+def test_a_launch_that_ends_before_its_first_commit_takes_nothing_from_the_one_before(spool):
+    """Its node would count as one that had only restored the run, and nobody would prune it."""
+    commit(spool, part(1, launch=1))
+    spool.stage(part(2, launch=2)).abandon()
+    assert saved(spool.control, [RUN]) == {RUN: {attempt(1), attempt(2)}}
+    assert SpoolEye(spool).look().restored == frozenset()
+    commit(spool, part(2, launch=3))
+    assert saved(spool.control, [RUN]) == {RUN: {attempt(3)}}
 
 
 def test_a_link_in_the_place_of_a_room_is_not_followed(spool, tmp_path):

@@ -49,22 +49,25 @@ def mark_saved(control: Path, part: PartId) -> None:
     for name in both:
         os.close(os.open(marks / name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     sync_directory(marks)
-    for older in _names(marks):  # only the newest is asked for
-        if older < checkpoint.attempt:
-            (marks / older).unlink(missing_ok=True)
 
 
-def saved(control: Path, runs: Iterable[str]) -> dict[str, str]:
-    """By run, of these, the newest attempt of which a part was saved in this spool. Raises OSError."""
-    found = {run: [name for name in _names(control / SAVED / run) if is_attempt(name)] for run in runs}
-    return {run: max(attempts) for run, attempts in found.items() if attempts}
+def saved(control: Path, runs: Iterable[str]) -> dict[str, frozenset[str]]:
+    """By run, of these, the attempts of which a part was saved in this spool: the newest that committed something, and
+    those after it. Raises OSError."""
+    found = {run: frozenset(filter(is_attempt, _names(control / SAVED / run))) for run in runs}
+    return {run: attempts for run, attempts in found.items() if attempts}
 
 
 def note_committed(control: Path, part: PartId) -> None:
-    """Record that a part is durable here. It is only ever told of, so it need not be durable itself; raises nothing."""
-    path = control / SAVED / part.checkpoint.run / f"{part.checkpoint.attempt}.{part.name}"
+    """Record that a part is durable here, and forget launches before its own: not sooner, because a launch may end
+    before its first commit. It is only ever told of, so it need not be durable itself; raises nothing."""
+    marks, attempt = control / SAVED / part.checkpoint.run, part.checkpoint.attempt
     with suppress(OSError):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        for older in _names(marks):
+            if older < attempt:
+                (marks / older).unlink(missing_ok=True)
+        name = marks / f"{attempt}.{part.name}"
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             os.pwrite(fd, f"{part.checkpoint.step:012}".encode(), 0)
         finally:

@@ -91,7 +91,7 @@ def test_what_is_streamed_is_decoded_too(local, spool, monkeypatch):
         },
         {"a": np.ones((2, 3)), "s": np.array(["a"]), "g": torch.Generator(), "n": np.float32(1)},
     ],
-    ids=repr,
+    ids=lambda state: ", ".join(state) or "nothing",
 )
 def test_what_is_right_passes(state):
     capturer = Capturer()

@@ -440,8 +440,8 @@ _POLICIES = (
     Mutant(
         "a restore counts as a save",
         "tierd/daemon/observe.py",
-        "if marks.get(run) != attempt)",
-        "if run in marks and marks[run] != attempt)",
+        "if attempt not in marks.get(run, ()))",
+        "if run in marks and attempt not in marks[run])",
         f"{_OWNED} -k beside_a_reader",
     ),
     Mutant(

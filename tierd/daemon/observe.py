@@ -116,7 +116,7 @@ class SpoolEye:
         place = Place.of(parts, defects, frozenset(self._spool.pins()), quarantined=aside)
         newest = {seen.id.run: seen.id.attempt for seen in sorted(place.checkpoints.values(), key=lambda seen: seen.id)}
         marks, wanted = saved(self._spool.control, newest), policies(self._spool.control, newest | own)
-        restored = frozenset(run for run, attempt in newest.items() if marks.get(run) != attempt)
+        restored = frozenset(run for run, attempt in newest.items() if attempt not in marks.get(run, ()))
         alive = trainers(self._spool.control, newest)
         over = ended(self._spool.control, alive, alive)
         return replace(
