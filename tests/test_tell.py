@@ -32,7 +32,9 @@ def answers(spool: Spool) -> bool:
 
 
 @pytest.mark.slow
-def test_a_daemon_tells_shows_its_alerts_and_says_no_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_daemon_tells_shows_its_alerts_and_says_no_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     spool, tier, heard = Spool(tmp_path / "spool"), tmp_path / "mnt" / "tier", tmp_path / "heard"
     tier.mkdir(parents=True)
     (tmp_path / "tell.sh").write_text(f"#!/bin/sh\ncat >> {heard}; echo >> {heard}\n")
@@ -75,6 +77,8 @@ def test_a_daemon_tells_shows_its_alerts_and_says_no_secret(tmp_path: Path, caps
             assert [one["place"] for one in status["alerts"]] == ["nfs"] and status["counters"]["alerts"] == 1
             wait_until(lambda: heard.read_bytes().endswith(b"\n"), 60)
             assert json.loads(heard.read_text().splitlines()[0])["what"] == "failing"
+            for name in ("HOOK", "TOKEN"):
+                monkeypatch.setenv(name, env[name])
             command("config", "check", str(config), "--json")
             command("config", "check", str(config))
             (tmp_path / "away").rename(tier)

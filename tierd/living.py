@@ -8,6 +8,7 @@ what it saves next takes the place of what it saved before.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
@@ -118,22 +119,29 @@ def _living(marks: Path, run: str) -> Iterable[Trainer]:
 
 
 def _lock(path: Path, part: PartId) -> int:
-    """The locked file at `path`, with this process's id in it. A sweep may remove it before it is locked."""
+    """The locked file at `path`, with this process's id in it. A sweep may remove it before it is locked.
+
+    It is not held open for writing, because a file system with such a file cannot be remounted read-only. NFS alone
+    locks nothing else (flock(2)).
+    """
+    mode, more = os.O_RDONLY, os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     for _ in range(_TRIES):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, mode | more, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(fd).st_ino == path.stat().st_ino:
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                with os.fdopen(os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC), "wb") as file:
+                    file.write(f"{os.getpid()}\n".encode())
                 return fd
         except FileNotFoundError:
             pass
         except BlockingIOError:
             time.sleep(_PAUSE_S)
-        except OSError:
-            os.close(fd)
-            raise
+        except OSError as error:
+            if error.errno != errno.EBADF or mode == os.O_RDWR:
+                os.close(fd)
+                raise
+            mode = os.O_RDWR
         os.close(fd)
     raise SpoolUnusable(
         f"another process saves rank {part.rank} of attempt {part.checkpoint.attempt} of run {part.checkpoint.run}: "
