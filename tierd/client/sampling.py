@@ -1,13 +1,12 @@
-"""Live tensors held against their copies, by a sample: it shows writes that no version counter shows.
+"""Were live tensors changed since a save? A sample of their elements shows writes that no version counter shows.
 
 Law: elements are compared by their bits, so that a NaN equals itself; no random generator of training's is touched, and
 nothing here waits for a device on the thread that trains.
 
-A copy is a mixture where one run of its elements is from before a write and another from after it. A tensor of at most
-`_WHOLE` bytes is compared whole. Of a larger one, an element in every `_GRAIN` bytes is compared, at an offset drawn
-anew each time, and both ends of each share that a thread of the copy had: a sequential copy and a sequential write that
-meet leave their mixture at such an end. So whatever changed a whole tensor, or `_GRAIN` bytes in a row, is noticed.
-What changed fewer bytes, and raised no counter, can be missed.
+Of a tensor of more than `_WHOLE` bytes, `_POINTS` elements, drawn anew for each save, are noted when `save` is called,
+and compared with what they are later. So whatever changed the tensor whole is noticed, however a copy and the write
+met: a mixture may hold very little of what was there before. A smaller tensor is compared with its copy, byte by byte.
+What changed little of a large tensor, and raised no counter, can be missed.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from __future__ import annotations
 import ctypes
 import operator
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import compress, groupby
 
 import torch
 
 _WHOLE = 16 << 10  # bytes
-_GRAIN = 256 << 10  # bytes
+_POINTS = 16
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # item size -> what shows a value's bits
 
 _memcmp = ctypes.PyDLL(None).memcmp  # keeps the interpreter's lock: taking it again costs more than the comparison
@@ -31,89 +30,83 @@ _nbytes, _is_cpu = operator.attrgetter("nbytes"), operator.attrgetter("is_cpu")
 
 
 class Sample:
-    """What a sample of live tensors was at one moment of the thread that trains.
+    """Elements of live tensors, as they are now: on the host at once, on a device when its current stream comes to it.
 
     Args:
         live: the tensors, of any device and strides.
-        copies: on the host, contiguous, of the same dtypes and shapes; complete for tensors of the host, and for those
-            of a device by the time that `changed` is asked.
-        stream: gives the CUDA stream on which a device is read.
     """
 
-    def __init__(
+    def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
+        self._at: dict[int, torch.Tensor] = {}  # number of elements -> which are compared
+        tensors = live.values()
+        flat = map(operator.and_, map(_is_cpu, tensors), map(_contiguous, tensors))
+        small = [size <= _WHOLE and is_flat for size, is_flat in zip(map(_nbytes, tensors), flat, strict=True)]
+        self._small = list(compress(live, small))
+        self._noted = {name: self._picked(live[name]) for name in live.keys() - set(self._small)}
+
+    def look(
         self,
         live: Mapping[str, torch.Tensor],
         copies: Mapping[str, torch.Tensor],
         stream: Callable[[torch.device], torch.cuda.Stream],
-    ) -> None:
-        self._copies = copies
-        self._at: dict[tuple[int, int], torch.Tensor] = {}  # count and size of elements -> which are compared
-        self._reads: list[_Read] = []
-        # Loops in C, because there may be 50,000 small ones.
-        tensors, copied = list(live.values()), [copies[name] for name in live]
-        sizes = list(map(_nbytes, copied))
-        flat = map(operator.and_, map(_is_cpu, tensors), map(_contiguous, tensors))
-        small = [size <= _WHOLE and is_flat for size, is_flat in zip(sizes, flat, strict=True)]
-        given = (compress(each, small) for each in (map(_address, tensors), map(_address, copied), sizes))
-        self._changed = list(compress(compress(live, small), map(_memcmp, *given)))
-        large = {name: tensor for (name, tensor), is_small in zip(live.items(), small, strict=True) if not is_small}
-        devices = {name: tensor for name, tensor in large.items() if tensor.is_cuda}
-        for name in large.keys() - devices.keys():
-            if not torch.equal(self._picked(large[name]).cpu(), self._picked(copies[name])):
-                self._changed.append(name)
-        if devices:
-            self._read_devices(devices, stream)
+    ) -> Callable[[], list[str]]:
+        """Look at the same tensors again; what is returned gives the names of those that were changed, and waits for
+        devices.
 
-    def changed(self) -> list[str]:
-        """Names of the tensors that are not what was copied. Waits for devices, so not on the thread that trains."""
-        for read in self._reads:
-            read.over.synchronize()
-            begin = 0
-            for name in read.names:
-                expected = self._picked(self._copies[name]).view(torch.uint8)
-                if not torch.equal(read.host[begin : begin + expected.nbytes], expected):
-                    self._changed.append(name)
-                begin += expected.nbytes
-        self._reads.clear()
-        return self._changed
+        Args:
+            copies: on the host, contiguous; those of small tensors are complete.
+            stream: gives the CUDA stream on which a device is read.
+        """
+        # A loop in C, because there may be 50,000 small ones.
+        mine, copied = [live[name] for name in self._small], [copies[name] for name in self._small]
+        pairs = map(_address, mine), map(_address, copied), map(_nbytes, copied)
+        changed = list(compress(self._small, map(_memcmp, *pairs)))
+        devices = sorted((str(live[name].device), name) for name in self._noted if live[name].is_cuda)
+        for name in self._noted.keys() - {name for _, name in devices}:
+            if not torch.equal(self._picked(live[name]), self._noted[name]):
+                changed.append(name)
+        reads = [
+            _Read(self, [name for _, name in group], live, stream)
+            for _, group in groupby(devices, key=operator.itemgetter(0))
+        ]
+        return lambda: [*changed, *(name for read in reads for name in read.changed())]
 
     def _picked(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sampled elements' bits, on the tensor's device."""
-        size = tensor.element_size()
-        at = self._at.get((tensor.numel(), size))
+        count = tensor.numel()
+        at = self._at.get(count)
         if at is None:
-            at = self._at[tensor.numel(), size] = self._drawn(tensor.numel(), size)
-        if tensor.device.type != "cpu":
+            draw = random.SystemRandom().randrange
+            at = self._at[count] = torch.tensor(
+                [draw(count) for _ in range(_POINTS)] if count else [], dtype=torch.int64
+            )
+        if not tensor.is_cpu:
             at = at.to(tensor.device, non_blocking=True)
-        return torch.take(tensor.detach().view(_BITS[size]), at)
+        return torch.take(tensor.view(_BITS[tensor.element_size()]), at)
 
-    def _drawn(self, count: int, size: int) -> torch.Tensor:
-        if count * size <= _WHOLE:
-            return torch.arange(count)
-        step = _GRAIN // size
-        share = -(-count // torch.get_num_threads())
-        ends = {end for begin in range(0, count, share) for end in (begin, min(begin + share, count) - 1)}
-        first = random.SystemRandom().randrange(min(step, count))
-        return torch.cat([torch.arange(first, count, step), torch.tensor(list(ends))])
-
-    def _read_devices(
-        self, live: Mapping[str, torch.Tensor], stream: Callable[[torch.device], torch.cuda.Stream]
-    ) -> None:
-        by_device = sorted(live, key=lambda name: str(live[name].device))
-        for _, group in groupby(by_device, key=lambda name: str(live[name].device)):
-            names = list(group)
-            device = live[names[0]].device
-            with torch.cuda.stream(stream(device)), torch.no_grad():
-                self._reads.append(_Read(names, [self._picked(live[name]) for name in names]))
+    def differ(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Whether a tensor's elements are others than noted: a flag on its device."""
+        return (self._picked(tensor) != self._noted[name]).any()
 
 
 class _Read:
-    """Bytes of one device on their way to the host."""
+    """What one device says of its tensors, on its way to the host."""
 
-    def __init__(self, names: Iterable[str], picked: list[torch.Tensor]) -> None:
-        self.names = list(names)
-        joined = torch.cat([one.view(torch.uint8) for one in picked])
-        self.host = torch.empty(joined.shape, dtype=torch.uint8, pin_memory=True)
-        self.host.copy_(joined, non_blocking=True)
-        self.over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self.over.record()
+    def __init__(
+        self,
+        sample: Sample,
+        names: list[str],
+        live: Mapping[str, torch.Tensor],
+        stream: Callable[[torch.device], torch.cuda.Stream],
+    ) -> None:
+        self._names = names
+        with torch.cuda.stream(stream(live[names[0]].device)), torch.no_grad():
+            flags = torch.stack([sample.differ(name, live[name]) for name in names])
+            self._flags = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
+            self._flags.copy_(flags, non_blocking=True)
+            self._over = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._over.record()
+
+    def changed(self) -> list[str]:
+        self._over.synchronize()
+        return list(compress(self._names, self._flags.tolist()))

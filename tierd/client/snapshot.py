@@ -53,6 +53,7 @@ class Snapshot:
         self.asked = time.perf_counter()
         self._versions = _versions(capture, late)
         self._addresses = [capture.tensors[name].data_ptr() for name in late]
+        self._sample = Sample({name: capture.tensors[name] for name in late})
         self._thread = threading.get_ident()
         self._torn = torn
         self._marks = {device: torch.cuda.current_stream(device).record_event() for device in capture.devices}
@@ -217,7 +218,7 @@ class Snapshot:
         if moved := [name for name, before, after in zip(live, was, now, strict=True) if before != after]:
             return lambda: moved
         try:
-            return Sample(live, into, stream).changed
+            return self._sample.look(live, into, stream)
         except Exception as error:  # training is not to die of it
             return functools.partial(_raise, error)
 
