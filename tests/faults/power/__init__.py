@@ -192,7 +192,7 @@ MUTANTS = (
         """            return None
         return grave
 """,
-        _BY.format(34),
+        "power --trials 60",
         "said to be gone",
     ),
     Mutant(

@@ -154,7 +154,8 @@ class Cutter:
         def call(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any) -> Any:
             if not set(mode) & set("wax+"):
                 return real(file, mode, buffering, *args, **kwargs)
-            raw = File(file, mode.replace("b", "").replace("t", ""), opener=None if isinstance(file, int) else opener)
+            given = kwargs.pop("opener", None) or opener
+            raw = File(file, mode.replace("b", "").replace("t", ""), opener=None if isinstance(file, int) else given)
             buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
             return buffered if "b" in mode else io.TextIOWrapper(buffered, *args, **kwargs)
 
