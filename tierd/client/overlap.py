@@ -104,16 +104,17 @@ class Gate:
             return
         # A signal's handler may come at any line, and save: it adds one, and confirms those before it.
         while (snapshot := next(iter(self._pending), None)) and (wait or snapshot.copied):
-            begun = time.perf_counter()
             snapshot.confirm()
             with suppress(ValueError):
                 self._pending.remove(snapshot)
-            self._stats.step_waited_s += time.perf_counter() - begun
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if os.getpid() == self._pid:
             self._stepping.add(optimizer)
-            self.confirm()
+            if self._pending:
+                begun = time.perf_counter()
+                self.confirm()
+                self._stats.step_waited_s += time.perf_counter() - begun
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping.discard(optimizer)
