@@ -148,7 +148,16 @@ def test_a_tier_holds_what_another_wants_and_lacks_and_says_so():
 
 def lost(world, made, prune):
     """The tiers that want what a prune deletes the last copy of."""
-    return lost_to(world, made, prune.tier, world.places[prune.tier].checkpoints[prune.checkpoint])
+    seen = world.places[prune.tier].checkpoints[prune.checkpoint]
+    return lost_to(without(world, prune.tier, prune.checkpoint), world, made, prune.tier, seen)
+
+
+def without(world, place, *gone):
+    """The world after a place has deleted these."""
+    left = world.places[place]
+    for one in gone:
+        left = left.without(one)
+    return replace(world, tiers={**world.tiers, place: left}) if place != SPOOL else replace(world, spool=left)
 
 
 def test_a_tier_that_does_not_answer_is_held_for_until_it_is_silent():
@@ -166,6 +175,39 @@ def test_what_nobody_wants_is_not_lost_to_anybody():
     made = config(LAST1, TENS)
     (gone,) = prunes(world, made)
     assert (gone.checkpoint, lost(world, made, gone)) == (C[9], ())
+
+
+def test_what_came_while_a_last_copy_was_deleted_does_not_hide_that_a_tier_wanted_it():
+    """A pass over a slow tier takes long, and the trainer saves meanwhile."""
+    tier = solo(Place(), C[9], C[10], C[11], C[12])
+    world = World(solo(Place(), C[12]), {"a": tier, "b": None}, silent=frozenset({"b"}))
+    made = config(LAST1, RetentionPolicy(keep_last=2))
+    going = [one.checkpoint for one in prunes(world, made, "a")]
+    assert going == [C[9], C[10], C[11]]
+    after = without(world, "a", *going)
+    for come in (after, replace(after, spool=solo(after.spool, C[13], C[14]))):
+        lost = {one: lost_to(come, world, made, "a", tier.checkpoints[one]) for one in going}
+        # With 11 gone, each of the others alone would be the second newest.
+        assert lost == dict.fromkeys(going, ("b",))
+    # It came to the tier, too; but where the one that did not answer turns out to have newer ones, it has them.
+    both = replace(after, spool=solo(after.spool, C[13]), tiers={"a": solo(after.tiers["a"], C[13]), "b": None})
+    assert lost_to(both, world, made, "a", tier.checkpoints[C[10]]) == ("b",)
+    back = replace(after, tiers={**after.tiers, "b": solo(Place(), C[13], C[14])})
+    assert lost_to(back, world, made, "a", tier.checkpoints[C[10]]) == ()
+
+
+def test_what_went_along_with_a_last_copy_does_not_hide_that_a_tier_wanted_it():
+    """By what is left, the second of three hours would be the oldest, and the third come too early after it."""
+    minutes = {C[1]: 0, C[2]: 90, C[3]: 120, C[4]: 130}
+    tier = Place.of({part(owner): facts(minute) for owner, minute in minutes.items()})
+    spool = Place.of({part(owner): facts(minutes[owner]) for owner in (C[2], C[4])})
+    world = World(spool, {"a": tier, "b": None}, silent=frozenset({"b"}))
+    made = config(LAST1, RetentionPolicy(keep_last=1, keep_every="2h"), spool=LAST3)
+    going = [one.checkpoint for one in prunes(world, made, "a")]
+    assert going == [C[1], C[2], C[3]]
+    after = without(world, "a", *going)
+    lost = {one: lost_to(after, world, made, "a", tier.checkpoints[one]) for one in going}
+    assert lost == {C[1]: ("b",), C[2]: (), C[3]: ("b",)}
 
 
 def test_a_copy_that_another_place_has_is_not_lost():

@@ -251,6 +251,43 @@ def test_a_silent_tier_is_held_for_no_longer_than_hold_for(spool, hold_for):
         assert {one.level for one in node.journal.events if one.what == "given up"} == {"alert"}
 
 
+class Late(Double):
+    """Has something else happen before its first deletion of manifests ends."""
+
+    then = None
+
+    async def delete(self, keys):
+        await super().delete(keys)
+        if self.then and any(map(is_manifest, keys)):
+            then, self.then = self.then, None
+            await then()
+
+
+def test_a_save_that_comes_while_a_last_copy_is_deleted_does_not_hide_that_a_tier_wanted_it(spool):
+    async def work():
+        fast, slow = Late(), Double()
+        slow.error = StoreUnavailable("no route")
+        made = daemon(spool, {"a": fast, "b": slow}, (ONE, RetentionPolicy(keep_last=2)), keep_local=1, hold_for="0s")
+        async with running(made) as node:
+
+            async def save():
+                commit(spool, part(3))
+                node.wake()
+                await until(lambda: part(3).checkpoint in node.world().spool.checkpoints)
+
+            fast.then = save
+            for step in (1, 2):
+                commit(spool, part(step))
+                node.wake()
+                await until(lambda step=step: node.tiers.has(part(step), "a"))
+            await until(lambda: node.tiers.has(part(3), "a") and 1 not in steps_on(fast.inner._objects))
+            await until(lambda: {("a", 1), ("local", 1)} <= {told[:2] for told in events(node, "pruned")})
+        return node
+
+    node = asyncio.run(work())
+    assert 1 in [step for _, step, _ in events(node, "given up")]
+
+
 def test_only_time_in_which_a_tier_was_asked_in_vain_ends_what_is_held_for_it(spool, monkeypatch):
     """A daemon at rest looks seldom, and a machine sleeps: the first look that fails then says nothing of before."""
     now = [1000.0]

@@ -613,6 +613,27 @@ _PLACES = (
         f"{_DEMAND} -k holds_what",
     ),
     Mutant(
+        "what comes while a last copy is deleted hides that a tier wanted it",
+        "tierd/core/plan.py",
+        "    return replace(world, spool=rid(world.spool), tiers=tiers) if came else world\n",
+        "    return world\n",
+        f"{_DEMAND} -k what_came",
+    ),
+    Mutant(
+        "what goes along with a last copy hides that a tier wanted it",
+        "tierd/core/plan.py",
+        "for one in (Demand(before, config, run), demand)]",
+        "for one in (demand,)]",
+        f"{_DEMAND} -k what_went",
+    ),
+    Mutant(
+        "what was lost is asked by the world after the deletion alone",
+        "tierd/daemon/reconcile.py",
+        "        if names := lost_to(self.world(), before, self.config, tier, seen):\n",
+        "        if names := lost_to(self.world(), self.world(), self.config, tier, seen):\n",
+        "pytest tests/daemon/test_relay.py -k comes_while",
+    ),
+    Mutant(
         "rules that keep for good count from the oldest verified",
         "tierd/core/plan.py",
         "        reasons = again.reasons if again.keep else demand.reasons(SPOOL, verdict.id)",

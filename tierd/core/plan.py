@@ -350,18 +350,41 @@ def _tier_prunes(demand: Demand, name: str) -> Iterator[Prune]:
             yield Prune(verdict.id, name, verdict.reasons)
 
 
-def lost_to(world: World, config: Config, place: str, seen: Seen) -> tuple[str, ...]:
-    """The tiers that want a checkpoint of which a place has just deleted its copy, `seen`, if no place has another one:
-    two places may have deleted theirs at once, each while the other still had it."""
-    copies = {seen.id: seen}
+def lost_to(world: World, before: World, config: Config, place: str, seen: Seen) -> tuple[str, ...]:
+    """The tiers that wanted a checkpoint of which a place has just deleted its copy, `seen`, if no place has another
+    one: two places may have deleted theirs at once, each while the other still had it.
+
+    A tier wanted it if it did when its deletion was decided, in `before`, or does without what has gone since. What has
+    come since, by `world`, retires nothing: a deletion takes long on a slow tier, and the trainer saves meanwhile.
+    """
+    left = _without_what_came(world, before)
     if place == SPOOL:
-        before = replace(world, spool=replace(world.spool, checkpoints={**world.spool.checkpoints, **copies}))
+        left = replace(left, spool=_with(left.spool, seen))
     else:
-        tier = world.tiers[place] or Place()
-        restored = replace(tier, checkpoints={**tier.checkpoints, **copies})
-        before = replace(world, tiers={**world.tiers, place: restored})
-    demand = Demand(before, config, seen.id.run)
-    return demand.waiting(place, seen.id, seen, hoped=False) if demand.is_last(place, seen.id) else ()
+        left = replace(left, tiers={**left.tiers, place: _with(left.tiers[place] or Place(), seen)})
+    demand, run = Demand(left, config, seen.id.run), seen.id.run
+    if not demand.is_last(place, seen.id):
+        return ()
+    before = replace(before, tiers={name: tier for name, tier in before.tiers.items() if name in world.tiers})
+    wanting = [one.waiting(place, seen.id, seen, hoped=False) for one in (Demand(before, config, run), demand)]
+    return tuple(name for name in world.tiers if any(name in names for names in wanting))
+
+
+def _without_what_came(world: World, before: World) -> World:
+    """`world` without the checkpoints that came since to a place that answered before."""
+    known = {one for place in before.places.values() for one in place.checkpoints}
+    answered = [place for name, place in world.places.items() if name in before.places]
+    came = {one for place in answered for one in place.checkpoints} - known
+
+    def rid(place: Place) -> Place:
+        return replace(place, checkpoints={one: seen for one, seen in place.checkpoints.items() if one not in came})
+
+    tiers = {name: place and rid(place) for name, place in world.tiers.items()}
+    return replace(world, spool=rid(world.spool), tiers=tiers) if came else world
+
+
+def _with(place: Place, seen: Seen) -> Place:
+    return replace(place, checkpoints={**place.checkpoints, seen.id: seen})
 
 
 def _given_up(demands: Iterable[Demand], name: str) -> list[Prune]:

@@ -540,11 +540,14 @@ class Reconciler:
         return True
 
     def _tell_pruned(self, checkpoint: CheckpointId, tier: str, reasons: tuple[str, ...], before: World) -> None:
-        """Tell of a copy that was deleted, and of a last copy that some tier wanted. `before`: the world with it."""
+        """Tell of a copy that was deleted, and of a last copy that some tier wanted. `before`: the world in which its
+        deletion was decided."""
         self.journal.counters["pruned"] += 1
         self.journal.tell("pruned", tier, checkpoint, "; ".join(reasons))
         seen = before.places[tier].checkpoints.get(checkpoint) if tier in before.places else None
-        if seen and (before.silent or before.full) and (names := lost_to(self.world(), self.config, tier, seen)):
+        if not seen or not (before.silent or before.full):
+            return
+        if names := lost_to(self.world(), before, self.config, tier, seen):
             why = f"its last copy was deleted, and {', '.join(names)} wanted it: {'; '.join(reasons)}"
             self.journal.tell("given up", tier, checkpoint, why)
 
