@@ -167,7 +167,7 @@ MUTANTS = (
         "tierd/core/plan.py",
         "        leaving = leaving and not _is_owed(demand)\n",
         "        leaving = leaving\n",
-        "pytest tests/core/test_eviction.py -k finished_run",
+        "pytest tests/core/test_eviction.py -k finished_run_stays",
         "it is still to be sent there",
     ),
     Mutant(
