@@ -230,10 +230,11 @@ def test_a_restore_that_is_under_way_ends_with_the_stores_that_it_began_with(nod
     go_on = asyncio.Event()
 
     class Slow(Double):
-        closed = held = False
+        closed = held = waits = False
 
         async def get(self, key, into=None):
             if self.held and is_chunk(key):
+                self.waits = True
                 await go_on.wait()
             assert not self.closed
             return await super().get(key, into)
@@ -256,7 +257,7 @@ def test_a_restore_that_is_under_way_ends_with_the_stores_that_it_began_with(nod
             shutil.rmtree(spool.path(part(1)))
             link = Link(spool)
             fetching = asyncio.ensure_future(ask(link, Fetch(part=part(1))))
-            await until(lambda: any(operation == "get" for operation, _ in stores[0].calls))
+            await until(lambda: stores[0].waits)
             await reload(said)
             assert len(stores) == 2 and not stores[0].closed and not fetching.done()
             go_on.set()
