@@ -168,14 +168,16 @@ def test_metadata_that_would_run_something_is_refused_by_name(protocol):
         named("_StorageInfo", "torch.distributed.checkpoint.filesystem"),
         named("_get_layout", "torch.serialization"),
         named("PurePosixPath", "pathlib"),
-        named("_MEM_FORMAT_ENCODING") + b"K\x00\x85R",
     ],
-    ids=["a class", "another", "a function", "a foreign class", "a member"],
+    ids=["a class", "another", "a function", "a foreign class"],
 )
 def test_metadata_that_would_change_what_it_names_is_refused(what, member, slots):
     before = of_process()
-    with pytest.raises((StateRefused, ManifestError), match=r"it would change|where plain data belongs"):
+    with pytest.raises(StateRefused, match=r"^there: it would change \w+\.\w+"):
         read_metadata(changing(what, member, slots), "there")
+    encoding = named("_MEM_FORMAT_ENCODING") + b"K\x00\x85R"  # a member of an enumeration, had it been looked up
+    with pytest.raises(StateRefused, match="where plain data belongs"):
+        read_metadata(changing(encoding, member, slots), "there")
     assert of_process() == before and not hasattr(pathlib.PurePosixPath, "planted")
 
 
