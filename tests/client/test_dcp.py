@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-import pathlib
 import pickle
 import shutil
 import threading
@@ -18,7 +17,6 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as FormerProperties
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 import tierd
 import tierd.dcp
@@ -29,7 +27,6 @@ from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
     CorruptChunk,
-    ManifestError,
     StateMismatch,
     StateRefused,
     StepRefused,
@@ -358,80 +355,6 @@ def test_a_stream_that_seeks_is_refused(tmp_path):
 
 
 # -- metadata ---------------------------------------------------------------------------------------------------------
-
-
-class Evil:
-    def __reduce__(self):
-        return os.system, ("touch /tmp/tierd-evil",)
-
-
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_metadata_that_would_run_something_is_refused_by_name(protocol):
-    bad = Metadata({"a": Evil()}, storage_data={})
-    with pytest.raises(StateRefused, match=r"posix\.system"):
-        dcp_metadata.read_metadata(pickle.dumps(bad, protocol), "there")
-    with pytest.raises(StateRefused, match=r"\.Evil|builtins|copyreg"):
-        dcp_metadata.read_metadata(b"cbuiltins\neval\n(S'1'\ntR.", "there")
-
-
-def test_metadata_that_would_change_a_class_is_refused():
-    for name in (b"cpathlib\nPurePosixPath\n", b"ctorch.distributed.checkpoint.metadata\nMetadata\n"):
-        with pytest.raises(StateRefused, match=r"it would change <class"):
-            dcp_metadata.read_metadata(b"\x80\x02" + name + b"N}X\x03\x00\x00\x00badctorch\nSize\ns\x86b0].", "there")
-    assert not hasattr(Metadata, "bad") and not hasattr(pathlib.PurePosixPath, "bad")
-    before = pathlib.PurePosixPath.is_absolute
-    with pytest.raises(StateRefused, match="PurePosixPath"):
-        method = b"cpathlib\nPurePosixPath\nN}X\x0b\x00\x00\x00is_absolutectorch\nSize\ns\x86b0]."
-        dcp_metadata.read_metadata(b"\x80\x02" + method, "there")
-    assert pathlib.PurePosixPath.is_absolute is before
-    member = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\x00\x85R}X\x03\x00\x00\x00badK\x01sb0]."
-    with pytest.raises(StateRefused, match="it would change <_MEM_FORMAT_ENCODING"):
-        dcp_metadata.read_metadata(b"\x80\x02" + member, "there")
-    assert not any(hasattr(one, "bad") for one in _MEM_FORMAT_ENCODING)
-
-
-@pytest.mark.parametrize(
-    "asks",
-    [
-        b"r" + b"\xff" * 4,
-        b"p4294967295\n",
-        b"B" + b"\xff" * 4,
-        b"\x8e" + b"\xff" * 6 + b"\0\0",
-        b"\x96" + b"\xff" * 7 + b"\0",
-    ],
-    ids=["a place", "a place in text", "bytes", "long bytes", "a bytearray"],
-)
-def test_metadata_does_not_ask_for_all_memory(asks):
-    """Python makes room for every place of a pickle's memo up to the last, 64 GB for five bytes, and for all of what is
-    said to be long, before it is read; a bytearray that there is no room for writes to stderr, too (hostile 57)."""
-    with pytest.raises(ManifestError) as refused:
-        dcp_metadata.read_metadata(b"\x80\x04]" + asks + b".", "here")
-    assert "MemoryError" not in str(refused.value)
-
-
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_metadata_of_every_protocol_that_torch_may_write_is_read(protocol):
-    index = dcp.metadata.MetadataIndex("w" * 300, torch.Size([0]), 0)
-    data = {f"key {n}": dcp.metadata.BytesStorageMetadata() for n in range(300)}
-    found = Metadata(data, {"w": ("w", 70_000)}, {index: "x" * 70_000})
-    assert dcp_metadata.read_metadata(pickle.dumps(found, protocol), "here") == found
-
-
-def test_metadata_that_is_none_is_refused(local, spool):
-    save(local, 3)
-    data = (spool.path(part_of(spool, 3)) / ".metadata").read_bytes()
-    assert isinstance(dcp_metadata.read_metadata(data, "there"), Metadata)
-    noise = torch.Generator().manual_seed(1)
-    for number in range(300):
-        cut = int(torch.randint(1, len(data), (1,), generator=noise))
-        broken = data[:cut] if number % 2 else data[:cut] + bytes([number % 256]) + data[cut + 1 :]
-        try:
-            dcp_metadata.read_metadata(broken, "there")
-        except (ManifestError, StateRefused) as error:
-            assert "there" in str(error)
-    for garbage in (b"", b"\x80", b"\0" * 1000, os.urandom(5000), pickle.dumps({"a": 1}), pickle.dumps([[]] * 100_000)):
-        with pytest.raises((ManifestError, StateRefused), match="there"):
-            dcp_metadata.read_metadata(garbage, "there")
 
 
 def test_huge_metadata_is_refused_unread(local, monkeypatch):

@@ -987,8 +987,70 @@ _FIRST = (
     ),
 )
 
+_DCP, _PICKLED = "pytest tests/client/test_dcp_metadata.py", "tierd/core/pickled.py"
+_METADATA = (
+    Mutant(
+        "metadata may name anything",
+        _PICKLED,
+        "        if found is None:\n",
+        "        if False:\n",
+        f"{_DCP} -k refused_by_name",
+    ),
+    Mutant(
+        "metadata gives members to what it names",
+        _PICKLED,
+        "        if type(target) is not Made or target.state is not None:\n",
+        "        if type(target) is Named:\n            return None\n        if False:\n",
+        f"{_DCP} -k change_what_it_names",
+    ),
+    Mutant(
+        "metadata gives members to an instance twice",
+        _PICKLED,
+        "if type(target) is not Made or target.state is not None:",
+        "if type(target) is not Made:",
+        f"{_DCP} -k members_once",
+    ),
+    Mutant(
+        "tuples in metadata may be of any depth",
+        _PICKLED,
+        "            if level > _LEVELS:\n",
+        "            if False:\n",
+        f"{_DCP} -k hang_or_kill",
+    ),
+    Mutant(
+        "metadata may make a container of every byte",
+        _PICKLED,
+        "        if self._left < 0:\n",
+        "        if False:\n",
+        f"{_DCP} -k hang_or_kill",
+    ),
+    Mutant(
+        "metadata may name more bytes than it has",
+        _PICKLED,
+        "        if len(found) != size:\n",
+        "        if False:\n",
+        f"{_DCP} -k hang_or_kill",
+    ),
+    Mutant(
+        "keys in metadata may share a hash",
+        "tierd/client/dcp/metadata.py",
+        "            if any(one == other for one, other in zip(hashes, hashes[_SAME:], strict=False)):\n",
+        "            if False:\n",
+        f"{_DCP} -k hang_or_kill",
+    ),
+    Mutant(
+        "what only a newer torch knows of an entry is dropped",
+        "tierd/client/dcp/metadata.py",
+        '        if len(fitting) < len(members) and members["transform_descriptors"]:\n',
+        "        if False:\n",
+        f"{_DCP} -k each_torch",
+        "DID NOT RAISE",
+    ),
+)
+
 PLAIN = (
     _FIRST
+    + _METADATA
     + _LAUNCHES
     + _CHECKED
     + _WAYS

@@ -22,8 +22,10 @@ import zstandard
 from faults.corruption.judge import digest
 from faults.hostile.mutation import NUMBERS, dumped, mutated, spoiled, text
 from faults.rounds import Lost
+from support import dcp_pickles
 from support.world import attempt, part
 from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from tierd import codec, planes
 from tierd.client.dcp.metadata import read_metadata
@@ -392,7 +394,9 @@ _INDEX = dcp.MetadataIndex("w", torch.Size([0]), 0)
 _TENSOR = dcp.TensorStorageMetadata(
     dcp.TensorProperties(torch.float32), torch.Size([4]), [dcp.ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))]
 )
-METADATA = dcp.Metadata({"w": _TENSOR, "x": dcp.BytesStorageMetadata()}, {"w": ("w",)}, {_INDEX: "somewhere"})
+_INFO = _StorageInfo("00000-of-00001/__0_0.distcp", 0, 16)
+METADATA = dcp.Metadata({"w": _TENSOR, "x": dcp.BytesStorageMetadata()}, {"w": ("w",)}, {_INDEX: _INFO})
+_BEFORE = dcp_pickles.of_process()
 _CALLS = (
     ("os", "system"),
     ("posix", "system"),
@@ -434,8 +438,26 @@ def _gadget(noise: random.Random) -> bytes:
     return b"\x80\x02(c" + f"{module}\n{name}\n".encode() + argument + b"o."  # OBJ
 
 
-def metadata(noise: random.Random) -> None:
+def _endless(noise: random.Random) -> bytes:
+    """Metadata that changes what it names, or has no end for whoever hashes or follows it."""
+    what = dcp_pickles.named("Metadata"), dcp_pickles.named("_get_layout", "torch.serialization")
+    member = noise.choice(["__qualname__", "__defaults__", "planted"])
+    deep = b")" + noise.choice([b"\x85", b"N\x86", b"2\x86"]) * noise.choice([40, 4000, 400_000])
     match noise.randrange(5):
+        case 0:
+            return dcp_pickles.changing(noise.choice(what), member, noise.random() < 0.5)
+        case 1:
+            return dcp_pickles.keyed(noise.choice([deep, dcp_pickles.doubled()]))
+        case 2:
+            return dcp_pickles.made(noise.choice([deep, dcp_pickles.doubled()]))
+        case 3:
+            return dcp_pickles.made(noise.choice([b"]q\x00h\x00a", b"]" * 3000 + b"a" * 2999]))
+        case _:
+            return spoiled(dcp_pickles.keyed(dcp_pickles.doubled(5)), noise)
+
+
+def metadata(noise: random.Random) -> None:
+    match noise.randrange(7):
         case 0:
             data = _gadget(noise)
         case 1:  # memo places and sizes that nobody has
@@ -449,12 +471,14 @@ def metadata(noise: random.Random) -> None:
                 + noise.choice([b"(", b"]", b"}", b"\x85", b"2", b")"]) * noise.choice([100, 100, 100, 100_000])
                 + b"."
             )
+        case 3 | 4:
+            data = _endless(noise)
         case _:
             data = spoiled(pickle.dumps(METADATA, noise.choice([2, 3, 4, 5])), noise)
     found = only(lambda: read_metadata(data, "x"), ManifestError, StateRefused)
     if found is not None and type(found) is not dcp.Metadata:
         raise Lost(f"{type(found)} was taken for metadata")
-    if pickle.loads(pickle.dumps(METADATA)) != METADATA or dcp.MetadataIndex("a") != dcp.MetadataIndex("a"):
+    if pickle.loads(pickle.dumps(METADATA)) != METADATA or dcp_pickles.of_process() != _BEFORE:
         raise Lost("what was read has changed DCP's own classes")
 
 

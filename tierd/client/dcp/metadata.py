@@ -1,162 +1,275 @@
-"""DCP's `.metadata`: a pickle, read as data.
+"""DCP's `.metadata`: a pickle, read as data, of which DCP's objects are then made.
 
-Law: metadata is never executable. Only DCP's plain classes, and what their fields hold, may be named in it; whatever
-else it names, or that it is no such pickle, refuses the checkpoint before anything of it is called.
+Invariant: metadata is never executable. `core/pickled` interprets the pickle without any class of this process; what
+it describes is checked member by member, and only then given to the constructors of DCP's own classes. A key is hashed
+only after its kind and size were checked.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import pickle
-from collections import OrderedDict
-from enum import EnumMeta
+from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from tierd.client.dcp.names import NAMES, dtype, layout, memory_format, wrong
 from tierd.core.errors import ManifestError, StateRefused
+from tierd.core.pickled import Made, Named, Pairs, interpret
 
 NAME = ".metadata"  # in the coordinator's part; `__<rank>.metadata` in each, of a save without collectives
 MAX_SIZE = 1 << 30  # bytes that are read
 
-_DCP = "torch.distributed.checkpoint"
-_OWN = {
-    (f"{_DCP}.metadata", name)
-    for name in (
-        "Metadata",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    (f"{_DCP}.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    # Where DCP had it first.
-    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
-    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
-}
-_PLAIN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    # The directory that torch's own writer wrote to.
-    ("pathlib", "PosixPath"): PurePosixPath,
-    ("pathlib", "PurePosixPath"): PurePosixPath,
-    ("pathlib._local", "PosixPath"): PurePosixPath,
-    ("pathlib._local", "PurePosixPath"): PurePosixPath,
-}
+_DEPTH = 32  # levels of a planner's own data
+_DIMENSIONS = 256
+_KEY_ITEMS = 64  # of a tuple that is a key
+_SAME = 16  # keys of one hash in a dict; honest ones have a hash each
+_SPARE = 10_000  # values that even short metadata may hold
+_TRUSTED = (
+    "If you trust who wrote it: `tierd restore --to DIR`, copy its .metadata from rank 0's directory to DIR, and "
+    "torch's own dcp.FileSystemReader(DIR) loads it"
+)
 
-
-# What follows an opcode: so many bytes; or a length of so many bytes, and that; or so many lines.
-_STOP, _PUT, _LONG_BINPUT = b".pr"
-_ARGUMENTS = dict(zip(b"GJKMhjqr\x80\x82\x83\x84\x95", (8, 4, 1, 2, 1, 4, 1, 4, 1, 1, 2, 4, 8), strict=True))
-_LENGTHS = dict(zip(b"TUXBC\x8c\x8d\x8e\x96\x8a\x8b", (4, 1, 4, 4, 1, 1, 8, 8, 8, 1, 4), strict=True))
-_LINES = dict(zip(b"cipgFILSVP", (2, 2, 1, 1, 1, 1, 1, 1, 1, 1), strict=True))
-_BEYOND = "it fills a place of its memo that no pickle of its length gets to"
-_LONGER = "it names something that is longer than what is left of it"
-
-
-class _Reader(pickle.Unpickler):
-    """A pickle can set attributes of what it names, also of a class, for the whole process; `put_right` undoes that."""
-
-    def __init__(self, data: bytes | bytearray | memoryview) -> None:
-        super().__init__(io.BytesIO(data))
-        self._named: dict[int, tuple[Any, dict[str, Any]]] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = self._find(module, name)
-        members: list[Any] = list(found) if isinstance(found, EnumMeta) else []
-        for one in (found, *members):
-            if hasattr(one, "__dict__"):
-                self._named.setdefault(id(one), (one, dict(vars(one))))
-        return found
-
-    def _find(self, module: str, name: str) -> Any:
-        if (module, name) in _PLAIN:
-            return _PLAIN[module, name]
-        if (module, name) in _OWN:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise StateRefused(f"it names {module}.{name}, which DCP's own metadata does not hold")
-
-    def put_right(self) -> list[str]:
-        """Undo what was done to anything that was named; of which something was."""
-        changed = []
-        for one, before in self._named.values():
-            after = dict(vars(one))
-            wrong = [name for name in before | after if after.get(name, self) is not before.get(name, self)]
-            for name in wrong:
-                if name in before:
-                    setattr(one, name, before[name])
-                else:
-                    delattr(one, name)
-            if wrong:
-                changed.append(f"{one!r}")
-        return changed
-
-
-def _check_sizes(data: bytes | bytearray | memoryview) -> None:
-    """That no place of the memo is beyond what the pickle can have filled, and nothing in it longer than the pickle:
-    Python makes room for all of that first, which five bytes can ask 64 GB for."""
-    raw = bytes(data)
-    at, end = 0, len(raw)
-    while at < end:
-        code = raw[at]
-        at += 1
-        if code == _LONG_BINPUT and int.from_bytes(raw[at : at + 4], "little") > end:
-            raise ValueError(_BEYOND)
-        fixed = _ARGUMENTS.get(code)
-        if fixed is not None:
-            at += fixed
-        elif (width := _LENGTHS.get(code)) is not None:
-            at += width + int.from_bytes(raw[at : at + width], "little")
-            if at > end:
-                raise ValueError(_LONGER)
-        elif lines := _LINES.get(code):
-            for _ in range(lines):
-                start, at = at, raw.index(b"\n", at) + 1
-            if code == _PUT and int(raw[start:at]) > end:
-                raise ValueError(_BEYOND)
-        elif code == _STOP:
-            return
+_LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def check_readable(metadata: Metadata, where: str) -> None:
-    """That what a planner of one's own put into the metadata will be read again. Raises as `read_metadata`."""
+    """Check that what a planner of one's own put into the metadata will be read again.
+
+    Raises:
+        StateRefused: it will not.
+    """
     rest = dataclasses.replace(metadata, state_dict_metadata={}, storage_data={})
-    read_metadata(pickle.dumps(rest), where)
+    try:
+        _read(pickle.dumps(rest))
+    except (StateRefused, ManifestError) as error:
+        raise StateRefused(
+            f"{where}: {error}. So it could never be loaded: planner_data holds None, bool, int, float, str, bytes, "
+            "lists, tuples and dicts of those"
+        ) from None
 
 
 def read_metadata(data: bytes | bytearray | memoryview, where: str) -> Metadata:
-    """The metadata in these bytes.
+    """Read the metadata in these bytes. Takes time and memory in proportion to them, whatever they say.
 
     Raises:
-        StateRefused: it names what is none of DCP's plain classes. That proves no corruption: a planner of one's own
-            may have written it.
+        StateRefused: it holds what DCP's own metadata does not. That proves no corruption, because a planner of one's
+            own may have written it.
         ManifestError: no metadata; `where` says of what.
     """
-    reader = _Reader(data)
     try:
-        _check_sizes(data)
-        found = reader.load()
+        return _read(bytes(data))
     except StateRefused as error:
-        raise StateRefused(f"{where}: {error}") from None
-    except Exception as error:  # a damaged pickle raises whatever it likes
-        raise ManifestError(f"{where}: no metadata of DCP: {type(error).__name__}: {error}") from None
-    finally:
-        changed = reader.put_right()
-    if changed:
-        raise StateRefused(f"{where}: it would change {', '.join(changed)}, which DCP's own metadata does not do")
-    if not isinstance(found, Metadata):
-        raise ManifestError(f"{where}: no metadata of DCP, but {type(found).__name__}")
-    for name in ("state_dict_metadata", "storage_data"):
-        if not isinstance(getattr(found, name, None), dict):
-            raise ManifestError(f"{where}: its {name} is no dict")
-    return found
+        raise StateRefused(f"{where}: {error}. {_TRUSTED}") from None
+    except ManifestError as error:
+        raise ManifestError(f"{where}: no metadata of DCP: {error}") from None
+
+
+def _read(data: bytes) -> Metadata:
+    return _Builder(_SPARE + len(data)).metadata(interpret(data, NAMES))
+
+
+def _fits(values: dict[str, Any], kind: type) -> dict[str, Any]:
+    """Those that this torch's class has: an older one leaves out what a newer one's only remembers."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in values.items() if name in names}
+
+
+class _Builder:
+    """Makes DCP's objects of what a pickle describes.
+
+    A pickle can refer to one thing many times, so that following every reference has no end: no more than `values` of
+    them are followed, which is more than metadata of that size holds.
+    """
+
+    def __init__(self, values: int) -> None:
+        self._left = values
+        self._sizes: dict[int, torch.Size] = {}  # by the id of what describes them, which the tree keeps alive
+
+    def _spend(self, values: int) -> None:
+        self._left -= values
+        if self._left < 0:
+            raise StateRefused("it holds more values than bytes, because it refers to the same ones many times")
+
+    def _members(self, found: Any, kind: str, required: list[str], optional: Iterable[str] = ()) -> dict[str, Any]:
+        """An instance's members by name, still as the pickle describes them; `required` is in DCP's own order."""
+        if type(found) is not Made or found.of.kind != kind or found.arguments or type(found.state) is not Pairs:
+            wrong(found, f"{kind} with its members")
+        state = found.state
+        self._spend(len(state))
+        names = state[::2]
+        if names == required:
+            return dict(zip(required, state[1::2], strict=True))
+        if any(type(name) is not str for name in names):
+            raise ManifestError(f"{kind} has a member whose name is no text")
+        members = dict(zip(names, state[1::2], strict=True))
+        if missing := set(required) - members.keys():
+            raise ManifestError(f"{kind} has no {min(missing)}")
+        if unknown := members.keys() - set(required) - set(optional):
+            raise StateRefused(f"{kind} has a member {min(unknown)[:100]!a}, which torch 2.6 to 2.13 do not write")
+        return members
+
+    def metadata(self, found: Any) -> Metadata:
+        optional = {"planner_data": None, "storage_meta": None, "version": None}
+        members = optional | self._members(found, "Metadata", ["state_dict_metadata", "storage_data"], optional)
+        states, storage = members["state_dict_metadata"], members["storage_data"]
+        for name in ("state_dict_metadata", "storage_data"):
+            if type(members[name]) is not Pairs:
+                wrong(members[name], f"the dict {name}")
+            self._spend(len(members[name]))
+        if type(members["version"]) not in (str, type(None)):
+            wrong(members["version"], "version")
+        members["state_dict_metadata"] = self._dict(states[::2], [self._stored(one) for one in states[1::2]])
+        members["storage_data"] = self._dict(storage[::2], [self._info(one) for one in storage[1::2]])
+        members["planner_data"] = self._plain(members["planner_data"], _DEPTH)
+        members["storage_meta"] = self._storage_meta(members["storage_meta"])
+        return Metadata(**_fits(members, Metadata))
+
+    # -- of a tensor ------------------------------------------------------------------------------------------------
+
+    def _stored(self, found: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+        if type(found) is Made and found.of.kind == "BytesStorageMetadata" and not found.arguments and not found.state:
+            return BytesStorageMetadata()
+        members = self._members(found, "TensorStorageMetadata", ["properties", "size", "chunks"])
+        chunks = members["chunks"]
+        if type(chunks) is not list:
+            wrong(chunks, "a list of chunks")
+        self._spend(len(chunks))
+        properties, size = self._properties(members["properties"]), self._size(members["size"])
+        return TensorStorageMetadata(properties, size, [self._chunk(one) for one in chunks])
+
+    def _chunk(self, found: Any) -> ChunkStorageMetadata:
+        members = self._members(found, "ChunkStorageMetadata", ["offsets", "sizes"])
+        return ChunkStorageMetadata(self._size(members["offsets"]), self._size(members["sizes"]))
+
+    def _properties(self, found: Any) -> TensorProperties:
+        state = found.state if type(found) is Made and found.of.kind == "TensorProperties" else None
+        if type(state) is not tuple or len(state) != 5 or found.arguments:
+            wrong(found, "TensorProperties with its five members")
+        of_dtype, of_layout, requires_grad, of_format, pin_memory = state
+        if type(requires_grad) is not bool or type(pin_memory) is not bool:
+            wrong(requires_grad, "requires_grad or pin_memory")
+        return TensorProperties(
+            dtype=dtype(of_dtype),
+            layout=layout(of_layout),
+            requires_grad=requires_grad,
+            memory_format=memory_format(of_format),
+            pin_memory=pin_memory,
+        )
+
+    def _size(self, found: Any) -> torch.Size:
+        """A `torch.Size`, or a tuple or list in its place, as extensions of DCP leave it."""
+        if (known := self._sizes.get(id(found))) is not None:
+            return known
+        numbers = found
+        if type(found) is Made and found.of.kind == "Size" and len(found.arguments) == 1:
+            [numbers] = found.arguments
+        if type(numbers) not in (tuple, list) or len(numbers) > _DIMENSIONS:
+            wrong(found, f"a size of at most {_DIMENSIONS} dimensions")
+        if not all(type(one) is int and 0 <= one < 1 << 63 for one in numbers):
+            wrong(found, "a size of integers of 63 bits")
+        self._spend(len(numbers))
+        made = self._sizes[id(found)] = torch.Size(numbers)
+        return made
+
+    # -- of where it lies -------------------------------------------------------------------------------------------
+
+    def _index(self, found: Any) -> MetadataIndex:
+        members = self._members(found, "MetadataIndex", ["fqn", "index"], ("offset",))
+        fqn, offset, index = members["fqn"], members.get("offset"), members["index"]
+        if type(index) not in (int, type(None)):
+            wrong(index, "an index")
+        # A planner that does not flatten the state keeps keys that are integers.
+        if type(fqn) is not str and type(fqn) is not int:
+            wrong(fqn, "a name")
+        return MetadataIndex(fqn, None if offset is None else self._size(offset), index)  # type: ignore[arg-type]
+
+    def _info(self, found: Any) -> _StorageInfo:
+        required = ["relative_path", "offset", "length"]
+        members = self._members(found, "_StorageInfo", required, ("transform_descriptors",))
+        if type(members["relative_path"]) is not str:
+            wrong(members["relative_path"], "a path")
+        for name in ("offset", "length"):
+            if type(members[name]) is not int or not 0 <= members[name] < 1 << 63:
+                wrong(members[name], f"{name}, an integer of 63 bits,")
+        if "transform_descriptors" in members:
+            members["transform_descriptors"] = self._texts(members["transform_descriptors"])
+        fitting = _fits(members, _StorageInfo)
+        if len(fitting) < len(members) and members["transform_descriptors"]:
+            raise StateRefused("an entry was written through an extension, which this torch does not know: use a newer")
+        return _StorageInfo(**fitting)
+
+    def _storage_meta(self, found: Any) -> StorageMeta | None:
+        if found is None:
+            return None
+        members = self._members(found, "StorageMeta", [], ("checkpoint_id", "save_id", "load_id", "modules"))
+        if "modules" in members:
+            members["modules"] = self._texts(members["modules"]) or []
+        for name in members.keys() - {"modules"}:
+            members[name] = self._plain(members[name], 1)
+            if type(members[name]) not in (str, type(None), PurePosixPath):
+                wrong(members[name], name)
+        return StorageMeta(**_fits(members, StorageMeta))
+
+    def _texts(self, found: Any) -> list[str] | None:
+        if found is None:
+            return None
+        if type(found) not in (list, tuple) or any(type(one) is not str for one in found):
+            wrong(found, "a list of texts")
+        self._spend(len(found))
+        return list(found)
+
+    # -- of a planner -----------------------------------------------------------------------------------------------
+
+    def _plain(self, found: Any, levels: int) -> Any:
+        kind = type(found)
+        if kind in _LEAVES:
+            return found
+        if not levels:
+            raise StateRefused(f"a planner's data is nested deeper than {_DEPTH} levels")
+        if kind is list or kind is tuple:
+            self._spend(len(found))
+            values = [one if type(one) in _LEAVES else self._plain(one, levels - 1) for one in found]
+            return values if kind is list else tuple(values)
+        if kind is Pairs:
+            self._spend(len(found))
+            return self._dict(found[::2], [self._plain(one, levels - 1) for one in found[1::2]])
+        if kind is Named and found.kind == "dtype":
+            return dtype(found)
+        if kind is Made and found.of.kind == "Size":
+            return self._size(found)
+        if kind is Made and found.of.kind == "MetadataIndex":
+            return self._index(found)
+        if kind is Made and found.of.kind == "path" and all(type(one) is str for one in found.arguments):
+            self._spend(len(found.arguments))
+            return PurePosixPath(*found.arguments)
+        raise StateRefused(f"{(found.of if kind is Made else found).name} where plain data belongs")
+
+    def _dict(self, keys: list[Any], values: list[Any]) -> dict[Any, Any]:
+        if any(type(key) is not str for key in keys):
+            keys = [self._key(key) for key in keys]
+            hashes = sorted(map(hash, keys))
+            if any(one == other for one, other in zip(hashes, hashes[_SAME:], strict=False)):
+                raise StateRefused(f"more than {_SAME} keys of a dict have one hash, which slows it down without end")
+        return dict(zip(keys, values, strict=True))
+
+    def _key(self, found: Any) -> Any:
+        """A key, which takes no longer to hash than its own few bytes ask for."""
+        if type(found) is Made:
+            return self._index(found)
+        items = found if type(found) is tuple else (found,)
+        if len(items) <= _KEY_ITEMS and all(type(one) in (str, int, bool, type(None)) for one in items):
+            return found
+        raise StateRefused("a dict's key is neither text, a number, a MetadataIndex nor a short tuple of such")

@@ -1,0 +1,270 @@
+"""A pickle, interpreted as plain data: the opcodes that Python's pickler emits for DCP's metadata, and no others.
+
+Invariant: nothing is imported, called, hashed or compared, whatever the pickle says. A class is a `Named`, an instance
+of one a `Made`, a dict a `Pairs`, because a dict would hash keys that the pickle made up. So the time is linear in the
+pickle's length, and so is the memory: each byte makes at most one object, and every third a container.
+
+What comes out may refer to itself, and may be small here and endless to whoever follows every reference: the caller
+limits how far it goes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tierd.core.errors import ManifestError, StateRefused
+
+DICT = "dict"  # the kind of a class whose instances, made of nothing, are dicts: OrderedDict
+_SPARE = 100_000  # containers that even a short pickle may make
+_DENSE = 3  # bytes for each container; in DCP's densest metadata, of one-dimensional chunks, more than four
+_MARKS = 100  # marks that are open at once; DCP's metadata has six
+_LEVELS = 32  # of tuples in tuples; DCP's metadata has two, a planner's own data may have more
+_SHOWN = 100  # characters of a name in a message
+
+# Opcodes that the loop itself interprets, because most of DCP's metadata are these.
+_MEMOIZE, _BINGET, _LONG_BINGET, _BININT1, _SHORT_TEXT, _STOP = 0x94, 0x68, 0x6A, 0x4B, 0x8C, 0x2E
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A class, or another global, that a pickle may name; `kind` and `name` mean something to the caller alone."""
+
+    kind: str
+    name: str
+
+
+class Pairs(list[Any]):
+    """A dict: its keys and values in turn, in the pickle's order, none of them looked at."""
+
+    __slots__ = ()
+
+
+class Made:
+    """An instance of what is named, as the pickle describes it: made of `arguments`, then given a `state`."""
+
+    __slots__ = ("arguments", "of", "state")
+
+    def __init__(self, of: Named, arguments: tuple[Any, ...]) -> None:
+        self.of, self.arguments = of, arguments
+        self.state: Any = None
+
+
+def interpret(data: bytes, names: Mapping[tuple[str, str], Named]) -> Any:
+    """Return what the pickle describes: None, bool, int, float, str, bytes, list, tuple, `Pairs`, `Named`, `Made`.
+
+    Args:
+        data: the whole pickle, of protocol 2 to 5.
+        names: what it may name, by module and qualified name.
+
+    Raises:
+        StateRefused: it names something else, or would change something that it only names. That proves no corruption,
+            because a pickle of other classes may do so.
+        ManifestError: it is no pickle, or none that Python's pickler makes of plain objects.
+    """
+    machine = _Machine(data, names)
+    try:
+        return machine.run()
+    except (IndexError, ValueError, struct.error) as error:
+        raise ManifestError(f"byte {machine.at}: it is damaged or cut off before there: {error}") from None
+
+
+def _shown(text: str) -> str:
+    return ascii(text[:_SHOWN])[1:-1]
+
+
+class _Machine:
+    """The pickle's stack machine. `at` is where its next opcode is."""
+
+    def __init__(self, data: bytes, names: Mapping[tuple[str, str], Named]) -> None:
+        self.at = 0
+        self._data, self._names = data, names
+        self._stack: list[Any] = []
+        self._below: list[list[Any]] = []  # the stacks below each open mark, which an opcode must not reach
+        self._memo: list[Any] = []
+        self._levels: dict[int, int] = {}  # of tuples in a tuple, by its id: whatever is made is kept
+        self._left = _SPARE + len(data) // _DENSE
+
+    def run(self) -> Any:
+        data, memo, stack = self._data, self._memo, self._stack
+        while True:
+            code = data[self.at]
+            self.at = at = self.at + 1
+            if code == _MEMOIZE:
+                memo.append(stack[-1])
+            elif code == _BINGET:
+                stack.append(memo[data[at]])
+                self.at = at + 1
+            elif code == _BININT1:
+                stack.append(data[at])
+                self.at = at + 1
+            elif code == _LONG_BINGET:
+                stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
+                self.at = at + 4
+            elif code == _SHORT_TEXT:
+                self.at = end = at + 1 + data[at]
+                stack.append(str(data[at + 1 : end], "utf-8", "surrogatepass"))
+            elif code == _STOP:
+                return self._end()
+            elif act := _ACTS.get(code):
+                act(self)
+                stack = self._stack
+            else:
+                raise ManifestError(f"byte {at - 1}: opcode {code:#04x}, which no pickle of DCP's metadata has")
+
+    def _end(self) -> Any:
+        if self._below or len(self._stack) != 1 or self.at != len(self._data):
+            raise ManifestError(f"byte {self.at - 1}: it ends there, with something left over")
+        return self._stack[0]
+
+    # -- arguments --------------------------------------------------------------------------------------------------
+
+    def _take(self, size: int) -> bytes:
+        """The next bytes; what is said to be longer than what is left takes no memory."""
+        found = self._data[self.at : self.at + size]
+        if len(found) != size:
+            raise ManifestError(f"byte {self.at}: it names {size} bytes, and has {len(found)} left")
+        self.at += size
+        return found
+
+    def _number(self, size: int) -> int:
+        return int.from_bytes(self._take(size), "little")
+
+    def _line(self) -> str:
+        start, self.at = self.at, self._data.index(b"\n", self.at) + 1
+        return str(self._data[start : self.at - 1], "utf-8")
+
+    # -- leaves -----------------------------------------------------------------------------------------------------
+
+    def _protocol(self) -> None:
+        if self.at != 1 or not 2 <= self._number(1) <= 5:
+            raise ManifestError("it is no pickle of protocol 2 to 5")
+
+    def _frame(self) -> None:
+        if self._number(8) > len(self._data) - self.at:
+            raise ManifestError(f"byte {self.at}: a frame is longer than what is left")
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _text(self, width: int) -> None:
+        self._push(str(self._take(self._number(width)), "utf-8", "surrogatepass"))
+
+    def _bytes(self, width: int) -> None:
+        self._push(self._take(self._number(width)))
+
+    def _signed(self, size: int) -> None:
+        self._push(int.from_bytes(self._take(size), "little", signed=True))
+
+    def _float(self) -> None:
+        self._push(struct.unpack(">d", self._take(8))[0])
+
+    def _put(self, width: int) -> None:
+        """Only the next place, as every pickler does: Python would make room for all places up to the one named."""
+        if self._number(width) != len(self._memo):
+            raise ManifestError(f"byte {self.at}: it fills a place of its memo out of turn")
+        self._memo.append(self._stack[-1])
+
+    # -- containers -------------------------------------------------------------------------------------------------
+
+    def _hold(self, container: Any) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise StateRefused(f"it makes more than a container for every {_DENSE} bytes")
+        self._stack.append(container)
+
+    def _tuple(self, items: list[Any]) -> None:
+        """Tuples alone are limited in depth here, because they are the cheapest way to depth."""
+        made = tuple(items)
+        inner = [self._levels.get(id(one), 0) for one in items if type(one) is tuple]
+        if inner:
+            level = self._levels[id(made)] = max(inner) + 1
+            if level > _LEVELS:
+                raise StateRefused(f"its tuples are nested deeper than {_LEVELS} levels")
+        self._hold(made)
+
+    def _mark(self) -> None:
+        if len(self._below) == _MARKS:
+            raise StateRefused(f"it is nested deeper than {_MARKS} levels")
+        self._below.append(self._stack)
+        self._stack = []
+
+    def _marked(self) -> list[Any]:
+        items, self._stack = self._stack, self._below.pop()
+        return items
+
+    def _pop(self, count: int) -> list[Any]:
+        items = self._stack[-count:]
+        if len(items) != count:
+            raise ManifestError(f"byte {self.at - 1}: its stack holds {len(items)} of {count} items")
+        del self._stack[-count:]
+        return items
+
+    def _append(self, items: list[Any], kind: type[list[Any]]) -> None:
+        target = self._stack[-1]
+        if type(target) is not kind or (kind is Pairs and len(items) % 2):
+            raise ManifestError(f"byte {self.at - 1}: it puts {len(items)} items into a {type(target).__name__}")
+        target.extend(items)
+
+    # -- what is named ----------------------------------------------------------------------------------------------
+
+    def _name(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise ManifestError(f"byte {self.at - 1}: a name is no text")
+        found = self._names.get((module, name))
+        if found is None:
+            raise StateRefused(f"it names {_shown(module)}.{_shown(name)}, which DCP's own metadata does not hold")
+        self._push(found)
+
+    def _make(self) -> None:
+        of, arguments = self._pop(2)
+        if type(of) is not Named or type(arguments) is not tuple:
+            raise ManifestError(f"byte {self.at - 1}: it makes an instance of a {type(of).__name__}")
+        self._hold(Pairs() if of.kind == DICT and not arguments else Made(of, arguments))
+
+    def _build(self) -> None:
+        """Give an instance its state: once, and nothing but an instance that this pickle made."""
+        [state] = self._pop(1)
+        target = self._stack[-1]
+        if type(target) is not Made or target.state is not None:
+            what = target.name if type(target) is Named else f"a {type(target).__name__}"
+            raise StateRefused(f"it would change {what}, which DCP's own metadata does not do")
+        target.state = state
+
+
+_Act = Callable[[_Machine], None]
+_ACTS: dict[int, _Act] = {
+    0x80: _Machine._protocol,
+    0x95: _Machine._frame,
+    ord("N"): lambda machine: machine._push(None),
+    0x88: lambda machine: machine._push(True),
+    0x89: lambda machine: machine._push(False),
+    ord("J"): lambda machine: machine._signed(4),
+    ord("M"): lambda machine: machine._push(machine._number(2)),
+    0x8A: lambda machine: machine._signed(machine._number(1)),
+    ord("G"): _Machine._float,
+    ord("X"): lambda machine: machine._text(4),
+    ord("C"): lambda machine: machine._bytes(1),
+    ord("B"): lambda machine: machine._bytes(4),
+    ord("q"): lambda machine: machine._put(1),
+    ord("r"): lambda machine: machine._put(4),
+    ord("("): _Machine._mark,
+    ord(")"): lambda machine: machine._push(()),
+    ord("]"): lambda machine: machine._hold([]),
+    ord("}"): lambda machine: machine._hold(Pairs()),
+    ord("t"): lambda machine: machine._tuple(machine._marked()),
+    0x85: lambda machine: machine._tuple(machine._pop(1)),
+    0x86: lambda machine: machine._tuple(machine._pop(2)),
+    0x87: lambda machine: machine._tuple(machine._pop(3)),
+    ord("a"): lambda machine: machine._append(machine._pop(1), list),
+    ord("e"): lambda machine: machine._append(machine._marked(), list),
+    ord("s"): lambda machine: machine._append(machine._pop(2), Pairs),
+    ord("u"): lambda machine: machine._append(machine._marked(), Pairs),
+    ord("c"): lambda machine: machine._name(machine._line(), machine._line()),
+    0x93: lambda machine: machine._name(*machine._pop(2)),
+    0x81: _Machine._make,
+    ord("R"): _Machine._make,
+    ord("b"): _Machine._build,
+}
