@@ -180,6 +180,21 @@ _ENCRYPTION = (
         f"{_STORE}test_every_flip_and_every_cut_is_noticed",
     ),
     Mutant(
+        "an object cut to nothing is an empty one",
+        _ENCRYPTED,
+        "        if not found and _MARK.fullmatch(key):",
+        "        if not found:",
+        f"{_STORE}test_an_empty_or_cut_object_is_refused_by_the_store_itself",
+        "DID NOT RAISE",
+    ),
+    Mutant(
+        "an empty object has no tag",
+        _ENCRYPTED,
+        "        if check_key(key) in _PLAIN:\n            return await self._inner.put(",
+        "        if check_key(key) in _PLAIN or not plain:\n            return await self._inner.put(",
+        f"{_STORE}test_pins_and_marks_have_a_tag",
+    ),
+    Mutant(
         "a manifest by anybody is believed",
         _ENCRYPTED,
         "            if wrapped is None:\n",
