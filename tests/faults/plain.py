@@ -192,7 +192,7 @@ _ENCRYPTION = (
         _ENCRYPTED,
         "        if check_key(key) in _PLAIN:\n            return await self._inner.put(",
         "        if check_key(key) in _PLAIN or not plain:\n            return await self._inner.put(",
-        f"{_STORE}test_pins_and_marks_have_a_tag",
+        f"{_STORE}test_pins_and_marks_have_a_tag_and_those_of_older_tiers_have_none",
     ),
     Mutant(
         "a manifest by anybody is believed",
@@ -795,6 +795,52 @@ _STATES = (
     ),
 )
 
+_MANY, _LINES = "pytest tests/client/test_many_connections.py", "tierd/daemon/lines.py"
+_CROWDS = (
+    Mutant(
+        "as many threads as anybody connects",
+        _LINES,
+        "    if len(counted) < MOST:",
+        "    if True:",
+        f"{_MANY} -k refused_by_name",
+    ),
+    Mutant(
+        "idle connections keep their places",
+        _LINES,
+        "    if not idle:",
+        "    if True:",
+        f"{_MANY} -k beside_a_crowd",
+    ),
+    Mutant(
+        "who lent something gives way as soon as who did not",
+        _LINES,
+        "(bool(line.arenas), line.heard)",
+        "(not line.arenas, line.heard)",
+        f"{_MANY} -k gives_way_last",
+    ),
+    Mutant(
+        "who gives way counts as dead",
+        _LINES,
+        "        self.left = self.ending = True",
+        "        self.ending = True",
+        f"{_MANY} -k gives_way_last",
+    ),
+    Mutant(
+        "a thread that cannot be had ends the hand-off",
+        "tierd/daemon/handoff.py",
+        "        except RuntimeError as error:  # no more threads",
+        "        except FileNotFoundError as error:  # no more threads",
+        f"{_MANY} -k cannot_be_had",
+    ),
+    Mutant(
+        "a trainer says nothing of a refusal",
+        "tierd/client/handoff.py",
+        "            if isinstance(error, TierdError) and str(error) != self._warned:",
+        "            if isinstance(error, VersionMismatch) and str(error) != self._warned:",
+        f"{_MANY} -k beside_a_crowd",
+    ),
+)
+
 _BESIDE, _TWO = "pytest tests/core/test_launches.py", "pytest tests/test_two_launches.py"
 _LAUNCHES = (
     Mutant(
@@ -999,4 +1045,5 @@ PLAIN = (
     + _ENDING
     + _PLACES
     + _STATES
+    + _CROWDS
 )
