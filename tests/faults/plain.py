@@ -833,6 +833,13 @@ _CROWDS = (
         f"{_MANY} -k cannot_be_had",
     ),
     Mutant(
+        "the unit has fewer threads than a large node needs",
+        "systemd/tierd.service",
+        "TasksMax=2048",
+        "TasksMax=512",
+        "pytest tests/system/test_unit.py -k bounds_memory",
+    ),
+    Mutant(
         "a trainer says nothing of a refusal",
         "tierd/client/handoff.py",
         "            if isinstance(error, TierdError) and str(error) != self._warned:",
