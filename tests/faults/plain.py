@@ -795,6 +795,69 @@ _STATES = (
     ),
 )
 
+_BUDGET = "pytest tests/client/test_budget.py"
+_BUDGETS = (
+    Mutant(
+        "a tree is built before anybody counts what it holds",
+        "tierd/client/tree.py",
+        "        if reason := budget.excess(text):",
+        "        if reason := '':",
+        f"{_BUDGET} -k deques",
+    ),
+    Mutant(
+        "some entries of a tree have no budget",
+        "tierd/client/entries.py",
+        "        if reason := excess(text):",
+        "        if reason := '':",
+        f"{_BUDGET} -k save_takes",
+        "DID NOT RAISE",
+    ),
+    Mutant(
+        "a save takes more than a restore",
+        "tierd/client/values.py",
+        "    if reason := budget.excess(whole):",
+        "    if reason := '':",
+        f"{_BUDGET} -k too_many_values",
+    ),
+    Mutant(
+        "an escaped quote ends a string",
+        "tierd/client/budget.py",
+        """.replace('\\\\"', "")""",
+        "",
+        f"{_BUDGET} -k in_strings",
+    ),
+    Mutant(
+        "keys that collide are compared with each other",
+        "tierd/client/tree.py",
+        "    if most := budget.alike(keys):",
+        "    if most := 0:",
+        f"{_BUDGET} -k one_hash",
+        "DID NOT RAISE",
+    ),
+    Mutant(
+        "keys that no restore takes are saved",
+        "tierd/client/walk.py",
+        "            check_alike([key for key, _ in pairs], path)\n",
+        "",
+        f"{_BUDGET} -k one_hash",
+    ),
+    Mutant(
+        "members that no restore takes are saved",
+        _VALUES,
+        "        check_alike(found := list(value), path)\n",
+        "        found = list(value)\n",
+        f"{_BUDGET} -k one_hash",
+    ),
+    Mutant(
+        "one tensor becomes any number of arrays",
+        "tierd/client/tree.py",
+        "        if id(stored) in copied:",
+        "        if False:",
+        f"{_BUDGET} -k of_its_own",
+        "DID NOT RAISE",
+    ),
+)
+
 _MANY, _LINES = "pytest tests/client/test_many_connections.py", "tierd/daemon/lines.py"
 _CROWDS = (
     Mutant(
@@ -1052,5 +1115,6 @@ PLAIN = (
     + _ENDING
     + _PLACES
     + _STATES
+    + _BUDGETS
     + _CROWDS
 )
