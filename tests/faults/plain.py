@@ -858,6 +858,73 @@ _BUDGETS = (
     ),
 )
 
+_PLANTED, _TABLES = "pytest tests/test_planted_names.py", "tierd/cli/tables.py"
+_SHOWN = (
+    Mutant(
+        "a terminal obeys C1 controls in names",
+        "tierd/core/printable.py",
+        '    return one.isprintable() or category(one) == "Zs"',
+        '    return one.isprintable() or category(one) in ("Zs", "Cc")',
+        "pytest tests/core/test_printable.py",
+    ),
+    Mutant(
+        "tables show names as they are",
+        _TABLES,
+        "        made.add_row(*map(printable, row))",
+        "        made.add_row(*row)",
+        f"{_PLANTED} -k no_command",
+    ),
+    Mutant(
+        "lines show names as they are",
+        _TABLES,
+        "[printable(one) if isinstance(one, str) else one for one in objects]",
+        "objects",
+        f"{_PLANTED} -k no_command",
+    ),
+    Mutant(
+        "names are markup",
+        _TABLES,
+        "markup=False, emoji=False",
+        "emoji=False",
+        f"{_PLANTED} -k no_command",
+    ),
+    Mutant(
+        "JSON shows names as they are",
+        _TABLES,
+        "printable_json(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())",
+        "msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()",
+        f"{_PLANTED} -k no_command",
+    ),
+    Mutant(
+        "errors show names as they are",
+        "tierd/core/errors.py",
+        "        return printable_lines(super().__str__())",
+        "        return super().__str__()",
+        f"{_PLANTED} -k trainer_sees",
+    ),
+    Mutant(
+        "the log shows names as they are",
+        "tierd/logs.py",
+        "        logging.getLogger(name).addFilter(escape)",
+        "        pass",
+        f"{_PLANTED} -k every_logger",
+    ),
+    Mutant(
+        "receivers are told names as they are",
+        "tierd/daemon/journal.py",
+        "        why = printable(why)  # here,",
+        "        why = why  # here,",
+        f"{_PLANTED} -k systemd",
+    ),
+    Mutant(
+        "a line feed in a status is another message to systemd",
+        "tierd/daemon/notify.py",
+        "printable(state).encode()",
+        "state.encode()",
+        f"{_PLANTED} -k systemd",
+    ),
+)
+
 _MANY, _LINES = "pytest tests/client/test_many_connections.py", "tierd/daemon/lines.py"
 _CROWDS = (
     Mutant(
@@ -1116,5 +1183,6 @@ PLAIN = (
     + _PLACES
     + _STATES
     + _BUDGETS
+    + _SHOWN
     + _CROWDS
 )
