@@ -213,3 +213,5 @@ def test_an_error_that_a_trainer_sees_is_escaped(tmp_path):
         tierd.Checkpointer(tmp_path / "spool", run=f"r{EVIL}", to=[])
     check(str(caught.value), says="\\u202e")
     assert os.linesep not in str(caught.value)
+    check(str(StoreUnavailable(f"503 {EVIL}")), says="503\\u202e")
+    check(f"{StoreUnavailable(EVIL)}", says="\\u202e")
