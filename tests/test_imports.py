@@ -71,12 +71,27 @@ MAY = {
     },
     "reading": {"reading", "client", "daemon", "stores", "device", "persist", "priority", "core"},
     "bench": {"bench", "client", "link", "spool", "persist", "core", ""},
-    "cli": {"cli", "bench", "check", "daemon", "stores", "codec", "priority", "link", "spool", "persist", "core", ""},
+    "cli": {
+        "cli",
+        "bench",
+        "check",
+        "daemon",
+        "stores",
+        "codec",
+        "priority",
+        "link",
+        "logs",
+        "spool",
+        "persist",
+        "core",
+        "",
+    },
+    "logs": {"core"},
     "dcp": {"client"},
     "adapters": {"adapters", "client", "core"},
     "observing": {"observing"},
     "check": {"check", "client", "commit", "link", "observing", "spool", "stage", "core", ""},
-    "": {"client", "observing"},  # `import tierd` itself: names, loaded at their first use
+    "": {"client", "logs", "observing"},  # `import tierd` itself: names, loaded at their first use
     "__main__": {"cli"},
 }
 SYNC = {

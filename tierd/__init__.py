@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tierd import logs
+
 if TYPE_CHECKING:
     from tierd import dcp as dcp
     from tierd.client.checkpointer import Checkpointer
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from tierd.reading import open as open
 
 __version__ = "0.1.0"
+
+logs.install()
 
 _HOMES = {
     "Best": "tierd.core.retention",

@@ -180,6 +180,21 @@ _ENCRYPTION = (
         f"{_STORE}test_every_flip_and_every_cut_is_noticed",
     ),
     Mutant(
+        "an object cut to nothing is an empty one",
+        _ENCRYPTED,
+        "        if not found and _MARK.fullmatch(key):",
+        "        if not found:",
+        f"{_STORE}test_an_empty_or_cut_object_is_refused_by_the_store_itself",
+        "DID NOT RAISE",
+    ),
+    Mutant(
+        "an empty object has no tag",
+        _ENCRYPTED,
+        "        if check_key(key) in _PLAIN:\n            return await self._inner.put(",
+        "        if check_key(key) in _PLAIN or not plain:\n            return await self._inner.put(",
+        f"{_STORE}test_pins_and_marks_have_a_tag_and_those_of_older_tiers_have_none",
+    ),
+    Mutant(
         "a manifest by anybody is believed",
         _ENCRYPTED,
         "            if wrapped is None:\n",
@@ -801,6 +816,189 @@ _STATES = (
     ),
 )
 
+_BUDGET = "pytest tests/client/test_budget.py"
+_BUDGETS = (
+    Mutant(
+        "a tree is built before anybody counts what it holds",
+        "tierd/client/tree.py",
+        "        if reason := budget.excess(text):",
+        "        if reason := '':",
+        f"{_BUDGET} -k deques",
+    ),
+    Mutant(
+        "some entries of a tree have no budget",
+        "tierd/client/entries.py",
+        "        if reason := excess(text):",
+        "        if reason := '':",
+        f"{_BUDGET} -k save_takes",
+        "DID NOT RAISE",
+    ),
+    Mutant(
+        "a save takes more than a restore",
+        "tierd/client/values.py",
+        "    if reason := budget.excess(whole):",
+        "    if reason := '':",
+        f"{_BUDGET} -k too_many_values",
+    ),
+    Mutant(
+        "an escaped quote ends a string",
+        "tierd/client/budget.py",
+        """.replace('\\\\"', "")""",
+        "",
+        f"{_BUDGET} -k in_strings",
+    ),
+    Mutant(
+        "keys that collide are compared with each other",
+        "tierd/client/tree.py",
+        "    if most := budget.alike(keys):",
+        "    if most := 0:",
+        f"{_BUDGET} -k one_hash",
+        "DID NOT RAISE",
+    ),
+    Mutant(
+        "keys that no restore takes are saved",
+        "tierd/client/walk.py",
+        "            check_alike([key for key, _ in pairs], path)\n",
+        "",
+        f"{_BUDGET} -k one_hash",
+    ),
+    Mutant(
+        "members that no restore takes are saved",
+        _VALUES,
+        "        check_alike(found := list(value), path)\n",
+        "        found = list(value)\n",
+        f"{_BUDGET} -k one_hash",
+    ),
+    Mutant(
+        "one tensor becomes any number of arrays",
+        "tierd/client/tree.py",
+        "        if id(stored) in copied:",
+        "        if False:",
+        f"{_BUDGET} -k of_its_own",
+        "DID NOT RAISE",
+    ),
+)
+
+_PLANTED, _TABLES = "pytest tests/test_planted_names.py", "tierd/cli/tables.py"
+_SHOWN = (
+    Mutant(
+        "a terminal obeys C1 controls in names",
+        "tierd/core/printable.py",
+        '    return one.isprintable() or category(one) == "Zs"',
+        '    return one.isprintable() or category(one) in ("Zs", "Cc")',
+        "pytest tests/core/test_printable.py",
+    ),
+    Mutant(
+        "tables show names as they are",
+        _TABLES,
+        "        made.add_row(*map(printable, row))",
+        "        made.add_row(*row)",
+        f"{_PLANTED} -k no_command",
+    ),
+    Mutant(
+        "lines show names as they are",
+        _TABLES,
+        "[printable(one) if isinstance(one, str) else one for one in objects]",
+        "objects",
+        f"{_PLANTED} -k no_command",
+    ),
+    Mutant(
+        "names are markup",
+        _TABLES,
+        "markup=False, emoji=False",
+        "emoji=False",
+        f"{_PLANTED} -k no_command",
+    ),
+    Mutant(
+        "JSON shows names as they are",
+        _TABLES,
+        "printable_json(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())",
+        "msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()",
+        f"{_PLANTED} -k no_command",
+    ),
+    Mutant(
+        "errors show names as they are",
+        "tierd/core/errors.py",
+        "        return printable_lines(super().__str__())",
+        "        return super().__str__()",
+        f"{_PLANTED} -k trainer_sees",
+    ),
+    Mutant(
+        "the log shows names as they are",
+        "tierd/logs.py",
+        "        logging.getLogger(name).addFilter(escape)",
+        "        pass",
+        f"{_PLANTED} -k every_logger",
+    ),
+    Mutant(
+        "receivers are told names as they are",
+        "tierd/daemon/journal.py",
+        "        why = printable(why)  # here,",
+        "        why = why  # here,",
+        f"{_PLANTED} -k systemd",
+    ),
+    Mutant(
+        "a line feed in a status is another message to systemd",
+        "tierd/daemon/notify.py",
+        "printable(state).encode()",
+        "state.encode()",
+        f"{_PLANTED} -k systemd",
+    ),
+)
+
+_MANY, _LINES = "pytest tests/client/test_many_connections.py", "tierd/daemon/lines.py"
+_CROWDS = (
+    Mutant(
+        "as many threads as anybody connects",
+        _LINES,
+        "    if len(counted) < MOST:",
+        "    if True:",
+        f"{_MANY} -k refused_by_name",
+    ),
+    Mutant(
+        "idle connections keep their places",
+        _LINES,
+        "    if not idle:",
+        "    if True:",
+        f"{_MANY} -k beside_a_crowd",
+    ),
+    Mutant(
+        "who lent something gives way as soon as who did not",
+        _LINES,
+        "(bool(line.arenas), line.heard)",
+        "(not line.arenas, line.heard)",
+        f"{_MANY} -k gives_way_last",
+    ),
+    Mutant(
+        "who gives way counts as dead",
+        _LINES,
+        "        self.left = self.ending = True",
+        "        self.ending = True",
+        f"{_MANY} -k gives_way_last",
+    ),
+    Mutant(
+        "a thread that cannot be had ends the hand-off",
+        "tierd/daemon/handoff.py",
+        "        except RuntimeError as error:  # no more threads",
+        "        except FileNotFoundError as error:  # no more threads",
+        f"{_MANY} -k cannot_be_had",
+    ),
+    Mutant(
+        "the unit has fewer threads than a large node needs",
+        "systemd/tierd.service",
+        "TasksMax=2048",
+        "TasksMax=512",
+        "pytest tests/system/test_unit.py -k bounds_memory",
+    ),
+    Mutant(
+        "a trainer says nothing of a refusal",
+        "tierd/client/handoff.py",
+        "            if isinstance(error, TierdError) and str(error) != self._warned:",
+        "            if isinstance(error, VersionMismatch) and str(error) != self._warned:",
+        f"{_MANY} -k beside_a_crowd",
+    ),
+)
+
 _BESIDE, _TWO = "pytest tests/core/test_launches.py", "pytest tests/test_two_launches.py"
 _LAUNCHES = (
     Mutant(
@@ -1067,4 +1265,7 @@ PLAIN = (
     + _ENDING
     + _PLACES
     + _STATES
+    + _BUDGETS
+    + _SHOWN
+    + _CROWDS
 )

@@ -200,7 +200,7 @@ def test_every_flip_and_every_cut_is_noticed(key):
         await store.put(key, data)
         ((name, lies),) = (await contents(inner)).items()
         harmed = [flipped(lies, at) for at in range(len(lies))]
-        harmed += [lies[:end] for end in range(1, len(lies))] + [lies + b"x", b"x" + lies, bytes(len(lies))]
+        harmed += [lies[:end] for end in range(len(lies))] + [lies + b"x", b"x" + lies, bytes(len(lies))]
         for one in harmed:
             await inner.put(name, one)
             into = bytearray(b"!" * len(data))
@@ -208,8 +208,49 @@ def test_every_flip_and_every_cut_is_noticed(key):
                 await store.get(key, memoryview(into))
             assert caught.type is not StoreRefused or len(one) > len(lies)
             assert bytes(into) == b"!" * len(data)  # nothing is handed on before it was verified
-        await inner.put(name, b"")  # which whoever compares sizes or looks for a seal refuses
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("cut", [0, 1, 27])
+@pytest.mark.parametrize("key", [ONE, manifest_key(), manifest_key(where="flushing") + ".x"])
+def test_an_empty_or_cut_object_is_refused_by_the_store_itself(key, cut):
+    """Whatever a later layer would do: no caller may take an object that was cut to nothing for an empty one."""
+
+    async def work():
+        inner = MemoryStore()
+        store = EncryptedStore(inner, KEY)
+        await store.put(key, b"")  # an empty object has a tag, too, and comes back as what it is
+        ((name, lies),) = (await contents(inner)).items()
+        assert len(lies) >= 28 and bytes(await store.get(key)) == b""
+        await inner.put(name, lies[:cut])
+        for into in (None, memoryview(bytearray(8))):
+            with pytest.raises(CorruptChunk if key == ONE else ManifestError):
+                await store.get(key, into)
+
+    asyncio.run(work())
+
+
+MARKS = [f"run/pins/{OWNER}", f"run/pruning/{OWNER}.01941f297c00-0a0b0c0d"]
+
+
+@pytest.mark.parametrize("key", MARKS)
+def test_pins_and_marks_have_a_tag_and_those_of_older_tiers_have_none(key):
+    async def work():
+        inner = MemoryStore()
+        store = EncryptedStore(inner, KEY)
+        await inner.put(key, b"")  # as tierd wrote them before they had a tag
         assert bytes(await store.get(key)) == b""
+        await store.put(key, b"")
+        ((name, lies),) = (await contents(inner)).items()
+        assert name == key and unwrap(lies, key).key_id == KEY.id
+        assert [(info.key, info.size) async for info in store.scan("")] == [(key, 0)]
+        assert bytes(await store.get(key)) == b""
+        with pytest.raises(WrongKey):
+            await EncryptedStore(inner, OTHER).get(key)
+        await inner.put(key, lies.replace(b"encrypted", b"Encrypted"))
+        with pytest.raises(ManifestError):
+            await store.get(key)
 
     asyncio.run(work())
 

@@ -35,6 +35,8 @@ ELSEWHERE = {
     "TimeoutStopSec",
     "CPUWeight",
     "MemoryHigh",
+    "MemoryMax",
+    "TasksMax",
     "StateDirectory",
     "StateDirectoryMode",
     "ReadWritePaths",  # the caller's instead

@@ -18,6 +18,11 @@ from support.confined import allowed, directives
 from support.receiver import receiving
 from support.s3stub import Bucket, serving
 
+from tierd.core.manifest import MAX_CHUNK_SIZE
+from tierd.daemon import lines
+from tierd.daemon.budget import BYTES, FLUSHES
+from tierd.stores import file, s3
+
 pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).parent.parent.parent
@@ -52,6 +57,22 @@ def test_the_unit_is_hardened() -> None:
 
 def test_the_unit_takes_no_shared_memory_from_a_training() -> None:
     assert "RemoveIPC" not in directives(UNIT)
+
+
+def size(text: str) -> int:
+    return int(text[:-1]) << {"M": 20, "G": 30}[text[-1]]
+
+
+def test_the_unit_bounds_memory_and_threads_above_what_the_daemon_may_need() -> None:
+    unit = directives(UNIT)
+    (high,), (most,), (tasks,) = unit["MemoryHigh"], unit["MemoryMax"], unit["TasksMax"]
+    assert size(high) // 2 > BYTES + FLUSHES  # with the interpreter and its libraries
+    assert size(high) + 6 * MAX_CHUNK_SIZE < size(most) <= 4 << 30
+    cores, tiers, receivers = 256, 6, 10
+    a_tier = 2 * 2 * max(file._THREADS, s3._CONNECTIONS)  # hasty and polite ones; a reload has both stores for a while
+    pools = 64 + 8 + 32 + 2  # of the hand-off, asyncio's own, and the two that listen
+    assert lines.MOST + pools + 2 * cores + tiers * a_tier + receivers < int(tasks) * 3 // 4
+    assert int(tasks) <= 4096  # fewer than systemd's default, which is 15 % of the machine's
 
 
 # -- and the daemon works so ------------------------------------------------------------------------------------------
@@ -179,6 +200,10 @@ def test_the_daemon_works_under_all_that_the_unit_takes_from_it(home: Path) -> N
             trainer = confined("-", home, "-c", TRAINER, str(home / "spool"))
             said, _ = trainer.communicate(timeout=200)
             assert trainer.returncode == 0 and "all is well" in said, said
+            status = dict(line.split(":\t") for line in Path(f"/proc/{daemon.pid}/status").read_text().splitlines())
+            unit = directives(UNIT)
+            assert int(status["Threads"]) < int(unit["TasksMax"][0]) // 4
+            assert int(status["VmHWM"].split()[0]) << 10 < size(unit["MemoryHigh"][0]) < size(unit["MemoryMax"][0])
         finally:
             daemon.terminate()
             log, _ = daemon.communicate(timeout=100)

@@ -278,7 +278,7 @@ def test_training_saves_and_restores_beside_a_daemon_that_is_too_far(spool, capl
         assert found.step == 3 and same(state, 3)
         assert {"op": "hello", "protocol": str(PROTOCOL), "version": tierd.__version__} in daemon.asked
         assert "persist" not in {one["op"] for one in daemon.asked}
-    said = [one for one in caplog.records if "Until then training writes" in one.message]
+    said = [one for one in caplog.records if "Meanwhile training writes" in one.message]
     assert [one.levelno for one in said] == [logging.WARNING], "once"
     assert "upgrade" in said[0].message
 

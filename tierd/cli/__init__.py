@@ -13,10 +13,11 @@ import typer
 
 from tierd import __version__
 from tierd.cli import act, advise, bench, check, ending, pause, read, space, status
-from tierd.cli.tables import print_json
+from tierd.cli.tables import complain, print_json
 from tierd.core import errors, manifest
 from tierd.core.protocol import PROTOCOL
 from tierd.core.wire import EXIT_HELD
+from tierd.logs import Formatter
 
 app = typer.Typer(
     name="tierd",
@@ -79,7 +80,9 @@ def _main(
 
 def run(arguments: list[str] | None = None) -> int:
     """Run one command; its exit code."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         app(arguments)
         return 0
@@ -88,13 +91,13 @@ def run(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except errors.TierdError as error:
-        print(f"tierd: {error}", file=sys.stderr)
+        complain(error)
         return next((code for kind, code in _CODES.items() if isinstance(error, kind)), 3)
     except (OSError, TimeoutError) as error:
-        print(f"tierd: {error}", file=sys.stderr)
+        complain(error)
         return 1
     except (MemoryError, RuntimeError, ExceptionGroup) as error:
         if not errors.is_exhausted(error):
             raise
-        print(f"tierd: {errors.EXHAUSTED}", file=sys.stderr)
+        complain(errors.EXHAUSTED)
         return 1

@@ -41,6 +41,7 @@ from tierd.core.events import Event
 from tierd.core.ids import CheckpointId, check_run, pin_key
 from tierd.core.plan import judge
 from tierd.core.policies import known_policy, unknown
+from tierd.core.printable import printable_json
 from tierd.core.pruning import MOST_CHECKPOINTS
 from tierd.core.resume import agree
 from tierd.core.retention import RetentionPolicy
@@ -98,7 +99,7 @@ def run(
 
 
 def _tell(event: Event) -> None:
-    sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
+    sys.stdout.write(printable_json(msgspec.json.encode(event).decode()) + "\n")
     sys.stdout.flush()
 
 
@@ -349,7 +350,7 @@ def config_check(
             key = f"encrypted with key {keys[tier.name].id}  " if tier.name in keys else ""
             out.print(f"  {tier.name}  {parse_url(tier.url)}  {key}{answers.get(tier.name, '')}")
         for index, tell in enumerate(without_addresses(found).tell):
-            out.print(f"  tell[{index}]  {tell.url or (tell.command or ('',))[0]}", markup=False)
+            out.print(f"  tell[{index}]  {tell.url or (tell.command or ('',))[0]}")
     if any(answer != "answers" for answer in answers.values()):
         raise typer.Exit(6)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tierd.cli.options import JsonOption
-from tierd.cli.tables import print_json
+from tierd.cli.tables import print_json, print_lines
 from tierd.core.errors import ConfigError
 
 
@@ -59,12 +58,12 @@ def overhead(
         every,
         directory,
         out,
-        lambda text: print(text, file=sys.stderr, flush=True),
+        lambda text: print_lines(text, error=True),
     )
     if json:
         print_json({"result": result, "verdicts": targets.verdicts(result)})
     else:
-        print(page.page(result))
+        print_lines(page.page(result))
 
 
 def _numbers(option: str, text: str) -> list[float]:

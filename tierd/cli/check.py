@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from tierd.cli.options import JsonOption
+from tierd.cli.tables import print_lines
+from tierd.core.printable import printable_json
 
 EXIT_NOT_EXACT = 8
 
@@ -53,8 +55,11 @@ def check(
         loss_tolerance=loss_tolerance,
         patience=patience,
         keep=keep,
-        tell=lambda line: print(line, file=sys.stderr, flush=True),
+        tell=lambda line: print_lines(line, error=True),
     )
-    print(report.to_json() if json else report)
+    if json:
+        print(printable_json(report.to_json()))
+    else:
+        print_lines(report)
     if not report.ok:
         raise typer.Exit(EXIT_NOT_EXACT)

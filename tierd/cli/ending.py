@@ -12,12 +12,14 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from tierd.cli.options import AttemptOption, ConfigOption, JsonOption, RunArgument, SpoolOption, places
 from tierd.cli.tables import console, paused, print_json, size, table
 from tierd.core import wire
 from tierd.core.errors import CheckpointNotFound, ConfigError, DaemonUnavailable, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, check_run, check_step
+from tierd.core.printable import printable
 from tierd.core.remaining import Backlog, Remaining, backlog_of, by_tier
 from tierd.core.retention import seconds
 from tierd.link import Link
@@ -93,7 +95,7 @@ def drain(
         console().print(table(None, columns, rows))
         for name, tier in backlog.tiers.items():
             if tier.error:
-                console().print(f"{name}: {tier.error}", markup=False)
+                console().print(f"{name}: {tier.error}")
         if backlog.paused:
             console().print(f"{paused(backlog.paused)}: nothing is flushed; to go on: tierd resume")
     if left:
@@ -110,7 +112,8 @@ def _drain(link: Link, end: float) -> Backlog:
             raise StoreUnavailable("the tiers did not answer within --deadline; `tierd status` says which") from None
         while backlog.left and not backlog.paused and time.monotonic() < end:
             tiers = by_tier(backlog.left)
-            shown.update(", ".join(f"{name}: {parts} parts, {size(sent)}" for name, (parts, sent) in tiers.items()))
+            text = ", ".join(f"{name}: {parts} parts, {size(sent)}" for name, (parts, sent) in tiers.items())
+            shown.update(Text(printable(text)))
             time.sleep(_POLL_S)
             backlog = _ask(link, wire.Backlog(), max(end, time.monotonic() + _MARGIN_S))
     return backlog

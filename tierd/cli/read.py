@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from tierd.cli.options import (
     UrlArgument,
     places,
 )
-from tierd.cli.tables import checkpoints, console, print_json, progress, size, table
+from tierd.cli.tables import checkpoints, complain, console, print_json, progress, size, table
 from tierd.core import wire
 from tierd.core.errors import (
     CheckpointNotFound,
@@ -181,7 +180,7 @@ def _report(where: Places, run: str | None) -> Report:
             with Link(where.spool) as link:  # it knows the tiers and their retention
                 return wire.read_member(link.ask(wire.Report(run=run)), "report", Report)
         except VersionMismatch as error:
-            print(f"tierd: {error}. Without it, only the spool is shown", file=sys.stderr)
+            complain(f"{error}. Without it, only the spool is shown")
         except DaemonUnavailable:
             pass
     return report(asyncio.run(_look(where, run)), where.config, run, defaults=where.policy)

@@ -6,7 +6,6 @@ Invariant: a member that the daemon does not send leaves out its line or shows a
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ import typer
 from rich.table import Table
 
 from tierd.cli.options import ConfigOption, JsonOption, SpoolOption, places
-from tierd.cli.tables import console, disagreements, paused, print_json, size, table
+from tierd.cli.tables import complain, console, disagreements, paused, print_json, size, table
 from tierd.core import wire
 from tierd.core.alerts import BACKLOG
 from tierd.core.errors import ConfigError, VersionMismatch
@@ -49,7 +48,7 @@ def status(spool: SpoolOption = None, config: ConfigOption = None, json: JsonOpt
             missing.append(str(error.args[0]))
             continue
         for one in shown:
-            out.print(one, markup=isinstance(one, Table))
+            out.print(one)
     if missing:
         out.print(f"not shown, because the daemon is of another version of tierd: {', '.join(missing)}")
 
@@ -60,7 +59,7 @@ def _ask(spool: Spool) -> Members:
         with Link(spool) as link:
             return wire.read_member(link.ask(wire.Status()), "status", Members)
     except VersionMismatch as error:
-        print(f"tierd: {error}", file=sys.stderr)
+        complain(error)
     with Link(spool, greet=False) as link:
         return wire.read_member(link.ask(wire.Status()), "status", Members)
 

@@ -1,4 +1,8 @@
-"""What a person sees. Law: answers go to stdout, all else to stderr; no progress where nobody looks."""
+"""What a person sees.
+
+Law: answers go to stdout, all else to stderr; no progress where nobody looks. All text passes through `printable`, and
+none of it is markup, because names in a bucket are anybody's.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +16,36 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from tierd.core.printable import printable, printable_json, printable_lines
 from tierd.core.report import Checkpoint, Copy, Report
 
 _WIDE = 200  # columns where nobody looks: a pipe should not lose text
 
 
+class _Plain(Console):
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*[printable(one) if isinstance(one, str) else one for one in objects], **options)
+
+
 def console() -> Console:
     """Standard output, at the terminal's width or wide enough for a pipe."""
-    return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
+    return _Plain(width=None if sys.stdout.isatty() else _WIDE, highlight=False, markup=False, emoji=False)
+
+
+def complain(text: object) -> None:
+    """Print a line about what went wrong, or wants to be known beside the answer."""
+    print(f"tierd: {printable_lines(text)}", file=sys.stderr)
+
+
+def print_lines(text: object, *, error: bool = False) -> None:
+    """Print text of several lines as it is laid out."""
+    lines = map(printable, str(text).split("\n"))
+    print("\n".join(lines), file=sys.stderr if error else sys.stdout, flush=True)
 
 
 def print_json(answer: Any) -> None:
     """Print an answer as one JSON object."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n")
+    sys.stdout.write(printable_json(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()) + "\n")
 
 
 def size(count: float) -> str:
@@ -54,9 +75,11 @@ def disagreements(policies: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 def table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     """A plain table."""
-    made = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    made = Table(
+        *columns, title=title and printable(title), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(printable, row))
     return made
 
 

@@ -9,6 +9,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from tierd.client.budget import excess
 from tierd.client.files import Ranges, Span
 from tierd.client.tensorfile import Layout, parse_layout
 from tierd.client.tree import MAX_TREE, NAMING, parse_key
@@ -83,9 +84,15 @@ def parse_entries(tree: bytes, where: str) -> dict[str, Any]:
     try:
         if len(tree) > MAX_TREE:
             raise ValueError(f"{len(tree)} bytes, more than the {MAX_TREE} that tierd writes")
-        root = json.loads(tree)
-        pairs = root["$dict"] if root.keys() == {"$dict"} else root.items()
-        return {name if type(name) is str else parse_key(name): value for name, value in pairs}
+        text = str(tree, "utf-8")
+        if reason := excess(text):
+            raise ValueError(reason)
+        root = json.loads(text)
+        pairs = list(root["$dict"] if root.keys() == {"$dict"} else root.items())
+        names = parse_key([name for name, _ in pairs])
+        if not all(type(name) is str for name in names):
+            raise ValueError("its root is no mapping of names")
+        return dict(zip(names, [value for _, value in pairs], strict=True))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise StateMismatch(f"{where}: the state tree: {str(error)[:300]}") from error
 

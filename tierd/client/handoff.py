@@ -64,7 +64,7 @@ class HandOff:
         self._renewing = threading.Lock()
         self._not_before = 0.0  # monotonic seconds
         self._silences = 0  # since the daemon answered last
-        self._warned = ""  # of which mismatch of versions the log was told
+        self._warned = ""  # of which refusal the log was told
 
     @property
     def stopped(self) -> bool:
@@ -113,9 +113,9 @@ class HandOff:
             if isinstance(error, Ended | ConnectionError):
                 return True
             self._not_before = time.monotonic() + _ALONE
-            if isinstance(error, VersionMismatch) and str(error) != self._warned:
+            if isinstance(error, TierdError) and str(error) != self._warned:
                 self._warned = str(error)
-                log.warning("%s. Until then training writes its checkpoints itself", error)
+                log.warning("%s. Meanwhile training writes its checkpoints itself", error)
             return False
         self._ungreeted = None
         beats = daemon.protocol is not None and daemon.protocol >= BEATS

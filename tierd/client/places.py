@@ -41,22 +41,52 @@ def heaviest(paths: Iterable[Path], sizes: Sequence[int]) -> tuple[Path, int]:
         inside = [(place, size) for place, size in inside if place[: len(path)] == path]
 
 
+def fullest(tree: str) -> tuple[Path, int]:
+    """The entry of typed JSON that holds most values and containers, as deep as most of them are in one place, and how
+    many it holds."""
+    path: Path = ()
+    node, most = json.loads(tree), 0
+    while True:
+        inside = [(place, inner, _count(inner)) for place, inner in _inside(node, path)]
+        place, inner, count = max(inside, key=lambda found: found[2], default=((), None, 0))
+        if not count or (path and 2 * count <= most):
+            return path, most
+        path, node, most = place, inner, count
+
+
+def _count(node: Any) -> int:
+    found, left = 0, [node]
+    while left:
+        one = left.pop()
+        found += 1
+        if type(one) is list:
+            left += one
+        elif type(one) is dict:
+            left += one.values()
+    return found
+
+
 def _holes(node: Any, path: Path) -> Iterator[Path]:
+    if type(node) is not list and type(node) is not dict:
+        yield path
+    for place, inner in _inside(node, path):
+        yield from _holes(inner, place)
+
+
+def _inside(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """What a value of typed JSON holds, each with its path."""
     if type(node) is list:
         for index, inner in enumerate(node):
-            yield from _holes(inner, (*path, index))
-    elif type(node) is not dict:
-        yield path
-    else:
+            yield (*path, index), inner
+    elif type(node) is dict:
         tag = next(iter(node), "")
         if not tag.startswith("$"):
             for key, inner in node.items():
-                yield from _holes(inner, (*path, key))
+                yield (*path, key), inner
         elif tag == "$dict":
             for key, inner in node[tag]:
-                yield from _holes(inner, (*path, parse_key(key) if type(key) is dict else key))
+                yield (*path, parse_key(key) if type(key) is dict else key), inner
         elif tag == "$odict":
-            for at, inner in zip((path, (*path, "_metadata")), node[tag], strict=False):
-                yield from _holes(inner, at)
+            yield from zip((path, (*path, "_metadata")), node[tag], strict=False)
         elif tag not in NAMING:
-            yield from _holes(node[tag][1] if tag in _SECOND else node[tag], path)
+            yield path, node[tag][1] if tag in _SECOND else node[tag]

@@ -1,7 +1,7 @@
 """Typed JSON: everything in a state that is not a tensor, exactly, in a form that any JSON reader can follow.
 
 Law: nothing in a tree is executable. Every tag builds one built-in type from checked parts; an unknown tag, key or
-form is refused, and so is nesting beyond `MAX_DEPTH`.
+form is refused, and so is nesting beyond `MAX_DEPTH`, and what is beyond `tierd.client.budget`.
 
 null, true, false, strings, lists and finite floats are JSON's own; so are ints up to 2**53 and objects whose keys are
 strings without a leading "$". Everything else is an object with one key, a tag:
@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tierd.client import arrays
+from tierd.client import arrays, budget
 from tierd.client.generators import SavedGenerator
 from tierd.core.errors import StateMismatch
 
@@ -138,8 +138,20 @@ def parse_tree(tree: bytes | bytearray | memoryview, tensor: Callable[[str], tor
     """
     if len(tree) > MAX_TREE:
         raise StateMismatch(f"the state tree: {len(tree)} bytes, more than the {MAX_TREE} that tierd writes")
+    copied: dict[int, torch.Tensor] = {}
+
+    def array(stored: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> Any:
+        # An array is a copy, so one tensor that many of them named would take any amount of memory.
+        if id(stored) in copied:
+            raise ValueError("one tensor is named by two arrays, which tierd never writes")
+        copied[id(stored)] = stored
+        return arrays.array_of(stored, dtype, shape)
+
     try:
-        value = decoder(tensor, _logical, arrays.array_of).decode(str(tree, "utf-8"))
+        text = str(tree, "utf-8")
+        if reason := budget.excess(text):
+            raise ValueError(reason)
+        value = decoder(tensor, _logical, array).decode(text)
         check_depth(value)
     except DEFECTS as error:
         raise StateMismatch(f"the state tree: {str(error)[:300] or type(error).__name__}") from error
@@ -251,10 +263,23 @@ def _key(key: object) -> object:
 
 
 def _dict(pairs: object) -> dict[Any, Any]:
-    found = {_key(key): value for key, value in (_is(pair, list) for pair in _is(pairs, list))}
-    if len(found) != len(pairs):  # type: ignore[arg-type]
+    items = [(_key(key), value) for key, value in (_is(pair, list) for pair in _is(pairs, list))]
+    _check_alike([key for key, _ in items])
+    found = dict(items)
+    if len(found) != len(items):
         raise ValueError("a key occurs twice in one dict")
     return found
+
+
+def _members(values: object) -> list[object]:
+    found = [_key(value) for value in _is(values, list)]
+    _check_alike(found)
+    return found
+
+
+def _check_alike(keys: list[object]) -> None:
+    if most := budget.alike(keys):
+        raise ValueError(f"{most} keys of one dict or set have the same hash, {budget.MOST_ALIKE} at most")
 
 
 def _odict(payload: object) -> OrderedDict[Any, Any]:
@@ -326,8 +351,8 @@ _TAGS: dict[str, Callable[[Any], object]] = {
     "$bytes": _decoded,
     "$bytearray": lambda text: bytearray(_decoded(text)),
     "$tuple": lambda values: tuple(_is(values, list)),
-    "$set": lambda values: set(map(_key, _is(values, list))),
-    "$frozenset": lambda values: frozenset(map(_key, _is(values, list))),
+    "$set": lambda values: set(_members(values)),
+    "$frozenset": lambda values: frozenset(_members(values)),
     "$dict": _dict,
     "$odict": _odict,
     "$counter": lambda mapping: Counter(_is(mapping, dict)),

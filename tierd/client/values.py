@@ -13,8 +13,8 @@ from typing import Any, NoReturn, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
-from tierd.client import arrays
-from tierd.client.places import heaviest, places
+from tierd.client import arrays, budget
+from tierd.client.places import fullest, heaviest, places
 from tierd.client.tensorfile import DTYPE_NAMES, MAX_DIMS
 from tierd.client.tree import EXACT, KEYS, MAX_DEPTH, MAX_TREE, SCALARS, SHELLS, STORED_AS
 from tierd.core.errors import StateRefused
@@ -189,7 +189,8 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def made(value: Any, path: Path) -> Made:
     """The JSON of a value that training may change in place, or that says only by itself whether it can be stored."""
     if type(value) in (set, frozenset):
-        members = sorted((key_tree(member, path) for member in list(value)), key=lambda member: json.dumps(member))
+        check_alike(found := list(value), path)
+        members = sorted((key_tree(member, path) for member in found), key=lambda member: json.dumps(member))
         return Made(dumps({f"${type(value).__name__}": members}))
     if type(value) is slice:
         return Made(dumps({"$slice": _slice(value, path)}))
@@ -231,6 +232,16 @@ def key_tree(key: object, path: Path, inside: int = 0) -> object:
     return SCALARS[type(key)](key)
 
 
+def check_alike(keys: list[object], path: Path) -> None:
+    """Refuse keys of one dict, or members of one set, of which a reader would compare too many with each other."""
+    if most := budget.alike(keys):
+        refuse(
+            path,
+            f"{most} of its keys have the same hash, {budget.MOST_ALIKE} at most, because each is compared with all "
+            "others; use other keys, such as their str()",
+        )
+
+
 def is_name(key: object) -> bool:
     """Whether a mapping's key can be a JSON object's."""
     return type(key) is str and not key.startswith("$") and type(SCALARS[str](key)) is str
@@ -249,12 +260,19 @@ def encode(pieces: Sequence[str], holes: Sequence[object]) -> bytes:
     them, and `Made`.
 
     Raises:
-        StateRefused: it is larger than a reader takes.
+        StateRefused: it is larger than a reader takes, or holds more.
     """
     parts = [""] * (len(pieces) + len(holes))
     parts[::2] = pieces
     parts[1::2] = map(_text, holes)
-    text = "".join(parts).encode()
+    whole = "".join(parts)
+    if reason := budget.excess(whole):
+        path, count = fullest(whole)
+        raise StateRefused(
+            f"{show(path)}: {count} of the state's {reason}, because a restore takes no more; keep many numbers in a "
+            "tensor (torch.tensor makes one of a list), or in a file that stage() takes"
+        )
+    text = whole.encode()
     if len(text) > MAX_TREE:
         path, size = heaviest(places(pieces), [len(part) for part in parts[1::2]])
         raise StateRefused(

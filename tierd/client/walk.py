@@ -27,6 +27,7 @@ from tierd.client.values import (
     BRACKETS,
     IMMUTABLE,
     Path,
+    check_alike,
     dumps,
     form_of,
     is_name,
@@ -235,6 +236,7 @@ class Walk:
                 children.append(self.node(inner, (*path, key)))
                 opening = ","
         else:
+            check_alike([key for key, _ in pairs], path)
             opening, closing = '{"$dict":[[', "]]}"
             for key, inner in pairs:
                 self._text.append(f"{opening}{dumps(key_tree(key, path))},")

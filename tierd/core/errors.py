@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import errno
 
+from tierd.core.printable import printable_lines
+
 
 class TierdError(Exception):
-    """The base of every error that tierd raises on purpose."""
+    """The base of every error that tierd raises on purpose. What it says is safe to look at, because names and servers'
+    answers in it are escaped."""
+
+    def __str__(self) -> str:
+        return printable_lines(super().__str__())
 
 
 class ConfigError(TierdError):

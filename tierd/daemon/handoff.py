@@ -2,7 +2,8 @@
 
 Law: once a `Persist` message is in this socket, its snapshot needs its trainer no more: it is committed whether or not
 anybody is left to be told. A trainer that dies leaves its arena here for a while, so that its successor restores from
-memory. Blocking work in threads of its own, one a trainer; nothing here touches the event loop.
+memory. Blocking work in threads of its own, one a trainer; nothing here touches the event loop. Who is refused is told
+why, and writes its checkpoints itself.
 """
 
 from __future__ import annotations
@@ -11,23 +12,23 @@ import asyncio
 import concurrent.futures
 import logging
 import os
-import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 
 import msgspec
 
 from tierd.arena import Arena
 from tierd.commit import Room, Written, write_part, write_with_room
 from tierd.core import wire
-from tierd.core.errors import ObjectNotFound, StepRefused, TierdError
+from tierd.core.errors import DaemonUnavailable, ObjectNotFound, StepRefused, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE, decode
+from tierd.daemon import lines
+from tierd.daemon.lines import Line, Snapshot
 from tierd.daemon.peers import THIS, Peers, unknown
 from tierd.spool import Spool, condition
 from tierd.trust import listen, peer_pid, stranger
@@ -36,41 +37,7 @@ log = logging.getLogger("tierd.daemon")
 
 _ORPHAN = 30.0  # seconds that a dead trainer's memory waits for its successor
 _TICK = 0.5  # seconds
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Snapshot:
-    """The last snapshot of a line: the packet that described it, and where it lies."""
-
-    message: wire.Persist
-    arena: Arena
-    box: Arena
-
-
-@dataclass(slots=True, eq=False)
-class _Line:
-    """One trainer's connection and what it lent."""
-
-    socket: socket.socket
-    arenas: dict[int, Arena] = field(default_factory=dict)
-    last: _Snapshot | None = None
-    lane: str = ""
-    greeted: bool = False
-    left: bool = False
-    expires: float = 0.0  # monotonic seconds, once it is an orphan
-    thread: threading.Thread | None = None
-
-    @property
-    def hung_up(self) -> bool:
-        """Whether the trainer is gone. What it had sent may still be in hand."""
-        look = select.poll()
-        look.register(self.socket, select.POLLRDHUP)
-        return bool(look.poll(0))
-
-    def close(self) -> None:
-        for arena in {*self.arenas.values(), *((self.last.arena, self.last.box) if self.last else ())}:
-            arena.close()
-        self.arenas, self.last = {}, None
+_SAID = 60.0  # seconds between two lines of the log about connections that were refused
 
 
 class HandOff:
@@ -84,12 +51,13 @@ class HandOff:
         self._spool = spool
         self._told = told
         self._changed = threading.Condition()
-        self._lines: list[_Line] = []
-        self._orphans: dict[str, _Line] = {}
+        self._lines: list[Line] = []
+        self._orphans: dict[str, Line] = {}
         self._peers = Peers("hand-off")
         self._pool = ThreadPoolExecutor(64, thread_name_prefix="tierd-persist")
         self._waiters = ThreadPoolExecutor(8, thread_name_prefix="tierd-settle")
         self._stopping = False
+        self._refused, self._said = 0, -_SAID  # connections since the log said so, at what monotonic second
         self.room: Room | None = None  # asked where a commit meets a full disk
 
     # -- for the rest of the daemon ---------------------------------------------------------------------------------
@@ -176,11 +144,34 @@ class HandOff:
                 log.warning("hand-off: turned away a peer of uid %d", uid)
                 continue
             connection.setblocking(True)
-            line = _Line(connection)
-            line.thread = threading.Thread(target=self._serve, args=(line,), name="tierd-line", daemon=True)
-            with self._changed:
+            self._take(Line(connection))
+
+    def _take(self, line: Line) -> None:
+        line.thread = threading.Thread(target=self._serve, args=(line,), name="tierd-line", daemon=True)
+        with self._changed:
+            has_room = lines.has_room(self._lines)
+            if has_room:
                 self._lines.append(line)
+        if not has_room:
+            many = f"it has {lines.MOST} connections, as many as it takes, and none of them is idle"
+            self._refuse(line, f"{many}; end processes that hold some and save nothing")
+            return
+        try:
             line.thread.start()
+        except RuntimeError as error:  # no more threads for this process
+            with self._changed:
+                self._lines.remove(line)
+            self._refuse(line, f"it gets no thread for one more ({error}); raise its limit (TasksMax=, ulimit -u)")
+
+    def _refuse(self, line: Line, why: str) -> None:
+        """Say so in the place of the greeting, and end the connection."""
+        error = DaemonUnavailable(f"the daemon of spool {self._spool.root} refuses this connection: {why}")
+        self._reply(line, wire.error_reply(error))
+        line.socket.close()
+        self._refused += 1
+        if time.monotonic() - self._said >= _SAID:
+            log.warning("hand-off: refused %d connections, because %s", self._refused, why)
+            self._refused, self._said = 0, time.monotonic()
 
     def _expire(self) -> None:
         with self._changed:
@@ -198,13 +189,15 @@ class HandOff:
         except OSError as error:
             log.warning("spool %s: %s", self._spool.root, error)
 
-    def _serve(self, line: _Line) -> None:
+    def _serve(self, line: Line) -> None:
         self._reply(line, wire.greeting(THIS.version))  # and somebody is awake here
         try:
             while True:
                 packet, fds = _received(line.socket)
+                line.working = True
                 if not packet or not self._answer(line, packet, fds):
                     break
+                line.heard, line.working = time.monotonic(), False
         except ConnectionError:
             pass
         except (OSError, ValueError, MemoryError, msgspec.DecodeError, TierdError) as error:
@@ -213,10 +206,10 @@ class HandOff:
         finally:
             self._ended(line)
 
-    def _ended(self, line: _Line) -> None:
+    def _ended(self, line: Line) -> None:
         with self._changed:
             self._lines.remove(line)
-            gone: _Line | None = line
+            gone: Line | None = line
             if not (line.left or line.last is None or self._stopping):
                 gone = self._orphans.pop(line.lane, None)
                 line.expires = time.monotonic() + _ORPHAN
@@ -227,7 +220,7 @@ class HandOff:
             gone.close()
         self._tidy()
 
-    def _answer(self, line: _Line, packet: bytes, fds: list[int]) -> bool:
+    def _answer(self, line: Line, packet: bytes, fds: list[int]) -> bool:
         """Do as one packet says; whether the connection goes on."""
         arenas: list[Arena] = []
         try:
@@ -261,7 +254,7 @@ class HandOff:
                 raise ValueError("a message with the wrong number of descriptors")
         return True
 
-    def _persist(self, line: _Line, message: wire.Persist, box: Arena) -> dict[str, object]:
+    def _persist(self, line: Line, message: wire.Persist, box: Arena) -> dict[str, object]:
         part, arena = message.part, line.arenas.get(message.slot)
         if arena is None or message.tensors > arena.size or message.manifest + message.tree > box.size:
             raise ValueError(f"{part}: its snapshot lies outside what was lent")
@@ -287,11 +280,11 @@ class HandOff:
                 self._told(part, error)
             return wire.error_reply(error)
         written = work.result()
-        line.last = _Snapshot(message, arena, box)
+        line.last = Snapshot(message, arena, box)
         self._told(part, written)
         return {"ok": True, "direct": written.direct, "recycled": written.recycled}
 
-    def _recall(self, line: _Line, part: PartId) -> None:
+    def _recall(self, line: Line, part: PartId) -> None:
         with self._changed:
             orphan = self._orphans.get(part.lane)
             if orphan is None or orphan.last is None or orphan.last.message.part != part:
@@ -307,13 +300,13 @@ class HandOff:
         sizes = {"tensors": found.tensors, "manifest": found.manifest, "tree": found.tree}
         self._reply(line, {"ok": True, **sizes}, [last.arena.fd, last.box.fd])
 
-    def _reply(self, line: _Line, reply: dict[str, object], fds: list[int] | None = None) -> None:
+    def _reply(self, line: Line, reply: dict[str, object], fds: list[int] | None = None) -> None:
         try:
             socket.send_fds(line.socket, [msgspec.json.encode(reply)], fds or [], socket.MSG_NOSIGNAL)
         except OSError:
             pass  # nobody is left to be told; what was sent before is still done
 
-    def _beat(self, line: _Line) -> None:
+    def _beat(self, line: Line) -> None:
         """Show that this daemon works; without waiting, because a trainer that reads nothing must not hold it up."""
         try:
             line.socket.send(msgspec.json.encode({"working": True}), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)

@@ -17,6 +17,7 @@ import msgspec
 from tierd.core.alerts import BACKLOG, Alert, Alerts, Thing
 from tierd.core.events import Event
 from tierd.core.ids import CheckpointId, PartId
+from tierd.core.printable import printable
 
 log = logging.getLogger("tierd.daemon")
 
@@ -49,7 +50,8 @@ class Journal:
 
     def tell(self, what: str, place: str, subject: Subject, why: str, **more: Any) -> None:
         """Tell of an event; `more` are members of `Event` that do not follow from `subject`."""
-        event = Event(at=now(), what=what, place=place, subject=str(subject), why=why, **_named(subject), **more)
+        why = printable(why)  # here, because receivers show it to people by means of their own
+        event = Event(at=now(), what=what, place=place, subject=printable(subject), why=why, **_named(subject), **more)
         self.events.append(event)
         log.log(_LEVELS[event.level], "%s: %s %s: %s", place, what, subject, why)
         self._told(event)
@@ -58,6 +60,7 @@ class Journal:
 
     def failed(self, thing: Thing, doing: str, place: str, subject: Subject, why: str) -> None:
         """A try failed. The third in a row of the same thing is an alert."""
+        why = printable(why)
         if told := self._alerts.failed(thing, doing, place, subject, why, time.monotonic(), now()):
             alert, fresh = told
             self.counters["alerts"] += fresh

@@ -10,9 +10,11 @@ import asyncio
 import os
 import socket
 
+from tierd.core.printable import printable
+
 
 def notify(state: str) -> None:
-    """Send one `sd_notify` state, such as ``READY=1``."""
+    """Send one `sd_notify` state, such as ``READY=1``; what is not for the eye, line feeds among it, goes escaped."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
@@ -20,7 +22,7 @@ def notify(state: str) -> None:
         address = "\0" + address[1:]
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as connection:
-            connection.sendto(state.encode(), address)
+            connection.sendto(printable(state).encode(), address)
     except OSError:
         pass  # a supervisor that went away is no reason to stop
 

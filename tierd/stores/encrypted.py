@@ -1,9 +1,9 @@
 """Any store, encrypted: whoever sees into it reads no checkpoint, and whoever writes to it makes none that is believed.
 
-Law: everything but the tier's README and empty objects (pins, marks) is encrypted and authenticated with the tier's
-key, each object as the one of its name. What is not, is refused: a chunk as corrupt; a manifest as corrupt where this
-key made it, and else as not readable here, since another key, or none, proves nothing. Nothing is handed on before its
-tag was checked. `FORMAT.md` is its prose.
+Law: everything but the tier's README is encrypted and authenticated with the tier's key, each object as the one of its
+name, an empty one as well. Pins and marks alone may lie there empty, because earlier versions put them so. What is not,
+is refused: a chunk as corrupt; a manifest as corrupt where this key made it, and else as not readable here, since
+another key, or none, proves nothing. Nothing is handed on before its tag was checked. `FORMAT.md` is its prose.
 
 Above it, nothing knows of encryption: chunks are encoded, compared, shared and mended by their own bytes and digests.
 """
@@ -39,6 +39,7 @@ _MORE = _NONCE + _TAG  # that an encrypted chunk is longer by
 _SMALL = 64 << 10  # bytes; less is done within 0.1 ms
 _PIECE = 1 << 20  # bytes that are encrypted between two chances for other threads
 _PLAIN = frozenset({"README.md"})
+_MARK = re.compile(r"[^/]+/(?:pins|pruning)/[^/]+")
 _CHUNK = re.compile(r"([^/]+/chunks/[^/]+/[0-9]{5}/)([0-9a-f]{32})(\.[a-z0-9]{1,16})")
 _CHUNKS = re.compile(r"[^/]+/chunks/[^/]+/[0-9]{5}/")
 _WRAPPED = len(wrap("0" * 16, b""))
@@ -62,8 +63,8 @@ class EncryptedStore:
 
     async def put(self, key: str, data: Buffer) -> str:
         plain = octets(data)
-        if check_key(key) in _PLAIN or not plain:
-            return await self._inner.put(self._hidden(key), data)
+        if check_key(key) in _PLAIN:
+            return await self._inner.put(key, data)
         if _CHUNK.fullmatch(key):
             return await self._inner.put(self._hidden(key), await _turned(self._encrypt, key, plain))
         wrapped = await _turned(self._close, key, plain)
@@ -83,8 +84,8 @@ class EncryptedStore:
             return await self._inner.get(key, into)
         chunk = _CHUNK.fullmatch(key) is not None
         found = octets(await (self._get_chunk(key, into) if chunk else self._inner.get(key)))
-        if not found:
-            data = found
+        if not found and _MARK.fullmatch(key):
+            data = found  # from before pins and marks had a tag; it says no more than its name does
         elif chunk:
             data = await _turned(self._decrypt, key, found)
         else:
