@@ -42,7 +42,7 @@ MUTANTS = (
         "what a tier gave of a spool that is gone is not committed",
         "tierd/daemon/fetch.py",
         "            await to_the_end(partial.commit, manifest)\n",
-        "",
+        "            pass\n",
         "host --only 0",
         "restore raises | restored None",
     ),
@@ -108,12 +108,19 @@ MUTANTS = (
         "a save failed",
     ),
     Mutant(
+        "a node's own mark stands until a clock that was set back has made up for it",
+        "tierd/daemon/turns.py",
+        "    if by == who and age < 0:\n",
+        "    if False:\n",
+        "pytest tests/daemon/test_turns.py -k set_back",
+    ),
+    Mutant(
         "a launch is named by the wall clock alone",
         "tierd/core/ids.py",
         'f"{max(now_ms, latest + 1, 0):012x}-{token}"',
         'f"{max(now_ms, 0):012x}-{token}"',
         "host --only 9",
-        "restored",
+        "not an earlier attempt | restored",
     ),
 )
 
