@@ -1,7 +1,8 @@
 """The local tier: what lies in it, reading, quarantine, removal. Sync; shared by client and daemon.
 
 Law: a part becomes visible by one rename of a directory whose every byte is durable, and vanishes by one rename before
-anything in it is touched. So a reader, or a start after a power cut, finds a whole part or none.
+anything in it is touched. So a reader, or a start after a power cut, finds a whole part or none. (What lies in a lower
+layer of overlayfs loses its manifest first, because no directory can be renamed there.)
 
     <spool>/<run>/<step:012>.<attempt>/<rank:05>-of-<world:05>/…files…, manifest.json
     <spool>/<run>/pins/<step:012>.<attempt>
@@ -18,6 +19,7 @@ import functools
 import logging
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -302,6 +304,11 @@ class Spool:
             home.rename(aside)
         except FileNotFoundError:
             return
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            shutil.copytree(home, aside, symlinks=True)  # overlayfs, as in `_take_apart`
+            self._trash(home)
         sync_directory(aside.parent)
         _sync_left(home.parent)
         self._drop_if_empty(home.parent)
@@ -415,6 +422,10 @@ class Spool:
             path.rename(grave)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            _take_apart(path, grave)
         _sync_left(path.parent)
         return grave
 
@@ -546,6 +557,18 @@ def _childless(base: Path) -> Iterator[tuple[str, str]]:
             except FileNotFoundError:
                 continue
             yield run, checkpoint
+
+
+def _take_apart(path: Path, grave: Path) -> None:
+    """Remove a directory that cannot be renamed, because overlayfs renames none of a lower layer.
+
+    The manifest is moved to `grave` first, so that a part whose files are going is not taken for a whole one.
+    """
+    grave.mkdir(mode=0o700)
+    with suppress(FileNotFoundError, NotADirectoryError):
+        (path / MANIFEST_NAME).rename(grave / MANIFEST_NAME)
+        sync_directory(path)
+    remove(path)
 
 
 def _delete(grave: Path) -> None:

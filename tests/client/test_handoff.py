@@ -21,7 +21,7 @@ from support.world import Daemon
 import tierd
 from tierd.arena import Arena
 from tierd.client import handoff as client
-from tierd.core.errors import DaemonUnavailable, SaveFailed, SpoolFull
+from tierd.core.errors import DaemonUnavailable, SaveFailed, SpoolFull, SpoolUnusable
 from tierd.daemon import handoff
 from tierd.link import connect
 from tierd.stores.memory import MemoryStore
@@ -352,6 +352,23 @@ def test_what_the_daemon_may_not_write_is_written_here(spool, daemon, monkeypatc
         checkpointer.save(1, tensors(1)).wait(timeout=20)
         assert (checkpointer.stats.failed, checkpointer.stats.handed_over) == (0, 0)
     assert same(restored(spool, 1)[1], 1)
+
+
+def test_what_the_daemon_could_not_make_durable_fails_for_that_reason(spool, daemon, monkeypatch):
+    """It was renamed into place, and the file system turned read-only before that was synced: seed 5 of
+    `python -m faults host`. The save failed because "a checkpoint is never overwritten"."""
+    real = handoff.write_part
+
+    def write_part(*arguments):
+        real(*arguments)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(handoff, "write_part", write_part)
+    with tierd.Checkpointer(spool.root, "run") as checkpointer:
+        save = checkpointer.save(1, tensors(1))
+        with pytest.raises(SaveFailed) as failed:
+            save.wait(timeout=20)
+    assert isinstance(failed.value.__cause__, SpoolUnusable) and os.strerror(errno.EIO) in str(failed.value.__cause__)
 
 
 def test_a_daemon_that_comes_later_is_used_from_then_on(spool):

@@ -239,6 +239,24 @@ def test_a_flush_waits_for_a_deletion_of_its_own_node_only_until_that_is_over(mo
     assert asyncio.run(work()) == [age >= OWN_STALE, False]
 
 
+def test_a_mark_from_before_the_clock_was_set_back_a_day_holds_up_its_own_node_as_briefly_as_any(monkeypatch):
+    """It held up each flush that named a chunk there until the clock had made up for the day."""
+    now_s = itertools.count(1000, OWN_STALE // 1000)  # each look is a quarter of an hour after the one before
+    monkeypatch.setattr(turns, "_age", lambda stamp: -86_000_000)
+    monkeypatch.setattr(turns, "_OWN_STALE", OWN_STALE)
+    monkeypatch.setattr(turns.time, "monotonic", lambda: float(next(now_s)))
+    store, own = MemoryStore(), part(1).checkpoint
+
+    async def over(who: str) -> bool:
+        return not (await turns._marked(store, RUN, who))
+
+    async def work() -> list[bool]:
+        await store.put(f"{RUN}/pruning/{own.name}.{0x20:012x}-aaaaaaaa", b"")
+        return [await over("aaaaaaaa"), await over("aaaaaaaa"), await over("bbbbbbbb")]
+
+    assert asyncio.run(work()) == [False, True, False]
+
+
 def test_what_a_prune_left_under_a_name_that_still_lends_goes_when_its_mark_is_over(spool, quick, monkeypatch):
     """The manifest is gone, a chunk that nobody names is not, and a later checkpoint borrows another one of there."""
     store = Double()

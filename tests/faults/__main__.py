@@ -23,7 +23,7 @@ from faults import page
 from faults.page import RESULTS
 from faults.rounds import Kit, Round, save, say
 
-KINDS = ("simulation", "power", "kills", "disk", "s3", "corruption", "hostile", "torn", "sabotage")
+KINDS = ("simulation", "power", "kills", "disk", "s3", "corruption", "hostile", "torn", "host", "sabotage")
 
 
 def kit(kind: str) -> Kit:

@@ -37,19 +37,22 @@ def room(work: Round) -> Path:
     return Path(tempfile.mkdtemp(prefix="tierd-faults-", dir=memory if os.access(memory, os.W_OK) else work.room))
 
 
-def spread(work: Round, prepare: Callable[[], Trial], *, deadline_s: int = 60, memory: int = 0) -> None:
+def spread(
+    work: Round, prepare: Callable[[], Trial], *, deadline_s: int = 60, memory: int = 0, batch: int = _BATCH
+) -> None:
     """Trials until the round has enough.
 
     Args:
         prepare: called once in each process; gives the trial.
         deadline_s: of one trial, by an alarm.
         memory: bytes of address space that a process may take beyond what it has after `prepare`; 0: any.
+        batch: seeds that are handed out at once; few where a trial takes long.
     """
     seeds = work.seeds()
     hands = [_Hand(prepare, deadline_s, memory) for _ in range(1 if work.only is not None else HANDS)]
     try:
         for hand in hands:
-            hand.give(list(itertools.islice(seeds, _BATCH)))
+            hand.give(list(itertools.islice(seeds, batch)))
         while busy := [hand for hand in hands if hand.todo]:
             ready = wait([hand.line for hand in busy], timeout=max(min(hand.left() for hand in busy), 0.0))
             for hand in busy:
@@ -60,7 +63,7 @@ def spread(work: Round, prepare: Callable[[], Trial], *, deadline_s: int = 60, m
                     work.lost(hand.todo.pop(0), f"no word for {silent:.0f} s: it hangs where no alarm ends it")
                     hand.restart()
                 if not hand.todo:
-                    hand.give(list(itertools.islice(seeds, _BATCH)))
+                    hand.give(list(itertools.islice(seeds, batch)))
     finally:
         for hand in hands:
             hand.end()

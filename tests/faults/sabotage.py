@@ -20,7 +20,7 @@ from faults.plain import PLAIN
 from faults.rounds import Lost, Mutant, Round
 
 UNIT = "mutants"
-KITS = ("simulation", "power", "kills", "disk", "s3", "corruption", "hostile", "torn")
+KITS = ("simulation", "power", "kills", "disk", "s3", "corruption", "hostile", "torn", "host")
 ROOT = Path(__file__).resolve().parents[2]
 _LIMIT = 420.0  # seconds that what finds a mutant may take
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*.egg-info", ".demo", ".hypothesis")

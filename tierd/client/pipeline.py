@@ -188,7 +188,10 @@ class Pipeline:
             return written
         except SpoolUnusable as error:
             log.warning("%s: the daemon says %s; it is tried here", manifest.part, error)
-            return self._write(manifest, files)
+            try:
+                return self._write(manifest, files)
+            except StepRefused:  # it was renamed into place, and may not stay there: the daemon's error says so
+                raise error from None
         except DaemonUnavailable as error:
             log.warning("%s: %s; it is persisted here", manifest.part, error)
         # A daemon that only fell silent may still be reading: what it reads must stay what it was given.

@@ -39,6 +39,8 @@ _OWN_STALE = 900_000  # milliseconds after which this node's own are left over: 
 _STALE = 86_400_000  # and anybody's, whatever their clock
 _STAMP = re.compile(r"(.+)\.([0-9a-f]{12})-([0-9a-f]{8})")
 
+_ahead: dict[str, float] = {}  # own stamps that are ahead of this clock -> monotonic seconds of the first look
+
 
 def node(home: Path) -> str:
     """8 hex digits for whoever has its spool at `home`; the same after a restart, mostly others on other nodes."""
@@ -54,8 +56,15 @@ def _age(stamp: str) -> int:
 
 
 def _is_over(stamp: str, by: str, who: str) -> bool:
-    """Whether what `by` stamped is over for `who`: too old, or from so far ahead that no clock can be trusted."""
-    return not -_STALE < _age(stamp) < (_OWN_STALE if by == who else _STALE)
+    """Whether what `by` stamped is over for `who`: too old, or from so far ahead that no clock can be trusted.
+
+    If this node's own clock was set back since, its own stamps age from the moment that they were first looked at.
+    """
+    age = _age(stamp)
+    if by == who and age < 0:
+        now_s = time.monotonic()
+        age = int(1000 * (now_s - _ahead.setdefault(stamp, now_s)))
+    return not -_STALE < age < (_OWN_STALE if by == who else _STALE)
 
 
 @asynccontextmanager

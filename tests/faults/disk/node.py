@@ -87,28 +87,31 @@ def _watch_lanes() -> None:
 # -- what is saved, and what is found ---------------------------------------------------------------------------------
 
 
-def state(step: int, large: bool) -> dict[str, Any]:
-    """What is saved at a step: every value tells which; `large` takes the way past the page cache."""
+LARGE = 300_000  # elements of float32 that take the way past the page cache
+
+
+def state(step: int, big: int) -> dict[str, Any]:
+    """What is saved at a step: every value tells which. `big`: elements of one more tensor of float32."""
     found: dict[str, Any] = {
         "a": torch.full((3000,), float(step)),
         "b": torch.arange(step, step + 500),
         "c": torch.full((7, 11), step % 2 == 0),
         "epoch": step,
     }
-    if large:
-        found["big"] = torch.arange(300_000, dtype=torch.float32) + step
+    if big:
+        found["big"] = torch.arange(big, dtype=torch.float32) + step
     return found
 
 
-def check_state(found: dict[str, Any], step: int, large: bool, where: str) -> None:
-    wanted = state(step, large)
+def check_state(found: dict[str, Any], step: int, big: int, where: str) -> None:
+    wanted = state(step, big)
     for name, value in wanted.items():
         same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
         if not same:
             raise Lost(f"{where}: {name} is not what was saved at step {step}")
 
 
-def _check_files(files: dict[str, bytes], step: int, large: bool, where: str) -> None:
+def _check_files(files: dict[str, bytes], step: int, big: int, where: str) -> None:
     """That what lies in a part is the state of its step, by the description of safetensors."""
     data = files["tensors.safetensors"]
     (length,) = struct.unpack_from("<Q", data)
@@ -116,16 +119,16 @@ def _check_files(files: dict[str, bytes], step: int, large: bool, where: str) ->
         if name == "__metadata__":
             continue
         begin, end = (8 + length + at for at in entry["data_offsets"])
-        if data[begin:end] != np.ascontiguousarray(state(step, large)[name].numpy()).tobytes():
+        if data[begin:end] != np.ascontiguousarray(state(step, big)[name].numpy()).tobytes():
             raise Lost(f"{where}: {name} is not what was saved at step {step}")
     if json.loads(files["state.json"])["epoch"] != step:
         raise Lost(f"{where}: state.json is not that of step {step}")
 
 
-def on_tier(root: Path, large: bool) -> set[int]:
-    """The steps of the checkpoints on a tier, all of them read and compared; nothing else may lie there."""
-    judge, home, named = by_hand.program(), root / "run", set[str]()
-    steps = set()
+def read_tier(root: Path, big: int) -> tuple[set[int], set[str]]:
+    """The steps of the checkpoints on a tier, all of them read and compared, and the keys of their chunks."""
+    judge, home = by_hand.program(), root / "run"
+    steps, named = set[int](), set[str]()
     for path in sorted(home.glob("manifests/*/*.json")):
         try:
             manifest = judge.read_manifest(path)
@@ -137,8 +140,15 @@ def on_tier(root: Path, large: bool) -> set[int]:
             }
         except (SystemExit, OSError) as error:
             raise Lost(f"{path}: {error}") from error
-        _check_files(files, manifest["step"], large, str(path))
+        _check_files(files, manifest["step"], big, str(path))
         steps.add(int(manifest["step"]))
+    return steps, named
+
+
+def on_tier(root: Path, big: int) -> set[int]:
+    """The steps of the checkpoints on a tier, all of them read and compared; nothing else may lie there."""
+    home = root / "run"
+    steps, named = read_tier(root, big)
     stray = {str(path.relative_to(home)) for path in home.glob("chunks/**/*") if path.is_file()} - named
     other = [str(path) for path in root.rglob("*") if path.is_file() and not _known(path.relative_to(root))]
     if stray or other or any((root / ".tmp").iterdir()):
@@ -152,7 +162,7 @@ def _known(path: Path) -> bool:
     )
 
 
-def in_spool(root: Path, large: bool) -> set[int]:
+def in_spool(root: Path, big: int) -> set[int]:
     """The steps of the parts in a spool, all of them read and compared; no stage and no grave may be left."""
     judge, steps = by_hand.program(), set()
     for path in sorted(root.glob("run/*/*/manifest.json")):
@@ -168,7 +178,7 @@ def in_spool(root: Path, large: bool) -> set[int]:
                 if xxhash.xxh3_128_hexdigest(data[at : at + chunk["size"]]) != chunk["xxh3_128"]:
                     raise Lost(f"{path.parent}: {file['path']} differs at {at}")
                 at += chunk["size"]
-        _check_files(files, manifest["step"], large, str(path))
+        _check_files(files, manifest["step"], big, str(path))
         steps.add(int(manifest["step"]))
     rooms = [path for room in ("stage", "fetch", "trash", "quarantine") for path in (root / ".tierd" / room).iterdir()]
     halves = [path for path in root.glob("run/*.*/*") if not (path / "manifest.json").exists()]
@@ -204,7 +214,7 @@ class Node:
     """
 
     def __init__(self, home: Path, *, large: bool, saved: int, alone: bool = False) -> None:
-        self.spool, self.large, self.alone = home / "nvme" / "spool", large, alone
+        self.spool, self.big, self.alone = home / "nvme" / "spool", LARGE if large else 0, alone
         tier = home / "nfs" / "tier"
         self.tiers = {"tier": tier if tier.exists() else home / "nfs", "other": home / "disk" / "other"}
         self.saved = set(range(1, saved + 1))
@@ -272,18 +282,18 @@ class Node:
 
     def restore(self, step: int, or_newer: Collection[int] = ()) -> None:
         """Resume; `step` and nothing older may come."""
-        found = state(10**6, self.large)
+        found = state(10**6, self.big)
         with limited("restore"):
             restored = self.trainer.restore(found)
         if restored is None or (restored.step != step and not (restored.step > step and restored.step in or_newer)):
             raise Lost(f"restored {restored and restored.step}, not {step}: {restored and restored.skipped}")
-        check_state(found, restored.step, self.large, f"restored from {restored.tier}")
+        check_state(found, restored.step, self.big, f"restored from {restored.tier}")
 
     def save(self) -> int:
         """Save and wait for it; its step. It must not keep the trainer, and must say what failed."""
         step = max(self.saved | self.failed, default=0) + 1
         with limited("save"):
-            save = self.trainer.save(step, state(step, self.large))
+            save = self.trainer.save(step, state(step, self.big))
         try:
             save.wait(timeout=DEADLINE)
         except SaveFailed as error:
@@ -362,8 +372,8 @@ class Node:
                 raise Lost(f"an error counted as corruption: {name}; {self.lines[-20:]}")
         known = self.saved
         until(lambda: not any(any((root / ".tmp").iterdir()) for root in self.tiers.values()), 5.0)  # puts under way
-        places = {name: on_tier(root, self.large) for name, root in self.tiers.items()}
-        places["spool"] = in_spool(self.spool, self.large)
+        places = {name: on_tier(root, self.big) for name, root in self.tiers.items()}
+        places["spool"] = in_spool(self.spool, self.big)
         on_tiers = set.intersection(*(places[name] for name in self.tiers))
         for name, steps in places.items():
             wanted = set(sorted(known | steps)[-KEEP:])

@@ -1,0 +1,229 @@
+"""Hosts: what a node runs on, and does to it. Spools in memory and on overlayfs, file systems that are remounted
+read-only and writable again, a control group whose limit kills the daemon, a wall clock that is set back a day.
+
+A trial is one life of a node on one of these: a daemon as its command line starts it, a trainer, and two tiers, each of
+them a real process or directory. The trainer saves while the fault comes, and goes on when it is over. Required:
+
+- `save` returns, and what cannot be saved fails by one error, one log line and one count, which say where and why;
+- what was acknowledged is restored, and nothing older, however late the node's clock says that it was made;
+- no error counts as corruption, and a tier that cannot be written holds up neither saves nor the other tier;
+- when the fault is over, the next save succeeds, `tierd drain` succeeds, and the spool and each tier hold the newest
+  checkpoints that were acknowledged, bit for bit, and of the older ones none.
+
+NFS is not played: its client and server are the kernel's, and most kernels of virtual machines have none.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from faults.hands import Trial, spread
+from faults.host import places
+from faults.host.lives import GROUPS, HOSTS
+from faults.host.node import nfs
+from faults.host.places import Memory, Overlay
+from faults.power.loopfs import KINDS, LoopFs, hide_mounts, mount_memory
+from faults.rounds import Mutant, Round
+
+UNIT, SHORT, GATE = "lives on odd hosts", 10, 60
+
+_LIMIT_S = 600  # of one trial
+
+MET = (*HOSTS, "daemon killed by its memory limit: in the middle of a flush")
+
+MUTANTS = (
+    Mutant(
+        "what a tier gave of a spool that is gone is not committed",
+        "tierd/daemon/fetch.py",
+        "            await to_the_end(partial.commit, manifest)\n",
+        "            pass\n",
+        "host --only 0",
+        "restore raises | restored None",
+    ),
+    Mutant(
+        "no part of a lower layer of overlayfs can be removed",
+        "tierd/spool.py",
+        "            _take_apart(path, grave)\n",
+        "            raise\n",
+        "host --only 2",
+        "cross-device link",
+    ),
+    Mutant(
+        "no part of a lower layer of overlayfs can be quarantined",
+        "tierd/spool.py",
+        "            self._trash(home)\n        sync_directory",
+        "            raise\n        sync_directory",
+        "pytest tests/system/test_overlay.py -k quarantine",
+    ),
+    Mutant(
+        "the manifest of a part that is taken apart goes last",
+        "tierd/spool.py",
+        "        (path / MANIFEST_NAME).rename(grave / MANIFEST_NAME)\n",
+        "        pass\n",
+        "pytest tests/system/test_overlay.py -k first",
+    ),
+    Mutant(
+        "a trainer's lock is open for writing",
+        "tierd/living.py",
+        "    mode, more = os.O_RDONLY, ",
+        "    mode, more = os.O_RDWR, ",
+        "host --only 4",
+        "cannot be remounted read-only",
+    ),
+    Mutant(
+        "an error of the spool's file system counts as a full one",
+        "tierd/spool.py",
+        "    return SpoolUnusable(text)\n",
+        "    return SpoolFull(text)\n",
+        "host --only 5",
+        "not told by one clear error",
+    ),
+    Mutant(
+        "what the daemon could not make durable is called committed",
+        "tierd/client/pipeline.py",
+        "                raise error from None\n",
+        "                raise\n",
+        "pytest tests/client/test_handoff.py -k could_not_make",
+    ),
+    Mutant(
+        "failures of a lane are not counted",
+        "tierd/daemon/lane.py",
+        "        self.failures += 1\n",
+        "        self.failures = 0\n",
+        "host --only 6",
+        "status does not say",
+    ),
+    Mutant(
+        "what a daemon did not answer before its limit killed it is not written here",
+        "tierd/client/pipeline.py",
+        '            log.warning("%s: %s; it is persisted here", manifest.part, error)',
+        "            raise",
+        "host --only 8",
+        "a save failed",
+    ),
+    Mutant(
+        "a node's own mark stands until a clock that was set back has made up for it",
+        "tierd/daemon/turns.py",
+        "    if by == who and age < 0:\n",
+        "    if False:\n",
+        "pytest tests/daemon/test_turns.py -k set_back",
+    ),
+    Mutant(
+        "a launch is named by the wall clock alone",
+        "tierd/core/ids.py",
+        'f"{max(now_ms, latest + 1, 0):012x}-{token}"',
+        'f"{max(now_ms, 0):012x}-{token}"',
+        "host --only 9",
+        "not an earlier attempt | restored",
+    ),
+)
+
+
+def missing() -> str | None:
+    if os.geteuid():
+        return "mounting needs root"
+    lacking = [name for name in ("mkfs.ext4", "mkfs.xfs", "mount", "fallocate") if not shutil.which(name)]
+    if lacking:
+        return f"not installed: {', '.join(lacking)}"
+    try:
+        _in_child(lambda: None)
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def run(work: Round) -> None:
+    work.notes[nfs()] += 1
+    refused = _in_child(lambda: _refused(work.room / "tried"))
+    for name, why in refused.items():
+        work.skip(f"{name}: {why}")
+
+    def prepare() -> Trial:
+        import torch
+
+        torch.set_num_threads(1)  # a forked trainer has none of OpenMP's others
+        hide_mounts()
+
+        def trial(seed: int) -> tuple[int, list[str]]:
+            name = list(HOSTS)[seed % len(HOSTS)]
+            if name in refused:
+                return 0, []
+            return 1, [name, *(f"{name}: {note}" for note in _play(name, seed, work.room / str(seed)))]
+
+        return trial
+
+    mine = f"{GROUPS}{os.getpid()}-"
+    try:
+        spread(work, prepare, deadline_s=_LIMIT_S, batch=1)
+    finally:
+        _in_child(lambda: places.sweep_groups(work.room / "groups", mine))
+
+
+def _play(name: str, seed: int, home: Path) -> list[str]:
+    home.mkdir()
+    mount_memory(home)
+    try:
+        (home / "disk" / "other").mkdir(parents=True)
+        return HOSTS[name](random.Random(f"host {seed}"), home)
+    finally:
+        places.clear(home)
+
+
+def _refused(room: Path) -> dict[str, str]:
+    """What of the hosts this machine cannot be, and why."""
+    room.mkdir()
+    mount_memory(room)
+    for name in ("home", "lower", "groups"):
+        (room / name).mkdir()
+
+    def group() -> None:
+        memory = Memory(room / "groups", f"{GROUPS}{os.getppid()}-tried")
+        memory.remove()
+
+    tries: dict[str, Callable[[], object]] = {
+        "overlayfs spool": lambda: Overlay(room / "overlay", room / "home", room / "lower"),
+        "daemon killed by its memory limit": group,
+        "overlayfs over an older spool": lambda: Overlay(room / "again", room / "home", room / "lower"),
+        **{name: _mounts(name, room) for name in HOSTS if name.startswith(KINDS)},
+    }
+    found = {}
+    for name, attempt in tries.items():
+        try:
+            attempt()
+        except OSError as error:
+            found[name] = str(error)
+    return found
+
+
+def _mounts(name: str, room: Path) -> Callable[[], object]:
+    """Mount the file system that the host of this name has."""
+    return lambda: LoopFs(name.split()[0], room, name).mount()
+
+
+def _in_child(work: Callable[[], Any]) -> Any:
+    """What `work` gives, done in a process that has mounts of its own. Raises OSError as that does."""
+    ours, theirs = multiprocessing.Pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            try:
+                hide_mounts()
+                theirs.send(work())
+            except OSError as error:
+                theirs.send(error)
+        finally:
+            os._exit(0)
+    theirs.close()
+    try:
+        said = ours.recv()
+    finally:
+        os.waitpid(pid, 0)
+    if isinstance(said, OSError):
+        raise said
+    return said
