@@ -55,6 +55,8 @@ gate: $(READY)
 	PYTHONPATH=tests:. $(BIN)/python -m faults gate
 	TIERD_HISTORIES=1000 $(BIN)/python -m pytest -n 2 tests/reading/test_beside_writers.py
 	TIERD_STATES=20000 $(BIN)/python -m pytest -n 2 tests/client/test_any_state.py
+	TIERD_SEEDS=100 $(BIN)/python -m pytest -n 2 tests/daemon/test_turns.py tests/daemon/test_nodes.py \
+	  tests/daemon/test_restart.py tests/client/test_torn.py
 	TIERD_KILLS=24 $(BIN)/python -m pytest -n 2 tests/test_acceptance.py
 	TIERD_CORRUPTIONS=400 $(BIN)/python -m pytest tests/test_corruption.py
 
