@@ -24,8 +24,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
+# Hundreds of processes load tierd, and each would compile it anew where no bytecode is written.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not system and not loaders'
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not system and not loaders'
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -966,6 +966,23 @@ _FIRST = (
     ),
 )
 
+_WAKING = (
+    Mutant(
+        "the end of a daemon waits for the next trainer, or the next look",
+        "tierd/daemon/handoff.py",
+        "os.eventfd_write(wake, 1)",
+        "pass",
+        "pytest tests/daemon/test_control.py -k ends_at_once",
+    ),
+    Mutant(
+        "what a tier is seen to hold frees the spool only at the next rescan",
+        "tierd/daemon/reconcile.py",
+        "self.lanes[SPOOL].wake.set()",
+        "pass",
+        "pytest tests/daemon/test_pause.py -k paused_a_tier_is_not_pruned",
+    ),
+)
+
 PLAIN = (
     _FIRST
     + _LAUNCHES
@@ -984,4 +1001,5 @@ PLAIN = (
     + _ENDING
     + _PLACES
     + _STATES
+    + _WAKING
 )
