@@ -24,8 +24,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
+# Hundreds of processes load tierd, and each would compile it anew where no bytecode is written.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not system and not loaders'
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not system and not loaders'
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -55,6 +56,10 @@ gate: $(READY)
 	PYTHONPATH=tests:. $(BIN)/python -m faults gate
 	TIERD_HISTORIES=1000 $(BIN)/python -m pytest -n 2 tests/reading/test_beside_writers.py
 	TIERD_STATES=20000 $(BIN)/python -m pytest -n 2 tests/client/test_any_state.py
+	TIERD_SEEDS=100 $(BIN)/python -m pytest -n 2 tests/daemon/test_turns.py tests/daemon/test_nodes.py \
+	  tests/daemon/test_restart.py tests/client/test_torn.py
+	TIERD_KILLS=24 $(BIN)/python -m pytest -n 2 tests/test_acceptance.py
+	TIERD_CORRUPTIONS=400 $(BIN)/python -m pytest tests/test_corruption.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import resource
 import signal
@@ -57,12 +58,24 @@ def cores_allowed() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)
 
 
-def command(env: dict[str, str], *arguments: str | Path) -> subprocess.CompletedProcess[bytes]:
-    """Run one command at DEBUG; nothing that it says holds a secret."""
-    line = [sys.executable, "-c", LOUD, *map(str, arguments)]
-    done = subprocess.run(line, env=env, capture_output=True, timeout=100)
-    search(f"what {arguments[:2]} says", done.stdout + done.stderr)
-    return done
+# Commands in one process, because each process takes a second to load what they need: a line of JSON for each; then all
+# of their exit codes.
+COMMANDS = """
+import json, logging, sys
+logging.basicConfig(level=1)
+from tierd.cli import run
+codes = [run(json.loads(line)) for line in sys.argv[1:]]
+print(json.dumps(codes))
+"""
+
+
+def commands(env: dict[str, str], *lines: tuple[str | Path, ...]) -> list[int]:
+    """Run commands at DEBUG; their exit codes. Nothing that they say holds a secret."""
+    told = [json.dumps(list(map(str, line))) for line in lines]
+    done = subprocess.run([sys.executable, "-c", COMMANDS, *told], env=env, capture_output=True, timeout=100)
+    search(f"what {told} say", done.stdout + done.stderr)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
@@ -93,25 +106,24 @@ def test_nothing_that_a_daemon_says_or_leaves_holds_a_secret(tmp_path: Path, env
                 link.ask(Wait(part=part(1), tier="s3", timeout_s=60))
                 # The canary sings: were it logged as it is sent, this would be seen.
                 assert any(TOKEN in head for head in bucket.heads) and any(ID in head for head in bucket.heads)
-                for arguments in (
+                asked: list[tuple[str | Path, ...]] = [
                     ("status", "--json", "--spool", spool.root),
                     ("ls", "--json", "--config", config),
                     ("show", RUN, "1", url, "--json"),
                     ("verify", url, "--json"),
                     ("config", "check", config, "--reach", "--json"),
                     ("restore", url, "--run", RUN, "--to", tmp_path / "out", "--json"),
-                ):
-                    assert command(env, *arguments).returncode == 0, arguments
+                ]
+                assert commands(env, *asked) == [0] * len(asked)
                 bucket.refuse = lambda headers: "no, " + headers.get("Authorization", "")  # a signature is no secret
                 commit(spool, part(2))
                 wait_until(lambda: link.ask(Status())["status"]["tiers"][0]["last_error"], 60)
-                assert command(env, "ls", url, "--json").returncode == 6
-                assert command(env, "status", "--json", "--spool", spool.root).returncode == 0
-            with serving(Bucket()) as gone:
-                pass  # nobody listens there any more
-            assert command(env, "ls", gone.url()).returncode == 6
+                with serving(Bucket()) as gone:
+                    pass  # nobody listens there any more
+                failing = [("ls", url, "--json"), ("status", "--json", "--spool", spool.root), ("ls", gone.url())]
+                assert commands(env, *failing) == [6, 0, 6]
             proxy = {**env, "HTTP_PROXY": f"http://user:{PASSWORD}@127.0.0.1:{gone.port}"}
-            assert command(proxy, "ls", url).returncode == 6
+            assert commands(proxy, ("ls", url)) == [6]
         finally:
             daemon.send_signal(signal.SIGABRT)
             assert daemon.wait(60) == -signal.SIGABRT

@@ -87,7 +87,7 @@ def steps(spool) -> list[int]:
 
 def test_a_trainer_killed_right_after_save_has_lost_nothing(spool, daemon, brake):
     assert trainer(spool, "ckpt.save(1, tensors(1)); die()") == -signal.SIGKILL
-    assert brake.begun.wait(10) and steps(spool) == []
+    assert brake.begun.wait(30) and steps(spool) == []
     brake.go.set()
     until(lambda: steps(spool) == [1])
     assert same(restored(spool)[1], 1)
@@ -146,7 +146,7 @@ def test_an_overlapped_save_is_handed_over_when_its_copy_is_done(spool, daemon, 
         die()
     """
     assert trainer(spool, script) == -signal.SIGKILL
-    assert brake.begun.wait(10)
+    assert brake.begun.wait(30)
     brake.go.set()
     until(lambda: steps(spool) == [1])
     state = {"weight": torch.zeros(100_000)}
@@ -196,7 +196,7 @@ def test_a_restart_waits_for_what_is_still_being_persisted(spool, daemon, monkey
     assert trainer(spool, "ckpt.save(1, tensors(1)).wait(); ckpt.close()") == 0
     brake = Brake(monkeypatch)
     assert trainer(spool, "ckpt.restore(tensors(0)); ckpt.save(2, tensors(2)); die()") == -signal.SIGKILL
-    assert brake.begun.wait(10)
+    assert brake.begun.wait(30)
     settle = daemon.handoff._settle
     monkeypatch.setattr(daemon.handoff, "_settle", lambda: (threading.Timer(0.5, brake.go.set).start(), settle()))
     state = tensors(0)
@@ -243,7 +243,7 @@ def test_a_daemon_that_dies_over_it_is_no_loss(spool, daemon, brake):
     """Its connection ends in the middle; what it would still write, it writes from memory that nobody changes."""
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         save = checkpointer.save(1, tensors(1))
-        assert brake.begun.wait(10)
+        assert brake.begun.wait(30)
         daemon.handoff._lines[0].socket.shutdown(socket.SHUT_RDWR)
         save.wait(timeout=20)
         assert steps(spool) == [1] and checkpointer.stats.handed_over == 0
@@ -262,7 +262,7 @@ def test_a_late_daemon_commits_the_right_bytes_where_the_trainer_could_not(spool
                 "tierd.client.pipeline.write_part", lambda *_: (_ for _ in ()).throw(OSError(errno.EROFS, "no"))
             )
             save = checkpointer.save(1, tensors(1))
-            assert brake.begun.wait(10)
+            assert brake.begun.wait(30)
             daemon.handoff._lines[0].socket.shutdown(socket.SHUT_RDWR)
             with pytest.raises(SaveFailed):
                 save.wait(timeout=20)

@@ -35,6 +35,8 @@ from tierd.client.snapshot import Snapshot
 from tierd.core.errors import ConfigError, SaveFailed, SaveSkipped, TornSnapshot
 from tierd.spool import Spool
 
+SEEDS = int(os.environ.get("TIERD_SEEDS", "16"))  # `make gate` takes a hundred
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning", "ignore:.*weights_only.*")
 
 
@@ -376,7 +378,7 @@ def test_so_it_is_at_full_speed(spool, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1100))
+@pytest.mark.parametrize("seed", range(1000, 1000 + SEEDS))
 def test_so_it_is_for_many_trainings(spool, seed, pace):
     race(spool, seed, pace, iterations=10)
 

@@ -22,6 +22,7 @@ from tierd.core.errors import (
     StoreUnavailable,
 )
 from tierd.core.wire import MAX_REQUEST, Attach, Status, Wait
+from tierd.daemon import handoff
 from tierd.link import Link
 from tierd.spool import Spool
 
@@ -93,6 +94,12 @@ def test_many_silent_peers_do_not_disturb_it(spool):
         finally:
             for peer in peers:
                 peer.close()
+
+
+def test_a_daemon_ends_at_once_and_not_when_the_hand_off_looks_again(spool, monkeypatch):
+    monkeypatch.setattr(handoff, "_TICK", 1000.0)
+    with Daemon(spool.root, {"tier": Double()}):
+        pass  # its end waits 20 s at most
 
 
 def test_the_socket_is_its_owners_alone(spool):

@@ -100,19 +100,19 @@ def test_a_tier_slower_than_the_saves_comes_to_have_all_that_it_wants(spool, eve
 
 @pytest.mark.slow
 def test_a_tier_behind_a_real_limit_comes_to_have_all_that_it_wants(spool, tmp_path):
-    """Row 1 again, with `limit_up`: 40 kB a save, five saves a second, and a tier that takes one of them a second."""
+    """Row 1 again, with `limit_up`: 40 kB a save, 15 saves a second, and a tier that takes three of them a second."""
 
     async def work():
         stores = {}
         for name in ("nfs", "s3"):
             (tmp_path / name).mkdir()
             stores[name] = FileStore(tmp_path / name)
-        stores["s3"] = LimitedStore(stores["s3"], up=40_000, down=None)
+        stores["s3"] = LimitedStore(stores["s3"], up=120_000, down=None)
         async with running(daemon(spool, stores, (FAST, RICH))) as node:
             for step in range(1, 46):
                 commit(spool, part(step), content(step, chunks=40), metrics=loss(step))
                 node.wake()
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(1 / 15)
             await settle(node, timeout=120)
         return node
 

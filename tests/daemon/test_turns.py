@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import random
 import tracemalloc
 from collections.abc import AsyncGenerator, Sequence
@@ -26,6 +27,8 @@ from tierd.daemon.prune import prune
 from tierd.spool import Spool
 from tierd.stores.base import Buffer, ObjectInfo
 from tierd.stores.memory import MemoryStore
+
+SEEDS = int(os.environ.get("TIERD_SEEDS", "16"))  # `make gate` takes a hundred
 
 
 class Shared(MemoryStore):
@@ -184,7 +187,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr(turns, "_PAUSE", 0.0)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_no_manifest_ever_lacks_a_chunk(seed, tmp_path):
     shared = cut_short(seed, tmp_path)
     assert shared.seen > 5

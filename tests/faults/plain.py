@@ -1246,6 +1246,23 @@ _METADATA = (
     ),
 )
 
+_WAKING = (
+    Mutant(
+        "the end of a daemon waits for the next trainer, or the next look",
+        "tierd/daemon/handoff.py",
+        "os.eventfd_write(wake, 1)",
+        "pass",
+        "pytest tests/daemon/test_control.py -k ends_at_once",
+    ),
+    Mutant(
+        "what a tier is seen to hold frees the spool only at the next rescan",
+        "tierd/daemon/reconcile.py",
+        "self.lanes[SPOOL].wake.set()",
+        "pass",
+        "pytest tests/daemon/test_pause.py -k paused_a_tier_is_not_pruned",
+    ),
+)
+
 PLAIN = (
     _FIRST
     + _METADATA
@@ -1268,4 +1285,5 @@ PLAIN = (
     + _BUDGETS
     + _SHOWN
     + _CROWDS
+    + _WAKING
 )

@@ -323,10 +323,10 @@ def test_a_daemon_one_minor_version_earlier_has_its_time(spool, monkeypatch):
     monkeypatch.setattr("tierd.client.handoff._SILENCE", 0.3)
     monkeypatch.setattr("tierd.client.attachment._SILENCE", 0.3)
     real = handoff.write_part
-    monkeypatch.setattr(handoff, "write_part", lambda *arguments: time.sleep(2) or real(*arguments))
+    monkeypatch.setattr(handoff, "write_part", lambda *arguments: time.sleep(1) or real(*arguments))
 
     async def make(*_, **__):
-        await asyncio.sleep(2)
+        await asyncio.sleep(1)
         return Made(1, True)
 
     with (

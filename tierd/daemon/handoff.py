@@ -96,16 +96,18 @@ class HandOff:
         self._tidy()
         listener = listen(path, socket.SOCK_SEQPACKET)
         listener.listen(128)
-        listener.settimeout(_TICK)
-        accepting = threading.Thread(target=self._accept, args=(listener,), name="tierd-handoff", daemon=True)
+        listener.setblocking(False)
+        wake = os.eventfd(0, os.EFD_CLOEXEC)
+        accepting = threading.Thread(target=self._accept, args=(listener, wake), name="tierd-handoff", daemon=True)
         accepting.start()
         try:
             yield
         finally:
             self._stopping = True
-            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            os.eventfd_write(wake, 1)  # because shutting a listening socket down wakes nobody who polls it
             accepting.join()
             listener.close()
+            os.close(wake)
             with suppress(OSError):  # a disk that fails must not keep what is in hand from its end
                 path.unlink(missing_ok=True)
             self._stop(drain)
@@ -127,12 +129,16 @@ class HandOff:
 
     # -- one trainer ------------------------------------------------------------------------------------------------
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket, wake: int) -> None:
+        ready = select.poll()
+        ready.register(listener, select.POLLIN)
+        ready.register(wake, select.POLLIN)
         while not self._stopping:
             self._expire()
+            ready.poll(_TICK * 1000)
             try:
                 connection, _ = listener.accept()
-            except TimeoutError:
+            except BlockingIOError:
                 continue
             except OSError as error:
                 if not self._stopping:

@@ -387,6 +387,7 @@ class Reconciler:
             self.notices.launches(self.world())
             if tiers.places[name] != before:
                 self._changed = time.monotonic()
+                self.lanes[SPOOL].wake.set()  # because what a tier holds decides what the spool may give up
 
     def _runs(self) -> set[str]:
         return {checkpoint.run for checkpoint in self._place.checkpoints} | self._place.launches.keys()
