@@ -164,19 +164,24 @@ def policies(control: Path, runs: Iterable[str]) -> dict[str, tuple[StoredRetent
     return found
 
 
+def recorded(control: Path, run: str) -> list[Path]:
+    """The files that remember something of a run, which may have nothing else in the spool."""
+    marks, policy = control / SAVED / run, control / RETENTION / f"{run}.json"
+    return [marks / name for name in _names(marks)] + ([policy] if policy.exists() else [])
+
+
 def forget(control: Path, run: str, before_ns: int) -> None:
     """Delete what was recorded of a run before a moment: it left the spool then.
 
     Args:
         before_ns: nanoseconds since 1970; what was recorded later is of a launch that has just begun.
     """
-    marks = control / SAVED / run
-    for path in (control / RETENTION / f"{run}.json", *(marks / name for name in _names(marks))):
+    for path in recorded(control, run):
         with suppress(FileNotFoundError):
             if path.lstat().st_mtime_ns < before_ns:
                 path.unlink()
     with suppress(OSError):  # there was none, or a new launch has saved
-        marks.rmdir()
+        (control / SAVED / run).rmdir()
 
 
 def forget_launch(control: Path, run: str, attempt: str) -> None:

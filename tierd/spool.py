@@ -35,7 +35,8 @@ from tierd.core.errors import (
     TierdError,
 )
 from tierd.core.ids import CheckpointId, PartId, check_run
-from tierd.core.manifest import MANIFEST_NAME, MAX_MANIFEST_SIZE, Manifest, decode
+from tierd.core.manifest import MANIFEST_NAME, Manifest, decode
+from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.device import LARGE
 from tierd.living import ALIVE
 from tierd.living import forget as forget_trainers

@@ -25,7 +25,11 @@ from tierd.core.wire import MAX_TOLD, MOST_TOLD, FellBack, Request
 log = logging.getLogger("tierd")
 
 INCOMPLETE = "incomplete: not every rank's part is there"
-GONE = "gone: it was committed on this node, and no place has it any more"
+GONE = "gone: it was whole once, as this node or a tier remembers, and no place has it any more"
+UNVOUCHED = (
+    "unreadable: no manifest of its launch can be read, so that its name alone says that it is newer (it is damaged, "
+    "of a newer tierd, of another key, or not tierd's)"
+)
 _ASIDE = "set aside before: some of it was proven corrupt, and no place had it right"
 _LOOKS = 3  # at what there is, when parts vanish between a look and the reading
 _TRIES = 2  # of one checkpoint, when what was proven corrupt is set aside and another node's spool may have it right
@@ -109,6 +113,7 @@ class Search:
             doubtful |= dict.fromkeys(resume.incomplete, INCOMPLETE)
         passed = {} if resume.goal else dict.fromkeys(resume.incomplete, INCOMPLETE)
         doubtful |= dict.fromkeys(resume.gone, GONE)
+        doubtful |= dict.fromkeys(resume.unvouched, UNVOUCHED)
         passed |= {one: why for one, why in doubtful.items() if until is None or order(one) > order(until)}
         passed |= dict.fromkeys(resume.corrupt, UNTOLD) | self._passed
         newest = sorted(passed, key=order, reverse=True)
@@ -174,7 +179,7 @@ class Search:
         resume = self.resume
         first = resume.candidates[0].checkpoint if resume.candidates else None
         aside = (one for one in (*resume.quarantined, *resume.gone) if first is None or one > first)
-        doubtful = (*resume.incomplete, *aside)
+        doubtful = (*resume.incomplete, *aside, *resume.unvouched)
         newer = [one for one in doubtful if one not in self._passed]
         silent = (*resume.unreached, *resume.alone)
         if newer and silent and newest:
@@ -220,7 +225,5 @@ class Search:
             )
         skipped = self.skipped()
         asked = step is not None or attempt is not None or (resume.goal is not None and resume.whole)
-        if asked or resume.branches or resume.lost or any(one.reason not in (INCOMPLETE, GONE) for one in skipped):
+        if asked or resume.branches or resume.lost or any(one.reason != INCOMPLETE for one in skipped):
             raise not_found(resume, self._run, step, [str(one) for one in skipped], attempt)
-        if gone := [str(one) for one in skipped if one.reason == GONE]:
-            log.warning("run %s begins from nothing, though it has saved here: %s", self._run, "; ".join(gone))
