@@ -24,6 +24,7 @@ _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ATTEMPT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")
 _CHECKPOINT = re.compile(r"([0-9]{12})\.([0-9a-f]{12}-[0-9a-f]{8})")
 _RETENTION = re.compile(r"([0-9a-f]{8})\.([a-z]{1,16})\.json")
+_HEAD = re.compile(r"([0-9a-f]{8})\.json")
 _PART = re.compile(r"([0-9]{5})-of-([0-9]{5})")
 _RESERVED_RUNS = frozenset({"README.md"})  # a tier's own objects at its root
 
@@ -240,6 +241,21 @@ def parse_retention(run: str, key: str) -> tuple[str, str] | None:
     """`(by, given)` of the policy that lies under `key`, or None when the key is not one of `run`'s policies."""
     match = _RETENTION.fullmatch(key.removeprefix(retention_prefix(run)))
     return (match[1], match[2]) if match else None
+
+
+def heads_prefix(run: str) -> str:
+    return f"{run}/timeline/"
+
+
+def head_key(run: str, by: str) -> str:
+    """Where a tier holds the head of `run` that node `by` (8 hex digits) wrote: ``timeline/<by>.json``."""
+    return f"{heads_prefix(run)}{by}.json"
+
+
+def parse_head(run: str, key: str) -> str | None:
+    """`by` of the head that lies under `key`, or None when the key is not one of `run`'s heads."""
+    match = _HEAD.fullmatch(key.removeprefix(heads_prefix(run)))
+    return match[1] if match else None
 
 
 def chunk_owner(run: str, key: str) -> CheckpointId | None:
