@@ -132,6 +132,25 @@ def test_a_tier_that_lost_everything_but_its_head_is_no_fresh_start_either(home)
         reader.restore({"w": torch.zeros(10)})
 
 
+def test_who_knows_that_there_was_more_says_so(home) -> None:
+    with tierd.open(home / "tier", "r") as reader:
+        assert reader.restore({"w": torch.zeros(10)}, at_least=25).step == 25
+        with pytest.raises(
+            CheckpointNotFound, match="no checkpoint of step 26 or later: what is left begins at r step 25"
+        ):
+            reader.restore({"w": torch.zeros(10)}, at_least=26)
+    daemon = Daemon(home / "other", lambda: {"tier": FileStore(home / "tier")})
+    with daemon, tierd.Checkpointer(home / "other", "r") as ckpt:
+        state = {"w": torch.zeros(10)}
+        with pytest.raises(CheckpointNotFound, match="no checkpoint of step 26 or later"):
+            ckpt.restore(state, at_least=26)
+    daemon = Daemon(home / "other", lambda: {"tier": FileStore(home / "tier")})
+    with daemon, tierd.Checkpointer(home / "other", "new") as ckpt:
+        assert ckpt.restore({"w": torch.zeros(10)}) is None
+        with pytest.raises(CheckpointNotFound, match="step 1 or later: there is none at all"):
+            ckpt.restore({"w": torch.zeros(10)}, at_least=1)
+
+
 def test_what_the_spool_remembers_goes_with_the_run(home) -> None:
     spool = Spool(home / "spool")
     assert list((spool.control / "timeline").iterdir())

@@ -15,7 +15,7 @@ from tierd.client.agree import Agreement, Settled
 from tierd.client.launch import Clock, clock
 from tierd.client.ranks import Ranks
 from tierd.core.choose import Goal
-from tierd.core.errors import DaemonUnavailable, ManifestError, StoreUnavailable
+from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, ManifestError, StoreUnavailable
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import Manifest
 from tierd.core.resume import UNTOLD, Candidate, Resume, not_found
@@ -82,14 +82,16 @@ class Search:
         self._gone = False  # whether the last candidate's parts had vanished
         self.resume = Resume((), (), (), None, (), ())  # as last looked at
 
-    def whole(self, step: int | None, attempt: str | None, best: Goal | None = None) -> Iterator[Candidate]:
+    def whole(
+        self, step: int | None, attempt: str | None, best: Goal | None = None, at_least: int | None = None
+    ) -> Iterator[Candidate]:
         """As `restore` finds them: the checkpoints to try, the same on every rank, where each needs every rank's part.
 
         Their number of ranks may be any. What lies only in other nodes' spools is flushed first. After each, every rank
         calls `settle` with how it fared; the next one comes only if all have to step back, and the end means that the
         run has none. `source` gives parts; `close` ends it. Raises as `restore`.
         """
-        return self.candidates(step, attempt, everything=True, best=best)
+        return self.candidates(step, attempt, everything=True, best=best, at_least=at_least)
 
     def settle(self, candidate: Candidate, error: Exception | None, *, unfit: bool = False) -> Settled:
         """Tell all ranks how this one fared with `candidate`; raises as `Agreement.settle`."""
@@ -123,7 +125,13 @@ class Search:
         self.source.close()
 
     def candidates(
-        self, step: int | None, attempt: str | None, *, everything: bool, best: Goal | None = None
+        self,
+        step: int | None,
+        attempt: str | None,
+        *,
+        everything: bool,
+        best: Goal | None = None,
+        at_least: int | None = None,
     ) -> Iterator[Candidate]:
         """As `whole`; without `everything`, each rank needs its own part alone."""
         vanished = 0
@@ -131,7 +139,9 @@ class Search:
         # flush it again, on its own or when asked.
         tries = _TRIES if self._ranks.world > 1 else 1
         while vanished < _LOOKS:
-            self.resume = resume = self.agreement.look(step, attempt, everything=everything, best=best)
+            self.resume = resume = self.agreement.look(
+                step, attempt, everything=everything, best=best, at_least=at_least
+            )
             if best is None:
                 self._check_incomplete(step is None and attempt is None)
             else:
@@ -141,6 +151,8 @@ class Search:
                 one = candidate.checkpoint
                 if self._bad[one] >= tries:
                     continue
+                if at_least is not None and one.step < at_least:
+                    raise self._too_old(at_least, one)
                 if again := self._scattered(candidate):
                     break
                 self._asked_for.discard(one)
@@ -153,10 +165,17 @@ class Search:
                     break
             if not again:
                 self._check_nothing(step, attempt)
+                if at_least is not None:
+                    raise self._too_old(at_least, None)
                 return
         raise StoreUnavailable(
             f"run {self._run!r}: what was to be restored vanished while it was read, {_LOOKS} times; try again"
         )
+
+    def _too_old(self, at_least: int, found: CheckpointId | None) -> CheckpointNotFound:
+        what = f"what is left begins at {found}" if found else "there is none at all"
+        skipped = "".join(f"\n  skipped {one}" for one in self.skipped(found))
+        return CheckpointNotFound(f"run {self._run!r}: no checkpoint of step {at_least} or later: {what}{skipped}")
 
     def _scattered(self, candidate: Candidate) -> bool:
         """Whether to look again: it is complete, but lies where not every rank can get at it, until it is flushed."""
