@@ -14,14 +14,15 @@ from support.world import Daemon, hurry
 import tierd
 from tierd.client.restore import Restored
 from tierd.core.errors import CheckpointNotFound, FormatTooNew, ManifestError
-from tierd.core.head import Known, decode, encode, successor
+from tierd.core.head import Known, decode, encode, launches_of, successor
+from tierd.core.ids import CheckpointId
 from tierd.core.manifest import Origin
 from tierd.core.seal import seal
 from tierd.daemon.remove import remove_from_spool
 from tierd.spool import Spool
 from tierd.stores.file import FileStore
 
-A, B = "019f00000000-00000001", "019f00000001-00000001"
+A, B, C = (f"019f0000000{number}-00000001" for number in range(3))
 
 
 @pytest.fixture
@@ -176,6 +177,17 @@ def test_a_head_is_read_as_it_was_written_and_nothing_else_is() -> None:
             decode(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], "r", "0123abcd")
     with pytest.raises(ManifestError):
         decode(data[:-1], "r", "0123abcd")
+
+
+def test_what_a_head_remembers_never_goes_back_and_no_launch_on_the_way_is_forgotten() -> None:
+    ids = {name: CheckpointId("r", name, 3) for name in (A, B, C)}
+    origins = {A: None, B: ids[A], C: ids[B]}
+    remembered = {B: Known(resumed_from=Origin(step=3, attempt=A), newest=9)}
+    said = launches_of([], [ids[C]], origins, remembered)
+    assert list(said) == [C, B, A]  # A and B have nothing left, and C descends from them
+    assert said[B].newest == 9 and said[C].newest is None
+    off = launches_of([ids[C]], [ids[C]], {A: None, B: ids[A], C: None}, remembered)
+    assert off == {C: Known(resumed_from=None, newest=3)}  # nothing is left of B, and nothing descends from it
 
 
 def test_a_head_of_a_newer_version_or_that_turns_in_a_circle_is_refused() -> None:
