@@ -44,7 +44,7 @@ def test_launches_sort_in_order_while_the_clock_runs_backwards():
     assert len(set(seen)) == 5
 
 
-@pytest.mark.parametrize("name", ["ffffffffffff-00000000", "fffffffffff0-00000000", "040000000000-00000000"])
+@pytest.mark.parametrize("name", ["ffffffffffff-00000000", "fffffffffff0-00000000", "030000000000-00000000"])
 def test_no_name_uses_up_the_clock(name):
     """A planted name that nobody can have made does not push launches to the end of what twelve digits can say."""
     now_ms = 1_790_000_000_000
@@ -52,7 +52,7 @@ def test_no_name_uses_up_the_clock(name):
     assert A.replace("0123", "019f") < made < name
     for _ in range(20):
         made = next_attempt(now_ms, [name, made], "00000000")
-    assert int(made[:12], 16) < now_ms + ids.HORIZON_MS // 2
+    assert int(made[:12], 16) < now_ms + 60_000
     with pytest.raises(ConfigError):
         next_attempt(1 << 48, (), "00000000")
 

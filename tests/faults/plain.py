@@ -998,7 +998,7 @@ _HEADS = (
     Mutant(
         "a name that lies a century ahead is a checkpoint",
         "tierd/core/ids.py",
-        "        if match is None or int(match[2][:12], 16) > _LATEST_MS or not _RUN.fullmatch(run):\n",
+        "        if match is None or int(match[2][:12], 16) >= LATEST_MS or not _RUN.fullmatch(run):\n",
         "        if match is None or not _RUN.fullmatch(run):\n",
         "pytest tests/core/test_ids.py -k a_century_ahead",
     ),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 import re
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,9 +15,9 @@ from tierd.core.errors import ConfigError, StepRefused
 MAX_STEP = 10**12 - 1  # steps are written with twelve digits, so that names sort as numbers do
 MAX_WORLD = 99_999
 
-HORIZON_MS = 100 * 365 * 86_400_000  # how far ahead of a clock an attempt may lie: a hundred years
+LATEST_MS = 7_258_118_400_000  # the year 2200: nobody makes an attempt after that
 _THEN_MS = 1_780_000_000_000  # 2026: no clock that shows less is believed
-_LATEST_MS = max(time.time_ns() // 1_000_000, _THEN_MS) + HORIZON_MS  # what this process takes for an attempt's time
+_AHEAD_MS = 50 * 365 * 86_400_000  # how far ahead of a clock a launch is followed: fifty years
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ATTEMPT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")
@@ -80,14 +79,14 @@ def next_attempt(now_ms: int, seen: Iterable[str], token: str) -> str:
     """Name a launch so that it sorts after every attempt in `seen`, even when the clock was set back.
 
     A hybrid logical clock (Kulkarni et al., 2014): wall time, pushed past everything already seen, unless that lies
-    half of `HORIZON_MS` ahead: no launch was made then, and names like that could use up the clock.
+    fifty years ahead: no launch was made then, and names like that could use up the clock.
 
     Args:
         now_ms: wall clock, milliseconds since 1970.
         seen: attempts that the spool, the daemon or a restored checkpoint shows.
         token: 8 random hex digits, which keep two launches of one millisecond apart.
     """
-    most = max(now_ms, _THEN_MS) + HORIZON_MS // 2
+    most = max(now_ms, _THEN_MS) + _AHEAD_MS
     latest = max((at for attempt in seen if (at := int(attempt[:12], 16)) <= most), default=-1)
     return check_attempt(f"{max(now_ms, latest + 1, 0):012x}-{token}")
 
@@ -110,10 +109,10 @@ class CheckpointId:
 
     @staticmethod
     def parse(run: str, name: str) -> CheckpointId | None:
-        """The checkpoint that `name` means inside `run`, or None when it means none: also where its attempt lies more
-        than `HORIZON_MS` ahead, because nobody can have made it."""
+        """The checkpoint that `name` means inside `run`, or None when it means none: also where its attempt is of
+        the year 2200 or later, because nobody can have made it."""
         match = _CHECKPOINT.fullmatch(name)
-        if match is None or int(match[2][:12], 16) > _LATEST_MS or not _RUN.fullmatch(run):
+        if match is None or int(match[2][:12], 16) >= LATEST_MS or not _RUN.fullmatch(run):
             return None
         return CheckpointId(run, match[2], int(match[1]))
 
