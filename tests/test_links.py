@@ -12,7 +12,8 @@ import torch
 from support.world import Daemon, hurry, part
 
 import tierd
-from tierd.core.errors import SpoolUnusable, TierdError
+from tierd.cli import run
+from tierd.core.errors import CheckpointNotFound, SpoolUnusable, TierdError
 from tierd.spool import Spool
 from tierd.stores.file import FileStore
 
@@ -167,7 +168,7 @@ def test_a_checkpoint_that_was_removed_is_among_what_was_skipped(home: Path, dep
     found = restored(home)
     assert found and found.step == 2
     assert [(one.step, one.attempt) for one in found.skipped] == [(3, directory.name.partition(".")[2])]
-    assert found.skipped[0].reason == "gone: it was committed on this node, and no place has it any more"
+    assert found.skipped[0].reason.startswith("gone: it was whole once, as this node or a tier remembers")
 
 
 def test_the_daemon_knows_it_too(home: Path, monkeypatch) -> None:
@@ -190,10 +191,12 @@ def test_what_a_tier_has_is_not_gone(home: Path, monkeypatch) -> None:
         assert found and (found.step, found.tier, found.skipped) == (3, "tier", ())
 
 
-def test_beginning_from_nothing_although_something_was_saved_here_is_logged(home: Path, caplog) -> None:
+def test_nothing_begins_anew_where_something_was_saved_unless_it_is_removed(home: Path) -> None:
     shutil.rmtree(home / RUN)
+    with pytest.raises(CheckpointNotFound, match=rf"(?s)step 3 .*: gone.*tierd rm {RUN}"):
+        restored(home)
+    assert run(["rm", RUN, "--spool", str(home), "--yes"]) == 0
     assert restored(home) is None
-    assert "begins from nothing, though it has saved here: step 3" in caplog.text
 
 
 def test_a_step_that_was_never_committed_is_not_missed(home: Path) -> None:

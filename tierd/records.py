@@ -3,6 +3,7 @@
     saved/<run>/<attempt>           empty: a part of that launch was saved here, not only restored; touched at each save
     saved/<run>/<attempt>.<part>    this rank's was; holds the newest step that it committed here, twelve digits, if any
     retention/<run>.json            the trainer's policy, as core/run_retention.py has it
+    timeline/<run>.json             the run's head, as core/head.py has it: what was seen in any place
 
 Law: a record is durable before anything relies on it, and is written only when it says something new.
 """
@@ -19,6 +20,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tierd.core.errors import CorruptChunk, TierdError
+from tierd.core.head import MAX_SIZE as HEAD_SIZE
+from tierd.core.head import Head
+from tierd.core.head import decode as decode_head
+from tierd.core.head import encode as encode_head
 from tierd.core.ids import PartId, is_attempt
 from tierd.core.retention import RetentionPolicy
 from tierd.core.run_retention import MAX_SIZE, StoredRetention, decode, encode, unreadable
@@ -26,7 +31,7 @@ from tierd.core.world import Launch
 from tierd.persist import open_plain, sync_directory
 from tierd.trust import check_room
 
-SAVED, RETENTION = "saved", "retention"  # rooms of `.tierd/`
+SAVED, RETENTION, TIMELINE = "saved", "retention", "timeline"  # rooms of `.tierd/`
 
 
 def mark_saved(control: Path, part: PartId) -> None:
@@ -129,23 +134,27 @@ def set_policy(control: Path, run: str, policy: RetentionPolicy) -> None:
     Raises:
         SpoolUnusable, OSError: it could not be made durable.
     """
-    path = control / RETENTION / f"{run}.json"
     if any(one.retention == policy for one in policies(control, [run]).get(run, ())):
-        path.touch()  # so that `forget` sees that it was given again
+        (control / RETENTION / f"{run}.json").touch()  # so that `forget` sees that it was given again
         return
-    check_room(control / RETENTION)
-    fresh = path.with_name(f".{run}.{secrets.token_hex(4)}")
     stored = StoredRetention(run, "", "trainer", socket.gethostname(), datetime.now(UTC).isoformat(), policy)
-    try:
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(encode(stored))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.rename(path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
-    _sync_room(control, RETENTION)
+    _write(control, RETENTION, run, encode(stored))
+
+
+def remember(control: Path, head: Head) -> None:
+    """Remember what was seen of a run's launches. Raises SpoolUnusable, OSError: it could not be made durable."""
+    _write(control, TIMELINE, head.run, encode_head(head))
+
+
+def heads(control: Path, runs: Iterable[str]) -> dict[str, tuple[Head, ...]]:
+    """By run, of these, what is remembered of its launches, where that can be read. Raises OSError."""
+    found: dict[str, tuple[Head, ...]] = {}
+    for run in runs:
+        path = control / TIMELINE / f"{run}.json"
+        if path.exists():
+            with suppress(CorruptChunk, TierdError), os.fdopen(open_plain(path), "rb") as file:
+                found[run] = (decode_head(file.read(HEAD_SIZE + 1), run, ""),)
+    return found
 
 
 def policies(control: Path, runs: Iterable[str]) -> dict[str, tuple[StoredRetention, ...]]:
@@ -164,19 +173,24 @@ def policies(control: Path, runs: Iterable[str]) -> dict[str, tuple[StoredRetent
     return found
 
 
+def recorded(control: Path, run: str) -> list[Path]:
+    """The files that remember something of a run, which may have nothing else in the spool."""
+    marks, files = control / SAVED / run, [control / room / f"{run}.json" for room in (RETENTION, TIMELINE)]
+    return [marks / name for name in _names(marks)] + [path for path in files if path.exists()]
+
+
 def forget(control: Path, run: str, before_ns: int) -> None:
     """Delete what was recorded of a run before a moment: it left the spool then.
 
     Args:
         before_ns: nanoseconds since 1970; what was recorded later is of a launch that has just begun.
     """
-    marks = control / SAVED / run
-    for path in (control / RETENTION / f"{run}.json", *(marks / name for name in _names(marks))):
+    for path in recorded(control, run):
         with suppress(FileNotFoundError):
             if path.lstat().st_mtime_ns < before_ns:
                 path.unlink()
     with suppress(OSError):  # there was none, or a new launch has saved
-        marks.rmdir()
+        (control / SAVED / run).rmdir()
 
 
 def forget_launch(control: Path, run: str, attempt: str) -> None:
@@ -186,6 +200,22 @@ def forget_launch(control: Path, run: str, attempt: str) -> None:
         if name.partition(".")[0] == attempt:
             (marks / name).unlink(missing_ok=True)
     forget(control, run, before_ns)
+
+
+def _write(control: Path, room: str, run: str, data: bytes) -> None:
+    check_room(control / room)
+    path = control / room / f"{run}.json"
+    fresh = path.with_name(f".{run}.{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.rename(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+    _sync_room(control, room)
 
 
 def _sync_room(control: Path, room: str) -> None:

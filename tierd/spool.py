@@ -8,7 +8,7 @@ layer of overlayfs loses its manifest first, because no directory can be renamed
     <spool>/<run>/pins/<step:012>.<attempt>
     <spool>/.tierd/{lock, control.sock, stage/, trash/, recycle/<lane>, quarantine/<run>/<checkpoint>/<part>/}
     <spool>/.tierd/fetch/<run>.<checkpoint>.<part>/, on its way from a tier, or left there half-way
-    <spool>/.tierd/{saved, retention}/, what `records` keeps of runs; alive/, whose trainers live (`living`)
+    <spool>/.tierd/{saved, retention, timeline}/, what `records` keeps of runs; alive/, whose trainers live (`living`)
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from tierd.core.errors import (
     TierdError,
 )
 from tierd.core.ids import CheckpointId, PartId, check_run
-from tierd.core.manifest import MANIFEST_NAME, MAX_MANIFEST_SIZE, Manifest, decode
+from tierd.core.manifest import MANIFEST_NAME, Manifest, decode
+from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.device import LARGE
 from tierd.living import ALIVE
 from tierd.living import forget as forget_trainers
@@ -45,6 +46,7 @@ from tierd.persist import make_private, open_plain, read_file, remove, sync_dire
 from tierd.records import (
     RETENTION,
     SAVED,
+    TIMELINE,
     forget,
     forget_committed,
     forget_launch,
@@ -519,7 +521,7 @@ def _sync_entry(path: Path) -> None:
             raise
 
 
-_ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine", SAVED, RETENTION, ALIVE)
+_ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine", SAVED, RETENTION, TIMELINE, ALIVE)
 _LOCKED = ("stage", "fetch")  # rooms where a directory's lock says that its writer lives
 _EMPTY = "empty"  # no room: what `leftovers` calls a checkpoint's or run's directory that was left behind empty
 _PINS = "pins"  # a run's directory of its pins; no room

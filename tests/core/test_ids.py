@@ -14,7 +14,7 @@ from tierd.core.ids import MAX_STEP, MAX_WORLD, CheckpointId, PartId, next_attem
 A = "0123456789ab-01234567"
 ARABIC = "\u0660"  # a zero to int() and to \\d
 runs = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True).filter(lambda run: run != "README.md")
-attempts = st.from_regex(r"[0-9a-f]{12}-[0-9a-f]{8}", fullmatch=True)
+attempts = st.from_regex(r"0[0-3][0-9a-f]{10}-[0-9a-f]{8}", fullmatch=True)  # until the year 2109
 tokens = st.from_regex(r"[0-9a-f]{8}", fullmatch=True)
 checkpoints = st.builds(CheckpointId, runs, attempts, st.integers(0, MAX_STEP))
 
@@ -28,7 +28,7 @@ def parts(draw):
 # -- attempts ---------------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(-(10**6), 2**47), st.lists(attempts.filter(lambda a: a < "ffffffffffff"), max_size=5), tokens)
+@given(st.integers(-(10**6), 2**41), st.lists(attempts.map(lambda a: f"01{a[2:]}"), max_size=5), tokens)
 def test_an_attempt_sorts_after_everything_seen_whatever_the_clock_says(now_ms, seen, token):
     made = next_attempt(now_ms, seen, token)
     assert all(made > other for other in seen)
@@ -44,9 +44,24 @@ def test_launches_sort_in_order_while_the_clock_runs_backwards():
     assert len(set(seen)) == 5
 
 
-def test_an_attempt_past_the_end_of_time_is_refused_rather_than_sorted_wrong():
+@pytest.mark.parametrize("name", ["ffffffffffff-00000000", "fffffffffff0-00000000", "038000000000-00000000"])
+def test_no_name_uses_up_the_clock(name):
+    """A planted name that nobody can have made does not push launches to the end of what twelve digits can say."""
+    now_ms = 1_790_000_000_000
+    made = next_attempt(now_ms, [name, A.replace("0123", "019f")], "00000000")
+    assert A.replace("0123", "019f") < made < name
+    for _ in range(20):
+        made = next_attempt(now_ms, [name, made], "00000000")
+    assert int(made[:12], 16) < now_ms + 60_000
     with pytest.raises(ConfigError):
-        next_attempt(0, ["ffffffffffff-00000000"], "00000000")
+        next_attempt(1 << 48, (), "00000000")
+
+
+@pytest.mark.parametrize("name", ["ffffffffffff-00000000", "fffffffffff0-00000000"])
+def test_a_name_that_lies_a_century_ahead_is_no_checkpoints(name):
+    assert CheckpointId.parse("run", f"000000000001.{name}") is None
+    assert PartId.parse("run", f"000000000001.{name}", "00000-of-00001") is None
+    assert PartId.parse_key(f"run/manifests/000000000001.{name}/00000-of-00001.json") is None
 
 
 @pytest.mark.parametrize("attempt", ["", "x", A.upper(), A + "\n", A[:-1], A + "0", "0123456789ab_01234567", None, 7])

@@ -19,7 +19,6 @@ from tierd.core.manifest import (
     CHUNK_SIZE,
     MAX_CHUNK_SIZE,
     MAX_FILES,
-    MAX_MANIFEST_SIZE,
     MAX_METRICS,
     Chunk,
     File,
@@ -33,6 +32,7 @@ from tierd.core.manifest import (
     is_metric_name,
     metrics_to_json,
 )
+from tierd.core.seal import MAX_MANIFEST_SIZE
 
 ATTEMPT, EARLIER = "0123456789ab-01234567", "0123456789aa-01234567"
 PART = PartId(CheckpointId("run", ATTEMPT, 200), 1, 2)

@@ -97,10 +97,18 @@ def test_a_quarantined_part_still_tells_where_its_attempt_came_from():
     assert found.attempts == (A, B)
 
 
-def test_an_attempt_whose_origin_nobody_can_tell_ends_the_walk():
+def test_an_attempt_of_which_nothing_can_be_read_is_passed_over_and_told():
     spool = replace(solo(Place(), A100), quarantined={part(B210): None})
     found = restore_candidates(World(spool, {}), "r")
-    assert (tried(found), found.branches, found.lost) == ([], (A100,), B)
+    assert (tried(found), found.branches, found.lost) == ([A100], (), None)
+    assert (found.unvouched, found.quarantined, found.attempts) == ((B210,), (), (A,))
+
+
+def test_an_attempt_whose_origin_nobody_can_tell_ends_the_walk():
+    """B is where C came from, and nobody can tell where B did."""
+    spool = solo(solo(Place(), A100), checkpoint(3, 220), origin=B210)
+    found = restore_candidates(World(spool, {}), "r")
+    assert (tried(found), found.branches, found.lost) == ([checkpoint(3, 220)], (A100,), B)
 
 
 def test_other_runs_are_none_of_its_business():
@@ -142,7 +150,7 @@ def test_the_error_says_what_was_asked_what_was_skipped_and_what_else_there_is()
         f"  not tried, off the timeline: step 300 of attempt {A}; restore(step=…, attempt=…) asks for one",
     ]
     assert str(not_found(Resume((), (), (), None, (), ()), "r", 7, [])) == "run 'r' step 7: there is no such checkpoint"
-    lost = restore_candidates(World(replace(solo(Place(), A100), quarantined={part(B210): None}), {}), "r")
+    lost = restore_candidates(World(solo(solo(Place(), A100), checkpoint(3, 220), origin=B210), {}), "r")
     assert f"what attempt {B} resumed from cannot be told any more" in str(not_found(lost, "r", None, []))
 
 
@@ -151,7 +159,7 @@ def test_a_place_whose_disk_hides_where_the_newest_attempt_came_from_has_not_ans
     newest = part(B210, 0, 2)
     place = remade(solo(Place(), A100), {part(A100): facts(), newest: None}, {newest: error})
     found = restore_candidates(World(place, {"a": Place()}), "r")
-    assert (found.unreached, found.lost, tried(found)) == (expected, B, [])
+    assert (found.unreached, found.unvouched, tried(found)) == (expected, (B210,), [A100])
     told_elsewhere = Place.of({part(B210, 1, 2): facts(origin=A100)})
     found = restore_candidates(World(place, {"a": told_elsewhere}), "r")
     assert found.unreached == ()

@@ -42,8 +42,8 @@ def test_an_exhausted_timeline_names_its_branches_and_takes_none_of_them():
 
 
 def test_where_nobody_can_tell_what_an_attempt_resumed_from_the_walk_ends_there():
-    every = {A100, A300, B210}
-    assert timeline(every, every, {A: None}) == Timeline((B210,), (A300, A100), B)
+    every = {A300, A100, B210, C205}
+    assert timeline(every, every, {A: None, C: B210}) == Timeline((C205, B210), (A300, A100), B)
     # B's checkpoints are all gone: what it resumed from went with them
     assert timeline({A100, A300, C205}, {A100, A300, C205}, {A: None, C: B210}) == Timeline((C205,), (A300, A100), B)
 
@@ -74,3 +74,19 @@ def test_every_complete_checkpoint_is_on_the_path_or_a_branch_and_each_step_back
             while origin.attempt != older.attempt:
                 origin = origins[origin.attempt]
             assert older.step <= origin.step
+
+
+def test_a_name_of_which_nothing_can_be_read_does_not_decide_what_is_newest():
+    every = {A100, A300, B210}
+    assert timeline(every, every, {A: None}) == Timeline((A300, A100), (B210,), None, (B210,))
+    assert timeline(every, {A100, A300}, {A: None}) == Timeline((A300, A100), (), None, (B210,))
+
+
+def test_where_nothing_at_all_can_be_read_the_newest_name_is_tried():
+    assert timeline({A300, B210}, {A300, B210}, {}) == Timeline((B210,), (A300,), B)
+
+
+def test_what_a_head_alone_remembers_bounds_the_walk():
+    """C's manifests are all gone, and a head tells that it went back to 100."""
+    every = {A100, A300, B210}
+    assert timeline(every, every, {A: None, B: A300, C: A100}) == Timeline((A100,), (B210, A300), None)

@@ -102,6 +102,7 @@ def test_a_whole_part_comes_into_an_empty_spool(spool, tmp_path):
         ".tierd/retention",
         ".tierd/saved",
         ".tierd/stage",
+        ".tierd/timeline",
         ".tierd/trash",
     ]
 

@@ -1263,9 +1263,69 @@ _WAKING = (
     ),
 )
 
+_HEADS = (
+    Mutant(
+        "where a launch came from is told by manifests alone",
+        "tierd/core/world.py",
+        "        for attempt, known in self.remembered(run).items():\n",
+        "        for attempt, known in ():\n",
+        "pytest tests/test_heads.py -k not_all_that_tells",
+    ),
+    Mutant(
+        "what vanished from every place is not missed",
+        "tierd/core/sight.py",
+        "    if lost := world.gone(run):\n",
+        "    if (lost := world.gone(run)) and False:\n",
+        "pytest tests/test_heads.py -k older_copy",
+    ),
+    Mutant(
+        "a name of which nothing can be read decides what is newest",
+        "tierd/core/timeline.py",
+        "    newest = max(origins or steps, default=None)\n",
+        "    newest = max(steps, default=None)\n",
+        "pytest tests/test_heads.py -k without_a_head",
+    ),
+    Mutant(
+        "a name uses up the numbers of launches",
+        "tierd/core/ids.py",
+        "    latest = max((at for attempt in seen if (at := int(attempt[:12], 16)) <= most), default=-1)\n",
+        "    latest = max((at for attempt in seen if (at := int(attempt[:12], 16)) < most << 9), default=-1)\n",
+        "pytest tests/core/test_ids.py -k uses_up",
+    ),
+    Mutant(
+        "a name that lies a century ahead is a checkpoint",
+        "tierd/core/ids.py",
+        "        if match is None or int(match[2][:12], 16) >= LATEST_MS or not _RUN.fullmatch(run):\n",
+        "        if match is None or not _RUN.fullmatch(run):\n",
+        "pytest tests/core/test_ids.py -k a_century_ahead",
+    ),
+    Mutant(
+        "a run that is remembered begins anew",
+        "tierd/client/search.py",
+        "any(one.reason != INCOMPLETE for one in skipped):\n",
+        "any(one.reason not in (INCOMPLETE, GONE) for one in skipped):\n",
+        "pytest tests/test_heads.py -k no_fresh_start",
+    ),
+    Mutant(
+        "what the caller knows is not asked",
+        "tierd/client/search.py",
+        "                if at_least is not None and one.step < at_least:\n",
+        "                if False:\n",
+        "pytest tests/test_heads.py -k says_so",
+    ),
+    Mutant(
+        "a head forgets what it said",
+        "tierd/core/head.py",
+        "    steps = {attempt: one.newest for attempt, one in remembered.items()}\n",
+        "    steps: dict[str, int | None] = {}\n",
+        "pytest tests/test_heads.py -k never_goes_back",
+    ),
+)
+
 PLAIN = (
     _FIRST
     + _METADATA
+    + _HEADS
     + _LAUNCHES
     + _CHECKED
     + _WAYS

@@ -77,9 +77,13 @@ class Double:
         await self.inner.aclose()
 
 
+_DATED = "/retention/", "/timeline/"  # what says when it was written
+
+
 async def contents(store: Store, *, policies: bool = False) -> dict[str, bytes]:
-    """Everything that a store holds; with `policies` also the runs' retention, which says when it was written."""
-    keys = [info.key async for info in store.scan("") if policies or "/retention/" not in info.key]
+    """Everything that a store holds; with `policies` also the runs' retention and heads, which say when they were
+    written."""
+    keys = [info.key async for info in store.scan("") if policies or not any(room in info.key for room in _DATED)]
     return {key: bytes(await store.get(key)) for key in keys}
 
 

@@ -126,7 +126,8 @@ class Tier(MemoryStore):
         and, where `aware`, from every part."""
         origins = {which.checkpoint.attempt: manifest.origin for which, manifest in self.manifests().items()}
         whole = self.whole()
-        paths = [timeline(whole, whole, origins).path]
+        launches = {one.attempt for one in whole}
+        paths = [timeline(whole, whole, {one: origins[one] for one in launches}).path]
         if self.aware:
             paths.append(timeline(set(self.checkpoints()), whole, origins).path)
         return {path[0] for path in paths if path}

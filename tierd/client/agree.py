@@ -36,6 +36,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     attempt: str | None
     everything: bool
     best: Goal | None = None
+    at_least: int | None = None
     clock: Clock
     sight: Sight = Sight()
     error: str = ""
@@ -77,7 +78,13 @@ class Agreement:
         self.clocks: Sequence[Clock] = ()
 
     def look(
-        self, step: int | None, attempt: str | None, *, everything: bool = False, best: Goal | None = None
+        self,
+        step: int | None,
+        attempt: str | None,
+        *,
+        everything: bool = False,
+        best: Goal | None = None,
+        at_least: int | None = None,
     ) -> Resume:
         """Look on every rank, one gather; what there is to restore, by what all see together.
 
@@ -85,6 +92,7 @@ class Agreement:
             everything: every rank needs every rank's part, as a reader that reshards does; the number of ranks that
                 saved may then be any.
             best: of all of them, by this.
+            at_least: whoever asks knows that there was this step; all ranks are asked for the same.
 
         Raises:
             StoreUnavailable: another rank cannot look; or what this one raised.
@@ -98,7 +106,10 @@ class Agreement:
             if best is not None and step is not None:
                 raise ConfigError(f"best={best.metric!r} and step={step}: one of the two")
             best = best if best is None else check_goal(best)
-            own = msgspec.structs.replace(own, step=step, attempt=attempt, best=best, sight=self._look())
+            at_least = at_least if at_least is None else check_step(at_least)
+            own = msgspec.structs.replace(
+                own, step=step, attempt=attempt, best=best, at_least=at_least, sight=self._look()
+            )
         except Exception as error:
             failure, own = error, msgspec.structs.replace(own, error=_text(error))
         looks = self._ranks.gather(own)
@@ -107,7 +118,7 @@ class Agreement:
         for rank, other in enumerate(looks):
             if other.error:
                 raise StoreUnavailable(f"rank {rank} could not restore: {other.error}")
-            if (other.step, other.attempt, other.everything, other.best) != (step, attempt, everything, best):
+            if _question(other) != _question(own):
                 raise ConfigError(
                     f"rank {self._ranks.rank} was asked for {_asked(own)}, and rank {rank} for {_asked(other)}: every "
                     "rank of a launch restores the same"
@@ -163,7 +174,13 @@ def _text(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
+def _question(look: Look) -> tuple[object, ...]:
+    return look.step, look.attempt, look.everything, look.best, look.at_least
+
+
 def _asked(look: Look) -> str:
     newest = f"the best checkpoint ({look.best.mode} {look.best.metric})" if look.best else "the newest checkpoint"
     what = newest if look.step is None else f"step {look.step}"
-    return f"{what}{f' of attempt {look.attempt}' if look.attempt else ''}{' (DCP)' if look.everything else ''}"
+    more = f" of attempt {look.attempt}" if look.attempt else ""
+    more += f", step {look.at_least} or later" if look.at_least is not None else ""
+    return f"{what}{more}{' (DCP)' if look.everything else ''}"

@@ -16,7 +16,8 @@ from threading import Event, Thread
 
 from tierd.core.errors import CorruptChunk, ManifestError, TierdError
 from tierd.core.ids import PartId
-from tierd.core.manifest import DRAFT_NAME, MAX_MANIFEST_SIZE, Chunk, File, Manifest, decode
+from tierd.core.manifest import DRAFT_NAME, Chunk, File, Manifest, decode
+from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.device import LARGE, PAGE, memory_for, populate, read_into, set_direct, settle
 from tierd.persist import digest, open_plain, read_chunk, read_file
 from tierd.spool import Spool

@@ -344,6 +344,7 @@ class Checkpointer:
         best: str | None = None,
         mode: Literal["min", "max"] = "min",
         only: str | Collection[str] | None = None,
+        at_least: int | None = None,
     ) -> Restored | None:
         """Load the newest verified checkpoint of this run's timeline into `state`, or the best.
 
@@ -359,13 +360,15 @@ class Checkpointer:
                 answer.
             only: names of entries, `"model"` say, or `("model", "ema")`: they alone are loaded, and whatever else is
                 in `state` stays as it is. Of these every byte is verified, and others are not read.
+            at_least: a step that is known to have been saved: nothing older is restored, and a run that has nothing is
+                no fresh start.
 
         Returns:
             None when the run has no checkpoint anywhere: a fresh start.
 
         Raises:
-            CheckpointNotFound: none could be verified, or not the one asked for; says what was skipped and why. Or
-                none has a number for the metric; says which there are.
+            CheckpointNotFound: none could be verified, or not the one asked for, or none of `at_least`; says what was
+                skipped and why. Or none has a number for the metric; says which there are.
             StateMismatch: it does not fit `state`; names the first few places. Nothing was loaded, unless an object's
                 own `load_state_dict` refused what fitted.
             StoreUnavailable, DaemonUnavailable: a place that may hold a newer or the right copy did not answer; or
@@ -386,7 +389,7 @@ class Checkpointer:
             return tree
 
         self._let_go()
-        found = restorer.restore(step, attempt, fits, goal)
+        found = restorer.restore(step, attempt, fits, goal, at_least)
         self._choice.resume(found.part.checkpoint if found else None, restorer.resume)
         if found is None:
             self._launch.go_on_from(None, restorer.resume.attempts, restorer.agreement.clocks)

@@ -26,7 +26,8 @@ from tierd.core.errors import (
     StoreUnavailable,
 )
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import DRAFT_NAME, MAX_MANIFEST_SIZE, File, Manifest, decode
+from tierd.core.manifest import DRAFT_NAME, File, Manifest, decode
+from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.core.wire import MAX_REQUEST, Fetch
 from tierd.device import LARGE, PAGE, memory_for
 from tierd.link import Link

@@ -110,6 +110,7 @@ class Restorer(Search):
         attempt: str | None,
         fits: Callable[[Found], dict[str, Any]] = lambda found: {},
         best: Goal | None = None,
+        at_least: int | None = None,
     ) -> Found | None:
         """Read the checkpoint to resume from, the same on every rank; None when the run has none at all.
 
@@ -127,7 +128,7 @@ class Restorer(Search):
             FormatTooNew: the newest was written by a newer tierd.
         """
         try:
-            for candidate in self.candidates(step, attempt, everything=False, best=best):
+            for candidate in self.candidates(step, attempt, everything=False, best=best, at_least=at_least):
                 self._check_world(candidate)
                 found, error, unfit = self._try(candidate, fits)
                 if self.settle(candidate, error, unfit=unfit).load:

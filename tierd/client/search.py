@@ -15,7 +15,7 @@ from tierd.client.agree import Agreement, Settled
 from tierd.client.launch import Clock, clock
 from tierd.client.ranks import Ranks
 from tierd.core.choose import Goal
-from tierd.core.errors import DaemonUnavailable, ManifestError, StoreUnavailable
+from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, ManifestError, StoreUnavailable
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import Manifest
 from tierd.core.resume import UNTOLD, Candidate, Resume, not_found
@@ -25,7 +25,11 @@ from tierd.core.wire import MAX_TOLD, MOST_TOLD, FellBack, Request
 log = logging.getLogger("tierd")
 
 INCOMPLETE = "incomplete: not every rank's part is there"
-GONE = "gone: it was committed on this node, and no place has it any more"
+GONE = "gone: it was whole once, as this node or a tier remembers, and no place has it any more"
+UNVOUCHED = (
+    "unreadable: no manifest of its launch can be read, so that its name alone says that it is newer (it is damaged, "
+    "of a newer tierd, of another key, or not tierd's)"
+)
 _ASIDE = "set aside before: some of it was proven corrupt, and no place had it right"
 _LOOKS = 3  # at what there is, when parts vanish between a look and the reading
 _TRIES = 2  # of one checkpoint, when what was proven corrupt is set aside and another node's spool may have it right
@@ -78,14 +82,16 @@ class Search:
         self._gone = False  # whether the last candidate's parts had vanished
         self.resume = Resume((), (), (), None, (), ())  # as last looked at
 
-    def whole(self, step: int | None, attempt: str | None, best: Goal | None = None) -> Iterator[Candidate]:
+    def whole(
+        self, step: int | None, attempt: str | None, best: Goal | None = None, at_least: int | None = None
+    ) -> Iterator[Candidate]:
         """As `restore` finds them: the checkpoints to try, the same on every rank, where each needs every rank's part.
 
         Their number of ranks may be any. What lies only in other nodes' spools is flushed first. After each, every rank
         calls `settle` with how it fared; the next one comes only if all have to step back, and the end means that the
         run has none. `source` gives parts; `close` ends it. Raises as `restore`.
         """
-        return self.candidates(step, attempt, everything=True, best=best)
+        return self.candidates(step, attempt, everything=True, best=best, at_least=at_least)
 
     def settle(self, candidate: Candidate, error: Exception | None, *, unfit: bool = False) -> Settled:
         """Tell all ranks how this one fared with `candidate`; raises as `Agreement.settle`."""
@@ -109,6 +115,7 @@ class Search:
             doubtful |= dict.fromkeys(resume.incomplete, INCOMPLETE)
         passed = {} if resume.goal else dict.fromkeys(resume.incomplete, INCOMPLETE)
         doubtful |= dict.fromkeys(resume.gone, GONE)
+        doubtful |= dict.fromkeys(resume.unvouched, UNVOUCHED)
         passed |= {one: why for one, why in doubtful.items() if until is None or order(one) > order(until)}
         passed |= dict.fromkeys(resume.corrupt, UNTOLD) | self._passed
         newest = sorted(passed, key=order, reverse=True)
@@ -118,7 +125,13 @@ class Search:
         self.source.close()
 
     def candidates(
-        self, step: int | None, attempt: str | None, *, everything: bool, best: Goal | None = None
+        self,
+        step: int | None,
+        attempt: str | None,
+        *,
+        everything: bool,
+        best: Goal | None = None,
+        at_least: int | None = None,
     ) -> Iterator[Candidate]:
         """As `whole`; without `everything`, each rank needs its own part alone."""
         vanished = 0
@@ -126,7 +139,9 @@ class Search:
         # flush it again, on its own or when asked.
         tries = _TRIES if self._ranks.world > 1 else 1
         while vanished < _LOOKS:
-            self.resume = resume = self.agreement.look(step, attempt, everything=everything, best=best)
+            self.resume = resume = self.agreement.look(
+                step, attempt, everything=everything, best=best, at_least=at_least
+            )
             if best is None:
                 self._check_incomplete(step is None and attempt is None)
             else:
@@ -136,6 +151,8 @@ class Search:
                 one = candidate.checkpoint
                 if self._bad[one] >= tries:
                     continue
+                if at_least is not None and one.step < at_least:
+                    raise self._too_old(at_least, one)
                 if again := self._scattered(candidate):
                     break
                 self._asked_for.discard(one)
@@ -148,10 +165,17 @@ class Search:
                     break
             if not again:
                 self._check_nothing(step, attempt)
+                if at_least is not None:
+                    raise self._too_old(at_least, None)
                 return
         raise StoreUnavailable(
             f"run {self._run!r}: what was to be restored vanished while it was read, {_LOOKS} times; try again"
         )
+
+    def _too_old(self, at_least: int, found: CheckpointId | None) -> CheckpointNotFound:
+        what = f"what is left begins at {found}" if found else "there is none at all"
+        skipped = "".join(f"\n  skipped {one}" for one in self.skipped(found))
+        return CheckpointNotFound(f"run {self._run!r}: no checkpoint of step {at_least} or later: {what}{skipped}")
 
     def _scattered(self, candidate: Candidate) -> bool:
         """Whether to look again: it is complete, but lies where not every rank can get at it, until it is flushed."""
@@ -174,7 +198,7 @@ class Search:
         resume = self.resume
         first = resume.candidates[0].checkpoint if resume.candidates else None
         aside = (one for one in (*resume.quarantined, *resume.gone) if first is None or one > first)
-        doubtful = (*resume.incomplete, *aside)
+        doubtful = (*resume.incomplete, *aside, *resume.unvouched)
         newer = [one for one in doubtful if one not in self._passed]
         silent = (*resume.unreached, *resume.alone)
         if newer and silent and newest:
@@ -220,7 +244,5 @@ class Search:
             )
         skipped = self.skipped()
         asked = step is not None or attempt is not None or (resume.goal is not None and resume.whole)
-        if asked or resume.branches or resume.lost or any(one.reason not in (INCOMPLETE, GONE) for one in skipped):
+        if asked or resume.branches or resume.lost or any(one.reason != INCOMPLETE for one in skipped):
             raise not_found(resume, self._run, step, [str(one) for one in skipped], attempt)
-        if gone := [str(one) for one in skipped if one.reason == GONE]:
-            log.warning("run %s begins from nothing, though it has saved here: %s", self._run, "; ".join(gone))

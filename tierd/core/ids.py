@@ -15,10 +15,15 @@ from tierd.core.errors import ConfigError, StepRefused
 MAX_STEP = 10**12 - 1  # steps are written with twelve digits, so that names sort as numbers do
 MAX_WORLD = 99_999
 
+LATEST_MS = 7_258_118_400_000  # the year 2200: nobody makes an attempt after that
+_THEN_MS = 1_780_000_000_000  # 2026: no clock that shows less is believed
+_AHEAD_MS = 50 * 365 * 86_400_000  # how far ahead of a clock a launch is followed: fifty years
+
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ATTEMPT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")
 _CHECKPOINT = re.compile(r"([0-9]{12})\.([0-9a-f]{12}-[0-9a-f]{8})")
 _RETENTION = re.compile(r"([0-9a-f]{8})\.([a-z]{1,16})\.json")
+_HEAD = re.compile(r"([0-9a-f]{8})\.json")
 _PART = re.compile(r"([0-9]{5})-of-([0-9]{5})")
 _RESERVED_RUNS = frozenset({"README.md"})  # a tier's own objects at its root
 
@@ -73,14 +78,16 @@ def is_attempt(name: str) -> bool:
 def next_attempt(now_ms: int, seen: Iterable[str], token: str) -> str:
     """Name a launch so that it sorts after every attempt in `seen`, even when the clock was set back.
 
-    A hybrid logical clock (Kulkarni et al., 2014): wall time, pushed past everything already seen.
+    A hybrid logical clock (Kulkarni et al., 2014): wall time, pushed past everything already seen, unless that lies
+    fifty years ahead: no launch was made then, and names like that could use up the clock.
 
     Args:
         now_ms: wall clock, milliseconds since 1970.
         seen: attempts that the spool, the daemon or a restored checkpoint shows.
         token: 8 random hex digits, which keep two launches of one millisecond apart.
     """
-    latest = max((int(attempt[:12], 16) for attempt in seen), default=-1)
+    most = max(now_ms, _THEN_MS) + _AHEAD_MS
+    latest = max((at for attempt in seen if (at := int(attempt[:12], 16)) <= most), default=-1)
     return check_attempt(f"{max(now_ms, latest + 1, 0):012x}-{token}")
 
 
@@ -102,9 +109,12 @@ class CheckpointId:
 
     @staticmethod
     def parse(run: str, name: str) -> CheckpointId | None:
-        """The checkpoint that `name` means inside `run`, or None when it means none."""
+        """The checkpoint that `name` means inside `run`, or None when it means none: also where its attempt is of
+        the year 2200 or later, because nobody can have made it."""
         match = _CHECKPOINT.fullmatch(name)
-        return CheckpointId(run, match[2], int(match[1])) if match and _RUN.fullmatch(run) else None
+        if match is None or int(match[2][:12], 16) >= LATEST_MS or not _RUN.fullmatch(run):
+            return None
+        return CheckpointId(run, match[2], int(match[1]))
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -230,6 +240,21 @@ def parse_retention(run: str, key: str) -> tuple[str, str] | None:
     """`(by, given)` of the policy that lies under `key`, or None when the key is not one of `run`'s policies."""
     match = _RETENTION.fullmatch(key.removeprefix(retention_prefix(run)))
     return (match[1], match[2]) if match else None
+
+
+def heads_prefix(run: str) -> str:
+    return f"{run}/timeline/"
+
+
+def head_key(run: str, by: str) -> str:
+    """Where a tier holds the head of `run` that node `by` (8 hex digits) wrote: ``timeline/<by>.json``."""
+    return f"{heads_prefix(run)}{by}.json"
+
+
+def parse_head(run: str, key: str) -> str | None:
+    """`by` of the head that lies under `key`, or None when the key is not one of `run`'s heads."""
+    match = _HEAD.fullmatch(key.removeprefix(heads_prefix(run)))
+    return match[1] if match else None
 
 
 def chunk_owner(run: str, key: str) -> CheckpointId | None:

@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 import msgspec
-import xxhash
 from msgspec import Meta
 
 from tierd.core.errors import FormatTooNew, ManifestError, WrongKey
 from tierd.core.ids import MAX_STEP, MAX_WORLD, CheckpointId, PartId, chunk_owner
+from tierd.core.seal import seal, unsealed, version_of
 
 VERSION = 1
 ENCRYPTED = 2  # the version of what an encrypted tier has in a manifest's place
@@ -27,7 +27,6 @@ DRAFT_NAME = f"{MANIFEST_NAME}.new"  # while the other is being healed, or what 
 _RESERVED = (MANIFEST_NAME, DRAFT_NAME)
 CHUNK_SIZE = 32 << 20  # what this writer cuts files into, bytes
 MAX_CHUNK_SIZE = 256 << 20  # what a reader accepts, bytes: a chunk is held in memory whole
-MAX_MANIFEST_SIZE = 32 << 20
 MAX_FILES = 100_000
 MAX_METRICS = 1_000
 
@@ -35,8 +34,6 @@ Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Attempt = Annotated[str, Meta(pattern=r"^[0-9a-f]{12}-[0-9a-f]{8}\Z")]
 Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
 MetricName = Annotated[str, Meta(max_length=256, pattern=r"\A[^\x00-\x1f\x7f]+\Z")]  # they are printed
-_SEAL = b',"digest":"'
-_SEAL_SIZE = len(_SEAL) + 32 + len('"}\n')
 _CHUNK_KEY = re.compile(r"chunks/[0-9]{12}\.[0-9a-f]{12}-[0-9a-f]{8}/([0-9]{5})/([0-9a-f]{32})\.([a-z0-9]{1,16})")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -194,9 +191,9 @@ def unwrap(data: bytes, where: str) -> Wrapped | None:
     Raises:
         ManifestError, FormatTooNew: as `decode`.
     """
-    body = _unsealed(data, where)
+    body = unsealed(data, where)
     try:
-        version = _version.decode(body).version
+        version = version_of(body)
         if version == VERSION:
             return None
         if version != ENCRYPTED:
@@ -204,12 +201,6 @@ def unwrap(data: bytes, where: str) -> Wrapped | None:
         return _wrapped.decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ManifestError(f"{where}: {error}") from error
-
-
-def seal(manifest: Manifest | Wrapped) -> bytes:
-    """As `encode`, of anything: a test's way to say what no writer says."""
-    body = msgspec.json.encode(manifest)[:-1]
-    return body + _SEAL + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
 
 
 def decode(data: bytes, expected: PartId | None = None) -> Manifest:
@@ -225,9 +216,9 @@ def decode(data: bytes, expected: PartId | None = None) -> Manifest:
         WrongKey: intact, and encrypted.
     """
     where = f"manifest of {expected}" if expected else "manifest"
-    body = _unsealed(data, where)
+    body = unsealed(data, where)
     try:
-        version = _version.decode(body).version
+        version = version_of(body)
         if version == ENCRYPTED and (key_id := _key_id(body)):
             raise WrongKey(f"{where}: encrypted with key {key_id}: name its file by the tier's key_file, or --key-file")
         if version != VERSION:
@@ -253,18 +244,6 @@ def decode(data: bytes, expected: PartId | None = None) -> Manifest:
     return manifest
 
 
-def _unsealed(data: bytes, where: str) -> bytes:
-    """The JSON object in front of an intact seal."""
-    if len(data) > MAX_MANIFEST_SIZE:
-        raise ManifestError(f"{where}: {len(data)} bytes; at most {MAX_MANIFEST_SIZE} are read")
-    body, seal = data[:-_SEAL_SIZE], data[-_SEAL_SIZE:]
-    if not seal.startswith(_SEAL) or not seal.endswith(b'"}\n'):
-        raise ManifestError(f"{where}: truncated, or not a manifest: it does not end in its digest")
-    if seal[len(_SEAL) : -3] != xxhash.xxh3_128_hexdigest(body).encode():
-        raise ManifestError(f"{where}: its bytes differ from its own digest")
-    return body + b"}"
-
-
 def _key_id(body: bytes) -> str:
     try:
         return _wrapped.decode(body).key_id
@@ -272,14 +251,7 @@ def _key_id(body: bytes) -> str:
         return ""
 
 
-class _Version(msgspec.Struct):
-    # Every version of the format keeps these two: a member `version`, and the seal. So a newer manifest is never
-    # mistaken for a corrupt one.
-    version: int
-
-
 # Made once, on import: msgspec looks a type up when it meets it first, and two threads that do so at once crash it.
-_version = msgspec.json.Decoder(_Version)
 _decoder = msgspec.json.Decoder(Manifest)
 _wrapped = msgspec.json.Decoder(Wrapped)
 

@@ -41,7 +41,8 @@ class Resume:
     tell; `origins` is what can be told. `unreached` are tiers that did not answer some rank; `alone` says which rank
     could ask no tier, and why.
 
-    `gone` were committed on a rank's node, and no rank sees anything of them.
+    `gone` were complete once, as some rank's node or a head remembers, and no rank sees anything of them. `unvouched`
+    are newer by name than all of which anything can be read, so that nothing tells whether they belong to the run.
 
     `values` are what rank 0's manifests say of the metrics that were asked for, NaN where they say nothing, and
     `metrics` the names of some that there are. `whole` are all complete checkpoints. Where the best was asked for by
@@ -65,6 +66,7 @@ class Resume:
     unread: tuple[CheckpointId, ...] = ()
     corrupt: tuple[CheckpointId, ...] = ()
     gone: tuple[CheckpointId, ...] = ()
+    unvouched: tuple[CheckpointId, ...] = ()
 
     def order(self, checkpoint: CheckpointId) -> tuple[float, CheckpointId]:
         """What candidates are tried by, largest first."""
@@ -127,7 +129,7 @@ def agree(
     bad = _corrupt(sights, run) & set(untold)
     first = order[0] if order else None
     if step is None and attempt is None:
-        reached = aside & set(timeline(known, known, origins).path)
+        reached = aside & set(timeline(known, known, origins).path) - set(line.unvouched)
     else:
         reached = {c for c in aside if step in (None, c.step) and attempt in (None, c.attempt)}
     lacking = _lacking(sights, whole, complete, world, everything=everything) if world and not mute else {}
@@ -136,13 +138,17 @@ def agree(
         branches=tuple(checkpoint for checkpoint in line.branches if checkpoint not in order),
         incomplete=tuple(
             sorted(
-                (c for c in found if c not in complete and c not in aside and (best or not first or c > first)),
+                (
+                    one
+                    for one in found - complete.keys() - aside - set(line.unvouched)
+                    if best or not first or one > first
+                ),
                 reverse=True,
             )
         ),
         lost=line.lost,
         unreached=tuple(dict.fromkeys(name for sight in sights for name in sight.unreached)),
-        attempts=tuple(sorted({checkpoint.attempt for checkpoint in known})),
+        attempts=tuple(sorted({one.attempt for one in known - set(line.unvouched)} | origins.keys())),
         quarantined=tuple(sorted(reached, reverse=True)),
         alone=tuple(
             f"rank {rank}: {sight.alone}" if len(sights) > 1 else sight.alone
@@ -157,6 +163,7 @@ def agree(
         unread=tuple(one for one in untold if one not in bad),
         corrupt=tuple(one for one in untold if one in bad),
         gone=tuple(sorted({one for sight in sights for one in named(run, sight.gone)} - known, reverse=True)),
+        unvouched=tuple(one for one in line.unvouched if one not in order),
     )
 
 
@@ -262,8 +269,8 @@ def not_found(
         )
     lines = [f"{asked}: no checkpoint could be verified"] if skipped else [f"{asked}: there is no such checkpoint"]
     lines += [f"  skipped {text}" for text in skipped]
-    if resume.quarantined and not resume.candidates and step is None:
-        lines.append("  to begin from nothing all the same, give the run another name")
+    if (resume.quarantined or resume.gone or resume.unvouched) and not resume.candidates and step is None:
+        lines.append(f"  to begin from nothing all the same, give the run another name, or remove it (tierd rm {run})")
     if resume.lost:
         lines.append(f"  what attempt {resume.lost} resumed from cannot be told any more")
     if resume.branches:

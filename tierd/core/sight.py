@@ -32,7 +32,8 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         mixed: those of `whole` that neither this node's spool nor the tiers show alone.
         parts: attempt -> step -> world size -> ranks, for checkpoints that are not whole. Ranks are pairs: from, to.
         aside: set aside as corrupt, whole or in part, and not whole.
-        gone: committed on this node once, and seen in no place, whole or in part.
+        gone: committed on this node once, or the newest that was whole as a head remembers, and seen in no place,
+            whole or in part.
         origins: attempt -> the attempt and step that it resumed from, null where it began from nothing.
         unreached: tiers that did not answer; and a place where a manifest could not be read that alone may tell what an
             attempt resumed from.
@@ -102,6 +103,8 @@ def see(world: World, run: str, metrics: Collection[str] = ()) -> Sight:
     origins = world.origins(run)
     gone = {part.checkpoint for part in world.spool.committed if part.checkpoint.run == run} - {*own, *others} - aside
     gone -= {part.checkpoint for place in places for part in place.quarantined}
+    if lost := world.gone(run):
+        gone |= {lost}
     return Sight(
         whole={size: _steps(found) for size, found in sorted(whole.items())},
         mixed=_steps(mixed),

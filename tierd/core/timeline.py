@@ -1,7 +1,8 @@
 """The timeline: the chain of attempts that the newest one descends from.
 
 Law: a resume walks down the timeline only. Past an attempt's first checkpoint it goes on at the checkpoint which that
-attempt resumed from, never at a later one of a branch that was abandoned.
+attempt resumed from, never at a later one of a branch that was abandoned. An attempt that nothing readable tells of is
+a name, which anybody may have put there: it does not decide which one is the newest.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ class Timeline:
     """One run's complete checkpoints, each once.
 
     `path` is newest first; `branches` are complete checkpoints off the path, newest first; `lost` is the attempt whose
-    origin nobody can tell any more (its manifests are gone or unreadable), where the walk had to end.
+    origin nobody can tell any more (its manifests are gone or unreadable), where the walk had to end. `unvouched` are
+    checkpoints, complete or not, of attempts that are newer by name than the newest of which anything can be told.
     """
 
     path: tuple[CheckpointId, ...]
     branches: tuple[CheckpointId, ...]
     lost: str | None
+    unvouched: tuple[CheckpointId, ...] = ()
 
 
 def timeline(
@@ -31,21 +34,26 @@ def timeline(
     """Order one run's checkpoints for a resume.
 
     Args:
-        known: every checkpoint that any place shows, complete or not: they tell which attempt is the newest.
+        known: every checkpoint that any place shows, complete or not.
         complete: those of which every rank's part is there.
-        origins: attempt -> the checkpoint it resumed from (None: it began from nothing), where a manifest tells.
+        origins: attempt -> the checkpoint it resumed from (None: it began from nothing), where a manifest or a head
+            tells. The newest of these is the newest; where nobody can tell of any, the newest name is.
     """
     steps: dict[str, list[CheckpointId]] = {checkpoint.attempt: [] for checkpoint in known}
     for checkpoint in complete:
         steps[checkpoint.attempt].append(checkpoint)
     path: list[CheckpointId] = []
-    here = max(known, default=None)
-    attempts = way(here.attempt, origins) if here else {}
+    newest = max(origins or steps, default=None)
+    attempts = way(newest, origins) if newest else {}
     for attempt, limit in attempts.items():
         path += sorted((c for c in steps.get(attempt, ()) if limit is None or c.step <= limit), reverse=True)
     last = next(reversed(attempts), None)
-    branches = sorted(set(complete) - set(path), reverse=True)
-    return Timeline(tuple(path), tuple(branches), last if last not in origins else None)
+    return Timeline(
+        tuple(path),
+        branches=tuple(sorted(set(complete) - set(path), reverse=True)),
+        lost=last if last not in origins else None,
+        unvouched=tuple(sorted((one for one in known if newest and one.attempt > newest), reverse=True)),
+    )
 
 
 def way(attempt: str, origins: Mapping[str, CheckpointId | None]) -> dict[str, int | None]:

@@ -22,8 +22,9 @@ from msgspec import Meta
 from tierd.core import errors
 from tierd.core.errors import ConfigError, DaemonUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_rank, check_run, check_step
-from tierd.core.manifest import MAX_MANIFEST_SIZE, MetricName
+from tierd.core.manifest import MetricName
 from tierd.core.protocol import PROTOCOL, PROTOCOL_TEXT, VERSION_TEXT, Peer, Protocol
+from tierd.core.seal import MAX_MANIFEST_SIZE
 
 HEARTBEAT = 5.0  # seconds
 BEAT = 0.25  # seconds

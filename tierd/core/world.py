@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from tierd.core.errors import TierdError
+from tierd.core.head import Head, Known, newest, together
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.run_retention import StoredRetention
@@ -126,7 +127,8 @@ class Place:
     prune and not among the facts, names chunks, `cut` those whose deletion was cut off. Quarantined parts still tell
     the timeline where they can.
 
-    `policies` are the retention policies that lie there, by run; in the spool, the trainer's. Of the spool alone,
+    `policies` are the retention policies that lie there, by run; in the spool, the trainer's. `heads` are those that
+    lie there and can be read, by run; in the spool, what this node remembers of all places. Of the spool alone,
     `restored` are the runs whose newest attempt there was only restored: this node never saved it; `launches` are, by
     run, what was saved there, whether it still has copies of it or not; `alive` are, by run, the trainers that save
     there now, and `ended` the launches that did so lately and have no trainer any more; `committed` are the newest part
@@ -145,6 +147,7 @@ class Place:
     alive: Mapping[str, tuple[Trainer, ...]] = field(default_factory=dict)
     ended: Mapping[str, frozenset[str]] = field(default_factory=dict)
     committed: frozenset[PartId] = frozenset()
+    heads: Mapping[str, tuple[Head, ...]] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -230,6 +233,10 @@ class Place:
             policies[one.run] = (*others, one)
         return replace(self, policies=policies)
 
+    def with_heads(self, run: str, heads: tuple[Head, ...]) -> Place:
+        """The same, with these heads of a run."""
+        return replace(self, heads={**self.heads, run: heads})
+
     def without(self, checkpoint: CheckpointId) -> Place:
         """The same, after a checkpoint was pruned there."""
         left = {owner: seen for owner, seen in self.checkpoints.items() if owner != checkpoint}
@@ -303,7 +310,8 @@ class World:
         return dict(found)
 
     def origins(self, run: str) -> dict[str, CheckpointId | None]:
-        """The checkpoint that each attempt of a run resumed from, where any manifest, quarantined or not, tells."""
+        """The checkpoint that each attempt of a run resumed from, where any manifest, quarantined or not, or else any
+        head tells."""
         found: dict[str, CheckpointId | None] = {}
         for place in self.places.values():
             for seen in place.copies(run):
@@ -313,7 +321,24 @@ class World:
             for part, aside in place.quarantined.items():
                 if aside and part.checkpoint.run == run:
                     found[part.checkpoint.attempt] = aside.origin
+        for attempt, known in self.remembered(run).items():
+            origin = known.resumed_from
+            found.setdefault(attempt, CheckpointId(run, origin.attempt, origin.step) if origin else None)
         return found
+
+    def remembered(self, run: str) -> dict[str, Known]:
+        """What all heads together tell of a run's launches."""
+        return together(head for place in self.places.values() for head in place.heads.get(run, ()))
+
+    def gone(self, run: str) -> CheckpointId | None:
+        """The newest checkpoint that was complete anywhere, as heads remember it, where no place shows anything of
+        it; None where one does."""
+        one = newest(self.remembered(run), run)
+        places = self.places.values()
+        shown = any(
+            one in place.checkpoints or any(part.checkpoint == one for part in place.quarantined) for place in places
+        )
+        return None if shown else one
 
 
 def union(*seen: Mapping[int, frozenset[int]]) -> dict[int, frozenset[int]]:

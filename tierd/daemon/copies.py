@@ -24,8 +24,9 @@ from tierd.core.errors import (
     TierdError,
 )
 from tierd.core.ids import CheckpointId, PartId, chunks_prefix, manifests_prefix
-from tierd.core.manifest import MAX_MANIFEST_SIZE, Chunk, Manifest, Stored
+from tierd.core.manifest import Chunk, Manifest, Stored
 from tierd.core.manifest import decode as decode_manifest
+from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.daemon.together import to_the_end, together
 from tierd.device import memory_for
 from tierd.stores.base import Buffer, ObjectInfo, Store, children, is_authentic, octets, weight

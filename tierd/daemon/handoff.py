@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import logging
 import os
+import select
 import socket
 import threading
 import time

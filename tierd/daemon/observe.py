@@ -20,6 +20,7 @@ from tierd.core.errors import (
     StoreUnavailable,
     TierdError,
 )
+from tierd.core.head import Head
 from tierd.core.ids import (
     CheckpointId,
     PartId,
@@ -32,10 +33,11 @@ from tierd.core.manifest import Manifest
 from tierd.core.run_retention import StoredRetention
 from tierd.core.world import Facts, Place, Seen, World
 from tierd.daemon.copies import read_manifest
+from tierd.daemon.heads import Heads
 from tierd.daemon.manifests import Manifests
 from tierd.daemon.run_policies import RunPolicies
 from tierd.living import ended, trainers
-from tierd.records import committed, launches, policies, saved
+from tierd.records import committed, heads, launches, policies, saved
 from tierd.spool import Spool, condition
 from tierd.stores.base import ObjectInfo, Store, children
 
@@ -120,7 +122,14 @@ class SpoolEye:
         alive = trainers(self._spool.control, newest)
         over = ended(self._spool.control, alive, alive)
         return replace(
-            place, policies=wanted, restored=restored, launches=own, alive=alive, ended=over, committed=before
+            place,
+            policies=wanted,
+            restored=restored,
+            launches=own,
+            alive=alive,
+            ended=over,
+            committed=before,
+            heads=heads(self._spool.control, newest | own),
         )
 
     def _facts(self, part: PartId, cache: dict[tuple[PartId, int], Facts | TierdError]) -> Facts | TierdError | None:
@@ -148,6 +157,7 @@ class TierEye:
         self.store = store
         self.manifests = Manifests(store)
         self._policies = RunPolicies(store, prunes=prunes)
+        self._heads = Heads(store)
         self._aside: dict[tuple[str, str], Facts | None] = {}
         self._owners: dict[str, set[CheckpointId]] = {}
         self._listed: dict[str, float] = {}  # run -> when its chunks were listed, monotonic seconds
@@ -178,6 +188,7 @@ class TierEye:
         aside: dict[PartId, Facts | None] = {}
         pins: set[CheckpointId] = set()
         wanted: dict[str, tuple[StoredRetention, ...]] = {}
+        heads: dict[str, tuple[Head, ...]] = {}
         owners: set[CheckpointId] = set()
         for run in sorted(runs):
             checkpoints |= await self.manifests.look(run, (mine or {}).get(run, ()), few=few, told=told)
@@ -186,6 +197,7 @@ class TierEye:
             aside |= await self._quarantined(run, beside)
             told()
             wanted[run] = await self._stored_policies(run, beside)
+            heads[run] = await self._stored_heads(run, beside)
             owners |= await self._chunk_owners(run, told)
             pins |= {pin for info in beside if (pin := parse_pin(run, info.key))}
         lent = self.manifests.lent(checkpoints.keys())
@@ -198,15 +210,20 @@ class TierEye:
             lent,
             cut,
             {run: found for run, found in wanted.items() if found},
+            heads={run: found for run, found in heads.items() if found},
         )
 
     async def _beside_manifests(self, run: str) -> list[ObjectInfo]:
-        """What is listed behind the manifests: pins, marks, quarantined manifests and policies, in one listing."""
+        """What is listed behind the manifests: pins, marks, quarantined manifests, policies, heads; in one listing."""
         behind = f"{manifests_prefix(run)}\x7f"  # '\x7f' sorts after every character of a key
         return [info async for info in self.store.scan(f"{run}/", behind)]
 
     async def _stored_policies(self, run: str, beside: Iterable[ObjectInfo]) -> tuple[StoredRetention, ...]:
         found = [await self._policies.read(run, info) for info in beside]
+        return tuple(one for one in found if one)
+
+    async def _stored_heads(self, run: str, beside: Iterable[ObjectInfo]) -> tuple[Head, ...]:
+        found = [await self._heads.read(run, info) for info in beside]
         return tuple(one for one in found if one)
 
     async def _quarantined(self, run: str, beside: Iterable[ObjectInfo]) -> dict[PartId, Facts | None]:

@@ -12,7 +12,8 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from tierd.commit import Written
@@ -23,6 +24,7 @@ from tierd.core.errors import (
     ObjectNotFound,
     StoreFull,
     StoreRefused,
+    StoreUnavailable,
     TierdError,
     is_exhausted,
 )
@@ -37,6 +39,7 @@ from tierd.core.retention import seconds
 from tierd.core.world import SPOOL, Place, Sent, World
 from tierd.daemon.budget import Budget
 from tierd.daemon.download import Wanted
+from tierd.daemon.heads import remembering
 from tierd.daemon.journal import Journal
 from tierd.daemon.lane import Lane
 from tierd.daemon.notices import Notices
@@ -48,6 +51,7 @@ from tierd.daemon.repair import Repairer
 from tierd.daemon.room import Room
 from tierd.daemon.scrub import Scrubber
 from tierd.daemon.tiers import Tiers
+from tierd.records import remember
 from tierd.spool import Spool
 from tierd.stores.base import Store
 
@@ -315,8 +319,18 @@ class Reconciler:
         that was only restored here nothing is deleted."""
         saved = sorted((self._runs() - self._place.restored) | self._place.launches.keys())
         await self.tiers.tidy(tier, saved)
-        if not self.pause.paused and not self._draining:
-            await self.tiers.record(tier, self.world(), self.config, saved)
+        if not self.pause.paused:
+            await self.tiers.write_heads(tier, self.world(), saved)
+            await self._remember(saved)
+            if not self._draining:
+                await self.tiers.record(tier, self.world(), self.config, saved)
+
+    async def _remember(self, runs: Iterable[str]) -> None:
+        """Keep in the spool what any place shows of the launches of `runs`."""
+        world = self.world()
+        for head in [head for run in runs if (head := remembering(world, run))]:
+            await asyncio.to_thread(remember, self.spool.control, head)
+            self._place = self._place.with_heads(head.run, (head,))
 
     def _rescan(self, lane: Lane, cost: int) -> float:
         """Seconds until the lane looks again though nothing wakes it: the longer, the longer a look takes, and at rest
@@ -479,6 +493,8 @@ class Reconciler:
         sizes = {"raw_bytes": done.raw, "stored_bytes": done.stored, "sent_bytes": done.sent}
         self.journal.tell("flushed", tier, part, told, **sizes, seconds=round(time.monotonic() - begun, 3))
         self._tell_durable(tier)
+        with suppress(StoreUnavailable, StoreRefused):  # or after the next look
+            await self.tiers.write_heads(tier, self.world(), [part.checkpoint.run])
 
     def _note_sent(self, tier: str, checkpoint: CheckpointId) -> None:
         self._full.discard(tier)

@@ -22,7 +22,7 @@ from tierd.core.ids import (
     pruning_prefix,
     quarantine_prefix,
 )
-from tierd.records import forget
+from tierd.records import forget, recorded
 from tierd.spool import Spool
 from tierd.stores.base import Store
 
@@ -60,6 +60,8 @@ def held_in_spool(spool: Spool, name: str, run: str) -> Held:
     sizes = [
         Path(directory, name).lstat().st_size for directory, _, names in os.walk(spool.root / run) for name in names
     ]
+    if not sizes:  # it may be remembered all the same
+        sizes = [path.lstat().st_size for path in recorded(spool.control, run)]
     return Held(name, len(checkpoints), len(sizes), sum(sizes))
 
 

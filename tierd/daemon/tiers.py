@@ -27,6 +27,7 @@ from tierd.core.errors import (
     TierdError,
     WrongKey,
 )
+from tierd.core.head import Head
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.plan import lender
@@ -36,6 +37,7 @@ from tierd.core.world import Facts, Place, World
 from tierd.daemon.budget import FLUSHES, Budget
 from tierd.daemon.copies import read_manifest
 from tierd.daemon.flush import Flushed, Twin, Way, flush
+from tierd.daemon.heads import unwritten, write
 from tierd.daemon.observe import TierEye
 from tierd.daemon.pace import Pace
 from tierd.daemon.pause import Pause
@@ -185,6 +187,14 @@ class Tiers:
         if fresh:
             self._did(tier, lambda place: place.with_policies(fresh))
 
+    async def write_heads(self, tier: str, world: World, runs: Iterable[str]) -> None:
+        """Put on a tier what this node is to say there of the launches of `runs`."""
+        for run in runs:
+            place = self.places[tier]
+            if place and (head := unwritten(world, place, run)):
+                await write(self._stores[tier], head, place.heads.get(run, ()))
+                self._did(tier, partial(_with_head, head))
+
     async def tidy(self, tier: str, runs: Iterable[str]) -> None:
         """Remove what turns of this node that were cut off have left, after a start or a failure; what was being
         deleted is part of the place as it was last seen."""
@@ -310,6 +320,10 @@ class Tiers:
     def doubt(self, tier: str) -> None:
         """What was last seen on a tier is not so any more."""
         self.places[tier] = None
+
+
+def _with_head(head: Head, place: Place) -> Place:
+    return place.with_heads(head.run, (head,))
 
 
 def _without(checkpoint: CheckpointId, place: Place) -> Place:

@@ -185,13 +185,14 @@ class Reader:
         mode: Literal["min", "max"] = "min",
         only: str | Collection[str] | None = None,
         rank: int | None = None,
+        at_least: int | None = None,
     ) -> Loaded:
         """Load the newest verified checkpoint of the run's timeline into `state`, or the best.
 
         It does what `Checkpointer.restore` does, from the tiers alone.
 
         Args:
-            state, step, attempt, best, mode, only: as for `Checkpointer.restore`.
+            state, step, attempt, best, mode, only, at_least: as for `Checkpointer.restore`.
             rank: load what this rank saved, whatever the number of ranks now. Not given: what is loaded must be the
                 same on all ranks that saved.
 
@@ -208,7 +209,7 @@ class Reader:
             raise ConfigError("restore(state): a mapping of names to what is loaded into; download(DIR) copies files")
         chosen(state, names)
         search = Search(self.run, Ranks(0, 1), TierView(self._tiers, (best,) if isinstance(best, str) else ()))
-        for candidate in search.whole(step, attempt, None if best is None else Goal(best, mode)):
+        for candidate in search.whole(step, attempt, None if best is None else Goal(best, mode), at_least):
             files = TierFiles(self._tiers, candidate.checkpoint, candidate.world)
             found, error = self._try(search, candidate, files, state, names, rank)
             unfit = isinstance(error, StateMismatch | ConfigError)

@@ -28,7 +28,8 @@ from cryptography.hazmat.primitives.ciphers import (
 )
 
 from tierd.core.errors import CorruptChunk, ManifestError, StoreRefused, WrongKey
-from tierd.core.manifest import MAX_MANIFEST_SIZE, unwrap, wrap
+from tierd.core.manifest import unwrap, wrap
+from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.device import memory_for
 from tierd.priority import POLITE, is_hasty
 from tierd.stores.base import Buffer, ObjectInfo, Store, check_key, octets, room

@@ -68,7 +68,7 @@ MUTANTS = (
     ),
     Mutant(
         "a manifest's seal is not checked",
-        "tierd/core/manifest.py",
+        "tierd/core/seal.py",
         "    if seal[len(_SEAL) : -3] != xxhash.xxh3_128_hexdigest(body).encode():\n",
         "    if False:\n",
         "corruption --only 48",

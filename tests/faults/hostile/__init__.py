@@ -36,8 +36,8 @@ MUTANTS = (
     ),
     Mutant(
         "a manifest may be of any size",
-        "tierd/core/manifest.py",
-        "    if len(data) > MAX_MANIFEST_SIZE:\n",
+        "tierd/core/seal.py",
+        "    if len(data) > most:\n",
         "    if False:\n",
         "hostile --only 254",
         "a manifest of 33554433 bytes was taken",

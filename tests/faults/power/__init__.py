@@ -185,11 +185,11 @@ MUTANTS = (
     Mutant(
         "a part's spare is written over before its removal is durable",
         "tierd/spool.py",
-        """            return None
+        """            _take_apart(path, grave)
         _sync_left(path.parent)
         return grave
 """,
-        """            return None
+        """            _take_apart(path, grave)
         return grave
 """,
         "power --trials 60",
