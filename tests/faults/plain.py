@@ -462,8 +462,8 @@ _POLICIES = (
     Mutant(
         "a full disk that takes a run's last copy ends what its node had to do of it",
         "tierd/daemon/observe.py",
-        "restored=restored, launches=own, ",
-        "restored=restored, ",
+        "            launches=own,\n",
+        "",
         "pytest tests/daemon/test_room.py -k last_copy_went",
     ),
     Mutant(

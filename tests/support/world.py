@@ -147,7 +147,7 @@ def wait_until(condition: Callable[[], object], timeout: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-async def settle(daemon: Reconciler, timeout: float = 20.0) -> None:
+async def settle(daemon: Reconciler, timeout: float = 60.0) -> None:
     """Until every place answers and, look after look, nothing is left to do."""
     end = time.monotonic() + timeout
     quiet = 0
