@@ -216,6 +216,27 @@ _ENCRYPTION = (
         f"{_DAEMON}test_without_the_key_nothing_is_restored_passed_over_quarantined_or_deleted",
     ),
     Mutant(
+        "a policy is put beside manifests of another key",
+        "tierd/daemon/run_policies.py",
+        "isinstance(why, WrongKey) for other",
+        "False for other",
+        f"{_OWNED} -k cannot_be_read_here",
+    ),
+    Mutant(
+        "a policy that is not encrypted is damage",
+        _ENCRYPTED,
+        "and is_plain(data):",
+        "and False:",
+        f"{_OWNED} -k another_key_left",
+    ),
+    Mutant(
+        "an encrypted policy is damage where there is no key",
+        "tierd/core/run_retention.py",
+        "if key_id := encrypted_with(data):",
+        'if key_id := "":',
+        f"{_OWNED} -k another_key_left",
+    ),
+    Mutant(
         "equal chunks have equal names",
         _KEYS,
         'f"tierd {purpose} {directory}"',

@@ -265,6 +265,14 @@ def _unsealed(data: bytes, where: str) -> bytes:
     return body + b"}"
 
 
+def encrypted_with(data: bytes) -> str:
+    """The id of the key that encrypted an object; empty where it is not encrypted, or not intact."""
+    try:
+        return _key_id(_unsealed(data, ""))
+    except ManifestError:
+        return ""
+
+
 def _key_id(body: bytes) -> str:
     try:
         return _wrapped.decode(body).key_id
