@@ -14,6 +14,7 @@ _TRUST, _SECRETS, _FILE = (
 _STORE, _DAEMON = "pytest tests/stores/test_encrypted.py::", "pytest tests/daemon/test_encrypted.py::"
 _ENCRYPTED, _KEYS = "tierd/stores/encrypted.py", "tierd/stores/keys.py"
 _APART = "pytest tests/wire/test_apart.py"
+_APART_DIRECTORIES = "pytest tests/test_config_check.py"
 _HANDED, _PIPELINE = "pytest tests/client/test_handoff.py", "tierd/client/pipeline.py"
 _STOPPED = "pytest tests/client/test_stopped_daemon.py"
 _READER = "pytest tests/reading/test_reader.py"
@@ -235,6 +236,27 @@ _ENCRYPTION = (
         "if key_id := encrypted_with(data):",
         'if key_id := "":',
         f"{_OWNED} -k another_key_left",
+    ),
+    Mutant(
+        "a tier may be a link to another",
+        "tierd/stores/apart.py",
+        "os.path.realpath(path)",
+        "os.path.normpath(path)",
+        f"{_APART_DIRECTORIES} -k not_apart",
+    ),
+    Mutant(
+        "a tier may lie in the spool",
+        "tierd/stores/apart.py",
+        "if self._is_inside(other):",
+        "if False:",
+        f"{_APART_DIRECTORIES} -k not_apart",
+    ),
+    Mutant(
+        "a reload may nest tiers",
+        "tierd/daemon/service.py",
+        "    await check_apart(config)\n    teller",
+        "    teller",
+        "pytest tests/daemon/test_reload.py -k cannot_be_used_changes",
     ),
     Mutant(
         "equal chunks have equal names",
