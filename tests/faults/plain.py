@@ -259,6 +259,20 @@ _ENCRYPTION = (
         "pytest tests/daemon/test_reload.py -k cannot_be_used_changes",
     ),
     Mutant(
+        "ls takes a silent daemon for none",
+        "tierd/cli/read.py",
+        "            unanswered = True\n",
+        "",
+        "pytest tests/daemon/test_control.py -k ls_shows_the_spool",
+    ),
+    Mutant(
+        "no daemon counts as one that does not answer",
+        "tierd/link.py",
+        "(DaemonAbsent if absent else DaemonUnavailable)",
+        "DaemonUnavailable",
+        "pytest tests/daemon/test_control.py -k ls_shows_the_spool",
+    ),
+    Mutant(
         "equal chunks have equal names",
         _KEYS,
         'f"tierd {purpose} {directory}"',
