@@ -273,6 +273,13 @@ _ENCRYPTION = (
         "pytest tests/daemon/test_control.py -k ls_shows_the_spool",
     ),
     Mutant(
+        "a wait tells what was left, not what was asked",
+        "tierd/daemon/control.py",
+        "is not verified there yet{why}",
+        "is not verified there after {timeout:g} s{why}",
+        "pytest tests/test_ending_cli.py -k time_is_over",
+    ),
+    Mutant(
         "equal chunks have equal names",
         _KEYS,
         'f"tierd {purpose} {directory}"',
