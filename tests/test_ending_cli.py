@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -130,7 +131,8 @@ def test_wait_ends_with_6_when_the_time_is_over_or_a_tier_refuses(spool, capsys)
     with Daemon(spool.root, {"s3": store}):
         assert run(["wait", "run", "1", "--spool", str(spool.root), "--timeout", "0.5s"]) == 6
         said = capsys.readouterr().err
-        assert "the time is over" in said and "503 Slow Down" in said
+        assert "the time is over (--timeout 0.5s)" in said and "503 Slow Down" in said
+        assert not re.search(r"after [\d.e-]+ s", said)  # that of a part is what the others have left of it
         store.error = StoreRefused("403 Forbidden")
         assert run(["wait", "run", "1", "--spool", str(spool.root), "--timeout", "1d"]) == 6
         assert "the tier refuses: 403 Forbidden" in capsys.readouterr().err

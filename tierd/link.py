@@ -19,12 +19,12 @@ from typing import Any
 import msgspec
 
 from tierd import __version__
-from tierd.core.errors import DaemonUnavailable, TierdError, VersionMismatch
+from tierd.core.errors import DaemonAbsent, DaemonUnavailable, TierdError, VersionMismatch
 from tierd.core.protocol import BEATS, PROTOCOL, Peer, explain
 from tierd.core.wire import EXIT_HELD, HEARTBEAT, MAX_REPLY, Hello, Request, Status, encode_line, greeted, raise_error
 from tierd.persist import private
 from tierd.spool import Spool
-from tierd.trust import stranger
+from tierd.trust import peer_pid, stranger
 
 THIS = Peer(PROTOCOL, __version__)
 HELLO = Hello(protocol=str(PROTOCOL), version=__version__)
@@ -62,7 +62,8 @@ class Link:
             for requests that `wire.BEAT` holds for. A daemon of before protocol 1.1 has the usual time to answer them.
 
     Raises:
-        DaemonUnavailable: nobody listens, or no place is free in the daemon's queue.
+        DaemonAbsent: nobody listens.
+        DaemonUnavailable: no place is free in the daemon's queue, or what listens is another user's.
     """
 
     def __init__(self, spool: Spool, *, greet: bool = True, silence_s: float | None = None) -> None:
@@ -78,7 +79,7 @@ class Link:
         except OSError as error:
             self._socket.close()
             absent = error.errno in _ABSENT
-            raise DaemonUnavailable(
+            raise (DaemonAbsent if absent else DaemonUnavailable)(
                 f"spool {spool.root}: no daemon answers ({'none is running' if absent else error.strerror or error}); "
                 f"start one: tierd run --spool {spool.root} --to URL"
             ) from error
@@ -158,7 +159,7 @@ class Link:
         try:
             self._socket.sendall(line)
         except TimeoutError:
-            raise DaemonUnavailable(f"the daemon took no request for {self._silence_s:g} s") from None
+            raise self._hung("took no request") from None
 
     def _line(self, end: float | None) -> bytes:
         while b"\n" not in self._rest:
@@ -171,7 +172,7 @@ class Link:
             except TimeoutError:
                 if end is not None and time.monotonic() >= end:
                     raise _over() from None
-                raise DaemonUnavailable(f"the daemon was silent for {self._silence_s:g} s") from None
+                raise self._hung("was silent") from None
             if not data:
                 raise ConnectionResetError("the daemon closed the connection")
             self._rest += data
@@ -179,6 +180,16 @@ class Link:
                 raise DaemonUnavailable(f"the daemon's answer is longer than {MAX_REPLY} bytes")
         line, _, self._rest = self._rest.partition(b"\n")
         return line
+
+    def _hung(self, did: str) -> DaemonUnavailable:
+        try:
+            pid = peer_pid(self._socket)
+        except OSError:
+            pid = 0
+        who, name = (f"the daemon, pid {pid},", str(pid)) if pid else ("the daemon", "PID")
+        return DaemonUnavailable(
+            f"{who} {did} for {self._silence_s:g} s; it may be stopped: let it go on (kill -CONT {name}), or end it"
+        )
 
     def about_peer(self, asked: Callable[[socket.socket], bool]) -> bool:
         """What `asked` finds out about the process at the other end."""

@@ -14,6 +14,7 @@ import pytest
 from support.doubles import Double, contents
 from support.world import Daemon, commit, part, wait_until
 
+from tierd import cli
 from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
@@ -216,3 +217,24 @@ def test_a_daemon_that_goes_away_in_the_middle_is_unavailable(spool):
         with pytest.raises(DaemonUnavailable):
             link.ask(Wait(part=part(1), tier="tier"), 10)
         assert not link.alive()
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "JSON"])
+def test_ls_shows_the_spool_and_says_that_the_daemon_did_not_answer(spool, monkeypatch, capsys, options):
+    """Stopped, it knows of tiers that `ls` then does not show."""
+    monkeypatch.setattr("tierd.link._SILENCE", 0.3)
+    commit(spool, part(1))
+    command = ["ls", "--spool", str(spool.root), *options]
+    assert cli.run(command) == 0  # none runs: the spool is all there is
+    shown = capsys.readouterr()
+    assert not shown.err
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(str(spool.socket))
+        assert cli.run(command) == 0  # one was killed
+        assert capsys.readouterr() == shown
+        mute.listen()
+        assert cli.run(command) == 6
+    found = capsys.readouterr()
+    assert found.out == shown.out
+    assert f"pid {os.getpid()}, was silent for 0.3 s" in found.err and f"kill -CONT {os.getpid()}" in found.err
+    assert "only the spool is shown" in found.err

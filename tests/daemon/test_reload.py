@@ -136,6 +136,8 @@ BROKEN = {
     "a key that is not there": 'spool = "SPOOL"\n[[tier]]\nname = "a"\nurl = "file:///mnt/a"\nkey_file = "/no/key"\n',
     "a receiver's file that is not there": 'spool = "SPOOL"\n[[tier]]\nname = "a"\nurl = "file:///mnt/a"\n'
     '[[tell]]\nurl = "file:/no/hook"\n',
+    "a tier in another's directory": 'spool = "SPOOL"\n[[tier]]\nname = "a"\nurl = "file:///mnt/a"\n'
+    '[[tier]]\nname = "b"\nurl = "file:///mnt/a/b"\n',
     "nothing": None,
 }
 

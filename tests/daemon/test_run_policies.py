@@ -25,6 +25,7 @@ from tierd.daemon.status import status
 from tierd.daemon.turns import node
 from tierd.records import set_policy
 from tierd.spool import Spool
+from tierd.stores.base import Store
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.keys import Key
 from tierd.stores.memory import MemoryStore
@@ -291,26 +292,72 @@ def test_a_policy_that_is_not_given_up_fails_the_look(trained, spool):
     asyncio.run(work())
 
 
-@pytest.mark.parametrize("again", [bytes(range(32)), bytes(32)], ids=["the key", "another key"])
+KEY, OTHER = Key(bytes(range(32))), Key(bytes(32))
+
+
+def view(inner: MemoryStore, key: Key | None) -> Store:
+    return EncryptedStore(inner, key) if key else inner
+
+
+@pytest.mark.parametrize("again", [KEY, OTHER, None], ids=["the key", "another key", "no key"])
 def test_on_an_encrypted_tier_the_policy_is_encrypted_and_another_key_deletes_nothing(spool, tmp_path, again):
     inner, other = MemoryStore(), Spool(tmp_path / "other")
     save(spool, 1, 2, 3, 4)
-    asyncio.run(converge(spool, {"tier": EncryptedStore(inner, Key(bytes(range(32))))}, keep=4))
+    asyncio.run(converge(spool, {"tier": view(inner, KEY)}, keep=4))
     (stored,) = [data for key, data in asyncio.run(contents(inner, policies=True)).items() if "/retention/" in key]
     assert b"keep_last" not in stored and b'"cipher"' in stored
     save(other, 5, 6, launch=2)
 
     async def work():
-        async with running(reconciler(other, {"tier": EncryptedStore(inner, Key(again))}, keep=None)) as daemon:
-            if again == bytes(32):
-                await until(lambda: daemon.lanes["tier"].failures)
-            else:
+        async with running(reconciler(other, {"tier": view(inner, again)}, keep=None)) as daemon:
+            if again is KEY:
                 await settle(daemon)
+            else:
+                await until(lambda: daemon.lanes["tier"].failures)
 
     asyncio.run(work())
     found = asyncio.run(contents(inner, policies=True))
-    assert steps_on(found) == ([1, 2, 3, 4] if again == bytes(32) else [3, 4, 5, 6])
+    assert steps_on(found) == ([3, 4, 5, 6] if again is KEY else [1, 2, 3, 4])
     assert len([key for key in found if "/retention/" in key]) == 1
+
+
+@pytest.mark.parametrize(("here", "there"), [(None, KEY), (OTHER, KEY), (KEY, None)], ids=["none", "other", "plain"])
+def test_no_policy_is_put_beside_manifests_that_cannot_be_read_here(spool, tmp_path, here, there):
+    """Also where no policy lies that could tell: one that its daemon cannot read would end that one's retention."""
+    inner, other = MemoryStore(), Spool(tmp_path / "other")
+    save(spool, 1, 2)
+    asyncio.run(converge(spool, {"tier": view(inner, there)}, keep=2))
+    asyncio.run(inner.delete([key for key in asyncio.run(contents(inner, policies=True)) if "/retention/" in key]))
+    save(other, 3, launch=2)
+
+    async def work():
+        async with running(reconciler(other, {"tier": view(inner, here)}, keep=None)) as daemon:
+            await until(lambda: daemon.lanes["tier"].failures)
+
+    asyncio.run(work())
+    assert not [key for key in asyncio.run(contents(inner, policies=True)) if "/retention/" in key]
+
+
+@pytest.mark.parametrize(
+    ("own", "stray", "says"),
+    [(KEY, None, "it is not encrypted"), (None, KEY, f"it is encrypted with key {KEY.id}"), (KEY, OTHER, OTHER.id)],
+    ids=["plain on an encrypted tier", "encrypted on a plain tier", "another key"],
+)
+def test_a_policy_that_a_daemon_with_another_key_left_names_the_way_out(spool, own, stray, says):
+    inner = MemoryStore()
+    key = retention_key(RUN, "abcdef01", "default")
+    theirs = StoredRetention(RUN, "abcdef01", "default", retention=TEN)
+    save(spool, 1, 2)
+    asyncio.run(converge(spool, {"tier": view(inner, own)}, keep=2))
+    asyncio.run(view(inner, stray).put(key, encode(theirs)))
+    save(spool, 3, 4, launch=2)
+    daemon = asyncio.run(converge(spool, {"tier": view(inner, own)}, keep=2))
+    assert steps_on(asyncio.run(contents(inner))) == [1, 2, 3, 4]
+    (why,) = [one.why for one in status(daemon, 0, 0).policies if one.retention is None]
+    assert key in why and says in why and "delete that object" in why
+    asyncio.run(inner.delete([key]))
+    asyncio.run(converge(spool, {"tier": view(inner, own)}, keep=2))
+    assert steps_on(asyncio.run(contents(inner))) == [3, 4]
 
 
 # -- when it is written -----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ _TRUST, _SECRETS, _FILE = (
 _STORE, _DAEMON = "pytest tests/stores/test_encrypted.py::", "pytest tests/daemon/test_encrypted.py::"
 _ENCRYPTED, _KEYS = "tierd/stores/encrypted.py", "tierd/stores/keys.py"
 _APART = "pytest tests/wire/test_apart.py"
+_APART_DIRECTORIES = "pytest tests/test_config_check.py"
 _HANDED, _PIPELINE = "pytest tests/client/test_handoff.py", "tierd/client/pipeline.py"
 _STOPPED = "pytest tests/client/test_stopped_daemon.py"
 _READER = "pytest tests/reading/test_reader.py"
@@ -214,6 +215,69 @@ _ENCRYPTION = (
         "class WrongKey(FormatTooNew):",
         "class WrongKey(ManifestError):",
         f"{_DAEMON}test_without_the_key_nothing_is_restored_passed_over_quarantined_or_deleted",
+    ),
+    Mutant(
+        "a policy is put beside manifests of another key",
+        "tierd/daemon/run_policies.py",
+        "isinstance(why, WrongKey) for other",
+        "False for other",
+        f"{_OWNED} -k cannot_be_read_here",
+    ),
+    Mutant(
+        "a policy that is not encrypted is damage",
+        _ENCRYPTED,
+        "and is_plain(data):",
+        "and False:",
+        f"{_OWNED} -k another_key_left",
+    ),
+    Mutant(
+        "an encrypted policy is damage where there is no key",
+        "tierd/core/run_retention.py",
+        "if key_id := encrypted_with(data):",
+        'if key_id := "":',
+        f"{_OWNED} -k another_key_left",
+    ),
+    Mutant(
+        "a tier may be a link to another",
+        "tierd/stores/apart.py",
+        "os.path.realpath(path)",
+        "os.path.normpath(path)",
+        f"{_APART_DIRECTORIES} -k not_apart",
+    ),
+    Mutant(
+        "a tier may lie in the spool",
+        "tierd/stores/apart.py",
+        "if self._is_inside(other):",
+        "if False:",
+        f"{_APART_DIRECTORIES} -k not_apart",
+    ),
+    Mutant(
+        "a reload may nest tiers",
+        "tierd/daemon/service.py",
+        "    await check_apart(config)\n    teller",
+        "    teller",
+        "pytest tests/daemon/test_reload.py -k cannot_be_used_changes",
+    ),
+    Mutant(
+        "ls takes a silent daemon for none",
+        "tierd/cli/read.py",
+        "            unanswered = True\n",
+        "",
+        "pytest tests/daemon/test_control.py -k ls_shows_the_spool",
+    ),
+    Mutant(
+        "no daemon counts as one that does not answer",
+        "tierd/link.py",
+        "(DaemonAbsent if absent else DaemonUnavailable)",
+        "DaemonUnavailable",
+        "pytest tests/daemon/test_control.py -k ls_shows_the_spool",
+    ),
+    Mutant(
+        "a wait tells what was left, not what was asked",
+        "tierd/daemon/control.py",
+        "is not verified there yet{why}",
+        "is not verified there after {timeout:g} s{why}",
+        "pytest tests/test_ending_cli.py -k time_is_over",
     ),
     Mutant(
         "equal chunks have equal names",

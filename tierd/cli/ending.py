@@ -160,7 +160,7 @@ def wait(
             try:
                 _wait(link, checkpoint, found, name, end)
             except TimeoutError as error:
-                raise StoreUnavailable(f"the time is over: {error}") from error
+                raise StoreUnavailable(f"the time is over (--timeout {timeout}): {error}") from error
     waited = Waited(run, checkpoint.step, checkpoint.attempt, tuple([tier] if tier else names))
     if json:
         print_json(waited)

@@ -27,6 +27,7 @@ from tierd.cli.tables import checkpoints, complain, console, print_json, progres
 from tierd.core import wire
 from tierd.core.errors import (
     CheckpointNotFound,
+    DaemonAbsent,
     DaemonUnavailable,
     FormatTooNew,
     ManifestError,
@@ -65,14 +66,14 @@ def ls(
     json: JsonOption = False,
 ) -> None:
     """Every checkpoint, where its copies lie, and what retention makes of them. → resumes next, * pinned."""
-    found = _report(places(spool, url, config, key_file=key_file), run)
+    found, unanswered = _report(places(spool, url, config, key_file=key_file), run)
     if json:
         print_json(found)
     else:
         console().print(checkpoints(found))
         for name in found.unreached:
             console().print(f"{name} did not answer")
-    if found.unreached:
+    if found.unreached or unanswered:
         raise typer.Exit(6)
 
 
@@ -174,16 +175,21 @@ def _name(checkpoint: CheckpointId) -> tuple[int, str]:
     return checkpoint.step, checkpoint.attempt
 
 
-def _report(where: Places, run: str | None) -> Report:
+def _report(where: Places, run: str | None) -> tuple[Report, bool]:
+    """What `ls` shows, and whether a daemon runs that did not say what else there is."""
+    unanswered = False
     if where.spool is not None and not where.config:
         try:
             with Link(where.spool) as link:  # it knows the tiers and their retention
-                return wire.read_member(link.ask(wire.Report(run=run)), "report", Report)
+                return wire.read_member(link.ask(wire.Report(run=run)), "report", Report), False
         except VersionMismatch as error:
             complain(f"{error}. Without it, only the spool is shown")
-        except DaemonUnavailable:
+        except DaemonAbsent:
             pass
-    return report(asyncio.run(_look(where, run)), where.config, run, defaults=where.policy)
+        except DaemonUnavailable as error:
+            complain(f"{error}. Without it, only the spool is shown")
+            unanswered = True
+    return report(asyncio.run(_look(where, run)), where.config, run, defaults=where.policy), unanswered
 
 
 async def _look(where: Places, run: str | None) -> World:

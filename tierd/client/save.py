@@ -100,8 +100,11 @@ class Save:
         if tier == SPOOL:
             return
         left = None if end is None else max(0.0, end - time.monotonic())
-        with Link(self._spool) as link:
-            link.ask(Wait(part=self.part, tier=tier, timeout_s=left), None if left is None else left + 10)
+        try:
+            with Link(self._spool) as link:
+                link.ask(Wait(part=self.part, tier=tier, timeout_s=left), None if left is None else left + 10)
+        except TimeoutError as error:
+            raise TimeoutError(f"not within {timeout:g} s: {error}") from error
 
     def finish(self, error: Exception | None) -> None:
         """The persisting side's word on how it ended."""

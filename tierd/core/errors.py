@@ -101,6 +101,10 @@ class DaemonUnavailable(TierdError):
     """No daemon answers on the spool's control socket."""
 
 
+class DaemonAbsent(DaemonUnavailable):
+    """No daemon runs on the spool: there is no socket, or nobody listens."""
+
+
 class VersionMismatch(DaemonUnavailable):
     """Client and daemon are too far apart to work together; the message says which one to upgrade."""
 

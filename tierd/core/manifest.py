@@ -244,6 +244,14 @@ def decode(data: bytes, expected: PartId | None = None) -> Manifest:
     return manifest
 
 
+def encrypted_with(data: bytes) -> str:
+    """The id of the key that encrypted an object; empty where it is not encrypted, or not intact."""
+    try:
+        return _key_id(unsealed(data, ""))
+    except ManifestError:
+        return ""
+
+
 def _key_id(body: bytes) -> str:
     try:
         return _wrapped.decode(body).key_id

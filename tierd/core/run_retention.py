@@ -14,6 +14,8 @@ import msgspec
 from msgspec import Meta
 
 from tierd.core.errors import FormatTooNew, ManifestError, WrongKey
+from tierd.core.ids import retention_key
+from tierd.core.manifest import encrypted_with
 from tierd.core.retention import RetentionPolicy
 
 FORMAT = 1
@@ -37,7 +39,8 @@ class StoredRetention:
         tiers: the names of all tiers that the node keeps the run on; empty where it does not say.
         retention: the policy; None where the object cannot be read.
         why: the reason, where it cannot be read.
-        alien: it is encrypted with another key, so nothing may be put beside it.
+        alien: it is encrypted with another key than the tier is read with, or one of the two has none, so nothing
+            may be put beside it.
     """
 
     run: str
@@ -85,6 +88,7 @@ def decode(data: bytes, run: str, by: str, given: str) -> StoredRetention:
     """Read an object that lies where the policy of `run`, `by` and `given` belongs.
 
     Raises:
+        WrongKey: it is encrypted.
         ManifestError: it is damaged, or belongs elsewhere.
         FormatTooNew: a newer tierd wrote it, or it holds a rule that this one does not know.
     """
@@ -99,6 +103,10 @@ def decode(data: bytes, run: str, by: str, given: str) -> StoredRetention:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if "unknown field" in str(error):
             raise FormatTooNew(f"{where}: a newer tierd wrote it: {error}") from error
+        if key_id := encrypted_with(data):
+            raise WrongKey(
+                f"{where}: it is encrypted with key {key_id}: name its file by the tier's key_file, or --key-file"
+            ) from error
         raise ManifestError(f"{where}: {error}") from error
     if version < 1 or (found.run, found.by, found.given) != (run, by, given):
         raise ManifestError(f"{where}: it says that it is of {found.run!r} by {found.by!r} ({found.given})")
@@ -109,4 +117,17 @@ def decode(data: bytes, run: str, by: str, given: str) -> StoredRetention:
 
 def unreadable(run: str, by: str, given: str, error: Exception) -> StoredRetention:
     """The record of an object that cannot be read."""
-    return StoredRetention(run, by, given, why=str(error), alien=isinstance(error, WrongKey))
+    why, alien = str(error), isinstance(error, WrongKey)
+    if alien:  # it stays until a person decides, because either of the two keys may be the right one
+        why += "; if the daemon that put it there was the one with the wrong key_file, or without, delete that object, "
+        why += retention_key(run, by, given)
+    return StoredRetention(run, by, given, why=why, alien=alien)
+
+
+def is_plain(data: bytes) -> bool:
+    """Whether `data` is a policy as it lies on a tier without encryption: nothing encrypted has a member `format`."""
+    try:
+        msgspec.json.decode(data, type=_Version)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True

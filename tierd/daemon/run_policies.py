@@ -1,7 +1,8 @@
 """The retention policies of runs that lie on a tier: reading them, and recording this node's own.
 
 Law: only the run's janitor records, only its own node's policies, and only what is new. A policy that cannot be read is
-reported as such; nothing is put beside what another key encrypted.
+reported as such; nothing is put beside what is encrypted with another key, or not at all where a key is required,
+because whoever reads that could not read this, and would delete nothing of the run any more.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import socket
 from datetime import UTC, datetime
 
 from tierd.core.config import Config
-from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound
+from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound, WrongKey
 from tierd.core.ids import parse_retention, retention_key
 from tierd.core.plan import is_janitor
 from tierd.core.policies import DEFAULT, known_policy, own_policies
@@ -65,15 +66,17 @@ class RunPolicies:
 
 def unrecorded(world: World, config: Config, tier: str, place: Place, run: str) -> list[StoredRetention]:
     """What this node is to record on a tier: the policies that it gives `run`, where another lies there or none; or the
-    default, where nobody gives one. Nothing unless it is the run's janitor."""
+    default, where nobody gives one. Nothing unless it is the run's janitor and reads what lies there with its key."""
     if not is_janitor(world, place, run):
+        return []
+    there = place.policies.get(run, ())
+    if any(one.alien for one in there) or any(
+        isinstance(why, WrongKey) for other, why in place.defects() if other.checkpoint.run == run
+    ):
         return []
     wanted: dict[str, RetentionPolicy] = own_policies(world, config, run, tier)
     if not wanted and known_policy(world, config, run, tier) is None:
         wanted = {"default": DEFAULT}
-    there = place.policies.get(run, ())
-    if any(one.alien for one in there):
-        return []
     own = {one.given: (one.retention, one.tiers) for one in there if one.by == world.who}
     tiers, host, now = tuple(world.tiers), socket.gethostname(), datetime.now(UTC).isoformat()
     return [

@@ -30,6 +30,7 @@ from tierd.daemon.tell import Teller
 from tierd.daemon.watch import watching
 from tierd.priority import spare_address_space
 from tierd.spool import Spool
+from tierd.stores.apart import check_apart
 from tierd.stores.base import Store
 from tierd.stores.keys import read_key
 from tierd.stores.open import open_store
@@ -58,8 +59,10 @@ async def open_all(config: Config, stack: AsyncExitStack) -> tuple[dict[str, Sto
     """Open all that a configuration refers to. A check of it does the same, so that it is the verdict of a start.
 
     Raises:
-        ConfigError: a tier's URL cannot be opened, or its key or what a `[[tell]]` refers to not be used.
+        ConfigError: a tier's URL cannot be opened, or its key or what a `[[tell]]` refers to not be used; or a tier's
+            directory is not apart from the spool's and the others'.
     """
+    await check_apart(config)
     teller = Teller(config.tell, config.spool)
     return await open_tiers(config, stack), teller
 
@@ -84,10 +87,11 @@ async def serve(
 
     Raises:
         SpoolUnusable: the spool cannot be used, or another daemon holds it.
-        ConfigError: a tier's URL cannot be opened, or its key or what a `[[tell]]` refers to not be used.
+        ConfigError: as `open_all`.
     """
     leave_no_core()
     spare_address_space()
+    await check_apart(config)  # before a spool is made in the middle of a tier
     spool = Spool(Path(config.spool))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

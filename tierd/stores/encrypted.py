@@ -28,7 +28,9 @@ from cryptography.hazmat.primitives.ciphers import (
 )
 
 from tierd.core.errors import CorruptChunk, ManifestError, StoreRefused, WrongKey
+from tierd.core.ids import parse_retention
 from tierd.core.manifest import unwrap, wrap
+from tierd.core.run_retention import is_plain
 from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.device import memory_for
 from tierd.priority import POLITE, is_hasty
@@ -219,6 +221,8 @@ class EncryptedStore:
 
     def _open(self, key: str, found: memoryview) -> memoryview:
         data = bytes(found)
+        if parse_retention(key.partition("/")[0], key) and is_plain(data):
+            raise WrongKey(f"{key}: it is not encrypted, and could be anybody's")
         try:
             wrapped = unwrap(data, key)
             if wrapped is None:
