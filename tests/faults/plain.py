@@ -794,6 +794,27 @@ _STATES = (
         "DID NOT RAISE",
     ),
     Mutant(
+        "any object is a When",
+        "tierd/client/choosing.py",
+        "if when is not None and not isinstance(when, When):",
+        "if False:",
+        "pytest tests/test_run_policies.py -k each_argument",
+    ),
+    Mutant(
+        "metrics are taken for a dict",
+        "tierd/client/save.py",
+        "if not isinstance(metrics, Mapping):",
+        "if False:",
+        "pytest tests/client/test_checkpointer.py -k metrics_that_are_no_dict",
+    ),
+    Mutant(
+        "rules are sorted before anybody looks what they are",
+        "tierd/core/retention.py",
+        "        for best in map(_best, _several(self.keep_best)):\n",
+        "        for best in _several(self.keep_best):\n",
+        "pytest tests/test_run_policies.py -k each_argument",
+    ),
+    Mutant(
         "a generator is replaced, not set",
         "tierd/client/load.py",
         "        saved.set(target)\n        return target",
