@@ -794,6 +794,13 @@ _STATES = (
         "DID NOT RAISE",
     ),
     Mutant(
+        "an error is not imported from the package",
+        "tierd/__init__.py",
+        '    "TornSnapshot": "tierd.core.errors",\n',
+        "",
+        "pytest tests/test_imports.py -k users_catch",
+    ),
+    Mutant(
         "any object is a When",
         "tierd/client/choosing.py",
         "if when is not None and not isinstance(when, When):",
