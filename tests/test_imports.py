@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import tierd
+from tierd.core import errors
 
 HOUSE = Path(tierd.__file__).parent
 DAEMON_ONLY = {"asyncio", "aiofiles", "aiobotocore", "aiohttp", "botocore", "cryptography", "rich", "typer", "watchdog"}
@@ -254,6 +255,15 @@ def test_importing_the_package_loads_nothing():
     assert not loaded("import tierd; tierd.__version__") & (DAEMON_ONLY | {"torch", "numpy", "msgspec"})
 
 
+def test_errors_that_users_catch_are_imported_from_the_package():
+    names = [name for name, error in vars(errors).items() if isinstance(error, type) and name in tierd.__all__]
+    assert {"TierdError", "ConfigError", "StateMismatch", "SaveFailed", "TornSnapshot"} <= set(names)
+    assert all(getattr(tierd, name) is getattr(errors, name) for name in names)
+    readme = (HOUSE.parent / "README.md").read_text()
+    assert [name for name in names if f"`{name}`" not in readme] == []
+    assert not loaded(f"from tierd import {', '.join(names)}") & (DAEMON_ONLY | {"torch", "numpy", "msgspec"})
+
+
 @pytest.fixture(scope="module")
 def trainers() -> list[set[str]]:
     """All modules of a process that imports torch, then what a trainer imports, then everything that tierd names."""
@@ -281,6 +291,7 @@ def test_a_reader_without_the_daemons_extra_is_told_what_to_install():
 import sys
 sys.modules["zstandard"] = None  # as if it were not installed
 import tierd
+from tierd.core import errors
 tierd.Checkpointer
 try:
     tierd.open

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -132,6 +133,38 @@ def test_a_policy_that_cannot_be_used_is_refused_at_once(tmp_path: Path) -> None
         tierd.Checkpointer(tmp_path / "spool", run="r", to=[], retention=tierd.Retention(keep_last=0))
     with pytest.raises(ConfigError, match=r"tierd\.Retention"):
         tierd.Checkpointer(tmp_path / "spool", run="r", to=[], retention={"keep_last": 1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"when": 5}, r"^when=5: a tierd\.When"),
+        ({"when": {"steps": 5}}, r"^when=\{'steps': 5\}: a tierd\.When"),
+        ({"keep_within": 5}, "^keep_within=5: a time is a text such as '90s'"),
+        ({"keep_within": 0}, "^keep_within=0: a time"),
+        ({"keep_within": "5"}, "^keep_within='5': a time"),
+        ({"keep_every": ("1h", 5)}, "^keep_every=5: a time"),
+        ({"keep_every_steps": ("10", 5)}, "^keep_every_steps='10': a number of steps"),
+        ({"keep_best": "loss"}, r"^keep_best='loss': .*tierd\.Best\(metric="),
+        ({"keep_best": {"count": 2}}, r"^keep_best=\{'count': 2\}: .*metric.*tierd\.Best\(metric="),
+        ({"keep_best": [tierd.Best(metric="a"), tierd.Best(metric=5)]}, r"^keep_best=Best\(metric=5.*tierd\.Best\("),  # type: ignore[arg-type]
+        (
+            {"keep_best": [tierd.Best(metric=str(i)) for i in range(17)]},
+            "^retention: keep_best has 17 values, at most 16$",
+        ),
+    ],
+)
+def test_each_argument_that_cannot_be_used_is_named(tmp_path: Path, arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        if "when" not in arguments:
+            arguments = {"retention": tierd.Retention(**arguments)}
+        tierd.Checkpointer(tmp_path / "spool", run="r", to=[], **arguments)
+
+
+def test_keep_best_takes_the_members_of_best_as_a_dict() -> None:
+    best = tierd.Best(metric="loss", mode="max", count=2)
+    assert tierd.Retention(keep_best={"metric": "loss", "mode": "max", "count": 2}).keep_best == best  # type: ignore[arg-type]
+    assert tierd.Retention(keep_best=[{"metric": "loss", "mode": "max", "count": 2}, best]).keep_best == best  # type: ignore[arg-type, list-item]
 
 
 # -- the command line -------------------------------------------------------------------------------------------------

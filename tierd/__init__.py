@@ -20,6 +20,22 @@ if TYPE_CHECKING:
     from tierd.client.save import Save
     from tierd.client.search import Skipped
     from tierd.core.choose import EarlyStopping, When
+    from tierd.core.errors import (
+        CheckpointNotFound,
+        ConfigError,
+        DaemonUnavailable,
+        SaveFailed,
+        SaveSkipped,
+        SpoolFull,
+        SpoolUnusable,
+        StateMismatch,
+        StateRefused,
+        StepRefused,
+        StoreRefused,
+        StoreUnavailable,
+        TierdError,
+        TornSnapshot,
+    )
     from tierd.core.retention import Best
     from tierd.core.retention import RetentionPolicy as Retention
     from tierd.observing import observe
@@ -46,6 +62,21 @@ _HOMES = {
     "When": "tierd.core.choose",
     "observe": "tierd.observing",
     "open": "tierd.reading",
+    # what a trainer catches
+    "CheckpointNotFound": "tierd.core.errors",
+    "ConfigError": "tierd.core.errors",
+    "DaemonUnavailable": "tierd.core.errors",
+    "SaveFailed": "tierd.core.errors",
+    "SaveSkipped": "tierd.core.errors",
+    "SpoolFull": "tierd.core.errors",
+    "SpoolUnusable": "tierd.core.errors",
+    "StateMismatch": "tierd.core.errors",
+    "StateRefused": "tierd.core.errors",
+    "StepRefused": "tierd.core.errors",
+    "StoreRefused": "tierd.core.errors",
+    "StoreUnavailable": "tierd.core.errors",
+    "TierdError": "tierd.core.errors",
+    "TornSnapshot": "tierd.core.errors",
 }
 
 # Without `open`, `Reader` and `Loaded`: `from tierd import *` must not load the daemon's packages in a trainer.
@@ -61,6 +92,20 @@ __all__ = [
     "When",
     "new_attempt",
     "observe",
+    "CheckpointNotFound",
+    "ConfigError",
+    "DaemonUnavailable",
+    "SaveFailed",
+    "SaveSkipped",
+    "SpoolFull",
+    "SpoolUnusable",
+    "StateMismatch",
+    "StateRefused",
+    "StepRefused",
+    "StoreRefused",
+    "StoreUnavailable",
+    "TierdError",
+    "TornSnapshot",
     "__version__",
 ]
 

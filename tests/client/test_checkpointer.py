@@ -146,6 +146,12 @@ def test_a_metric_that_is_no_number_is_refused(local, spool, metric):
     assert listing(spool) == before
 
 
+@pytest.mark.parametrize("metrics", [[1], 5, "loss"])
+def test_metrics_that_are_no_dict_are_refused(local, metrics):
+    with pytest.raises(ConfigError, match=r"metrics=.*: a dict of names and numbers"):
+        local.save(1, tensors(1), metrics)
+
+
 def test_metrics_of_other_libraries_are_numbers(local, spool):
     metrics = {"a": np.float32(0.5), "b": torch.tensor(2.0), "c": True, "d": 3, "e": float("inf"), "f": np.array(1.5)}
     local.save(1, tensors(1), metrics).wait()

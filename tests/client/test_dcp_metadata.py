@@ -299,7 +299,9 @@ class Own:
     """What no pickle of DCP's holds."""
 
 
-@pytest.mark.parametrize("planned", [{"own": Own()}, {(("a",),): 1}, {"own": {1, 2}}, os.system], ids=["own", "key", "set", "call"])
+@pytest.mark.parametrize(
+    "planned", [{"own": Own()}, {(("a",),): 1}, {"own": {1, 2}}, os.system], ids=["own", "key", "set", "call"]
+)
 def test_what_could_not_be_read_again_is_said_when_it_is_saved(planned):
     with pytest.raises(StateRefused, match=r"^there: .*never be loaded: planner_data holds"):
         check_readable(whole(planner_data=planned), "there")

@@ -414,7 +414,8 @@ def test_what_cannot_be_written_is_replaced():
 def test_an_immutable_mapping():
     model, listed, tensor = nn.Linear(1, 1), [1], torch.zeros(1)
     proxy = MappingProxyType({"m": model, "l": listed, "t": tensor, "p": (model, tensor)})
-    load(proxy, through({"m": nn.Linear(1, 1), "l": [2], "t": torch.ones(1), "p": (nn.Linear(1, 1), torch.ones(1))}))
+    saved = nn.Linear(1, 1)
+    load(proxy, through({"m": saved, "l": [2], "t": torch.ones(1), "p": (saved, torch.ones(1))}))
     assert listed == [2]
     assert tensor == 1
     with pytest.raises(StateMismatch) as caught:

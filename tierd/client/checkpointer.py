@@ -221,7 +221,7 @@ class Checkpointer:
             self._pipeline.behind(lambda: self._space.check(size_bytes))
 
     def _part(self, step: int, metrics: Mapping[str, float] | None) -> tuple[PartId, dict[str, float]]:
-        part, numbers = self._launch.part(step), checked_metrics(metrics or {})
+        part, numbers = self._launch.part(step), checked_metrics({} if metrics is None else metrics)
         return part, self._choice.taking(part.checkpoint.step, numbers)
 
     def _take(self, save: Save, capture: Capture, numbers: dict[str, float]) -> None:

@@ -41,10 +41,12 @@ class Choice:
     what a save came to on one rank the others do not know.
 
     Raises:
-        ConfigError: what `when` says hangs on a clock or a metric, and the ranks cannot talk.
+        ConfigError: `when` is no `When`; or what it says hangs on a clock or a metric, and the ranks cannot talk.
     """
 
     def __init__(self, when: When | None, ranks: Ranks, now: Callable[[], float] = time.monotonic) -> None:
+        if when is not None and not isinstance(when, When):
+            raise ConfigError(f"when={when!r}: a tierd.When, such as tierd.When(steps=1000)")
         self.when, self._ranks, self._now = when, ranks, now
         self._lock = Lock()
         self._saved = Saved(now())

@@ -1,7 +1,7 @@
 """A restored state -> the objects of the running job.
 
-Law: nothing is loaded until everything that can be checked has been: names, kinds, shapes, dtypes, and what data
-loaders were made with (`tierd.client.datastate`). What does not fit is named.
+Law: nothing is loaded until everything that can be checked has been: names, kinds, shapes, dtypes, what shares memory
+(`tierd.client.aliased`), and what data loaders were made with (`tierd.client.datastate`). What does not fit is named.
 
 Entries with `load_state_dict` are given their part: an `nn.Module` views into the restored file (it copies),
 everything else tensors that own their memory, since it may keep what it is given. An optimizer certainly does, and has
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from tierd.client import arrays, datastate
+from tierd.client.aliased import Aliased, expanded
 from tierd.client.generators import SavedGenerator, generators_in, misfit, unusable
 from tierd.client.kept import Kept
 from tierd.client.modules import load_module
@@ -41,7 +42,8 @@ def check_fit(state: Mapping[str, object], restored: Mapping[str, object]) -> No
     nothing.
 
     Raises:
-        StateMismatch: names the first few of what is missing, extra, or of another shape or dtype.
+        StateMismatch: names the first few of what is missing, extra, of another shape or dtype, or shares memory with
+            what has other values in the checkpoint.
     """
     _check(state, restored)
 
@@ -124,6 +126,7 @@ def _check(state: Mapping[str, object], restored: Mapping[str, object]) -> list[
     """Every entry with `load_state_dict`, its path and what was saved for it."""
     found: list[str] = []
     stateful: list[tuple[Path, Stateful, Any]] = []
+    shared = Aliased()
     missing, extra = [k for k in state if k not in restored], [k for k in restored if k not in state]
     if missing:
         found.append(f"state: {_few(map(show_part, missing))} not in the checkpoint")
@@ -132,9 +135,10 @@ def _check(state: Mapping[str, object], restored: Mapping[str, object]) -> list[
     try:
         for key in state:
             if key in restored:
-                found += _misfits(state[key], restored[key], (key,), stateful)
+                found += _misfits(state[key], restored[key], (key,), stateful, shared)
                 if not isinstance(state, MutableMapping) and not _stays(state[key], restored[key]):
                     found.append(f"{show((key,))}: cannot be replaced in a {type_name(state)}; pass a dict")
+        found += shared.conflicts()
     except RecursionError as error:
         raise StateMismatch("state: nested too deeply, or a cycle") from error
     if found:
@@ -142,7 +146,9 @@ def _check(state: Mapping[str, object], restored: Mapping[str, object]) -> list[
     return stateful
 
 
-def _misfits(target: object, saved: Any, path: Path, stateful: list[tuple[Path, Stateful, Any]]) -> Iterator[str]:
+def _misfits(
+    target: object, saved: Any, path: Path, stateful: list[tuple[Path, Stateful, Any]], shared: Aliased
+) -> Iterator[str]:
     if is_stateful(target) or isinstance(target, torch.Tensor | torch.Generator) or arrays.is_array(target):
         if saved is _MISSING:
             yield f"{show(path)}: not in the checkpoint"
@@ -150,28 +156,38 @@ def _misfits(target: object, saved: Any, path: Path, stateful: list[tuple[Path, 
             if reason := misfit(target, saved):
                 yield f"{show(path)}: {reason} {_WAY_OUT}"
         elif isinstance(target, torch.Tensor):
-            yield from (f"{show(path)}: {reason} {_WAY_OUT}" for reason in _tensor_misfits(target, saved))
+            if reasons := list(_tensor_misfits(target, saved)):
+                yield from (f"{show(path)}: {reason} {_WAY_OUT}" for reason in reasons)
+            elif _stays(target, saved):
+                shared.add((path, None), target, saved)
         elif arrays.is_array(target):
             here, there = _array_form(target), _array_form(saved) if arrays.is_array(saved) else type_name(saved)
             if here != there:
                 yield f"{show(path)}: {there} in the checkpoint, {here} here {_WAY_OUT}"
+            elif _stays(target, saved):
+                shared.add((path, None), target, saved)
         elif is_stateful(target):
             stateful.append((path, target, saved))
-            yield from (f"{show(path)}: {reason}" for reason in _stateful_misfits(target, saved))
+            yield from (f"{show(path)}: {reason}" for reason in _stateful_misfits(target, saved, path, shared))
             other = [f"{show(path)}{where}: {reason}" for where, reason in datastate.misfits(target, saved)]
             if other:
                 yield from other[:-1]
                 yield f"{other[-1]} (None in place of {show(path)} takes what was saved)"
     elif isinstance(target, dict):
+        if _stays(target, saved):
+            yield from shared.differing(path, target, saved)
         for key, inner in target.items():
             there = saved.get(key, _MISSING) if isinstance(saved, dict) else _MISSING
-            yield from _misfits(inner, there, (*path, key), stateful)
+            yield from _misfits(inner, there, (*path, key), stateful, shared)
         rest = {key: v for key, v in saved.items() if key not in target} if isinstance(saved, dict) else saved
         yield from _homeless(target, rest, path)
     elif isinstance(target, (list, tuple)):
+        if isinstance(target, list) and _stays(target, saved):
+            yield from shared.differing(path, target, saved)
         others = saved if type(saved) is type(target) else ()
         for index, inner in enumerate(target):
-            yield from _misfits(inner, others[index] if index < len(others) else _MISSING, (*path, index), stateful)
+            there = others[index] if index < len(others) else _MISSING
+            yield from _misfits(inner, there, (*path, index), stateful, shared)
         rest = dict(enumerate(others[len(target) :], len(target))) if type(saved) is type(target) else saved
         yield from _homeless(target, rest, path)
     else:
@@ -198,13 +214,13 @@ def _tensor_misfits(target: torch.Tensor, saved: Any) -> Iterator[str]:
         yield f"{_form(saved)} in the checkpoint, {_form(target)} here"
 
 
-def _stateful_misfits(target: Stateful, saved: Any) -> Iterator[str]:
+def _stateful_misfits(target: Stateful, saved: Any, path: Path, shared: Aliased) -> Iterator[str]:
     if isinstance(target, RngState):
         misfit = target.misfit(saved)
         if misfit is not None:
             yield misfit
     elif isinstance(target, nn.Module):
-        yield from _module_misfits(target, saved)
+        yield from _module_misfits(target, saved, path, shared)
     elif isinstance(target, torch.optim.Optimizer):
         try:
             there = [len(group["params"]) for group in saved["param_groups"]]
@@ -216,7 +232,7 @@ def _stateful_misfits(target: Stateful, saved: Any) -> Iterator[str]:
             yield f"parameter groups of {there} parameters in the checkpoint, of {here} here"
 
 
-def _module_misfits(module: nn.Module, saved: Any) -> Iterator[str]:
+def _module_misfits(module: nn.Module, saved: Any, path: Path, shared: Aliased) -> Iterator[str]:
     if not isinstance(saved, dict):
         yield f"{type_name(saved)} in the checkpoint, a module here"
         return
@@ -231,7 +247,12 @@ def _module_misfits(module: nn.Module, saved: Any) -> Iterator[str]:
     if extra:
         yield f"{_few(map(show_part, extra))} in the checkpoint, but not in the module"
     both = [(k, v, saved[k]) for k, v in own.items() if k in saved and type(v) in (torch.Tensor, nn.Parameter)]
-    wrong = [f"{show_part(k)} ({reason})" for k, v, other in both for reason in _tensor_misfits(v, other)]
+    wrong: list[str] = []
+    for k, v, other in both:
+        reasons = [f"{show_part(k)} ({reason})" for reason in _tensor_misfits(v, other)]
+        wrong += reasons
+        if not reasons and _stays(v, other):
+            shared.add((path, k), v, other)
     if wrong:
         yield f"of another shape or dtype: {_few(wrong)}"
 
@@ -272,10 +293,9 @@ def _stays(target: Any, saved: Any) -> bool:
     if isinstance(target, torch.Generator):
         return True
     if isinstance(target, torch.Tensor):
-        expanded = any(n > 1 and step == 0 for n, step in zip(target.shape, target.stride(), strict=True))
-        return not expanded and not target.is_inference()
+        return not expanded(target.shape, target.stride()) and not target.is_inference()
     if arrays.is_array(target):
-        return target.flags.writeable
+        return target.flags.writeable and not expanded(target.shape, target.strides)
     if type(target) is tuple and type(saved) is tuple and len(target) == len(saved):
         return all(_stays(old, value) for old, value in zip(target, saved, strict=True))
     both = (target, saved)

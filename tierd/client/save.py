@@ -118,7 +118,9 @@ def _nothing(timeout: float | None) -> None:
 
 
 def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics as floats, NumPy scalars and 0-d tensors too; raises `ConfigError` naming one that is no number."""
+    """Metrics as floats, NumPy scalars and 0-d tensors too; raises `ConfigError` naming what is no number or dict."""
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics={metrics!r}: a dict of names and numbers, such as {{'loss': 0.5}}")
     if len(metrics) > MAX_METRICS:
         raise ConfigError(f"{len(metrics)} metrics; a checkpoint holds at most {MAX_METRICS}")
     numbers = {}

@@ -50,6 +50,10 @@ class Best(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     count: Annotated[int, Meta(ge=1)] = 1
 
 
+class _Unusable(ConfigError, ValueError):
+    """A value of a rule cannot be used. A `ValueError` too, because msgspec adds the place in a file to those alone."""
+
+
 _MOST = 16  # values of one rule in a file; a merged policy may hold more
 Steps = Annotated[int, Meta(ge=1)]
 
@@ -67,7 +71,12 @@ class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         keep_every_steps: every checkpoint whose step is a multiple.
         keep_every: the oldest, and then each that was made at least this much later (or earlier: a clock that was set
             back counts anew) than the last one that this rule keeps; TensorFlow's `keep_checkpoint_every_n_hours`.
-        keep_best: the best by a metric; a checkpoint without it, or with NaN, is not ranked.
+        keep_best: the best by a metric; a checkpoint without it, or with NaN, is not ranked. `Best`, or a dict of its
+            members.
+
+    Raises:
+        ConfigError: a value of a rule that takes several, or a time, cannot be used; names the rule. All the others
+            are checked where the policy is passed.
     """
 
     keep_last: Annotated[int, Meta(ge=1)] = 3
@@ -77,15 +86,19 @@ class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     keep_best: Best | Annotated[tuple[Best, ...], Meta(max_length=_MOST)] | None = None
 
     def __post_init__(self) -> None:
-        """Bring the rules into their one form. Raises `ValueError` where a time is none."""
-        _span("keep_within", self.keep_within or "0s")
+        """Bring the rules into their one form."""
+        if self.keep_within is not None:
+            _span("keep_within", self.keep_within)
+        for steps in _several(self.keep_every_steps):
+            if type(steps) is not int or steps < 1:
+                raise _Unusable(f"keep_every_steps={steps!r}: a number of steps from 1 on")
         widest: dict[tuple[str, str], Best] = {}
-        for best in _several(self.keep_best):
+        for best in map(_best, _several(self.keep_best)):
             known = widest.get((best.metric, best.mode))
             widest[best.metric, best.mode] = best if known is None or best.count > known.count else known
         force_setattr(self, "keep_every_steps", _one_or_several(sorted(set(_several(self.keep_every_steps)))))
-        every = sorted(_several(self.keep_every), reverse=True)
-        spans = {_span("keep_every", span): span for span in every}  # 60s is 1m
+        lengths = [(_span("keep_every", span), span) for span in _several(self.keep_every)]
+        spans = dict(sorted(lengths, reverse=True))  # 60s is 1m
         force_setattr(self, "keep_every", _one_or_several([spans[length] for length in sorted(spans)]))
         force_setattr(self, "keep_best", _one_or_several([widest[key] for key in sorted(widest)]))
 
@@ -113,6 +126,9 @@ def checked(policy: object) -> RetentionPolicy:
     """
     if not isinstance(policy, RetentionPolicy):
         raise ConfigError(f"retention={policy!r}: a tierd.Retention, such as tierd.Retention(keep_last=10)")
+    for rule in ("keep_every_steps", "keep_every", "keep_best"):
+        if (count := len(_several(getattr(policy, rule)))) > _MOST:
+            raise ConfigError(f"retention: {rule} has {count} values, at most {_MOST}")
     try:
         return msgspec.convert(msgspec.to_builtins(policy), RetentionPolicy)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
@@ -147,7 +163,16 @@ def _span(rule: str, text: Duration) -> float:
     try:
         return seconds(text)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{rule}: {error}") from error
+        raise _Unusable(f"{rule}={text!r}: a time is a text such as '90s', '10m', '12h' or '7d'") from error
+
+
+def _best(value: object) -> Best:
+    try:
+        return msgspec.convert(msgspec.to_builtins(value), Best)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise _Unusable(
+            f"keep_best={value!r}: {error}; give tierd.Best(metric='val_loss', mode='min', count=1), or a dict of these"
+        ) from error
 
 
 def _one_or_several(values: list[V]) -> V | tuple[V, ...] | None:
