@@ -713,7 +713,7 @@ def test_a_slurm_step_derives_its_attempt_the_same_on_every_rank(environ, spool)
 def test_a_slurm_attempt_that_is_not_the_latest_is_refused_as_a_given_one(environ, spool):
     environ(**STEP)
     for number in range(4):
-        with rank(spool, number, "ffffffffffff-00000000", world=4) as saving:
+        with rank(spool, number, "050000000000-00000000", world=4) as saving:
             saving.save(1, tensors(1)).wait()
     with pytest.raises(ConfigError, match="later"), tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
         checkpointer.restore(tensors(0))

@@ -60,11 +60,11 @@ def check_attempt(attempt: str) -> str:
     """Return `attempt` if it has the form that `next_attempt` gives.
 
     Raises:
-        ConfigError: any other form.
+        ConfigError: any other form, or a time after `LATEST_MS`.
     """
-    if not isinstance(attempt, str) or not _ATTEMPT.fullmatch(attempt):
+    if not isinstance(attempt, str) or not _ATTEMPT.fullmatch(attempt) or int(attempt[:12], 16) >= LATEST_MS:
         raise ConfigError(
-            f"attempt {attempt!r}: an attempt is 12 hex digits of launch time in ms, '-', 8 random hex digits "
+            f"attempt {attempt!r}: an attempt is 12 hex digits of launch time in ms (before 2200), '-', 8 random ones "
             "(tierd.new_attempt() makes one); every rank of a launch is given the same"
         )
     return attempt

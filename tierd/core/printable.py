@@ -21,9 +21,10 @@ def printable(text: object) -> str:
 
 
 def printable_lines(text: object) -> str:
-    """As `printable`, for text of several lines. Lines after the first are indented, so that none passes for one of
-    tierd's own."""
-    return "\n  ".join(map(printable, str(text).split("\n")))
+    """As `printable`, for text of several lines. Lines after the first are indented where they are not yet, so that
+    none passes for one of tierd's own."""
+    first, *others = map(printable, str(text).split("\n"))
+    return "\n".join([first, *(one if one.startswith("  ") else f"  {one}" for one in others)])
 
 
 def printable_json(text: str) -> str:
