@@ -158,7 +158,7 @@ def on_tier(root: Path, big: int) -> set[int]:
 
 def _known(path: Path) -> bool:
     return str(path) == "README.md" or (
-        path.parts[0] == "run" and path.parts[1] in ("manifests", "chunks", "retention")
+        path.parts[0] == "run" and path.parts[1] in ("manifests", "chunks", "retention", "timeline")
     )
 
 

@@ -232,6 +232,8 @@ def _look_at_tier(seen: Seen, tier: Path, sizes: Sizes) -> None:
                 pass
             case [_, "retention", _]:
                 json.loads(path.read_bytes())["retention"]["keep_last"]  # whole, whenever the power went
+            case [_, "timeline", _]:
+                _manifest(path.read_bytes())["launches"]  # as whole, under a seal of the same kind
             case [run, "manifests", checkpoint, part]:
                 _look_at_manifest(seen, tier, f"{run}/{checkpoint}/{part.removesuffix('.json')}", path, sizes)
             case [run, "quarantine", checkpoint, part]:

@@ -208,8 +208,10 @@ class _Journey:
 
     def _check_spare(self, key: str, data: bytes, manifests: dict[str, bytes]) -> None:
         """What a flush that was cut off has put may lie beside an equal chunk that the next one named: it goes with its
-        checkpoint. And the run's policy lies there. Nothing else may be left over."""
+        checkpoint. And the run's policy and its head lie there. Nothing else may be left over."""
         pieces = key.split("/")
+        if pieces[1] == "timeline" and _newest(data) == self.steps[-1]:
+            return
         if pieces[1] == "retention" and json.loads(data)["retention"] == {"keep_last": self.keep}:
             return
         for name, manifest in manifests.items():
@@ -307,3 +309,10 @@ class _Journey:
         for name, data in self.files[newest].items():
             if (found.directory / name).read_bytes() != data:
                 raise Lost(f"a restore gave wrong bytes of {name}")
+
+
+def _newest(head: bytes) -> int | None:
+    """The newest whole step of the newest launch, as a head says it."""
+    launches = json.loads(head)["launches"]
+    newest: int | None = launches[max(launches)]["newest"]
+    return newest

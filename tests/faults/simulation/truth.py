@@ -6,7 +6,9 @@ its numbers, so that those of two attempts differ.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import os
 import random
 import re
@@ -30,6 +32,7 @@ _KEY = re.compile(
 )
 _DIRECTORY = re.compile(r"([0-9]{12})\.[0-9a-f]{12}-([0-9a-f]{8})")
 _ASIDE = ".tierd/quarantine"
+_FASTER_S = 60.0  # simulated seconds between finding a copy wrong and setting it aside
 _SEALED = 46  # bytes of a manifest's end, behind what its seal is of
 
 
@@ -121,6 +124,9 @@ class Truth:
         self.acked: set[Part] = set()
         self.hurt: dict[str, set[str]] = {bucket.name: set() for bucket in buckets}
         self.excused: set[tuple[str, Part]] = set()
+        self._rewritten: dict[
+            tuple[str, Part], float
+        ] = {}  # what had been hurt: when it was put right, simulated seconds
         self.scarred: set[int] = set()
         self.harms: dict[tuple[str, Part], int] = {}
         self.orphaned: set[int] = set()
@@ -201,6 +207,7 @@ class Truth:
         """A copy was set aside, deleted or written anew: nothing that was done to it before excuses what is there."""
         if self._is_excused(place, part):
             self.excused.discard((place, part))
+            self._rewritten[place, part] = asyncio.get_running_loop().time()
             self._falls = True
 
     def at_rest(self, spools: dict[str, tuple[Path, int]]) -> None:
@@ -233,8 +240,10 @@ class Truth:
             return
         kind, part = whose
         if kind == "quarantine" and new is not None:
-            # What the trial has hurt may be put right by one lane while another that found it wrong sets it aside.
-            if self.on_tier(bucket).get(part) and not self._is_excused(bucket.name, part):
+            # What the trial has hurt may be put right by one node while another that found it wrong sets it aside: it
+            # is put there again then, from wherever it was put right.
+            lately = asyncio.get_running_loop().time() - self._rewritten.get((bucket.name, part), -math.inf) < _FASTER_S
+            if self.on_tier(bucket).get(part) and not lately and not self._is_excused(bucket.name, part):
                 raise Lost(f"{who} sets {part} aside on {bucket.name}, whose copy there is right")
         elif kind == "manifests" and new is not None:
             self.putters[bucket.name, part] = who
