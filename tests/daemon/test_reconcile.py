@@ -29,6 +29,7 @@ from support.world import (
 
 from tierd.core.errors import ManifestError, StoreRefused, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME, encode
+from tierd.core.world import SPOOL
 from tierd.daemon.handoff import HandOff
 from tierd.daemon.prune import quarantine
 from tierd.spool import Spool
@@ -511,3 +512,32 @@ def test_a_daemon_ends_in_order_where_its_sockets_cannot_be_removed(tmp_path, mo
     assert stopped and daemon._failure is None
     held = [Path("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
     assert str(spool.control) not in [os.readlink(fd) for fd in held if fd.is_symlink()]
+
+
+def test_what_a_rank_commits_while_other_parts_of_it_are_freed_stays_in_sight(spool, monkeypatch):
+    """Whoever waits for that part would else be told that it will not come, until the spool is looked at again."""
+    freed, late = part(1, rank=0, world=2), part(1, rank=1, world=2)
+    commit(spool, freed)
+
+    async def work():
+        daemon = reconciler(spool, {"tier": Double()})
+        await daemon.look(SPOOL)
+
+        async def covered(checkpoint):
+            commit(spool, late)
+            await daemon.look(SPOOL)
+            return (freed,)
+
+        monkeypatch.setattr(daemon, "_covered", covered)
+        assert await daemon._release(freed.checkpoint, ())
+        place = daemon.world().spool
+        assert place.lists(late) and not place.lists(freed) and not spool.has(freed)
+        monkeypatch.setattr(daemon, "_covered", lambda checkpoint: _given((late,)))
+        assert await daemon._release(late.checkpoint, ())
+        assert not daemon.world().spool.checkpoints
+
+    asyncio.run(work())
+
+
+async def _given(parts):
+    return parts

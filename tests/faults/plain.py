@@ -1372,6 +1372,13 @@ _METADATA = (
 
 _WAKING = (
     Mutant(
+        "what a rank commits while other parts are freed is out of sight",
+        "tierd/daemon/reconcile.py",
+        "self._place = self._place.without_parts(parts)",
+        "self._place = self._place.without(checkpoint)",
+        "pytest tests/daemon/test_reconcile.py -k stays_in_sight",
+    ),
+    Mutant(
         "the end of a daemon waits for the next trainer, or the next look",
         "tierd/daemon/handoff.py",
         "os.eventfd_write(wake, 1)",

@@ -242,6 +242,23 @@ class Place:
         left = {owner: seen for owner, seen in self.checkpoints.items() if owner != checkpoint}
         return replace(self, checkpoints=left, owners=self.owners - {checkpoint}, cut=self.cut - {checkpoint})
 
+    def without_parts(self, parts: Collection[PartId]) -> Place:
+        """The same, after these parts of checkpoints were removed there, and no others of them."""
+        checkpoints = dict(self.checkpoints)
+        for owner in {part.checkpoint for part in parts} & checkpoints.keys():
+            seen, gone = checkpoints.pop(owner), {part for part in parts if part.checkpoint == owner}
+            if left := [part for part in seen.parts() if part not in gone]:
+                checkpoints[owner] = Seen(
+                    owner,
+                    {
+                        world: frozenset(one.rank for one in left if one.world == world)
+                        for world in {p.world for p in left}
+                    },
+                    {part: facts for part, facts in seen.facts.items() if part not in gone},
+                    {part: why for part, why in seen.defects.items() if part not in gone},
+                )
+        return replace(self, checkpoints=checkpoints)
+
 
 @dataclass(frozen=True, slots=True)
 class Sent:

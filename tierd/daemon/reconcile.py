@@ -549,7 +549,7 @@ class Reconciler:
         there = [part for part in parts if self.spool.has(part)]
         writers = self.writers() if reuse else frozenset[str]()
         await asyncio.to_thread(self.spool.remove, parts, writers)
-        self._place = self._place.without(checkpoint)  # the next look shows what was committed meanwhile
+        self._place = self._place.without_parts(parts)  # others of it, committed meanwhile, stay in sight
         if not reuse or writers - self.writers():  # who left meanwhile looked for it too early
             await asyncio.to_thread(self.spool.drop_recycled, self.writers() if reuse else ())
         if there:
