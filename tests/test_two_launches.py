@@ -120,7 +120,7 @@ def test_both_are_warned_and_neither_loses_anything_until_it_ends(launches, tmp_
         (second.attempt, [second.process.pid]),
     ]
     assert [event["run"] for event in told["events"] if event["what"] == "two launches"] == ["r"]
-    assert not any(tier["pending_prunes"] for tier in told["tiers"])
+    wait_until(lambda: not any(tier["pending_prunes"] for tier in status(tmp_path)["tiers"]), 60)
     from tierd.cli import run
 
     assert run(["status", "--spool", str(tmp_path / "spool")]) == 0

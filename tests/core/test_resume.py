@@ -235,6 +235,14 @@ def clusters(draw):
     ]
 
 
+def _read(nodes) -> set[str]:
+    """The attempts of which any node sees a readable manifest, set aside or not."""
+    places = [place for node in nodes for place in (node.spool, *node.tiers.values()) if place]
+    shown = {part for place in places for seen in place.copies("r") for part in seen.facts}
+    aside = {part for place in places for part, facts in place.quarantined.items() if facts}
+    return {part.checkpoint.attempt for part in shown | aside if part.checkpoint.run == "r"}
+
+
 @settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 @given(clusters())
 def test_what_ranks_agree_on_each_can_have_and_nothing_newer_is_passed_over_unsaid(case):
@@ -269,11 +277,11 @@ def test_what_ranks_agree_on_each_can_have_and_nothing_newer_is_passed_over_unsa
             assert candidate.lacking == tuple(blind)
     first = found.candidates[0].checkpoint if found.candidates else None
     newer = {c for c in owners - whole if not first or c > first}
-    assert newer <= {*found.incomplete, *aside}, "each newer one is named"
-    # The newest attempt that anybody saw decides; below it, only what it descends from.
+    assert newer <= {*found.incomplete, *found.unvouched, *aside}, "each newer one is named"
+    # The newest attempt of which anybody could read anything decides; below it, only what it descends from.
     origins = {p.checkpoint.attempt: facts.origin for p, facts in history.items()}
     if found.candidates:
-        here, limit = max(owners | aside).attempt, 10**9
+        here, limit = max(_read(nodes) or {one.attempt for one in owners | aside}), 10**9
         allowed = {}
         while here is not None:
             allowed[here] = limit
