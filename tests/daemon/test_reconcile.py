@@ -539,5 +539,17 @@ def test_what_a_rank_commits_while_other_parts_of_it_are_freed_stays_in_sight(sp
     asyncio.run(work())
 
 
+def test_a_spool_that_can_remember_nothing_more_is_flushed_all_the_same(spool, monkeypatch, caplog):
+    def full(control, head):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tierd.daemon.reconcile.remember", full)
+    commit(spool, part(1))
+    commit(spool, part(2))
+    daemon = asyncio.run(converge(spool, {"tier": MemoryStore()}))
+    assert all(daemon.tiers.has(part(step), "tier") for step in (1, 2))
+    assert "not remembered yet" in caplog.text
+
+
 async def _given(parts):
     return parts

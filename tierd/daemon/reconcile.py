@@ -22,6 +22,7 @@ from tierd.core.errors import (
     CorruptChunk,
     ManifestError,
     ObjectNotFound,
+    SpoolUnusable,
     StoreFull,
     StoreRefused,
     StoreUnavailable,
@@ -320,16 +321,29 @@ class Reconciler:
         saved = sorted((self._runs() - self._place.restored) | self._place.launches.keys())
         await self.tiers.tidy(tier, saved)
         if not self.pause.paused:
-            await self.tiers.write_heads(tier, self.world(), saved)
+            await self._write_heads(tier, saved)
             await self._remember(saved)
             if not self._draining:
                 await self.tiers.record(tier, self.world(), self.config, saved)
+
+    async def _write_heads(self, tier: str, runs: Iterable[str]) -> None:
+        """Say on a tier what there is of the launches of `runs`, or after the next look: a full tier takes nothing, and
+        this must not hold up the prunes that empty it."""
+        with suppress(StoreUnavailable, StoreRefused):
+            await self.tiers.write_heads(tier, self.world(), runs)
 
     async def _remember(self, runs: Iterable[str]) -> None:
         """Keep in the spool what any place shows of the launches of `runs`."""
         world = self.world()
         for head in [head for run in runs if (head := remembering(world, run))]:
-            await asyncio.to_thread(remember, self.spool.control, head)
+            try:
+                await asyncio.to_thread(remember, self.spool.control, head)
+            except (
+                OSError,
+                SpoolUnusable,
+            ) as error:  # a full disk is emptied by the flushes that this must not hold up
+                log.warning("local: %s: where its launches came from is not remembered yet: %s", head.run, error)
+                return
             self._place = self._place.with_heads(head.run, (head,))
 
     def _rescan(self, lane: Lane, cost: int) -> float:
@@ -493,8 +507,7 @@ class Reconciler:
         sizes = {"raw_bytes": done.raw, "stored_bytes": done.stored, "sent_bytes": done.sent}
         self.journal.tell("flushed", tier, part, told, **sizes, seconds=round(time.monotonic() - begun, 3))
         self._tell_durable(tier)
-        with suppress(StoreUnavailable, StoreRefused):  # or after the next look
-            await self.tiers.write_heads(tier, self.world(), [part.checkpoint.run])
+        await self._write_heads(tier, [part.checkpoint.run])
 
     def _note_sent(self, tier: str, checkpoint: CheckpointId) -> None:
         self._full.discard(tier)
