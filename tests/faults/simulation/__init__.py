@@ -196,6 +196,7 @@ MUTANTS = (
 )
 
 _MOST = 600_000  # steps of a trial: more is a hang
+_LEFT = 1000.0  # seconds after which a node takes away a prune's intent of its own that a failed call left
 _DEADLINE = 600.0  # seconds of a trial, on a machine that others load; most take one or two
 
 
@@ -446,6 +447,8 @@ class Trial:
         await self._settle()
         await self._save_all(job)
         self.loop.jump(3600.0)
+        await self._settle(strict=True)
+        self.loop.jump(_LEFT)
         await self._settle(strict=True)
         self._at_rest(job)
         for node in world.nodes:
