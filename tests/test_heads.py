@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -14,10 +15,13 @@ from support.world import Daemon, hurry
 import tierd
 from tierd.client.restore import Restored
 from tierd.core.errors import CheckpointNotFound, FormatTooNew, ManifestError
-from tierd.core.head import Known, decode, encode, launches_of, successor
+from tierd.core.head import Known, Last, decode, encode, launches_of, rollback, seeing, successor
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import Origin
 from tierd.core.seal import seal
+from tierd.daemon.heads import rolled_back
+from tierd.daemon.journal import Journal
+from tierd.daemon.notices import Notices
 from tierd.daemon.remove import remove_from_spool
 from tierd.spool import Spool
 from tierd.stores.file import FileStore
@@ -157,6 +161,101 @@ def test_what_the_spool_remembers_goes_with_the_run(home) -> None:
     assert list((spool.control / "timeline").iterdir())
     remove_from_spool(spool, "r")
     assert not list((spool.control / "timeline").iterdir())
+
+
+def told(home: Path, spool: str) -> list[tuple[str, str]]:
+    """The rollbacks that the daemon of a spool tells of until it has looked some times."""
+    with Daemon(home / spool, lambda: {"tier": FileStore(home / "tier")}) as daemon:
+        for _ in range(3):
+            daemon.settle()
+        return [(one.place, one.why) for one in daemon.reconciler.journal.events if one.what == "rolled back"]
+
+
+def copied(tier: Path, to: Path) -> None:
+    if to.exists():
+        shutil.rmtree(to)
+    shutil.copytree(tier, to)
+
+
+def saved_here(home: Path, spool: str, *steps: int) -> None:
+    with (
+        Daemon(home / spool, lambda: {"tier": FileStore(home / "tier")}) as daemon,
+        tierd.Checkpointer(home / spool, "r") as ckpt,
+    ):
+        ckpt.restore({"w": torch.zeros(10)})
+        for step in steps:
+            ckpt.save(step, {"w": torch.full((10,), float(step))}).wait("tier", timeout=60)
+        daemon.settle()
+
+
+def test_an_older_copy_of_a_tier_is_told_of_once_whoever_writes_the_next_head(home) -> None:
+    copied(home / "tier", home / "copy")
+    before = read(home)["counter"]
+    saved_here(home, "spool", 40)
+    after = read(home)["counter"]
+    assert after > before and not told(home, "spool")
+    copied(home / "copy", home / "tier")
+    why = f"the run's head there is number {before} and was number {after} before"
+    assert [(place, text.startswith(why)) for place, text in told(home, "spool")] == [("tier", True)]
+    assert told(home, "spool") == []
+
+
+@pytest.mark.parametrize("harm", ["deleted", "empty"])
+def test_a_head_that_went_is_told_of(home, harm) -> None:
+    (path,) = (home / "tier/r/timeline").iterdir()
+    if harm == "deleted":
+        path.unlink()
+    else:
+        path.write_bytes(b"")
+    ((place, why),) = told(home, "spool")
+    assert place == "tier" and "is gone, or cannot be read, and was number" in why
+    assert told(home, "spool") == []
+
+
+def test_a_rollback_that_nobody_writes_over_is_told_of_once_while_it_stays() -> None:
+    journal = Journal()
+    notices = Notices(journal)
+    for why in ("old", "old", "older", None, "older"):
+        notices.rolled_back("tier", "r", why)
+    notices.rolled_back("tier", "s", "older")
+    told = [(one.run, one.why) for one in journal.events]
+    assert told == [("r", "old"), ("r", "older"), ("r", "older"), ("s", "older")]
+
+
+def test_a_head_that_another_node_replaced_is_no_rollback(home) -> None:
+    saved_here(home, "other", 40, 50)
+    assert told(home, "spool") == []
+    saved_here(home, "spool", 60)
+    assert told(home, "other") == []
+
+
+def test_a_head_that_is_replaced_while_its_tier_is_looked_at_is_no_rollback(home) -> None:
+    (path,) = (home / "tier/r/timeline").iterdir()
+    head = decode(path.read_bytes(), "r", path.stem)
+    store = FileStore(home / "tier")
+    seen = Last(head.counter, head.digest)
+    assert asyncio.run(rolled_back(store, "r", seen, ())) is None  # the look saw none, and there is one
+    path.unlink()
+    assert "is gone" in (asyncio.run(rolled_back(store, "r", seen, ())) or "")
+
+
+def test_a_spool_remembers_the_last_head_of_each_tier() -> None:
+    one, two, three = (Last(number, f"{number:032}") for number in (1, 2, 3))
+    assert seeing({"a": two, "b": one}, {"a": three, "b": None}) == {"a": three, "b": one}
+    assert rollback(two, one) is None and rollback(one, None) is None and rollback(None, None) is None
+    assert rollback(two, Last(2, "f" * 32)) is None  # two nodes wrote at the same time
+    assert "is number 1 and was number 2" in (rollback(one, two) or "")
+    many = seeing({str(number): one for number in range(40)}, {"new": two})
+    assert len(many) == 16 and many["new"] == two
+    head = msgspec.structs.replace(successor((), "r", "", {A: Known(resumed_from=None, newest=3)}, ""), tiers=many)
+    assert decode(encode(head), "r", "") == head
+
+
+def test_no_counter_is_so_high_that_none_can_follow() -> None:
+    launches = {A: Known(resumed_from=None, newest=3)}
+    last = msgspec.structs.replace(successor((), "r", "0123abcd", launches, ""), counter=(1 << 53) - 1)
+    head = successor((last,), "r", "0123abcd", launches, "")
+    assert decode(encode(head), "r", "0123abcd") == head
 
 
 # -- the object ------------------------------------------------------------------------------------------------------

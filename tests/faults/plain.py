@@ -1451,6 +1451,27 @@ _HEADS = (
         "    steps: dict[str, int | None] = {}\n",
         "pytest tests/test_heads.py -k never_goes_back",
     ),
+    Mutant(
+        "a rollback is followed and not told of",
+        "tierd/core/head.py",
+        "    if seen is None or (there and there.counter >= seen.counter):\n",
+        "    if seen is None or there:\n",
+        "pytest tests/test_heads.py -k told_of_once",
+    ),
+    Mutant(
+        "a head that is just being replaced is a rollback",
+        "tierd/daemon/heads.py",
+        "    return rollback(last_of(now), seen)\n",
+        "    return rollback(last_of(heads), seen)\n",
+        "pytest tests/test_heads.py -k replaced_while",
+    ),
+    Mutant(
+        "a rollback is told of at every look",
+        "tierd/daemon/notices.py",
+        "        if why and self._rolled_back.get((tier, run)) != why:\n",
+        "        if why:\n",
+        "pytest tests/test_heads.py -k while_it_stays",
+    ),
 )
 
 PLAIN = (

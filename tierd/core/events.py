@@ -45,6 +45,12 @@ KINDS: dict[str, Kind] = {
         "alert",
         urgent=True,
     ),
+    "rolled back": Kind(
+        "a run's history on a tier is older than what this node saw there: somebody deleted there, or put an older "
+        "copy in its place",
+        "alert",
+        urgent=True,
+    ),
     "given up": Kind("the last copy of a checkpoint went although a tier still wanted it", "alert", urgent=True),
     MORE: Kind("so many events were not told there: too many a minute, no room, or given up"),
 }

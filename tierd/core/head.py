@@ -22,6 +22,8 @@ from tierd.core.timeline import way
 VERSION = 1
 MAX_LAUNCHES = 4096
 MAX_SIZE = 1 << 20  # bytes
+_MAX_COUNTER = (1 << 53) - 1  # what every reader of JSON can tell apart
+_MAX_TIERS = 16  # of which a spool remembers the last head
 
 
 class Known(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,17 +33,26 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     newest: Step | None
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True):
+class Last(msgspec.Struct, frozen=True):
+    """The head that was last seen in a place."""
+
+    counter: Annotated[int, Meta(ge=1, le=_MAX_COUNTER)]
+    digest: Digest
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What node `by` says of `run` in one place; `by` is empty in a spool. `counter` is one more than that of the head
-    whose digest is `before`; the first has neither. `written` is RFC 3339, for people."""
+    whose digest is `before`; the first has neither. `written` is RFC 3339, for people. `tiers`, in a spool alone, are
+    by URL the last heads that this node saw on tiers."""
 
     version: int
     run: str
     by: Annotated[str, Meta(pattern=r"^([0-9a-f]{8})?\Z")]
-    counter: Annotated[int, Meta(ge=1, lt=1 << 53)]
+    counter: Annotated[int, Meta(ge=1, le=_MAX_COUNTER)]
     before: Digest | None
     written: Annotated[str, Meta(max_length=64, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
     launches: Annotated[dict[Attempt, Known], Meta(max_length=MAX_LAUNCHES)]
+    tiers: Annotated[dict[str, Last], Meta(max_length=_MAX_TIERS)] = {}
 
     @property
     def digest(self) -> str:
@@ -120,15 +131,41 @@ def launches_of(
 
 def successor(heads: Iterable[Head], run: str, by: str, launches: Mapping[str, Known], written: str) -> Head:
     """The head that follows the latest of those that lie in a place."""
-    last = max(heads, key=lambda head: head.counter, default=None)
+    last = last_of(heads)
     return Head(
         version=VERSION,
         run=run,
         by=by,
-        counter=last.counter + 1 if last else 1,
+        counter=min(last.counter + 1, _MAX_COUNTER) if last else 1,
         before=last.digest if last else None,
         written=written,
         launches=dict(launches),
+    )
+
+
+def last_of(heads: Iterable[Head]) -> Last | None:
+    """The latest of the heads that lie in a place."""
+    last = max(heads, key=lambda head: head.counter, default=None)
+    return Last(last.counter, last.digest) if last else None
+
+
+def seeing(seen: Mapping[str, Last], there: Mapping[str, Last | None]) -> dict[str, Last]:
+    """What a spool remembers of heads on tiers, by URL, after it looked at some; of a tier that shows none, the one
+    that it had stays."""
+    fresh = {url: last for url, last in there.items() if last}
+    found = {**{url: last for url, last in seen.items() if url not in fresh}, **fresh}
+    return dict(list(found.items())[-_MAX_TIERS:])
+
+
+def rollback(there: Last | None, seen: Last | None) -> str | None:
+    """Why what lies on a tier is older than what was seen there, which every head that follows another rules out;
+    None where it is not."""
+    if seen is None or (there and there.counter >= seen.counter):
+        return None
+    what = f"number {there.counter}" if there else "gone, or cannot be read,"
+    return (
+        f"the run's head there is {what} and was number {seen.counter} before: somebody deleted there, or put an older "
+        "copy in its place"
     )
 
 

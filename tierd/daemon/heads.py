@@ -7,11 +7,26 @@ that cannot be read counts as none: manifests say the same, and the next one say
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
+from msgspec.structs import replace
+
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound
-from tierd.core.head import MAX_SIZE, Head, decode, encode, launches_of, successor, together
-from tierd.core.ids import head_key, parse_head
+from tierd.core.head import (
+    MAX_SIZE,
+    Head,
+    Last,
+    decode,
+    encode,
+    last_of,
+    launches_of,
+    rollback,
+    seeing,
+    successor,
+    together,
+)
+from tierd.core.ids import head_key, heads_prefix, parse_head
 from tierd.core.plan import is_janitor
 from tierd.core.world import Place, World
 from tierd.stores.base import ObjectInfo, Store
@@ -65,11 +80,36 @@ def unwritten(world: World, place: Place, run: str) -> Head | None:
     return None if [one.launches for one in there] == [head.launches] else head
 
 
-def remembering(world: World, run: str) -> Head | None:
-    """The head that the spool is to remember, of all places that answered; None where it remembers that already."""
+def remembering(world: World, run: str, urls: Mapping[str, str]) -> Head | None:
+    """The head that the spool is to remember, of all places that answered; None where it remembers that already.
+
+    Args:
+        urls: of each tier, by name.
+    """
     before = world.spool.heads.get(run, ())
-    head = _next(world, world.spool, run, "", before)
-    return None if not head.launches or [one.launches for one in before] == [head.launches] else head
+    there = {urls[name]: last_of(place.heads.get(run, ())) for name, place in world.tiers.items() if place}
+    tiers = seeing(before[0].tiers if before else {}, there)
+    head = replace(_next(world, world.spool, run, "", before), tiers=tiers)
+    known = [(one.launches, one.tiers) for one in before]
+    return None if not head.launches or known == [(head.launches, head.tiers)] else head
+
+
+async def rolled_back(store: Store, run: str, seen: Last | None, heads: tuple[Head, ...]) -> str | None:
+    """Why a run's history on a tier is older than what this node saw there; None where it is not.
+
+    Args:
+        seen: the last head that this node saw there.
+        heads: what the latest look found.
+
+    Raises:
+        StoreUnavailable, StoreRefused: it could not be asked for.
+    """
+    if rollback(last_of(heads), seen) is None:
+        return None
+    # A head that another node replaced during that look is missing from it: only what is missing now is told of.
+    again = Heads(store)
+    now = [head async for info in store.scan(heads_prefix(run)) if (head := await again.read(run, info))]
+    return rollback(last_of(now), seen)
 
 
 async def write(store: Store, head: Head, others: tuple[Head, ...]) -> None:

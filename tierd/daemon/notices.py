@@ -23,6 +23,7 @@ class Notices:
         self._journal = journal
         self._news = News()
         self._refused: set[PartId] = set()  # whose trainers are told that they could not be committed
+        self._rolled_back: dict[tuple[str, str], str] = {}  # by tier and run, why, as it was told
         self._beside: dict[str, frozenset[str]] = {}  # by run, the launches that were told of
 
     def taken(self, part: PartId, outcome: Written | Exception) -> None:
@@ -61,6 +62,14 @@ class Notices:
                 if not told[run] <= self._beside.get(run, frozenset()):
                     self._journal.tell("two launches", SPOOL, run, warning(rivals), run=run)
         self._beside = told
+
+    def rolled_back(self, tier: str, run: str, why: str | None) -> None:
+        """A tier was looked at: that a run's history there is older than it was is told of, once while it stays so."""
+        if why and self._rolled_back.get((tier, run)) != why:
+            self._journal.tell("rolled back", tier, run, why, run=run)
+        self._rolled_back = {one: told for one, told in self._rolled_back.items() if one != (tier, run)}
+        if why:
+            self._rolled_back[tier, run] = why
 
     def relayed(self, tier: str, part: PartId) -> None:
         """A part is about to go from one tier to another, which has it not."""

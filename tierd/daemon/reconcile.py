@@ -320,6 +320,8 @@ class Reconciler:
         that was only restored here nothing is deleted."""
         saved = sorted((self._runs() - self._place.restored) | self._place.launches.keys())
         await self.tiers.tidy(tier, saved)
+        for run in saved:  # before this node's own heads follow what lies there
+            self.notices.rolled_back(tier, run, await self.tiers.rolled_back(tier, run, self._place))
         if not self.pause.paused:
             await self._write_heads(tier, saved)
             await self._remember(saved)
@@ -334,8 +336,8 @@ class Reconciler:
 
     async def _remember(self, runs: Iterable[str]) -> None:
         """Keep in the spool what any place shows of the launches of `runs`."""
-        world = self.world()
-        for head in [head for run in runs if (head := remembering(world, run))]:
+        world, urls = self.world(), {tier.name: tier.url for tier in self.config.tier}
+        for head in [head for run in runs if (head := remembering(world, run, urls))]:
             try:
                 await asyncio.to_thread(remember, self.spool.control, head)
             except (

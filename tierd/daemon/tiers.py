@@ -37,7 +37,7 @@ from tierd.core.world import Facts, Place, World
 from tierd.daemon.budget import FLUSHES, Budget
 from tierd.daemon.copies import read_manifest
 from tierd.daemon.flush import Flushed, Twin, Way, flush
-from tierd.daemon.heads import unwritten, write
+from tierd.daemon.heads import rolled_back, unwritten, write
 from tierd.daemon.observe import TierEye
 from tierd.daemon.pace import Pace
 from tierd.daemon.pause import Pause
@@ -194,6 +194,14 @@ class Tiers:
             if place and (head := unwritten(world, place, run)):
                 await write(self._stores[tier], head, place.heads.get(run, ()))
                 self._did(tier, partial(_with_head, head))
+
+    async def rolled_back(self, tier: str, run: str, spool: Place) -> str | None:
+        """Why the history of `run` on a tier is older than what the spool remembers of it, if it is."""
+        place, url = self.places[tier], self._config.named(tier).url
+        if place is None:
+            return None
+        seen = next((head.tiers.get(url) for head in spool.heads.get(run, ())), None)
+        return await rolled_back(self._stores[tier], run, seen, place.heads.get(run, ()))
 
     async def tidy(self, tier: str, runs: Iterable[str]) -> None:
         """Remove what turns of this node that were cut off have left, after a start or a failure; what was being

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import msgspec
@@ -336,6 +336,10 @@ class _Lost(Exception):
     """A node went while its ranks were at work."""
 
 
+# What was there when a restore was asked for: what it should give, the newest launch, the injuries, what is whole.
+_Before: TypeAlias = tuple[Checkpoint | None, int | None, int, set[Checkpoint]]
+
+
 class Job:
     """One launch: a rank on each of these nodes."""
 
@@ -355,7 +359,8 @@ class Job:
         """Restore what is `asked` for by name, or the newest, and begin a launch; how that went: "resumed", "anew",
         "unavailable" or "broken"."""
         truth, nodes = self.world.truth, [*dict.fromkeys(self.placing)]
-        before = truth.expected(self.world.spools(nodes)), truth.newest(self.world.spools(nodes)), truth.injuries
+        spools = self.world.spools(nodes)
+        before = truth.expected(spools), truth.newest(spools), truth.injuries, truth.whole(spools)
         tells = truth.tells(self.world.spools(nodes))
         meeting, keep = _Meeting(len(self.placing)), self.world.rng.random() < 0.5
         local = [{one for one, _ in committed(node.root)} for node in self.placing]
@@ -445,9 +450,9 @@ class Job:
             found.hold.close()
         return which[:2]
 
-    def _check(self, found: Checkpoint | None, before: tuple[Checkpoint | None, int | None, int], what: str) -> None:
+    def _check(self, found: Checkpoint | None, before: _Before, what: str) -> None:
         """An answer is no older than what was there when it was asked for, and lies on a timeline."""
-        expected, newest, injuries = before
+        expected, newest, injuries, whole = before
         truth = self.world.truth
         if found is not None:
             if len({one for one in truth.begun if one[:2] == found}) != truth.world:
@@ -459,7 +464,8 @@ class Job:
         if expected is None or truth.injuries != injuries:
             return
         # A launch that another node was still saving may have been seen since, and then its timeline is the one.
-        if truth.newest(self.world.spools()) != newest and found == truth.expected(self.world.spools()):
+        now = truth.newest(self.world.spools())
+        if now != newest and found is not None and found == truth.along(now, whole):
             return
         if found is None or (found != expected and found < expected):
             raise Lost(f"{what} gave {found}, and {expected} was right there")

@@ -372,11 +372,14 @@ class Truth:
 
     def expected(self, spools: list[tuple[Path, int]]) -> Checkpoint | None:
         """What a restore gives, or something newer."""
-        whole = self.whole(spools)
-        for launch, limit in self.path(self.newest(spools)):
-            steps = [step for one, step in whole if one == launch and step <= limit]
+        return self.along(self.newest(spools), self.whole(spools))
+
+    def along(self, launch: int | None, whole: set[Checkpoint]) -> Checkpoint | None:
+        """The newest of these checkpoints on a launch's timeline."""
+        for ancestor, limit in self.path(launch):
+            steps = [step for one, step in whole if one == ancestor and step <= limit]
             if steps:
-                return launch, max(steps)
+                return ancestor, max(steps)
         return None
 
     def branch(self, spools: list[tuple[Path, int]]) -> Checkpoint | None:
