@@ -19,7 +19,17 @@ from tierd.daemon.download import Progress
 from tierd.daemon.fetch import fetch
 from tierd.daemon.flush import Way, flush
 from tierd.daemon.observe import SpoolEye
-from tierd.records import forget_launch, launches, mark_saved, policies, saved, set_policy
+from tierd.records import (
+    committed,
+    forget_committed,
+    forget_launch,
+    launches,
+    mark_saved,
+    note_committed,
+    policies,
+    saved,
+    set_policy,
+)
 from tierd.spool import Spool
 from tierd.stores.memory import MemoryStore
 
@@ -55,6 +65,40 @@ def test_a_save_is_recorded_once_an_attempt_and_a_restore_is_not(spool, tmp_path
     commit(spool, part(5, launch=4))
     rooms = spool.root, spool.control, spool.control / "saved", spool.control / "saved" / RUN
     assert set(synced) == set(rooms)  # every directory above the mark, because nobody else syncs them
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("what", ["a pipe", "a huge file", "a link"])
+def test_what_lies_in_the_place_of_a_record_is_neither_waited_for_nor_read_whole(spool, tmp_path, what):
+    one = part(1)
+    commit(spool, one)
+    mark = spool.control / "saved" / RUN / f"{one.checkpoint.attempt}.{one.name}"
+    mark.unlink()
+    if what == "a pipe":
+        os.mkfifo(mark)
+    elif what == "a huge file":
+        mark.touch()
+        os.truncate(mark, 1 << 43)
+    else:
+        (tmp_path / "other").write_text(f"{1:012}")
+        mark.symlink_to(tmp_path / "other")
+    forget_committed(spool.control, one)
+    if what == "a huge file":
+        assert mark.stat().st_size == 1 << 43
+    note_committed(spool.control, one)
+    if what == "a link":
+        assert mark.is_symlink() and (tmp_path / "other").read_text() == f"{1:012}"
+
+
+def test_what_tierd_itself_deletes_is_not_missed(spool):
+    one = part(1)
+    commit(spool, one)
+    note_committed(spool.control, one)
+    assert committed(spool.control) == {one}
+    forget_committed(spool.control, part(2))
+    assert committed(spool.control) == {one}
+    forget_committed(spool.control, one)
+    assert committed(spool.control) == set() and launches(spool.control)[RUN].ranks == {1: {0}}
 
 
 def test_the_ranks_that_were_saved_here_are_known_without_any_copy(spool):

@@ -32,6 +32,7 @@ from tierd.persist import open_plain, sync_directory
 from tierd.trust import check_room
 
 SAVED, RETENTION, TIMELINE = "saved", "retention", "timeline"  # rooms of `.tierd/`
+_MARK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO in a mark's place is refused, not waited for
 
 
 def mark_saved(control: Path, part: PartId) -> None:
@@ -52,7 +53,7 @@ def mark_saved(control: Path, part: PartId) -> None:
         marks.mkdir(mode=0o700)
     _sync_room(control, SAVED)
     for name in both:
-        os.close(os.open(marks / name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        os.close(os.open(marks / name, os.O_WRONLY | os.O_CREAT | _MARK, 0o600))
     sync_directory(marks)
 
 
@@ -72,7 +73,7 @@ def note_committed(control: Path, part: PartId) -> None:
             if older < attempt:
                 (marks / older).unlink(missing_ok=True)
         name = marks / f"{attempt}.{part.name}"
-        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | _MARK, 0o600)
         try:
             os.pwrite(fd, f"{part.checkpoint.step:012}".encode(), 0)
         finally:
@@ -82,9 +83,10 @@ def note_committed(control: Path, part: PartId) -> None:
 def forget_committed(control: Path, part: PartId) -> None:
     """Forget that a part was committed here, because tierd itself deletes it; raises nothing."""
     path = control / SAVED / part.checkpoint.run / f"{part.checkpoint.attempt}.{part.name}"
-    with suppress(OSError):
-        if path.read_bytes() == f"{part.checkpoint.step:012}".encode():
-            os.truncate(path, 0)  # that this node saves the rank stays known
+    step = f"{part.checkpoint.step:012}".encode()
+    with suppress(OSError), os.fdopen(os.open(path, os.O_RDWR | _MARK), "r+b", buffering=0) as file:
+        if file.read(len(step) + 1) == step:
+            file.truncate(0)  # that this node saves the rank stays known
 
 
 def committed(control: Path) -> frozenset[PartId]:

@@ -1452,6 +1452,13 @@ _HEADS = (
         "pytest tests/test_heads.py -k never_goes_back",
     ),
     Mutant(
+        "a record's place may hold a pipe",
+        "tierd/records.py",
+        "_MARK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC",
+        "_MARK = os.O_NOFOLLOW | os.O_CLOEXEC",
+        "pytest tests/test_records.py -k neither_waited",
+    ),
+    Mutant(
         "a rollback is followed and not told of",
         "tierd/core/head.py",
         "    if seen is None or (there and there.counter >= seen.counter):\n",
