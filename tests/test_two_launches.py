@@ -18,6 +18,7 @@ from support.world import commit, part, wait_until
 
 import tierd
 from tierd import living
+from tierd.client.beside import Beside
 from tierd.core.errors import SpoolUnusable
 from tierd.core.wire import Status
 from tierd.core.world import Trainer
@@ -180,6 +181,24 @@ def test_a_lock_ends_with_its_process_and_another_launch_of_the_process_takes_it
     assert not (spool.control / "alive" / "run").exists()
 
 
+def test_a_launch_has_ended_when_the_next_one_of_its_process_begins_though_that_cannot_be_shown_yet(
+    tmp_path, caplog, monkeypatch
+) -> None:
+    spool = Spool(tmp_path / "spool")
+    beside, former, later = Beside(spool, asks=False), part(1, 1), part(2, 2)
+    beside.saving(former)
+    with monkeypatch.context() as context:
+        context.setattr("tierd.living.check_room", lambda room: os.open(tmp_path / "gone", os.O_RDONLY))
+        for step in (2, 3):
+            beside.saving(part(step, 2))
+    assert living.trainers(spool.control, ["run"]) == {}
+    assert caplog.text.count("other launches do not see yet that this one saves") == 1
+    beside.saving(part(4, 2))
+    assert [one.attempt for one in living.trainers(spool.control, ["run"])["run"]] == [later.checkpoint.attempt]
+    beside.close()
+    assert living.trainers(spool.control, ["run"]) == {}
+
+
 def test_a_forked_child_does_not_keep_its_trainers_lock(tmp_path) -> None:
     spool = Spool(tmp_path / "spool")
     script = (
@@ -236,7 +255,7 @@ def test_a_link_in_the_place_of_the_locks_is_refused_and_saving_goes_on(tmp_path
         alive.rmdir()
         alive.symlink_to(elsewhere)
         ckpt.save(1, {"step": 1}).wait(timeout=60)
-    assert "other launches do not see that this one saves" in caplog.text
+    assert "other launches do not see yet that this one saves" in caplog.text
     assert not list(elsewhere.iterdir())
 
 

@@ -59,13 +59,15 @@ def hold(control: Path, part: PartId) -> None:
         held = _held.get((control, part.lane))
         if held and held[0] == attempt:
             return
-        check_room(control / ALIVE)
         marks = control / ALIVE / part.checkpoint.run
-        with suppress(FileExistsError):
-            marks.mkdir(mode=0o700)
-        fd = _lock(marks / f"{attempt}.{part.name}", part)
-        if held:
-            os.close(held[1])
+        try:
+            check_room(control / ALIVE)
+            with suppress(FileExistsError):
+                marks.mkdir(mode=0o700)
+            fd = _lock(marks / f"{attempt}.{part.name}", part)
+        finally:  # the launch before has ended in any case
+            if held:
+                os.close(_held.pop((control, part.lane))[1])
         _held[control, part.lane] = attempt, fd
     _sweep(marks)
 

@@ -1452,6 +1452,13 @@ _HEADS = (
         "pytest tests/test_heads.py -k never_goes_back",
     ),
     Mutant(
+        "a launch that cannot be shown leaves the one before alive",
+        "tierd/living.py",
+        "        finally:  # the launch before has ended in any case\n            if held:\n",
+        "        finally:  # the launch before has ended in any case\n            if False:\n",
+        "pytest tests/test_two_launches.py -k cannot_be_shown_yet",
+    ),
+    Mutant(
         "a record's place may hold a pipe",
         "tierd/records.py",
         "_MARK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC",

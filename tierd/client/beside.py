@@ -36,6 +36,7 @@ class Beside:
     def __init__(self, spool: Spool, *, asks: bool) -> None:
         self._spool, self._asks = spool, asks
         self._part: PartId | None = None  # of the launch that is shown
+        self._unseen: str | None = None  # the launch of which it was logged that it cannot be shown
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._known: set[str] = set()  # launches that were warned of
@@ -48,7 +49,9 @@ class Beside:
         try:
             hold(self._spool.control, part)
         except (TierdError, OSError) as error:
-            log.warning("other launches do not see that this one saves: %s", error)
+            if self._unseen != part.checkpoint.attempt:
+                log.warning("other launches do not see yet that this one saves: %s", error)
+            self._unseen, self._part = part.checkpoint.attempt, None  # the next save tries again
             return
         self._look(part)
         if self._thread is None or not self._thread.is_alive():
