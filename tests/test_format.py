@@ -19,10 +19,15 @@ import pytest
 from tierd import codec, persist
 from tierd.core import manifest as manifest_module
 from tierd.core import seal as seal_module
+from tierd.core.head import Known, successor
+from tierd.core.head import encode as encode_head
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Chunk, File, Manifest, Origin, Stored, Wrapped, chunk_sizes, decode, encode, seal
 from tierd.core.world import Facts
 from tierd.spool import Spool
+from tierd.stores.encrypted import EncryptedStore
+from tierd.stores.file import FileStore
+from tierd.stores.keys import Key
 
 HERE = Path(__file__).parent / "format"
 V1 = HERE / "v1"
@@ -199,6 +204,7 @@ def by_hand(tmp_path):
         "json",
         "struct",
         "sys",
+        "tempfile",
         "pathlib",
         "numpy",
         "xxhash",
@@ -259,13 +265,14 @@ def test_the_documented_program_notices_a_flip_in_anything_that_it_reads(by_hand
     (tier / name).write_bytes(data)
     status, output, wrote = by_hand(tier)
     read = {PARTS[1].manifest_key, *(f"demo/{chunk.stored.key}" for chunk in on_tier(PARTS[1]).chunks())}
-    if name in read:
-        assert status == 1
-        assert "not restored: " in output
-    else:
-        assert status == 0
-    whole = {f"00000-of-00001/{path}": content for path, content in restored(PARTS[1]).items()}
-    assert wrote.items() <= whole.items()
+    both = {PARTS[0].manifest_key, *(f"demo/{chunk.stored.key}" for chunk in on_tier(PARTS[0]).chunks())}
+    if name in read & both:  # nothing is right any more
+        assert (status, wrote) == (1, {}) and "not restored: " in output
+        return
+    part = PARTS[0] if name in read else PARTS[1]
+    assert (status, output.splitlines()[-1]) == (0, f"restored {part.checkpoint.name}")
+    assert ("passed over: " in output) == (name in read | {PARTS[0].manifest_key})
+    assert wrote == {f"00000-of-00001/{path}": content for path, content in restored(part).items()}
 
 
 def test_the_documented_program_refuses_another_version_and_an_unknown_run(by_hand, tmp_path):
@@ -277,6 +284,36 @@ def test_the_documented_program_refuses_another_version_and_an_unknown_run(by_ha
     assert "has version 2" in by_hand(tier)[1]
     (tier / "empty" / "manifests").mkdir(parents=True)
     assert "empty has no complete checkpoint" in by_hand(tier, "empty")[1]
+
+
+def test_the_documented_program_goes_down_the_timeline_that_a_head_tells_of(by_hand, tmp_path):
+    """A third launch resumed from the first one's checkpoint, not from the second's, and of it nothing is whole."""
+    tier, (first, second) = tmp_path / "tier", PARTS
+    shutil.copytree(TIER, tier)
+    later = f"{second.checkpoint.attempt[:11]}f-{'0' * 8}"
+    came = {first.checkpoint.attempt: Known(resumed_from=None, newest=first.checkpoint.step)}
+    origin = Origin(step=first.checkpoint.step, attempt=first.checkpoint.attempt)
+    assert later > second.checkpoint.attempt > first.checkpoint.attempt
+    head = successor((), "demo", "0123abcd", came | {later: Known(resumed_from=origin, newest=3)}, "")
+    path = tier / "demo/timeline/0123abcd.json"
+    path.parent.mkdir()
+    path.write_bytes(encode_head(head))
+    assert by_hand(tier)[:2] == (0, f"restored {first.checkpoint.name}\n")
+    path.write_bytes(encode_head(head)[1:])
+    status, output, _ = by_hand(tier)
+    assert (status, output.splitlines()[-1]) == (0, f"restored {second.checkpoint.name}")
+    assert "passed over: " in output and "0123abcd.json is damaged" in output
+
+
+@pytest.mark.parametrize("attempt", ["fffffffffff0-00000000", "01ffffffffff-00000000"])
+def test_the_documented_program_is_not_misled_by_a_planted_name(by_hand, tmp_path, attempt):
+    tier = tmp_path / "tier"
+    shutil.copytree(TIER, tier)
+    planted = tier / f"demo/manifests/{99:012}.{attempt}/00000-of-00001.json"
+    planted.parent.mkdir()
+    planted.touch()
+    status, output, _ = by_hand(tier)
+    assert (status, output.splitlines()[-1]) == (0, f"restored {B.name}")
 
 
 def decrypted(tier: Path, work: Path, secret: str) -> tuple[int, str, Path]:
@@ -300,6 +337,22 @@ def test_the_documented_program_decrypts_a_tier_for_the_other(by_hand, tmp_path)
     assert by_hand(plain)[:2] == (0, f"restored {B.name}\n")
     assert by_hand(ENCRYPTED)[0] == 1
     assert "has version 2" in by_hand(ENCRYPTED)[1]
+
+
+def test_the_documented_program_decrypts_heads_and_what_is_set_aside(tmp_path):
+    objects = {"demo/timeline/0123abcd.json": b"a head", f"demo/quarantine/{B.name}/00000-of-00001.json": b"a manifest"}
+    secret = _maker("make_v1_encrypted").SECRET
+    (tmp_path / "tier").mkdir()
+
+    async def put() -> None:
+        store = EncryptedStore(FileStore(tmp_path / "tier"), Key(secret))
+        for key, data in objects.items():
+            await store.put(key, data)
+        await store.aclose()
+
+    asyncio.run(put())
+    status, _, plain = decrypted(tmp_path / "tier", tmp_path, secret.hex())
+    assert status == 0 and tree(plain) == objects
 
 
 def test_the_documented_program_decrypts_what_is_written_today(tmp_path):
