@@ -69,10 +69,15 @@ def whole(place: Place, owner: CheckpointId) -> bool:
     )
 
 
+def newer_whole_in(place: Place, owner: CheckpointId) -> set[CheckpointId]:
+    """The newer, complete, readable checkpoints of the same run that a place holds."""
+    others = {p.checkpoint for p in place.parts() if p.checkpoint.run == owner.run and p.checkpoint > owner}
+    return {other for other in others if whole(place, other)}
+
+
 def newer_whole(place: Place, owner: CheckpointId) -> int:
     """How many newer, complete, verified checkpoints of the same run a tier holds."""
-    others = {p.checkpoint for p in place.parts() if p.checkpoint.run == owner.run and p.checkpoint > owner}
-    return sum(whole(place, other) for other in others)
+    return len(newer_whole_in(place, owner))
 
 
 # -- strategies -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Which verified copies the spool gives up before retention lets go of them, and in which order.
 
-Law: only a copy that one tier was seen to hold whole and verified, or that every tier has retired, and never one whose
-pin no tier has. Whoever deletes asks the tiers once more.
+Law: only a copy that one tier was seen to hold whole and verified, or that no tier will be sent any more, and never one
+whose pin no tier has. Whoever deletes asks the tiers once more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def evictions(world: World, retired: Collection[CheckpointId]) -> tuple[Checkpoi
     last resort: a restore would have to fetch them.
 
     Args:
-        retired: the copies that no tier has and that every tier would drop at once (`plan.retired`).
+        retired: the copies that no tier has and none will be sent (`plan.retired`, `plan.superseded`).
     """
     in_use = {part.checkpoint for part in world.busy} | world.held | world.local_pins
     verified = [seen.id for seen in world.spool.checkpoints.values() if world.on_a_tier(seen)]

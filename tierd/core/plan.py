@@ -65,7 +65,7 @@ Action = Flush | Prune | Discard | Mend
 
 def plan(world: World, config: Config, backoff: Backoff, now: float) -> tuple[Action, ...]:
     """What to do next, most urgent first: flushes as `order.in_turn` has it, then deletions oldest first. On a tier
-    that is full, deletions come first.
+    that is full, deletions come first. Whoever acts lets a deletion have its turn after each flush.
 
     Args:
         world: what was observed.
@@ -427,7 +427,7 @@ def judge_spool(demand: Demand) -> tuple[Verdict, ...]:
     every tier that is not silent would drop it at once, because newer ones have retired it there. The spool keeps also
     what it would keep if all of it were verified, or if it held everything that is known."""
     world, run, policy = demand.world, demand.run, demand.policy(SPOOL)
-    gone = retired(demand)
+    gone, late = retired(demand), superseded(demand)
     pins = _pins(world) | world.held
     infos = {
         seen.id: info_of(
@@ -440,14 +440,16 @@ def judge_spool(demand: Demand) -> tuple[Verdict, ...]:
     }
     living = demand.living(SPOOL)
     verdicts = decide(list(infos.values()), policy, demand.origins, living)
-    if all(verdict.keep for verdict in verdicts):
+    if not late and all(verdict.keep for verdict in verdicts):
         return _bounded(verdicts, policy.keep_last)
     verified = Ranking([replace(info, verified=True) for info in infos.values()], policy, demand.origins, living)
 
     def at_large(verdict: Verdict) -> Verdict:
+        if verdict.id in late:
+            verdict = Verdict(verdict.id, False, ("newer ones are complete here, and no tier wants it any more",))
         if verdict.keep or not infos[verdict.id].complete:
             return verdict
-        again = verified.verdict(infos[verdict.id])
+        again = verified.verdict(replace(infos[verdict.id], verified=True))
         reasons = again.reasons if again.keep else demand.reasons(SPOOL, verdict.id)
         return Verdict(verdict.id, True, reasons) if reasons else verdict
 
@@ -475,10 +477,43 @@ def retired(demand: Demand) -> frozenset[CheckpointId]:
     return frozenset.intersection(*found) if found else frozenset()
 
 
+def superseded(demand: Demand) -> frozenset[CheckpointId]:
+    """The spool's copies of a run that are on no tier and will be sent to none, because so many newer ones are complete
+    in this spool alone that every tier which is not silent wants those instead. So a tier that is slower than the saves
+    does not fill the spool. Where other nodes have ranks, only a tier shows what is complete, and `retired` decides."""
+    world = demand.world
+    there = [(name, place) for name, place in world.tiers.items() if name not in world.silent]
+    whole = [
+        seen
+        for seen in world.spool.copies(demand.run)
+        if is_complete(seen.ranks) and not seen.defects and all(part in seen.facts for part in seen.parts())
+    ]
+    if not there or len(whole) < 2:
+        return frozenset()
+    found = [_superseded(demand, name, place, whole) for name, place in there]
+    return frozenset.intersection(*found) - world.needed
+
+
+def _superseded(demand: Demand, name: str, tier: Place | None, whole: list[Seen]) -> frozenset[CheckpointId]:
+    """Of what is complete in the spool, what a tier has nothing of and would drop if it had all of it."""
+    world, run = demand.world, demand.run
+    if tier is None or unknown(tier, run) or unknown(world.spool, run):
+        return frozenset()
+    pins = _pins(world) | world.held
+    local = {seen.id: info_of(seen, pins, complete=True) for seen in whole}
+    infos = [info for info in _infos(tier, run, pins) if info.id not in local] + list(local.values())
+    ranking = Ranking(infos, demand.policy(name), demand.origins, demand.living(SPOOL))
+    return frozenset(
+        one
+        for one, info in local.items()
+        if one not in tier.checkpoints and not ranking.verdict(info).keep and not demand.reasons(name, one)
+    )
+
+
 def evictable(world: World, config: Config) -> tuple[CheckpointId, ...]:
     """What a full disk may take, in this order."""
-    held = sorted({one.run for one in world.spool.checkpoints})
-    gone = frozenset[CheckpointId]().union(*(retired(Demand(world, config, run)) for run in held))
+    demands = [Demand(world, config, run) for run in sorted({one.run for one in world.spool.checkpoints})]
+    gone = frozenset[CheckpointId]().union(*(retired(one) | superseded(one) for one in demands))
     return evictions(world, gone)
 
 

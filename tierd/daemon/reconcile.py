@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from tierd.commit import Written
 from tierd.core.config import Config
+from tierd.core.demand import Demand
 from tierd.core.errors import (
     CorruptChunk,
     ManifestError,
@@ -32,7 +33,7 @@ from tierd.core.errors import (
 from tierd.core.events import Event
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
-from tierd.core.plan import Action, Discard, Flush, Mend, Prune, evictable, flushes, lost_to, pending, plan
+from tierd.core.plan import Action, Discard, Flush, Mend, Prune, evictable, flushes, lost_to, pending, plan, superseded
 from tierd.core.pruning import PruneBacklog, together
 from tierd.core.remaining import Backlog, Remaining, TierTrouble, describe, remaining
 from tierd.core.rest import SETTLED_S, is_on_the_way, pause_s
@@ -289,6 +290,7 @@ class Reconciler:
                 if action is not None:
                     lane.doing = _describe(action)
                     await self._act(action)
+                    lane.sent = isinstance(action, Flush)
                     self.wake()
                 lane.succeeded()
                 self._worked(lane, action)
@@ -373,14 +375,16 @@ class Reconciler:
         if lane.name != SPOOL:
             waiting = sum(isinstance(one, Prune) and one.tier == lane.name for one in actions)
             self.journal.waiting(lane.name, waiting, self._backlogs[lane.name].count(waiting, lane.now()))
-        for action in actions:
-            if (
-                action.tier == lane.name
-                and not lane.is_off(_subject(action))
-                and (isinstance(action, Flush) or not self._draining)
-            ):
-                return action
-        return None
+        own = [
+            action
+            for action in actions
+            if action.tier == lane.name
+            and not lane.is_off(_subject(action))
+            and (isinstance(action, Flush) or not self._draining)
+        ]
+        # Where saves outrun flushes there is always something to send: after each part, what is to go has its turn.
+        prunes = [action for action in own if isinstance(action, Prune)] if lane.sent else []
+        return next(iter(prunes or own), None)
 
     def _failed(self, lane: Lane, action: Action | None, error: Exception) -> None:
         self.journal.counters["errors"] += 1
@@ -596,7 +600,9 @@ class Reconciler:
         if lacking is not None:
             return None
         on_one = any(all(self.tiers.has(part, name) for part in parts) for name in self.stores)
-        return parts if on_one or await self.tiers.are_past(checkpoint, self.world()) else None
+        if on_one or checkpoint in superseded(Demand(self.world(), self.config, checkpoint.run)):
+            return parts
+        return parts if await self.tiers.are_past(checkpoint, self.world()) else None
 
     def _readable(self, part: PartId) -> Manifest | None:
         try:

@@ -6,7 +6,8 @@ durable, and the rules of every place; it reads names, manifests and sizes from 
 - A tier deletes a checkpoint only if its own rules do not want it, and no other tier wants it and still lacks a
   verified copy. A tier that has not answered for longer than `hold_for` holds nothing; an alert names what is given up
   so.
-- The spool's copy is deleted only once a tier has verified it, or when every tier would drop it at once.
+- The spool's copy is deleted only once a tier has verified it, or when every tier would drop it at once; what is
+  complete in the spool itself counts there like what a tier has, while that tier answers.
 - A node whose spool never held a save of a run prunes nothing of it.
 """
 
@@ -288,7 +289,11 @@ class Keeper:
             answering = any(self.mute.get((node, one.name), (0.0, 0.0))[1] is not None for one in self.buckets)
             for bucket in self.buckets:
                 # What a tier had verified, and nobody wanted there any more, goes by what is known.
-                there = known if which in self.reached else self.on_tier(bucket) | {which}
+                there = (
+                    known
+                    if which in self.reached
+                    else self.on_tier(bucket) | {which} | self._at_home(node, bucket.name)
+                )
                 here = [known[one] for one in there if one in known]
                 wanted = all(self._wants(rules, which, here, known) for rules in self._own(bucket.name, run, node))
                 if wanted and not (answering and self._is_silent(bucket.name, node)):
@@ -304,6 +309,12 @@ class Keeper:
         safe = [saved for saved in local if saved.which == which or self._is_safe(saved.which)]
         if all(self._wants(self.local(node), which, here, known) for here in (local, safe)):
             raise Lost(f"{what}, which its own rules want: {self.local(node)}; {self.lie(run)}")
+
+    def _at_home(self, node: str, tier: str) -> set[Which]:
+        """What a node has itself, where it may count for a tier: not for one that it has long asked in vain."""
+        asked, answered = self.mute.get((node, tier), (0.0, 0.0))
+        lasts = answered is None and self.now() - asked > _STALE
+        return set() if lasts else set(committed(self.spools()[node]))
 
     def _gives_up(self, node: str, which: Which, known: dict[Which, Saved]) -> None:
         """A spool deletes the last copy: whether a silent tier wants that, by everything that is known."""

@@ -85,7 +85,7 @@ class _Spool(Spool):
         for one in parts:
             if not self.life.dead and self.has(one):
                 try:
-                    self.truth.may_go(self.node, number(one))
+                    self.truth.may_go(self.node, number(one), self.root)
                 except Lost as error:
                     self.loop.lose(error)
         super().remove(parts, reuse)

@@ -310,8 +310,9 @@ class Truth:
             raise Lost(f"{what}: {self.floor} could be restored, and now nothing newer than {best}")
         self.floor = best
 
-    def may_go(self, node: str, part: Part) -> None:
-        """A local copy goes only after a tier's copy was verified, or once enough newer ones have retired it."""
+    def may_go(self, node: str, part: Part, spool: Path) -> None:
+        """A local copy goes only after a tier's copy was verified, or once enough newer ones have retired it: on every
+        tier, or, where every rank saves in this spool, there and here together."""
         kept = [self.on_tier(bucket) for bucket in self.buckets]
         if any(place.get(part) for place in kept):
             return
@@ -320,13 +321,16 @@ class Truth:
             return
         if part in self.ever and not any(part in place for place in kept):
             return  # pruned there since
+        local = self._all_here({one for one, home in committed(spool) if _is_whole(home, one)})
         for bucket in self.buckets:
-            newer: dict[Checkpoint, set[int]] = defaultdict(set)
-            for (launch, step, rank), right in self.on_tier(bucket).items():
-                if (launch, step) > part[:2] and (right or self._is_excused(bucket.name, (launch, step, rank))):
-                    newer[launch, step].add(rank)
-            if sum(len(ranks) == self.world for ranks in newer.values()) < self.keep:
+            right = [one for one, right in self.on_tier(bucket).items() if right or self._is_excused(bucket.name, one)]
+            newer = self._all_here(right) | (local if part[:2] in local else set())
+            if sum(one > part[:2] for one in newer) < self.keep:
                 raise Lost(f"the spool's copy of {part} goes, which no tier has, and {bucket.name} has few newer ones")
+
+    def _all_here(self, parts: Iterable[Part]) -> set[Checkpoint]:
+        ranks = Counter(part[:2] for part in parts)
+        return {one for one, many in ranks.items() if many == self.world}
 
     def injured(self, spools: list[tuple[Path, int]]) -> None:
         """The trial has taken something away: what is left is what can be asked for."""
