@@ -19,7 +19,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,10 @@ class Keeper:
         given_up: checkpoints whose last copy went although a tier wanted them, because that one did not answer: the
             tier, and who deleted it.
         left_behind: (tier, run) where the tier does not hold what it should, because it was silent when its node's
-            spool had nothing of the run any more: nobody sends it, or deletes there, until the run is trained again.
+            spool had nothing of the run any more, or because a silent one alone had what this one should hold: nobody
+            sends it, or deletes there, until the run is trained again.
+        unsaid: (tier, run) where the run left the spool of whoever prunes it while nobody had said what it keeps there:
+            it keeps the default, and no daemon looks at it any more, until the run is trained again.
         conceded: those that were deleted by the default, where nobody had said what the run keeps.
         told: what daemons said: each event, and of what.
     """
@@ -112,6 +115,7 @@ class Keeper:
         self.mute: dict[tuple[str, str], tuple[float, float | None]] = {}
         self.given_up: dict[Which, tuple[str, str]] = {}
         self.left_behind: set[tuple[str, str]] = set()
+        self.unsaid: set[tuple[str, str]] = set()
         self.told: list[tuple[str, str]] = []
         self.spools: Callable[[], dict[str, Path]] = dict
         self._tiers: dict[str, tuple[int, set[Which]]] = {}
@@ -132,10 +136,10 @@ class Keeper:
             return [key]
         return [one for one, size in chunks.items() if len(bucket.objects.get(one, (b"",))[0]) != size]
 
-    def _known(self, run: str, spools: Iterable[Path]) -> dict[Which, Saved]:
-        """Everything of a run that these spools and the tiers show."""
+    def _known(self, run: str, spools: Iterable[Path], without: Collection[str] = ()) -> dict[Which, Saved]:
+        """Everything of a run that these spools and the tiers show, but for the tiers `without`."""
         there = {which for spool in spools for which in committed(spool)}
-        there |= {which for bucket in self.buckets for which in self.on_tier(bucket)}
+        there |= {which for bucket in self.buckets if bucket.name not in without for which in self.on_tier(bucket)}
         return {which: self.saved[which] for which in there if which[0] == run and which in self.saved}
 
     def known(self, run: str) -> dict[Which, Saved]:
@@ -146,6 +150,7 @@ class Keeper:
         self.saved[saved.which] = saved
         self.savers[saved.node].add(saved.run)
         self.left_behind -= {(bucket.name, saved.run) for bucket in self.buckets}
+        self.unsaid -= {(bucket.name, saved.run) for bucket in self.buckets}
 
     def started(self, node: str, *, configured: bool) -> None:
         """A daemon begins its life on a node."""
@@ -168,6 +173,21 @@ class Keeper:
             if self._is_silent(bucket.name, node) and self._differs(bucket, run):
                 self.left_behind.add((bucket.name, run))
 
+    def departs(self, node: str, run: str) -> None:
+        """A finished run has left a spool whole: its daemon looks no more at that run on the tiers."""
+        newest = max((one for one in self.acked if one[0] == run), default=None)
+        if newest is None or self.saved[newest].node != node:
+            return  # another node prunes it, and sends the tiers what they lack
+        silent = [bucket.name for bucket in self.buckets if self._is_silent(bucket.name, node)]
+        seen = self._known(run, [self.spools()[node]], silent)
+        for bucket in self.buckets:
+            if not self._configured[node] and (bucket.name, run) not in self._recorded:
+                self.unsaid.add((bucket.name, run))
+            # One that answers holds what it should by all that answers: what is amiss, only the silent ones show.
+            as_seen = bucket.name in silent or not self._differs(bucket, run, seen)
+            if as_seen and self._differs(bucket, run):
+                self.left_behind.add((bucket.name, run))
+
     def _is_silent(self, tier: str, node: str) -> bool:
         """Whether a tier has not answered a node's daemon for longer than anything is held. What was decided before it
         answered again goes on for a little while."""
@@ -187,6 +207,11 @@ class Keeper:
         if self._configured[who] or (recorded is not None and recorded < self.now() - _STALE):
             return [self.rules[tier]]
         return [Rules()] if recorded is None else [Rules(), self.rules[tier]]
+
+    def _at_last(self, tier: str, run: str) -> Rules:
+        """What a run keeps on a tier when everything is at rest."""
+        key = tier, run
+        return Rules() if key in self.unsaid and key not in self._recorded else self.rules[tier]
 
     def _answers(self, tier: str, since: float) -> bool:
         """Whether a tier has answered ever since."""
@@ -349,7 +374,8 @@ class Keeper:
         wrong = []
         for run in sorted({which[0] for which in self.saved}):
             for bucket in self.buckets:
-                rules, found = self.rules[bucket.name], {which for which in self.on_tier(bucket) if which[0] == run}
+                rules = self._at_last(bucket.name, run)
+                found = {which for which in self.on_tier(bucket) if which[0] == run}
                 left = (bucket.name, run) in self.left_behind
                 if not left and (differs := self._differs(bucket, run)):
                     wrong.append(differs)
@@ -367,9 +393,10 @@ class Keeper:
             wrong += self._wrong_in_spool(node, spool)
         return wrong
 
-    def _differs(self, bucket: Bucket, run: str) -> str:
-        """How what a tier holds of a run differs from what it should hold; empty if it does not."""
-        rules, known = self.rules[bucket.name], self.known(run)
+    def _differs(self, bucket: Bucket, run: str, known: dict[Which, Saved] | None = None) -> str:
+        """How what a tier holds of a run differs from what it should hold by all that is known, or by this; empty if
+        it does not."""
+        rules, known = self._at_last(bucket.name, run), self.known(run) if known is None else known
         wanted = rules.lasting(known.values()) | rules.lately(list(known.values()), list(known.values()))
         found = {which for which in self.on_tier(bucket) if which[0] == run}
         holds = f"{bucket.name} holds {_names(found)} of {run}, and should hold {_names(wanted)}: {rules}"

@@ -24,7 +24,7 @@ from faults.simulation.store import Bucket, Line, Weather
 
 from tierd.core.config import Config, TierConfig
 from tierd.core.events import Event
-from tierd.core.ids import PartId
+from tierd.core.ids import CheckpointId, PartId
 from tierd.core.retention import Best, RetentionPolicy
 from tierd.daemon.control import Control
 from tierd.daemon.reconcile import Reconciler
@@ -95,6 +95,12 @@ class _Spool(Spool):
             if not self.life.dead and self.has(one):
                 self.site.judged(lambda one=one: self.site.keeper.leaves_spool(self.site.name, which(one)))  # type: ignore[misc]
         super().remove(parts, reuse)
+
+    def discard(self, name: str) -> None:
+        room, _, rest = name.partition("/")
+        if room == "saved" and not self.life.dead:  # the last that goes of a finished run
+            self.site.judged(lambda: self.site.keeper.departs(self.site.name, rest.partition("/")[0]))
+        super().discard(name)
 
     def manifest_stamp(self, part: PartId) -> int:
         """When the simulated clock first showed this manifest, in place of when this machine's did."""
@@ -167,6 +173,11 @@ class Site:
     def _next(self) -> int:
         self._lives += 1
         return self._lives
+
+    def stamp(self, spool: Spool, one: CheckpointId) -> None:
+        """A save was begun, by the simulated clock: else it seems to have been when somebody first asks."""
+        if stamp := spool.saved_stamp(one.run, one.attempt):
+            self.stamps[one.run, one.attempt, stamp] = time.time_ns()
 
     def judged(self, ask: Callable[[], None]) -> None:
         """Have the judge look at something; what it finds ends the trial."""

@@ -161,9 +161,11 @@ class Training:
         origin = part(saved.origin[1], saved.origin[0], run=self.run).checkpoint if saved.origin else None
         created = datetime.fromtimestamp(saved.created, UTC).isoformat()
         spool = Spool(self.site.root)
-        commit(
-            spool, part(saved.step, saved.launch, run=self.run), content(saved.which), origin, saved.metrics, created
-        )
+        one = part(saved.step, saved.launch, run=self.run)
+        try:
+            commit(spool, one, content(saved.which), origin, saved.metrics, created)
+        finally:
+            self.site.stamp(spool, one.checkpoint)
 
     async def _ask_for_room(self) -> bool:
         """As the client and the daemon do it for a save that met a full disk; whether the daemon had time for it."""

@@ -1,0 +1,88 @@
+"""The judge of the simulation's whole lives (`faults.simulation.keeper`): what it accepts at rest, and no more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from faults.simulation.keeper import Keeper
+from faults.simulation.rules import Rules, Saved
+from faults.simulation.store import Bucket
+
+DAY = 86400.0
+
+
+class Region:
+    """One node, `A`, with an empty spool; each tier keeps the last two, and what is saved lies where it is put."""
+
+    def __init__(self, home: Path, *, configured: bool) -> None:
+        self.now = 0.0
+        self.near, self.far = Bucket("near"), Bucket("far")
+        two = {"near": Rules(2), "far": Rules(2)}
+        self.keeper = Keeper(lambda: self.now, two, Rules(1), [self.near, self.far], hold_for=3600.0)
+        self.keeper.spools = lambda: {"A": home}
+        self.keeper.started("A", configured=configured)
+
+    def save(self, step: int, *tiers: Bucket, node: str = "A") -> None:
+        self.keeper.begun(Saved("run", 1, step, None, node, float(step), float(step)))
+        self.keeper.acked.add(("run", 1, step))
+        for tier in tiers:
+            key = f"run/manifests/{step:012}.{1:012x}-{1:08x}/00000-of-00001.json"
+            tier.put(key, json.dumps({"run": "run", "files": []}).encode(), "A")
+
+    def silence(self, tier: Bucket) -> None:
+        self.keeper.asked("A", tier.name, answers=False)
+        self.now += 2 * DAY
+
+
+def test_a_run_that_left_an_unconfigured_daemon_keeps_the_default(tmp_path: Path) -> None:
+    region = Region(tmp_path, configured=False)
+    for step in (1, 2, 3):
+        region.save(step, region.near, region.far)
+    assert len(region.keeper.at_rest()) == 2  # its daemon may be given a configuration while it has the run
+    region.keeper.departs("A", "run")
+    assert region.keeper.at_rest() == []
+
+
+@pytest.mark.parametrize(
+    "why", ["more than the default", "less", "configured", "recorded", "trained again", "elsewhere"]
+)
+def test_and_nothing_else_is_taken_for_the_default(tmp_path: Path, why: str) -> None:
+    region = Region(tmp_path, configured=why == "configured")
+    steps = {"more than the default": (1, 2, 3, 4), "less": (3,)}.get(why, (1, 2, 3))
+    for step in (1, 2, 3, 4)[: max(steps)]:
+        region.save(step, *([region.near] if step in steps else ()), region.far)
+    if why == "recorded":
+        for tier in (region.near, region.far):
+            key = "run/retention/00000000.configuration.json"
+            region.keeper.changed(tier, key, None, b"{}", "A")
+    if why == "elsewhere":  # another node saved the newest, and is the one that prunes
+        region.save(5, region.near, region.far, node="B")
+    region.keeper.departs("A", "run")
+    if why == "trained again":
+        region.save(4, region.near, region.far)
+    assert [wrong for wrong in region.keeper.at_rest() if wrong.startswith("near holds")]
+
+
+def test_what_only_a_silent_tier_has_cannot_be_sent_to_another(tmp_path: Path) -> None:
+    region = Region(tmp_path, configured=True)
+    region.save(1, region.near, region.far)
+    region.save(2, region.near)
+    region.silence(region.near)
+    region.keeper.departs("A", "run")
+    region.keeper.asked("A", "near", answers=True)
+    assert region.keeper.at_rest() == []
+    region.save(3, region.near)
+    assert [wrong for wrong in region.keeper.at_rest() if wrong.startswith("far holds")]
+
+
+def test_what_a_tier_that_answers_has_must_be_sent_before_the_run_leaves(tmp_path: Path) -> None:
+    region = Region(tmp_path, configured=True)
+    region.save(1, region.near)
+    region.save(2, region.near, region.far)
+    region.silence(region.far)
+    region.keeper.asked("A", "far", answers=True)
+    region.now += DAY
+    region.keeper.departs("A", "run")
+    assert [wrong for wrong in region.keeper.at_rest() if wrong.startswith("far holds")]
