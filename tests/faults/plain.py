@@ -1451,6 +1451,13 @@ _HEADS = (
         "    steps: dict[str, int | None] = {}\n",
         "pytest tests/test_heads.py -k never_goes_back",
     ),
+    Mutant(
+        "a head tells of a launch that nobody can have made",
+        "tierd/core/head.py",
+        "    if any(int(one[:12], 16) >= LATEST_MS for one in head.launches):\n",
+        "    if False:\n",
+        "pytest tests/test_heads.py -k nobody_can_have_made",
+    ),
 )
 
 PLAIN = (
