@@ -289,10 +289,13 @@ def test_what_a_head_remembers_never_goes_back_and_no_launch_on_the_way_is_forgo
     assert off == {C: Known(resumed_from=None, newest=3)}  # nothing is left of B, and nothing descends from it
 
 
-def test_a_head_of_a_newer_version_or_that_turns_in_a_circle_is_refused() -> None:
+def test_a_head_of_a_newer_version_that_turns_in_a_circle_or_that_nobody_can_have_made_is_refused() -> None:
     head = successor((), "r", "0123abcd", {A: Known(resumed_from=None, newest=3)}, "")
     with pytest.raises(FormatTooNew, match="version 2"):
         decode(seal(msgspec.structs.replace(head, version=2)), "r", "0123abcd")
     circle = msgspec.structs.replace(head, launches={A: Known(resumed_from=Origin(step=3, attempt=B), newest=3)})
     with pytest.raises(ManifestError, match="not earlier"):
         decode(seal(circle), "r", "0123abcd")
+    late = msgspec.structs.replace(head, launches={"ffffffffffff-00000000": Known(resumed_from=None, newest=3)})
+    with pytest.raises(ManifestError, match="nobody can have made"):
+        decode(seal(late), "r", "0123abcd")

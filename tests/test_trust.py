@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.doubles import Double
+from support.users import NOBODY, as_root, by_nobody
 from support.world import Daemon, commit, part, wait_until
 
 from tierd import trust
@@ -24,27 +25,9 @@ from tierd.link import Link
 from tierd.spool import Spool
 from tierd.stage import make_locked, try_lock
 
-NOBODY = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
-
 
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.lstat().st_mode)
-
-
-def by_nobody(act) -> int:
-    """What `act` gives, done by another user in a process of its own."""
-    child = os.fork()
-    if not child:
-        code = 99
-        try:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            code = act()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 # -- the directory ----------------------------------------------------------------------------------------------------

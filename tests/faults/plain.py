@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from faults.rounds import Mutant
 from faults.space import SPACE
+from faults.writers import WRITERS
 
 _TRUST, _SECRETS, _FILE = (
     "pytest tests/test_trust.py",
@@ -303,6 +304,27 @@ _ENCRYPTION = (
 )
 
 _DELETIONS = (
+    Mutant(
+        "a tier that is slower than the saves is never pruned",
+        "tierd/daemon/reconcile.py",
+        "if isinstance(action, Prune)] if lane.sent else []\n",
+        "if isinstance(action, Prune)] if False else []\n",
+        "pytest tests/daemon/test_slow_tier.py -k pruned_all_the_while",
+    ),
+    Mutant(
+        "a tier that is slower than the saves fills the spool",
+        "tierd/core/plan.py",
+        "    return frozenset.intersection(*found) - world.needed\n",
+        "    return frozenset()\n",
+        "pytest tests/daemon/test_slow_tier.py -k does_not_fill",
+    ),
+    Mutant(
+        "what only this node has complete counts where others have ranks",
+        "tierd/core/plan.py",
+        "        if is_complete(seen.ranks) and not seen.defects and all(",
+        "        if not seen.defects and all(",
+        "pytest tests/core/test_plan.py -k no_tier_wants_it_any_more",
+    ),
     Mutant(
         "a local copy goes without another look at the tiers",
         "tierd/daemon/reconcile.py",
@@ -1486,6 +1508,13 @@ _HEADS = (
         "        if why:\n",
         "pytest tests/test_heads.py -k while_it_stays",
     ),
+    Mutant(
+        "a head tells of a launch that nobody can have made",
+        "tierd/core/head.py",
+        "    if any(int(one[:12], 16) >= LATEST_MS for one in head.launches):\n",
+        "    if False:\n",
+        "pytest tests/test_heads.py -k nobody_can_have_made",
+    ),
 )
 
 PLAIN = (
@@ -1512,4 +1541,5 @@ PLAIN = (
     + _SHOWN
     + _CROWDS
     + _WAKING
+    + WRITERS
 )

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from tierd.core.errors import FormatTooNew, ManifestError
-from tierd.core.ids import CheckpointId
+from tierd.core.ids import LATEST_MS, CheckpointId
 from tierd.core.manifest import Attempt, Digest, Origin, Step
 from tierd.core.seal import digest_of, seal, unsealed, version_of
 from tierd.core.timeline import way
@@ -83,6 +83,8 @@ def decode(data: bytes, run: str, by: str) -> Head:
         raise ManifestError(f"{where}: {error}") from error
     if (head.run, head.by) != (run, by):
         raise ManifestError(f"{where}: it says that it is of {head.run!r} by {head.by!r}")
+    if any(int(one[:12], 16) >= LATEST_MS for one in head.launches):
+        raise ManifestError(f"{where}: it tells of a launch that nobody can have made: of the year 2200 or later")
     if any(known.resumed_from and known.resumed_from.attempt >= one for one, known in head.launches.items()):
         raise ManifestError(f"{where}: a launch resumes from one that is not earlier")
     return head

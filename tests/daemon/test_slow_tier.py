@@ -1,0 +1,69 @@
+"""A tier that is slower than the saves: there is always something to send, for as long as training lasts."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+
+from support.world import commit, part, reconciler, running, settle, steps_in, steps_on, until
+
+from tierd.stores.base import Buffer
+from tierd.stores.memory import MemoryStore
+
+_SAVES = 30
+
+
+class Slow(MemoryStore):
+    """Training saves two more checkpoints while each manifest is put; `most` is how many there were at once."""
+
+    def __init__(self, spool) -> None:
+        super().__init__()
+        self.spool, self._steps = spool, count(1)
+        self.most, self.most_here, self.sent = 0, 0, list[int]()
+
+    def save(self) -> None:
+        commit(self.spool, part(next(self._steps)))
+
+    async def put(self, key: str, data: Buffer) -> str:
+        done = await super().put(key, data)
+        if "/manifests/" in key:
+            manifests = [one for one in self._keys if "/manifests/" in one]
+            self.sent.append(max(steps_on([key])))
+            self.most = max(self.most, len(steps_on(manifests)))
+            if len(self.sent) < _SAVES:
+                self.save()
+                self.save()
+                await asyncio.sleep(0.05)  # in which the spool is looked at, and pruned
+                self.most_here = max(self.most_here, len(steps_in(self.spool)))
+        return done
+
+
+def lived(spool, **options) -> Slow:
+    store = Slow(spool)
+    store.save()
+
+    async def work() -> None:
+        daemon = reconciler(spool, {"tier": store}, **options)
+        async with running(daemon):
+            for _ in range(600):
+                daemon.wake()  # as the events of the spool's file system do
+                await asyncio.sleep(0.05)
+                if len(store.sent) >= _SAVES:
+                    break
+            await until(lambda: len(store.sent) >= _SAVES)
+            await settle(daemon)
+
+    asyncio.run(work())
+    return store
+
+
+def test_it_is_pruned_all_the_while(spool):
+    store = lived(spool, keep=2, keep_local=1)
+    assert store.most <= 4  # two are kept, one is new, and another may have come before the deletion had its turn
+
+
+def test_it_does_not_fill_the_spool_and_is_sent_what_is_the_newest_by_then(spool):
+    store = lived(spool, keep=2, keep_local=1)
+    assert store.most_here <= 8  # 2 newest, 1 verified, 1 on its way, and what came since the last look
+    assert store.sent[:_SAVES] == sorted(store.sent[:_SAVES]) and store.sent[_SAVES - 1] > _SAVES
+    assert steps_in(spool)[-1] == 2 * (_SAVES - 1) + 1
