@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from itertools import count
 
 from support.world import commit, part, reconciler, running, settle, steps_in, steps_on, until
@@ -10,11 +11,17 @@ from support.world import commit, part, reconciler, running, settle, steps_in, s
 from tierd.stores.base import Buffer
 from tierd.stores.memory import MemoryStore
 
-_SAVES = 30
+_SENT = 12
 
 
 class Slow(MemoryStore):
-    """Training saves two more checkpoints while each manifest is put; `most` is how many there were at once."""
+    """Training saves five more checkpoints while each manifest is put.
+
+    Attributes:
+        most: manifests that there were at once.
+        most_here: copies in the spool that stayed there, whatever time it was given.
+        sent: steps, in the order in which they came.
+    """
 
     def __init__(self, spool) -> None:
         super().__init__()
@@ -30,10 +37,12 @@ class Slow(MemoryStore):
             manifests = [one for one in self._keys if "/manifests/" in one]
             self.sent.append(max(steps_on([key])))
             self.most = max(self.most, len(steps_on(manifests)))
-            if len(self.sent) < _SAVES:
-                self.save()
-                self.save()
-                await asyncio.sleep(0.05)  # in which the spool is looked at, and pruned
+            if len(self.sent) < _SENT:
+                for _ in range(5):
+                    self.save()
+                end = time.monotonic() + 5.0
+                while len(steps_in(self.spool)) > 4 and time.monotonic() < end:
+                    await asyncio.sleep(0.02)
                 self.most_here = max(self.most_here, len(steps_in(self.spool)))
         return done
 
@@ -48,9 +57,9 @@ def lived(spool, **options) -> Slow:
             for _ in range(600):
                 daemon.wake()  # as the events of the spool's file system do
                 await asyncio.sleep(0.05)
-                if len(store.sent) >= _SAVES:
+                if len(store.sent) >= _SENT:
                     break
-            await until(lambda: len(store.sent) >= _SAVES)
+            await until(lambda: len(store.sent) >= _SENT)
             await settle(daemon)
 
     asyncio.run(work())
@@ -64,6 +73,6 @@ def test_it_is_pruned_all_the_while(spool):
 
 def test_it_does_not_fill_the_spool_and_is_sent_what_is_the_newest_by_then(spool):
     store = lived(spool, keep=2, keep_local=1)
-    assert store.most_here <= 8  # 2 newest, 1 verified, 1 on its way, and what came since the last look
-    assert store.sent[:_SAVES] == sorted(store.sent[:_SAVES]) and store.sent[_SAVES - 1] > _SAVES
-    assert steps_in(spool)[-1] == 2 * (_SAVES - 1) + 1
+    assert store.most_here <= 4  # the two newest, which the tier wants, the newest verified, and what is on its way
+    assert store.sent[:_SENT] == sorted(store.sent[:_SENT]) and store.sent[_SENT - 1] > _SENT
+    assert steps_in(spool)[-1] == 5 * (_SENT - 1) + 1
