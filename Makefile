@@ -5,6 +5,7 @@
 # make loaders installs the data loaders and training loops of others, kills loops over each, and compares
 # make system  tests that need root or a real S3 server (.ci/run calls it)
 # make lock    writes the hashes of the versions in constraints*.txt, as the package index states them
+# make dist    builds a release twice, compares, and signs it: KEY=FILE names the ssh key; UNSIGNED=1 leaves the signature out
 # make faults  a short round of every kind of fault, as root (needs xfsprogs and strace); make gate: the full one, two hours
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint check bench loaders system faults gate format lock clean
+.PHONY: demo test lint check bench loaders system faults gate format lock dist clean
 .DELETE_ON_ERROR:
 
 # pip checks the hashes of all that one call installs, or of nothing, and a checkout has none: so what is locked comes first,
@@ -68,6 +69,9 @@ format: $(READY)
 
 lock: $(READY)
 	$(BIN)/python -m tools.lock
+
+dist: $(READY)
+	$(BIN)/python -m tools.dist $(if $(KEY),--key '$(KEY)') $(if $(UNSIGNED),--unsigned)
 
 clean:
 	rm -rf $(VENV) .demo build dist *.egg-info

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from faults.rounds import Mutant
 from faults.space import SPACE
+from faults.supply import SUPPLY
 
 _TRUST, _SECRETS, _FILE = (
     "pytest tests/test_trust.py",
@@ -1477,4 +1478,5 @@ PLAIN = (
     + _SHOWN
     + _CROWDS
     + _WAKING
+    + SUPPLY
 )
