@@ -21,7 +21,7 @@ LOCK = ROOT / "constraints.txt"  # all that `make test` and `make bench` import,
 LOADERS = ROOT / "constraints-loaders.txt"  # what `make loaders` adds
 TORCH = ROOT / "constraints-torch.txt"  # torch alone, by version; the file says why
 
-# torch's build for CUDA names the libraries of its accelerator; they come with torch, and its build for CPUs has none.
+# What torch's build for CUDA needs besides; it is installed with torch, and torch's build for CPUs does not name it.
 ACCELERATOR = re.compile(r"(nvidia|cuda|triton)\b")
 
 # Where a lock must be whole: each minor version of Python that tierd runs on, times each machine.
