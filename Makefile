@@ -4,6 +4,8 @@
 # make bench   measures what saving costs, beside its peers, an hour and a half on two cores; leaves benchmarks/overhead.*
 # make loaders installs the data loaders and training loops of others, kills loops over each, and compares
 # make system  tests that need root or a real S3 server (.ci/run calls it)
+# make lock    writes the hashes of the versions in constraints*.txt, as the package index states them
+# make dist    builds a release twice, compares, and signs it: KEY=FILE names the ssh key; UNSIGNED=1 leaves the signature out
 # make faults  a short round of every kind of fault, as root (needs xfsprogs and strace); make gate: the full one, two hours
 
 PYTHON ?= python3
@@ -11,14 +13,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint check bench loaders system faults gate format clean
+.PHONY: demo test lint check bench loaders system faults gate format lock dist clean
 .DELETE_ON_ERROR:
 
-$(READY): pyproject.toml constraints.txt
+# pip checks the hashes of all that one call installs, or of nothing, and a checkout has none: so what is locked comes first,
+# then torch (constraints-torch.txt says why it is apart), then tierd. tests/test_supply.py says what the lock lacks.
+$(READY): pyproject.toml constraints.txt constraints-torch.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tierd needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0 setuptools
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints.txt
+	$(BIN)/python -m pip install --quiet --requirement constraints-torch.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
 demo: $(READY)
@@ -37,13 +42,10 @@ check: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m 'not system and not loaders and not slow'
 
 bench: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/tierd bench overhead --rounds 15,15,5 --dir . --out benchmarks
 
-# Two name more than they import, in versions that fit nothing of today or by the gigabyte of CUDA: without their dependencies.
 loaders: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,loaders]'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps mosaicml-streaming nvidia-dali-cuda120
+	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints-loaders.txt
 	TIERD_LOADERS=all $(BIN)/python -m pytest -m loaders tests/loaders
 
 system: $(READY)
@@ -64,6 +66,12 @@ gate: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+lock: $(READY)
+	$(BIN)/python -m tools.lock
+
+dist: $(READY)
+	$(BIN)/python -m tools.dist $(if $(KEY),--key '$(KEY)') $(if $(UNSIGNED),--unsigned)
 
 clean:
 	rm -rf $(VENV) .demo build dist *.egg-info

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from faults.rounds import Mutant
 from faults.space import SPACE
+from faults.supply import SUPPLY
 from faults.writers import WRITERS
 
 _TRUST, _SECRETS, _FILE = (
@@ -1542,4 +1543,5 @@ PLAIN = (
     + _CROWDS
     + _WAKING
     + WRITERS
+    + SUPPLY
 )

@@ -1,0 +1,1 @@
+"""What maintainers run. Nothing of it is in a wheel."""
