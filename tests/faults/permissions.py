@@ -5,6 +5,7 @@ from __future__ import annotations
 from faults.rounds import Mutant
 
 _ANSWERS = "pytest tests/stores/test_answers.py"
+_APPEND = "pytest tests/daemon/test_append_only.py"
 
 PERMISSIONS = (
     Mutant(
@@ -62,5 +63,54 @@ PERMISSIONS = (
         "if time.monotonic() - self._looked_at < _PAUSE_S:",
         "if False:",
         f"{_ANSWERS} -k seldom",
+    ),
+    Mutant(
+        "a flush whose intent cannot be deleted has failed",
+        "tierd/stores/base.py",
+        "    except DeleteRefused:\n        pass",
+        "    except DeleteRefused:\n        raise",
+        f"{_APPEND} -k reaches",
+    ),
+    Mutant(
+        "what cannot be deleted is pruned again and again",
+        "tierd/core/plan.py",
+        "if tier is None or name in world.append_only or not is_janitor(world, tier, run):",
+        "if tier is None or not is_janitor(world, tier, run):",
+        f"{_APPEND} -k nobody_asks",
+    ),
+    Mutant(
+        "a mark is put that nobody can delete",
+        "tierd/daemon/tiers.py",
+        'await self._guards[tier].check(f"{pruning_prefix(run)}none")',
+        "pass",
+        f"{_APPEND} -k nobody_asks",
+    ),
+    Mutant(
+        "a mark stays where checkpoints cannot be deleted",
+        "tierd/daemon/prune.py",
+        "marks.begun = False  #",
+        "#",
+        f"{_APPEND} -k nobody_asks",
+    ),
+    Mutant(
+        "a refusal is believed for ever",
+        "tierd/stores/deletions.py",
+        "self._until |= dict.fromkeys(sorts, time.monotonic() + _AGAIN_S)",
+        'self._until |= dict.fromkeys(sorts, float("inf"))',
+        f"{_APPEND} -k again_later",
+    ),
+    Mutant(
+        "a restore fails over what cannot be set aside",
+        "tierd/daemon/repair.py",
+        "            with suppress(DeleteRefused):\n                await quarantine(stores[name], part)",
+        "            await quarantine(stores[name], part)",
+        f"{_APPEND} -k restore_goes_on",
+    ),
+    Mutant(
+        "a head is written again and again because others' cannot go",
+        "tierd/daemon/tiers.py",
+        "if self.refusal(tier) and said == [head.launches]:",
+        "if False:",
+        f"{_APPEND} -k head",
     ),
 )

@@ -41,7 +41,7 @@ from tierd.daemon.together import to_the_end, together
 from tierd.daemon.turns import left_over, naming
 from tierd.persist import read_chunk
 from tierd.spool import Spool
-from tierd.stores.base import Buffer, Store, weight
+from tierd.stores.base import Buffer, Store, clear, weight
 
 _CHUNKS = 8  # on their way at once, as far as the budget goes
 _ANSWER = 60.0  # seconds that a chunk waits for another tier's form of it
@@ -143,7 +143,7 @@ async def send(
     sent = await together(_CHUNKS, [chunk.send() for chunk in work.values()])
     tiered = _with_stored(manifest, {held: chunk.encoded for held, chunk in work.items()})
     await _show(way, part, tiered)
-    await way.store.delete([part.quarantine_key])
+    await clear(way.store, [part.quarantine_key])
     shared = sum(chunk.shared for chunk in work.values())
     return Flushed(manifest.size, tiered.stored_size, sum(sent), shared, Facts.of(tiered))
 

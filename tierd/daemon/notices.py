@@ -5,6 +5,7 @@ Law: whoever sees it first tells it, a trainer's hand-over or a look, and nobody
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 
@@ -15,6 +16,8 @@ from tierd.core.news import News
 from tierd.core.world import SPOOL, Place, World
 from tierd.daemon.journal import SAVES, Journal
 
+log = logging.getLogger("tierd.daemon")
+
 
 class Notices:
     """Tells the journal."""
@@ -23,6 +26,7 @@ class Notices:
         self._journal = journal
         self._news = News()
         self._refused: set[PartId] = set()  # whose trainers are told that they could not be committed
+        self._append_only: set[str] = set()  # tiers
         self._beside: dict[str, frozenset[str]] = {}  # by run, the launches that were told of
 
     def taken(self, part: PartId, outcome: Written | Exception) -> None:
@@ -61,6 +65,16 @@ class Notices:
                 if not told[run] <= self._beside.get(run, frozenset()):
                     self._journal.tell("two launches", SPOOL, run, warning(rivals), run=run)
         self._beside = told
+
+    def append_only(self, tier: str, why: str) -> None:
+        """Something was done on a tier: that it lets nothing be deleted is told once, until it does. `why`: what it
+        said, or empty."""
+        if why and tier not in self._append_only:
+            self._append_only.add(tier)
+            self._journal.tell("append only", tier, "deleting", f"nothing is pruned there: {why}")
+        elif not why and tier in self._append_only:
+            self._append_only.remove(tier)
+            log.info("%s: it lets objects be deleted again, so retention prunes there", tier)
 
     def relayed(self, tier: str, part: PartId) -> None:
         """A part is about to go from one tier to another, which has it not."""
