@@ -5,6 +5,7 @@ from __future__ import annotations
 from faults.rounds import Mutant
 
 _ANSWERS = "pytest tests/stores/test_answers.py"
+_REACH = "pytest tests/daemon/test_reach.py"
 _APPEND = "pytest tests/daemon/test_append_only.py"
 
 PERMISSIONS = (
@@ -112,5 +113,33 @@ PERMISSIONS = (
         "if self.refusal(tier) and said == [head.launches]:",
         "if False:",
         f"{_APPEND} -k head",
+    ),
+    Mutant(
+        "what was put to try a tier out is left there",
+        "tierd/daemon/reach.py",
+        "            await clear(store, [key])",
+        "            pass",
+        f"{_REACH} -k leaves_nothing",
+    ),
+    Mutant(
+        "a tier that gives back something else is read-write",
+        "tierd/daemon/reach.py",
+        "or octets(found) != octets(data):",
+        "or False:",
+        f"{_REACH} -k comes_back",
+    ),
+    Mutant(
+        "a lock on objects is not noticed",
+        "tierd/daemon/reach.py",
+        "if not kept and any([info.key == key async for info in store.scan(key)]):",
+        "if False:",
+        f"{_REACH} -k lock",
+    ),
+    Mutant(
+        "a tier that takes nothing passes the check",
+        "tierd/cli/act.py",
+        'if any(one.mode in (None, "read-only") for one in reached.values()):',
+        "if any(one.mode is None for one in reached.values()):",
+        f"{_REACH} -k command",
     ),
 )

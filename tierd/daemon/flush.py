@@ -27,7 +27,7 @@ from tierd.core.errors import (
     StoreUnavailable,
     TierdError,
 )
-from tierd.core.ids import CheckpointId, PartId, chunk_key, chunk_owner
+from tierd.core.ids import README_KEY, CheckpointId, PartId, chunk_key, chunk_owner
 from tierd.core.manifest import Chunk, File, Manifest, Stored
 from tierd.core.manifest import encode as encode_manifest
 from tierd.core.sharing import shareable
@@ -45,7 +45,6 @@ from tierd.stores.base import Buffer, Store, clear, weight
 
 _CHUNKS = 8  # on their way at once, as far as the budget goes
 _ANSWER = 60.0  # seconds that a chunk waits for another tier's form of it
-README_KEY = "README.md"
 
 Where: TypeAlias = tuple[int, int]  # a chunk in a manifest: the file's number, the chunk's index in it
 
@@ -316,4 +315,9 @@ async def _introduce(store: Store) -> None:
     async for info in store.scan(README_KEY):
         if info.key == README_KEY:
             return
-    await store.put(README_KEY, resources.files("tierd").joinpath("TIER_README.md").read_bytes())
+    await store.put(README_KEY, introduction())
+
+
+def introduction() -> bytes:
+    """What a tier's README.md says."""
+    return resources.files("tierd").joinpath("TIER_README.md").read_bytes()
