@@ -1,10 +1,12 @@
-"""Mutants of what S3 may refuse: what its answers mean, whose credentials they are, and what nobody may delete."""
+"""Mutants of what S3 may refuse: what its answers mean, whose credentials they are, and what nobody may delete. And of
+names that are nobody's."""
 
 from __future__ import annotations
 
 from faults.rounds import Mutant
 
 _ANSWERS = "pytest tests/stores/test_answers.py"
+_DISOWN = "pytest tests/test_disown_cli.py"
 _REACH = "pytest tests/daemon/test_reach.py"
 _APPEND = "pytest tests/daemon/test_append_only.py"
 
@@ -141,5 +143,40 @@ PERMISSIONS = (
         'if any(one.mode in (None, "read-only") for one in reached.values()):',
         "if any(one.mode is None for one in reached.values()):",
         f"{_REACH} -k command",
+    ),
+    Mutant(
+        "a hasty yes deletes what can be read",
+        "tierd/cli/disown.py",
+        "    if readable:\n",
+        "    if False:\n",
+        f"{_DISOWN} -k might_read",
+    ),
+    Mutant(
+        "what a newer tierd reads is garbage",
+        "tierd/daemon/disown.py",
+        "except (ObjectNotFound, ManifestError):",
+        "except (ObjectNotFound, ManifestError, FormatTooNew):",
+        f"{_DISOWN} -k might_read",
+    ),
+    Mutant(
+        "another launch's names are disowned as well",
+        "tierd/daemon/disown.py",
+        "if owner is None or owner.attempt != attempt:",
+        "if owner is None:",
+        f"{_DISOWN} -k no_other",
+    ),
+    Mutant(
+        "a launch of this node is disowned, and sent again",
+        "tierd/cli/disown.py",
+        "if any(part.checkpoint.run == run for part in own):",
+        "if False:",
+        f"{_DISOWN} -k of_this_node",
+    ),
+    Mutant(
+        "nobody says whose names end pruning",
+        "tierd/daemon/notices.py",
+        "for attempt in unvouched(world, tier, run):",
+        "for attempt in ():",
+        f"{_DISOWN} -k planted_name",
     ),
 )

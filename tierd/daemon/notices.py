@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from tierd.commit import Written
 from tierd.core.ids import PartId
-from tierd.core.launches import beside, warning
+from tierd.core.launches import beside, disowning, unvouched, warning
 from tierd.core.news import News
 from tierd.core.world import SPOOL, Place, World
 from tierd.daemon.journal import SAVES, Journal
@@ -27,6 +27,7 @@ class Notices:
         self._news = News()
         self._refused: set[PartId] = set()  # whose trainers are told that they could not be committed
         self._append_only: set[str] = set()  # tiers
+        self._unvouched: set[tuple[str, str, str]] = set()  # tier, run and attempt that were told of
         self._beside: dict[str, frozenset[str]] = {}  # by run, the launches that were told of
 
     def taken(self, part: PartId, outcome: Written | Exception) -> None:
@@ -75,6 +76,21 @@ class Notices:
         elif not why and tier in self._append_only:
             self._append_only.remove(tier)
             log.info("%s: it lets objects be deleted again, so retention prunes there", tier)
+
+    def unvouched(self, tier: str, world: World) -> None:
+        """A tier was looked at: names of launches of which nothing can be read are logged once."""
+        for run in {one.run for one in world.spool.checkpoints} | world.spool.launches.keys():
+            for attempt in unvouched(world, tier, run):
+                if (tier, run, attempt) not in self._unvouched:
+                    self._unvouched.add((tier, run, attempt))
+                    log.warning(
+                        "%s: %s: nothing is pruned: names of attempt %s say that it is the newest, and nothing of it "
+                        "can be read (it is damaged, of a newer tierd, of another key, or not tierd's); %s",
+                        tier,
+                        run,
+                        attempt,
+                        disowning(run, attempt),
+                    )
 
     def relayed(self, tier: str, part: PartId) -> None:
         """A part is about to go from one tier to another, which has it not."""

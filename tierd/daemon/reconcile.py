@@ -417,6 +417,7 @@ class Reconciler:
                 return
             self._tell_durable(name)
             self.notices.launches(self.world())
+            self.notices.unvouched(name, self.world())
             if tiers.places[name] != before:
                 self._changed = time.monotonic()
                 self.lanes[SPOOL].wake.set()  # because what a tier holds decides what the spool may give up

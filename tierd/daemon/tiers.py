@@ -29,6 +29,7 @@ from tierd.core.errors import (
 )
 from tierd.core.head import Head
 from tierd.core.ids import CheckpointId, PartId, pruning_prefix
+from tierd.core.launches import disowning
 from tierd.core.manifest import Manifest
 from tierd.core.plan import lender
 from tierd.core.policies import policy_for
@@ -252,7 +253,10 @@ class Tiers:
         for other, why in place.defects() if place else ():
             alien = isinstance(why, WrongKey) and other.checkpoint.run == part.checkpoint.run
             if alien or (isinstance(why, FormatTooNew) and other == part):
-                raise StoreRefused(f"{tier}: {part} is not put beside what cannot be read here: {why}")
+                raise StoreRefused(
+                    f"{tier}: {part} is not put beside what cannot be read here: {why}; "
+                    f"{disowning(other.checkpoint.run, other.checkpoint.attempt)}"
+                )
 
     async def _lender(self, part: PartId, tier: str) -> tuple[Manifest | None, frozenset[CheckpointId]]:
         """The manifest on this tier whose chunks need not be sent again where they are equal, and the checkpoints whose
