@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 
 import pytest
 from stores.test_s3 import credentials
@@ -10,12 +12,14 @@ from support.doubles import Double, contents, flip, is_chunk
 from support.s3stub import Bucket, serving
 from support.world import commit, converge, part, reconciler, running, settle, steps_in, steps_on, until
 
-from tierd.core.errors import CorruptChunk, DeleteRefused, StoreRefused
+from tierd.cli import run
+from tierd.cli.status import COLUMNS
+from tierd.core.errors import CorruptChunk, DeleteRefused
 from tierd.core.urls import parse_url
-from tierd.daemon.prune import prune
 from tierd.daemon.status import status
 from tierd.spool import Spool
 from tierd.stores import deletions
+from tierd.stores.answers import ACTIONS
 from tierd.stores.deletions import DeletionGuard
 from tierd.stores.memory import MemoryStore
 from tierd.stores.open import open_store
@@ -156,16 +160,37 @@ def test_a_restore_goes_on_where_a_corrupt_copy_cannot_be_set_aside(spool: Spool
     asyncio.run(work())
 
 
-def test_a_person_who_prunes_is_told(spool: Spool) -> None:
-    async def work() -> None:
-        store = Lasting()
+def test_a_person_who_prunes_is_told_and_leaves_no_mark(spool: Spool, capsys) -> None:
+    async def flushed(bucket: Bucket) -> None:
+        store = open_store(parse_url(bucket.url()))
         for step in (1, 2):
             commit(spool, part(step))
-        await converge(spool, {"tier": store})
-        with pytest.raises(StoreRefused, match="AccessDenied"):
-            await prune(DeletionGuard(store), [part(1).checkpoint])
+        await converge(spool, {"s3": store})
+        await store.aclose()
 
-    asyncio.run(work())
+    with serving(Bucket()) as bucket:
+        asyncio.run(flushed(bucket))
+        bucket.deny("DeleteObject")
+        assert run(["prune", bucket.url(), "--keep-last", "1"]) == 6
+        assert "s3:DeleteObject" in capsys.readouterr().err
+        assert not [key for key in bucket.objects if "/pruning/" in key]
+        bucket.deny()
+        assert run(["prune", bucket.url(), "--keep-last", "1"]) == 0
+        assert steps_on(key.removeprefix("p/") for key in bucket.objects) == [2]
+
+
+def test_the_policy_in_the_readme_allows_what_is_asked_for() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    section = readme.split("#### What S3 has to allow")[1].split("\n### ")[0]
+    policy = json.loads(section.split("```json")[1].split("```")[0])
+    granted = [one["Action"] for one in policy["Statement"]]
+    assert {action for one in granted for action in ([one] if isinstance(one, str) else one)} == set(ACTIONS.values())
+
+
+def test_status_shows_it_where_the_copies_to_prune_stand() -> None:
+    shown = COLUMNS["TO PRUNE"]
+    assert shown({"append_only": True, "pending_prunes": 0}) == "append-only"
+    assert shown({"append_only": False, "pending_prunes": 3}) == shown({"pending_prunes": 3}) == "3"
 
 
 def test_the_guard_asks_for_each_sort_by_itself_and_again_later(monkeypatch) -> None:

@@ -89,6 +89,13 @@ PERMISSIONS = (
         f"{_APPEND} -k nobody_asks",
     ),
     Mutant(
+        "a person puts a mark that nobody can delete",
+        "tierd/cli/act.py",
+        'await guard.check(f"{pruning_prefix(one)}none")',
+        "pass",
+        f"{_APPEND} -k leaves_no_mark",
+    ),
+    Mutant(
         "a mark stays where checkpoints cannot be deleted",
         "tierd/daemon/prune.py",
         "marks.begun = False  #",

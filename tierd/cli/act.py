@@ -38,7 +38,7 @@ from tierd.core.config import Config, from_urls, without_addresses
 from tierd.core.demand import Demand
 from tierd.core.errors import ConfigError, DaemonUnavailable, StoreUnavailable
 from tierd.core.events import Event
-from tierd.core.ids import CheckpointId, check_run, pin_key
+from tierd.core.ids import CheckpointId, check_run, pin_key, pruning_prefix
 from tierd.core.plan import judge
 from tierd.core.policies import known_policy, unknown
 from tierd.core.printable import printable_json
@@ -59,6 +59,7 @@ from tierd.daemon.service import open_all, open_tiers, serve
 from tierd.link import Link
 from tierd.priority import hasten
 from tierd.spool import Spool
+from tierd.stores.deletions import DeletionGuard
 from tierd.stores.keys import read_key
 
 
@@ -228,11 +229,13 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
         for name, place in world.tiers.items():
             if place is None:
                 raise StoreUnavailable(f"{name} did not answer; nothing more was pruned")
-            known = Manifests(stores[name])
+            known, guard = Manifests(stores[name]), DeletionGuard(stores[name])
             for one in asked:
                 verdicts = judge(Demand(world, where.config, one), name)
                 going = [verdict.id for verdict in verdicts if not verdict.keep and not dry_run]
                 gone: set[CheckpointId] = set()
+                if going:  # a mark that nobody can delete would hold up flushes
+                    await guard.check(f"{pruning_prefix(one)}none")
                 while going:
                     some, going = going[:MOST_CHECKPOINTS], going[MOST_CHECKPOINTS:]
                     gone |= (await prune_tier(stores[name], some, known=known, seen=place)).gone

@@ -32,7 +32,7 @@ _NOT_NOW |= {"KMSInternalException", "InternalException", "DependencyTimeoutExce
 _NOT_NOW |= {*MISMATCH, "IncompleteBody"}  # damaged or cut on the way
 _PLACE = {"PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed", "InvalidRegion"}
 _LOCKED = {"MethodNotAllowed", "NotImplemented", "RetentionPolicyNotMet", "ObjectUnderActiveHold", "ObjectLocked"}
-_ACTIONS = {"put": "s3:PutObject", "get": "s3:GetObject", "scan": "s3:ListBucket", "delete": "s3:DeleteObject"}
+ACTIONS = {"put": "s3:PutObject", "get": "s3:GetObject", "scan": "s3:ListBucket", "delete": "s3:DeleteObject"}
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "PACKET_LENGTH_TOO_LONG")
 _TLS_ALERT = "\x15\x03"  # what a server that speaks TLS answers to plain HTTP
 
@@ -92,7 +92,7 @@ def _denial(doing: str, code: str, status: int) -> tuple[type[TierdError], str]:
             "tier is append-only, and nothing is pruned there"
         )
     if denied:
-        needs = f": this needs {_ACTIONS[action]}" if action in _ACTIONS else ""
+        needs = f": this needs {ACTIONS[action]}" if action in ACTIONS else ""
         return StoreRefused, f": check the credentials, and what the bucket's policy allows them{needs}"
     if code == "400" and status == 400:
         return StoreRefused, ": this is no answer of an S3 server; if it speaks TLS there, write endpoint=https://…"

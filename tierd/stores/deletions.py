@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 
 from tierd.core.errors import DeleteRefused
 from tierd.stores.base import Buffer, ObjectInfo, Store, is_authentic
@@ -74,10 +73,8 @@ class DeletionGuard:
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         return await self._inner.get(key, into)
 
-    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        async with aclosing(self._inner.scan(prefix, after)) as listing:
-            async for info in listing:
-                yield info
+    def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        return self._inner.scan(prefix, after)
 
     async def aclose(self) -> None:
         await self._inner.aclose()
