@@ -75,6 +75,14 @@ def test_a_planted_name_ends_pruning_until_it_is_disowned(home: Path, caplog: py
     assert steps(home) == [3]
 
 
+def test_what_is_damaged_is_set_aside_and_ends_nothing(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plant(home, b"garbage")
+    with caplog.at_level(logging.WARNING, "tierd.daemon"):
+        work(home, keep=1)
+    assert steps(home) == [3]
+    assert not [one for one in caplog.records if "tierd disown" in one.getMessage()]
+
+
 def test_what_somebody_might_read_goes_only_with_yes(home: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(home, TOO_NEW)
     before = files(home)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 
 from tierd.commit import Written
@@ -18,6 +19,8 @@ from tierd.daemon.journal import SAVES, Journal
 
 log = logging.getLogger("tierd.daemon")
 
+_LASTS = 2  # looks
+
 
 class Notices:
     """Tells the journal."""
@@ -27,7 +30,7 @@ class Notices:
         self._news = News()
         self._refused: set[PartId] = set()  # whose trainers are told that they could not be committed
         self._append_only: set[str] = set()  # tiers
-        self._unvouched: set[tuple[str, str, str]] = set()  # tier, run and attempt that were told of
+        self._unvouched: Counter[tuple[str, str, str]] = Counter()  # looks that showed this tier, run and attempt
         self._beside: dict[str, frozenset[str]] = {}  # by run, the launches that were told of
 
     def taken(self, part: PartId, outcome: Written | Exception) -> None:
@@ -78,11 +81,12 @@ class Notices:
             log.info("%s: it lets objects be deleted again, so retention prunes there", tier)
 
     def unvouched(self, tier: str, world: World) -> None:
-        """A tier was looked at: names of launches of which nothing can be read are logged once."""
+        """A tier was looked at: names of launches of which nothing can be read are logged once. Not by the first look
+        that shows them, because what is damaged is set aside after that."""
         for run in {one.run for one in world.spool.checkpoints} | world.spool.launches.keys():
             for attempt in unvouched(world, tier, run):
-                if (tier, run, attempt) not in self._unvouched:
-                    self._unvouched.add((tier, run, attempt))
+                self._unvouched[tier, run, attempt] += 1
+                if self._unvouched[tier, run, attempt] == _LASTS:
                     log.warning(
                         "%s: %s: nothing is pruned: names of attempt %s say that it is the newest, and nothing of it "
                         "can be read (it is damaged, of a newer tierd, of another key, or not tierd's); %s",
