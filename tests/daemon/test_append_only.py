@@ -14,7 +14,7 @@ from support.world import commit, converge, part, reconciler, running, settle, s
 
 from tierd.cli import run
 from tierd.cli.status import COLUMNS
-from tierd.core.errors import CorruptChunk, DeleteRefused
+from tierd.core.errors import CorruptChunk, DeleteRefused, StoreRefused
 from tierd.core.urls import parse_url
 from tierd.daemon.status import status
 from tierd.spool import Spool
@@ -98,6 +98,26 @@ def test_nothing_is_pruned_no_mark_is_left_and_nobody_asks_again_and_again(spool
         assert not [key for key in there if "/pruning/" in key]
         assert len(told(daemon)) == 1
         assert daemon.journal.counters["errors"] == daemon.journal.counters["pruned"] == 0
+
+    asyncio.run(work())
+
+
+def test_what_can_be_neither_deleted_nor_replaced_stops_no_flush(spool: Spool) -> None:
+    """WORM: also the policy and the head that a daemon would replace are there for good."""
+
+    class Worm(Lasting):
+        async def put(self, key: str, data) -> str:
+            if key in await contents(self.inner, policies=True):
+                raise StoreRefused(f"put {key}: AccessDenied")
+            return await super().put(key, data)
+
+    async def work() -> None:
+        store = Worm()
+        for step in range(3):
+            commit(spool, part(step))
+            daemon = await converge(spool, {"tier": store}, keep=10 + step, keep_local=100)
+            assert daemon.journal.counters["errors"] == 0
+        assert steps_on(await contents(store.inner)) == [0, 1, 2]
 
     asyncio.run(work())
 

@@ -89,6 +89,13 @@ PERMISSIONS = (
         f"{_APPEND} -k nobody_asks",
     ),
     Mutant(
+        "a policy that cannot be replaced stops all flushes",
+        "tierd/daemon/tiers.py",
+        "            if not self.refusal(tier):\n                raise",
+        "            if True:\n                raise",
+        f"{_APPEND} -k replaced",
+    ),
+    Mutant(
         "a person puts a mark that nobody can delete",
         "tierd/cli/act.py",
         'await guard.check(f"{pruning_prefix(one)}none")',

@@ -194,8 +194,13 @@ class Tiers:
         """Put on a tier what this node is to record of the policies of `runs`."""
         place = self.places[tier]
         fresh = [one for run in runs if place for one in unrecorded(world, config, tier, place, run)]
-        for one in fresh:
-            await record(self._stores[tier], tier, one)
+        try:
+            for one in fresh:
+                await record(self._stores[tier], tier, one)
+        except StoreRefused:
+            if not self.refusal(tier):
+                raise
+            return  # what lies there can be neither deleted nor replaced, and by no policy is anything pruned there
         if fresh:
             self._did(tier, lambda place: place.with_policies(fresh))
 
