@@ -20,6 +20,7 @@ from tierd.check.compare import Divergence, RankResult
 from tierd.check.report import LaunchResult
 from tierd.cli import EXIT_CODES, app
 from tierd.cli.act import Judged
+from tierd.cli.disown import Disowned
 from tierd.cli.ending import Drained, LeftPart, Waited
 from tierd.cli.read import Check
 from tierd.cli.space import Removal, Usages
@@ -30,6 +31,7 @@ from tierd.core.events import MORE, Event
 from tierd.core.launches import Rival
 from tierd.core.report import Checkpoint, Copy, Report
 from tierd.core.retention import Best, RetentionPolicy
+from tierd.daemon.disown import Claim
 from tierd.daemon.export import Exported
 from tierd.daemon.journal import AlertStatus
 from tierd.daemon.remove import Held
@@ -57,7 +59,7 @@ def commands(command: object = None, prefix: str = "tierd") -> dict[str, list[st
 
 def test_every_command_and_option_is_in_the_readme() -> None:
     found = commands()
-    assert len(found) == 19
+    assert len(found) == 20
     for command, options in found.items():
         assert command in README, f"{command} is not documented"
         for option in options:
@@ -127,6 +129,7 @@ def test_every_counter_and_stat() -> None:
         ("prune", (Judged,)),
         ("du", (Usages, Usage)),
         ("rm", (Removal, Held)),
+        ("disown", (Disowned, Claim)),
         ("drain", (Drained, LeftPart)),
         ("wait", (Waited,)),
         ("check-resume", (Checked, LaunchResult, RankResult, Divergence, Cause)),

@@ -3,6 +3,7 @@ copy, what was handed over before a death, and how a daemon and a trainer end.""
 
 from __future__ import annotations
 
+from faults.permissions import PERMISSIONS
 from faults.rounds import Mutant
 from faults.space import SPACE
 from faults.supply import SUPPLY
@@ -1533,6 +1534,7 @@ PLAIN = (
     + _DEATHS
     + _VERSIONS
     + _READING
+    + PERMISSIONS
     + SPACE
     + _POLICIES
     + _ENDING

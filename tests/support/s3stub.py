@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,13 +13,25 @@ from xml.sax.saxutils import escape
 
 
 class Bucket:
-    """What lies there. `refuse` is told each request's headers: what it gives, if anything, is answered with 403."""
+    """What lies there. `refuse` is told each request's headers: what it gives, if anything, is answered with 403.
+
+    `denied` is by action (PutObject, GetObject, ListBucket, DeleteObject): the status and the code that each request
+    for it is answered with. A DeleteObjects is answered as S3 does it, with 200 and the code for each key. `keys` of
+    the access are those that are taken; None takes all.
+    """
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
+        self.denied: dict[str, tuple[int, str]] = {}
+        self.keys: set[str] | None = None
+        self.asked: Counter[str] = Counter()  # by action
         self.heads: list[str] = []
         self.refuse = lambda headers: None
         self.port = 0
+
+    def deny(self, *actions: str, status: int = 403, code: str = "AccessDenied") -> None:
+        """Refuse these actions from now on, and allow all others."""
+        self.denied = dict.fromkeys(actions, (status, code))
 
     def url(self, prefix: str = "p") -> str:
         return f"s3://bucket/{prefix}?endpoint=http://127.0.0.1:{self.port}&addressing=path&region=us-east-1"
@@ -41,36 +54,53 @@ def serving(bucket: Bucket) -> Iterator[Bucket]:
             self.end_headers()
             self.wfile.write(body)
 
-        def _ask(self) -> tuple[str, dict[str, list[str]], bytes] | None:
+        def _ask(self, action: str) -> tuple[str, dict[str, list[str]], bytes] | None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             bucket.heads.append(str(self.headers))
+            bucket.asked[action] += 1
             if message := bucket.refuse(self.headers):
-                said = f"<Error><Code>AccessDenied</Code><Message>{escape(message)}</Message></Error>"
-                self._say(403, said.encode())
+                self._deny(403, "AccessDenied", message)
+                return None
+            if bucket.keys is not None and not any(
+                f"Credential={key}/" in self.headers.get("Authorization", "") for key in bucket.keys
+            ):
+                self._deny(403, "InvalidAccessKeyId")
+                return None
+            if action in bucket.denied and self.command != "POST":
+                self._deny(*bucket.denied[action])
                 return None
             split = urlsplit(self.path)
             return unquote(split.path).removeprefix("/bucket").lstrip("/"), parse_qs(split.query), body
 
+        def _deny(self, status: int, code: str, message: str = "") -> None:
+            self._say(status, f"<Error><Code>{code}</Code><Message>{escape(message)}</Message></Error>".encode())
+
         def do_PUT(self) -> None:
-            if asked := self._ask():
+            if asked := self._ask("PutObject"):
                 bucket.objects[asked[0]] = asked[2]
                 self._say(200)
 
         def do_DELETE(self) -> None:
-            if asked := self._ask():
+            if asked := self._ask("DeleteObject"):
                 bucket.objects.pop(asked[0], None)
                 self._say(204)
 
         def do_POST(self) -> None:
-            if asked := self._ask():
+            if asked := self._ask("DeleteObject"):
                 found = [one.text or "" for one in ElementTree.fromstring(asked[2]).iter() if one.tag.endswith("Key")]
+                if "DeleteObject" in bucket.denied:
+                    code = f"<Code>{bucket.denied['DeleteObject'][1]}</Code>"
+                    bad = "".join(f"<Error><Key>{escape(key)}</Key>{code}</Error>" for key in found)
+                    self._say(200, f"<DeleteResult>{bad}</DeleteResult>".encode())
+                    return
                 for key in found:
                     bucket.objects.pop(key, None)
                 gone = "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in found)
                 self._say(200, f"<DeleteResult>{gone}</DeleteResult>".encode())
 
         def do_GET(self) -> None:
-            asked = self._ask()
+            listing = urlsplit(self.path).path.rstrip("/") == "/bucket"
+            asked = self._ask("ListBucket" if listing else "GetObject")
             if asked is None:
                 return
             key, query, _ = asked

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tierd import __version__
-from tierd.cli import act, advise, bench, check, ending, pause, read, space, status
+from tierd.cli import act, advise, bench, check, disown, ending, pause, read, space, status
 from tierd.cli.tables import complain, print_json
 from tierd.core import errors, manifest
 from tierd.core.protocol import PROTOCOL
@@ -32,6 +32,7 @@ status.register(app)
 pause.register(app)
 space.register(app)
 ending.register(app)
+disown.register(app)
 advise.register(app)
 bench.register(app)
 check.register(app)

@@ -36,9 +36,9 @@ from tierd.core import wire
 from tierd.core.choose import Goal, check_goal
 from tierd.core.config import Config, from_urls, without_addresses
 from tierd.core.demand import Demand
-from tierd.core.errors import ConfigError, DaemonUnavailable, StoreRefused, StoreUnavailable
+from tierd.core.errors import ConfigError, DaemonUnavailable, StoreUnavailable
 from tierd.core.events import Event
-from tierd.core.ids import CheckpointId, check_run, pin_key
+from tierd.core.ids import CheckpointId, check_run, pin_key, pruning_prefix
 from tierd.core.plan import judge
 from tierd.core.policies import known_policy, unknown
 from tierd.core.printable import printable_json
@@ -53,11 +53,13 @@ from tierd.daemon.export import Exported, export
 from tierd.daemon.manifests import Manifests
 from tierd.daemon.observe import look_around
 from tierd.daemon.prune import prune as prune_tier
+from tierd.daemon.reach import Reach
+from tierd.daemon.reach import reach as try_out
 from tierd.daemon.service import open_all, open_tiers, serve
 from tierd.link import Link
 from tierd.priority import hasten
 from tierd.spool import Spool
-from tierd.stores.base import children
+from tierd.stores.deletions import DeletionGuard
 from tierd.stores.keys import read_key
 
 
@@ -227,11 +229,13 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
         for name, place in world.tiers.items():
             if place is None:
                 raise StoreUnavailable(f"{name} did not answer; nothing more was pruned")
-            known = Manifests(stores[name])
+            known, guard = Manifests(stores[name]), DeletionGuard(stores[name])
             for one in asked:
                 verdicts = judge(Demand(world, where.config, one), name)
                 going = [verdict.id for verdict in verdicts if not verdict.keep and not dry_run]
                 gone: set[CheckpointId] = set()
+                if going:  # a mark that nobody can delete would hold up flushes
+                    await guard.check(f"{pruning_prefix(one)}none")
                 while going:
                     some, going = going[:MOST_CHECKPOINTS], going[MOST_CHECKPOINTS:]
                     gone |= (await prune_tier(stores[name], some, known=known, seen=place)).gone
@@ -333,38 +337,40 @@ async def _pin_directly(where: Places, run: str, step: int, attempt: str | None,
 
 def config_check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A tierd.toml.")],
-    reach: Annotated[bool, typer.Option("--reach", help="Also ask every tier whether it answers.")] = False,
+    reach: Annotated[
+        bool, typer.Option("--reach", help="Also try whether every tier answers, and what it allows.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Check a configuration file as `run` does; exit code 3 when it cannot be used, 6 when a tier does not answer."""
+    """Check a configuration file as `run` does; exit code 3 when it cannot be used, 6 when a tier does not answer,
+    or takes nothing."""
     found = load_config(file)
     Spool(Path(found.spool), write=False)
-    answers = asyncio.run(_opened(found, reach=reach))
+    reached = asyncio.run(_opened(found, reach=reach))
+    answers = {name: "answers" if one.mode else one.why for name, one in reached.items()}
     keys = {tier.name: read_key(Path(tier.key_file)) for tier in found.tier if tier.key_file}
     if json:
-        print_json({"config": without_addresses(found), "reach": answers})
+        print_json({"config": without_addresses(found), "reach": answers, "modes": reached})
     else:
         out = console()
         out.print(f"{file}: spool {found.spool}, rescan {found.rescan}, drain {found.drain}")
         for tier in found.tier:
             key = f"encrypted with key {keys[tier.name].id}  " if tier.name in keys else ""
-            out.print(f"  {tier.name}  {parse_url(tier.url)}  {key}{answers.get(tier.name, '')}")
+            out.print(f"  {tier.name}  {parse_url(tier.url)}  {key}{_told(reached.get(tier.name))}")
         for index, tell in enumerate(without_addresses(found).tell):
             out.print(f"  tell[{index}]  {tell.url or (tell.command or ('',))[0]}")
-    if any(answer != "answers" for answer in answers.values()):
+    if any(one.mode in (None, "read-only") for one in reached.values()):
         raise typer.Exit(6)
 
 
-async def _opened(config: Config, *, reach: bool) -> dict[str, str]:
-    """Open all that a configuration refers to, as a daemon does at its start; with `reach`, what each tier answers."""
-    answers: dict[str, str] = {}
+def _told(reached: Reach | None) -> str:
+    if reached is None or reached.mode is None:
+        return reached.why if reached else ""
+    return f"answers; {reached.mode}{f': {reached.why}' if reached.why else ''}"
+
+
+async def _opened(config: Config, *, reach: bool) -> dict[str, Reach]:
+    """Open all that a configuration refers to, as a daemon does at its start; with `reach`, what each tier allows."""
     async with AsyncExitStack() as stack:
         stores, _ = await open_all(config, stack)
-        for name, store in stores.items() if reach else ():
-            try:
-                async for _ in children(store, ""):
-                    break
-                answers[name] = "answers"
-            except (StoreUnavailable, StoreRefused) as error:
-                answers[name] = str(error)
-    return answers
+        return {name: await try_out(store) for name, store in stores.items()} if reach else {}

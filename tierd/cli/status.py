@@ -102,7 +102,7 @@ COLUMNS: dict[str, Callable[[Members], str]] = {
     "ANSWERS": lambda tier: "yes" if tier["reached"] else "no",
     "PENDING": lambda tier: str(tier["pending_parts"]),
     "BYTES": lambda tier: size(tier["pending_bytes"]),
-    "TO PRUNE": lambda tier: str(tier["pending_prunes"]),
+    "TO PRUNE": lambda tier: "append-only" if tier.get("append_only") else str(tier["pending_prunes"]),
     "DOING": lambda tier: tier["doing"] or (f"again in {tier['retry_in_s']:.0f} s" if tier["retry_in_s"] else "idle"),
     "LAST ERROR": lambda tier: tier["last_error"] or "",
 }

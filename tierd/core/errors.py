@@ -48,6 +48,10 @@ class StoreRefused(TierdError):
     """The store answered no: credentials, permissions, a missing bucket. Trying again at once will not help."""
 
 
+class DeleteRefused(StoreRefused):
+    """The store does not let this be deleted: no permission, or a lock on it. Whoever may only add writes on."""
+
+
 class ObjectNotFound(TierdError):
     """The store answered, and the key is not there."""
 

@@ -40,6 +40,7 @@ KINDS: dict[str, Kind] = {
     "quarantined": Kind("a copy is set aside: no place had it right", "error"),
     "fell back": Kind("a restore was given an older checkpoint than the newest there is", "error"),
     "pruned": Kind("retention deleted a copy of a checkpoint"),
+    "append only": Kind("a tier refuses to delete anything, so nothing is pruned there; told once, until it does"),
     "two launches": Kind(
         "launches of one run save at the same time, each the same rank; again where another one joins them",
         "alert",

@@ -25,7 +25,9 @@ _CHECKPOINT = re.compile(r"([0-9]{12})\.([0-9a-f]{12}-[0-9a-f]{8})")
 _RETENTION = re.compile(r"([0-9a-f]{8})\.([a-z]{1,16})\.json")
 _HEAD = re.compile(r"([0-9a-f]{8})\.json")
 _PART = re.compile(r"([0-9]{5})-of-([0-9]{5})")
-_RESERVED_RUNS = frozenset({"README.md"})  # a tier's own objects at its root
+README_KEY = "README.md"  # what a tier is, for whoever finds it
+CHECK_KEY = "README.md.check"  # of `config check --reach`, for a moment
+OWN_KEYS = frozenset({README_KEY, CHECK_KEY})  # a tier's own objects at its root, which are no runs
 
 
 def check_run(run: str) -> str:
@@ -34,7 +36,7 @@ def check_run(run: str) -> str:
     Raises:
         ConfigError: anything but 1 to 128 of ``A-Za-z0-9._-`` beginning with a letter or digit.
     """
-    if not isinstance(run, str) or not _RUN.fullmatch(run) or run in _RESERVED_RUNS:
+    if not isinstance(run, str) or not _RUN.fullmatch(run) or run in OWN_KEYS:
         raise ConfigError(f"run {run!r}: a run's name is 1 to 128 of A-Za-z0-9._-, a letter or digit first")
     return run
 

@@ -35,6 +35,22 @@ class Rival(msgspec.Struct, frozen=True):
         return f"{self.attempt} (on another node, if it lives; its last checkpoint on {self.place}: {self.last})"
 
 
+def unvouched(world: World, tier: str, run: str) -> tuple[str, ...]:
+    """The attempts of which a tier shows names that are newer than all of a run of which anything can be read. While
+    they are there, no node deletes what retention drops: whose launch is the newest cannot be told.
+    """
+    place = world.tiers.get(tier)
+    told = world.origins(run)
+    newest = max(told, default="")
+    shown = {seen.id.attempt for seen in place.copies(run)} if place else set()
+    return tuple(sorted(attempt for attempt in shown - told.keys() if told and attempt > newest))
+
+
+def disowning(run: str, attempt: str) -> str:
+    """The way out where a launch's names are nobody's, for messages."""
+    return f"if that launch is nobody's, `tierd disown {run} {attempt} URL` takes its names away"
+
+
 def beside(world: World, run: str) -> tuple[Rival, ...]:
     """The launches of a run that save the same rank at the same time, in their order; empty where there is one at most.
 

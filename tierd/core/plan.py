@@ -334,7 +334,7 @@ def _patient(
 
 def _tier_prunes(demand: Demand, name: str) -> Iterator[Prune]:
     world, run, tier = demand.world, demand.run, demand.world.tiers[name]
-    if tier is None or not is_janitor(world, tier, run):
+    if tier is None or name in world.append_only or not is_janitor(world, tier, run):
         return
     going = [verdict for verdict in judge(demand, name) if not verdict.keep]
     if not going:
@@ -393,7 +393,7 @@ def _given_up(demands: Iterable[Demand], name: str) -> list[Prune]:
         verdict
         for demand in demands
         for tier in [demand.world.tiers[name]]
-        if tier is not None and is_janitor(demand.world, tier, demand.run)
+        if tier is not None and name not in demand.world.append_only and is_janitor(demand.world, tier, demand.run)
         for verdict in judge(demand, name)
         if verdict.held_for and not any(part.checkpoint == verdict.id for part in demand.world.busy)
     ]

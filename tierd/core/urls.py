@@ -34,6 +34,7 @@ _PARAMETERS = {
     "sse_kms_key_id": (re.compile(r"[A-Za-z0-9:/_-]{1,512}"), "a KMS key's id, ARN or alias"),
     "storage_class": (re.compile(r"[A-Z_]{1,64}"), "capital letters and '_', as in STANDARD_IA"),
 }
+_ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")  # storage classes of which nothing can be read before it is restored
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,11 @@ def _parameters(query: str) -> dict[str, str]:
         form, words = _PARAMETERS[name]
         if not form.fullmatch(value):
             _refuse(f"parameter {name} is {words}{'; here it has no value' if not value else ''}")
+        if name == "storage_class" and value in _ARCHIVES:
+            _refuse(
+                f"parameter storage_class={value}: what lies there cannot be read at once, and tierd reads manifests "
+                "and chunks again to list, verify and restore; what lies in GLACIER_IR or STANDARD_IA can be read"
+            )
         given[name] = value
     return given
 

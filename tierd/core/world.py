@@ -287,6 +287,7 @@ class World:
     finished: frozenset[str] = frozenset()
     silent: frozenset[str] = frozenset()  # tiers that have not answered for `hold_for`
     full: frozenset[str] = frozenset()  # tiers that took no more, and from which nothing was deleted since
+    append_only: frozenset[str] = frozenset()  # tiers that let nothing be deleted
     sent: Mapping[str, Sent] = field(default_factory=dict)  # by tier
     who: str = ""  # this node among those that share a tier, 8 hex digits
 

@@ -27,7 +27,7 @@ from tierd.core.errors import (
     StoreUnavailable,
     TierdError,
 )
-from tierd.core.ids import CheckpointId, PartId, chunk_key, chunk_owner
+from tierd.core.ids import README_KEY, CheckpointId, PartId, chunk_key, chunk_owner
 from tierd.core.manifest import Chunk, File, Manifest, Stored
 from tierd.core.manifest import encode as encode_manifest
 from tierd.core.sharing import shareable
@@ -41,11 +41,10 @@ from tierd.daemon.together import to_the_end, together
 from tierd.daemon.turns import left_over, naming
 from tierd.persist import read_chunk
 from tierd.spool import Spool
-from tierd.stores.base import Buffer, Store, weight
+from tierd.stores.base import Buffer, Store, clear, weight
 
 _CHUNKS = 8  # on their way at once, as far as the budget goes
 _ANSWER = 60.0  # seconds that a chunk waits for another tier's form of it
-README_KEY = "README.md"
 
 Where: TypeAlias = tuple[int, int]  # a chunk in a manifest: the file's number, the chunk's index in it
 
@@ -143,7 +142,7 @@ async def send(
     sent = await together(_CHUNKS, [chunk.send() for chunk in work.values()])
     tiered = _with_stored(manifest, {held: chunk.encoded for held, chunk in work.items()})
     await _show(way, part, tiered)
-    await way.store.delete([part.quarantine_key])
+    await clear(way.store, [part.quarantine_key])
     shared = sum(chunk.shared for chunk in work.values())
     return Flushed(manifest.size, tiered.stored_size, sum(sent), shared, Facts.of(tiered))
 
@@ -316,4 +315,9 @@ async def _introduce(store: Store) -> None:
     async for info in store.scan(README_KEY):
         if info.key == README_KEY:
             return
-    await store.put(README_KEY, resources.files("tierd").joinpath("TIER_README.md").read_bytes())
+    await store.put(README_KEY, introduction())
+
+
+def introduction() -> bytes:
+    """What a tier's README.md says."""
+    return resources.files("tierd").joinpath("TIER_README.md").read_bytes()

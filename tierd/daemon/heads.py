@@ -29,7 +29,7 @@ from tierd.core.head import (
 from tierd.core.ids import head_key, heads_prefix, parse_head
 from tierd.core.plan import is_janitor
 from tierd.core.world import Place, World
-from tierd.stores.base import ObjectInfo, Store
+from tierd.stores.base import ObjectInfo, Store, clear
 
 log = logging.getLogger("tierd.daemon")
 
@@ -120,7 +120,7 @@ async def write(store: Store, head: Head, others: tuple[Head, ...]) -> None:
     """
     await store.put(head_key(head.run, head.by), encode(head))
     if stale := [head_key(one.run, one.by) for one in others if one.by != head.by]:
-        await store.delete(stale)
+        await clear(store, stale)
 
 
 def _next(world: World, place: Place, run: str, by: str, heads: tuple[Head, ...]) -> Head:

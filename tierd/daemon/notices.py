@@ -5,15 +5,21 @@ Law: whoever sees it first tells it, a trainer's hand-over or a look, and nobody
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 
 from tierd.commit import Written
 from tierd.core.ids import PartId
-from tierd.core.launches import beside, warning
+from tierd.core.launches import beside, disowning, unvouched, warning
 from tierd.core.news import News
 from tierd.core.world import SPOOL, Place, World
 from tierd.daemon.journal import SAVES, Journal
+
+log = logging.getLogger("tierd.daemon")
+
+_LASTS = 2  # looks
 
 
 class Notices:
@@ -24,6 +30,8 @@ class Notices:
         self._news = News()
         self._refused: set[PartId] = set()  # whose trainers are told that they could not be committed
         self._rolled_back: dict[tuple[str, str], str] = {}  # by tier and run, why, as it was told
+        self._append_only: set[str] = set()  # tiers
+        self._unvouched: Counter[tuple[str, str, str]] = Counter()  # looks that showed this tier, run and attempt
         self._beside: dict[str, frozenset[str]] = {}  # by run, the launches that were told of
 
     def taken(self, part: PartId, outcome: Written | Exception) -> None:
@@ -70,6 +78,32 @@ class Notices:
         self._rolled_back = {one: told for one, told in self._rolled_back.items() if one != (tier, run)}
         if why:
             self._rolled_back[tier, run] = why
+
+    def append_only(self, tier: str, why: str) -> None:
+        """Something was done on a tier: that it lets nothing be deleted is told once, until it does. `why`: what it
+        said, or empty."""
+        if why and tier not in self._append_only:
+            self._append_only.add(tier)
+            self._journal.tell("append only", tier, "deleting", f"nothing is pruned there: {why}")
+        elif not why and tier in self._append_only:
+            self._append_only.remove(tier)
+            log.info("%s: it lets objects be deleted again, so retention prunes there", tier)
+
+    def unvouched(self, tier: str, world: World) -> None:
+        """A tier was looked at: names of launches of which nothing can be read are logged once. Not by the first look
+        that shows them, because what is damaged is set aside after that."""
+        for run in {one.run for one in world.spool.checkpoints} | world.spool.launches.keys():
+            for attempt in unvouched(world, tier, run):
+                self._unvouched[tier, run, attempt] += 1
+                if self._unvouched[tier, run, attempt] == _LASTS:
+                    log.warning(
+                        "%s: %s: nothing is pruned: names of attempt %s say that it is the newest, and nothing of it "
+                        "can be read (it is damaged, of a newer tierd, of another key, or not tierd's); %s",
+                        tier,
+                        run,
+                        attempt,
+                        disowning(run, attempt),
+                    )
 
     def relayed(self, tier: str, part: PartId) -> None:
         """A part is about to go from one tier to another, which has it not."""

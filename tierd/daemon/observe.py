@@ -22,6 +22,7 @@ from tierd.core.errors import (
 )
 from tierd.core.head import Head
 from tierd.core.ids import (
+    OWN_KEYS,
     CheckpointId,
     PartId,
     chunks_prefix,
@@ -164,7 +165,7 @@ class TierEye:
 
     async def runs(self) -> set[str]:
         """Every run on the tier, at about one listing request each."""
-        return {name async for name in children(self.store, "") if name != "README.md"}
+        return {name async for name in children(self.store, "") if name not in OWN_KEYS}
 
     async def look(
         self,

@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from tierd.codec import check_stored
-from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound
+from tierd.core.errors import CorruptChunk, DeleteRefused, FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId, chunks_prefix, quarantine_prefix
 from tierd.core.manifest import Manifest, Stored
 from tierd.core.world import Place
@@ -77,7 +77,11 @@ async def prune(
         marks.begun = True
         own = going.listed.own
         manifests = [key for one in sorted(own) for key in own[one]]
-        await store.delete(manifests)
+        try:
+            await store.delete(manifests)
+        except DeleteRefused:
+            marks.begun = False  # no chunk is being deleted: the marks go, where they may
+            raise
         gone = [key async for key in _lying(store, run, going)]
         aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.doomed]
         await store.delete(gone + aside)

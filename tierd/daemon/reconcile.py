@@ -21,6 +21,7 @@ from tierd.core.config import Config
 from tierd.core.demand import Demand
 from tierd.core.errors import (
     CorruptChunk,
+    DeleteRefused,
     ManifestError,
     ObjectNotFound,
     SpoolUnusable,
@@ -61,6 +62,7 @@ log = logging.getLogger("tierd.daemon")
 
 
 _STUCK = 60.0  # seconds that rests what could not be sent, mended or deleted, while others go on
+_REFUSED = 3600.0  # seconds that rests what cannot be set aside because nothing can be deleted there
 _AGAIN = 1.0  # seconds that a local copy rests which no tier was found to hold: they look again meanwhile
 _IN_HAND = 10.0  # seconds that what lanes have in hand has to end when the configuration changes
 _ABANDONED = 5.0  # seconds that a stage is seen unlocked before it counts as left over
@@ -235,6 +237,7 @@ class Reconciler:
                 name for name, place in self.tiers.places.items() if place is None and self._is_silent(name)
             ),
             full=frozenset(self._full),
+            append_only=self.tiers.append_only,
             sent=dict(self._sent),
             who=self.tiers.who,
         )
@@ -298,6 +301,7 @@ class Reconciler:
                 self._failed(lane, action, error)
             finally:
                 lane.doing = None
+                self.notices.append_only(lane.name, self.tiers.refusal(lane.name))
             async with self.moved:
                 self.moved.notify_all()
             if not self._halted.is_set() and (action is None or lane.last_error):
@@ -419,6 +423,7 @@ class Reconciler:
                 return
             self._tell_durable(name)
             self.notices.launches(self.world())
+            self.notices.unvouched(name, self.world())
             if tiers.places[name] != before:
                 self._changed = time.monotonic()
                 self.lanes[SPOOL].wake.set()  # because what a tier holds decides what the spool may give up
@@ -547,7 +552,10 @@ class Reconciler:
         others = [one for one in plan(self.world(), self.config, {}, 0.0) if not lane.is_off(_subject(one))]
         prunes = together(first, others, place)
         before = self.world()
-        gone = await self.tiers.prune([one.checkpoint for one in prunes], first.tier)
+        try:
+            gone = await self.tiers.prune([one.checkpoint for one in prunes], first.tier)
+        except DeleteRefused:  # told once, as a notice; the plan does without
+            gone = set()
         for one in prunes:
             if one.checkpoint in gone:
                 self._full.discard(first.tier)
@@ -619,7 +627,8 @@ class Reconciler:
         except (CorruptChunk, ObjectNotFound):
             pass  # told and set aside by fetch; or gone meanwhile
         except TierdError as error:
-            self.lanes[tier].put_off(part, _STUCK)  # others of this lane go first meanwhile
+            # Others of this lane go first meanwhile.
+            self.lanes[tier].put_off(part, _REFUSED if isinstance(error, DeleteRefused) else _STUCK)
             if tier == SPOOL:
                 raise
             log.warning("%s: %s cannot be mended yet: %s", tier, part, error)  # another tier's lane backs off

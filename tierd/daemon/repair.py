@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
-from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
+from tierd.core.errors import CorruptChunk, DeleteRefused, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest
 from tierd.core.world import SPOOL
@@ -77,13 +78,15 @@ class Repairer:
             await asyncio.to_thread(self._spool.quarantine, part)
             self._told_aside(SPOOL, part, str(error))
             for name in self._stores:
-                await self.set_aside(name, part, str(error))
+                with suppress(DeleteRefused):  # whoever meets it there finds it corrupt again
+                    await self.set_aside(name, part, str(error))
             raise
         # A copy is proven bad by one that was verified whole; of a few chunks' fetch, the liar may be the other.
         for name, reason in fetched.defects.items() if wanted is None else ():
             self._journal.counters["corruptions"] += 1
             self._journal.tell("corrupt", name, part, f"it will be flushed again: {reason}")
-            await quarantine(stores[name], part)
+            with suppress(DeleteRefused):
+                await quarantine(stores[name], part)
         if fetched.chunks:
             self._journal.counters["healed_chunks"] += fetched.chunks
             self._journal.tell(

@@ -24,7 +24,7 @@ from tierd.daemon.tell import TellStatus
 class TierStatus:
     """One lane. `effort` says whether chunks are compressed for it and why. `pending_parts` and `pending_bytes` are
     what the spool has and the tier lacks, `pending_prunes` copies that retention gave up and that are still there;
-    `retry_in_s` is set while it backs off."""
+    `append_only`: the tier lets nothing be deleted, so none is pruned. `retry_in_s` is set while it backs off."""
 
     name: str
     url: str
@@ -34,6 +34,7 @@ class TierStatus:
     pending_parts: int
     pending_bytes: int
     pending_prunes: int
+    append_only: bool
     failures: int
     retry_in_s: float | None
     last_error: str | None
@@ -141,6 +142,7 @@ def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
         pending_parts=parts,
         pending_bytes=size,
         pending_prunes=reconciler.pending_prunes(name),
+        append_only=bool(reconciler.tiers.refusal(name)),
         failures=lane.failures,
         retry_in_s=round(left, 1) if left > 0 else None,
         last_error=str(lane.last_error) if lane.last_error else None,

@@ -28,7 +28,8 @@ from tierd.core.errors import (
     WrongKey,
 )
 from tierd.core.head import Head
-from tierd.core.ids import CheckpointId, PartId
+from tierd.core.ids import CheckpointId, PartId, pruning_prefix
+from tierd.core.launches import disowning
 from tierd.core.manifest import Manifest
 from tierd.core.plan import lender
 from tierd.core.policies import policy_for
@@ -46,8 +47,9 @@ from tierd.daemon.relay import relay
 from tierd.daemon.run_policies import record, unrecorded
 from tierd.daemon.turns import node, sweep
 from tierd.spool import Spool
-from tierd.stores.base import Store
+from tierd.stores.base import Store, clear
 from tierd.stores.counted import CountedStore
+from tierd.stores.deletions import DeletionGuard
 
 log = logging.getLogger("tierd.daemon")
 
@@ -70,7 +72,8 @@ class Tiers:
     """
 
     def __init__(self, config: Config, spool: Spool, stores: Mapping[str, Store], pause: Pause) -> None:
-        self._spool, self._stores = spool, {name: CountedStore(store) for name, store in stores.items()}
+        self._guards = {name: DeletionGuard(store) for name, store in stores.items()}
+        self._spool, self._stores = spool, {name: CountedStore(guard) for name, guard in self._guards.items()}
         self.places: dict[str, Place | None] = dict.fromkeys(stores)
         self.pace = Pace()
         self.mute: dict[str, float] = {}
@@ -98,6 +101,15 @@ class Tiers:
     def requests(self, tier: str) -> int:
         """How many requests of a tier looks, flushes and prunes have made; not what scrub and restores have."""
         return self._stores[tier].requests if tier in self._stores else 0
+
+    def refusal(self, tier: str) -> str:
+        """Why a tier lets nothing be deleted, as it said last; empty where it is not known to."""
+        return self._guards[tier].refused if tier in self._guards else ""
+
+    @property
+    def append_only(self) -> frozenset[str]:
+        """The tiers that are not asked to delete anything for now, because they refuse it."""
+        return frozenset(name for name, guard in self._guards.items() if guard.rests)
 
     def has(self, part: PartId, tier: str) -> bool:
         """Whether the latest look saw a usable manifest of `part` on `tier`, that is, a verified copy."""
@@ -182,8 +194,13 @@ class Tiers:
         """Put on a tier what this node is to record of the policies of `runs`."""
         place = self.places[tier]
         fresh = [one for run in runs if place for one in unrecorded(world, config, tier, place, run)]
-        for one in fresh:
-            await record(self._stores[tier], tier, one)
+        try:
+            for one in fresh:
+                await record(self._stores[tier], tier, one)
+        except StoreRefused:
+            if not self.refusal(tier):
+                raise
+            return  # what lies there can be neither deleted nor replaced, and by no policy is anything pruned there
         if fresh:
             self._did(tier, lambda place: place.with_policies(fresh))
 
@@ -192,6 +209,9 @@ class Tiers:
         for run in runs:
             place = self.places[tier]
             if place and (head := unwritten(world, place, run)):
+                said = [one.launches for one in place.heads.get(run, ()) if one.by == head.by]
+                if self.refusal(tier) and said == [head.launches]:
+                    continue  # other nodes' heads are still there because nothing can be deleted
                 await write(self._stores[tier], head, place.heads.get(run, ()))
                 self._did(tier, partial(_with_head, head))
 
@@ -213,7 +233,7 @@ class Tiers:
         for run in runs:
             done, _, cut = await sweep(store, run, self.who)
             # Where a manifest is there, the plan decides anew.
-            await store.delete([mark for one, marks in cut.items() if one in place.checkpoints for mark in marks])
+            await clear(store, [mark for one, marks in cut.items() if one in place.checkpoints for mark in marks])
             self._eyes[tier].manifests.cut[run] = gone = cut.keys() - place.checkpoints.keys()
             tidy, found = tidy and done, found | gone
         self._did(tier, lambda place: replace(place, cut=place.cut | found))
@@ -246,7 +266,10 @@ class Tiers:
         for other, why in place.defects() if place else ():
             alien = isinstance(why, WrongKey) and other.checkpoint.run == part.checkpoint.run
             if alien or (isinstance(why, FormatTooNew) and other == part):
-                raise StoreRefused(f"{tier}: {part} is not put beside what cannot be read here: {why}")
+                raise StoreRefused(
+                    f"{tier}: {part} is not put beside what cannot be read here: {why}; "
+                    f"{disowning(other.checkpoint.run, other.checkpoint.attempt)}"
+                )
 
     async def _lender(self, part: PartId, tier: str) -> tuple[Manifest | None, frozenset[CheckpointId]]:
         """The manifest on this tier whose chunks need not be sent again where they are equal, and the checkpoints whose
@@ -274,8 +297,14 @@ class Tiers:
         return None
 
     async def prune(self, checkpoints: Collection[CheckpointId], tier: str) -> set[CheckpointId]:
-        """`prune.prune` checkpoints of one run from a tier; nothing goes while it is not known what others name."""
+        """`prune.prune` checkpoints of one run from a tier; nothing goes while it is not known what others name.
+
+        Raises:
+            DeleteRefused: the tier lets nothing be deleted; no mark stands there.
+        """
         eye = self._eyes[tier]
+        for run in {one.run for one in checkpoints}:  # a mark that could not go would hold up flushes
+            await self._guards[tier].check(f"{pruning_prefix(run)}none")
         try:
             gone, bare = await prune(self._stores[tier], checkpoints, self.who, eye.manifests, self.places[tier])
         except (ManifestError, FormatTooNew) as error:  # of another: no reason to keep flushes waiting

@@ -10,7 +10,8 @@ flush that finds a mark on a checkpoint waits until the mark is gone, and then l
 
 Both stand for seconds. One whose writer was cut off stands on, and only keeps something from being deleted or named.
 It is over for the node that wrote it after a quarter of an hour, and for whoever prunes the run once it is a day old:
-they remove an intent, wait for no mark, and take one for a deletion that is to be done again.
+they remove an intent, wait for no mark, and take one for a deletion that is to be done again. On a tier that lets
+nothing be deleted, intents stay and mean nothing once they are over.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tierd.core.errors import StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, flushing_prefix, pruning_prefix
 from tierd.daemon.together import together
 from tierd.persist import digest
-from tierd.stores.base import Store
+from tierd.stores.base import Store, clear
 
 _DEADLINE = 600.0  # seconds that a turn may take
 _AT_ONCE = 8  # marks that are put at once
@@ -93,7 +94,7 @@ async def naming(
             raise
         yield
         # Left where the manifest's put failed: it may still take effect. Earlier tries' go too, but not another node's.
-        await store.delete([info.key async for info in store.scan(own) if info.key.endswith(stamp[-9:])])
+        await clear(store, [info.key async for info in store.scan(own) if info.key.endswith(stamp[-9:])])
 
 
 async def _wait_for_marks(store: Store, part: PartId, owners: Collection[CheckpointId], who: str) -> None:
@@ -195,7 +196,7 @@ async def sweep(store: Store, run: str, who: str) -> Swept:
                 tidy = False
             if part := _intended(run, info.key):
                 intents.append((info.key, part))
-    await store.delete(stale)
+    await clear(store, stale)
     return Swept(tidy, intents, cut)
 
 

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from tierd.core.errors import CorruptChunk, StoreRefused
+from tierd.core.errors import CorruptChunk, DeleteRefused, StoreRefused
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -79,7 +79,8 @@ class Store(Protocol):
     async def delete(self, keys: Sequence[str]) -> None:
         """Remove every key, in no particular order; one that is not there counts as removed.
 
-        Returns when all of them are gone for good, so that what is deleted next can't go before them.
+        Returns when all of them are gone for good, so that what is deleted next can't go before them. `DeleteRefused`
+        where the place lets nothing be deleted.
         """
         ...
 
@@ -135,6 +136,14 @@ def weight(store: Store, size: int) -> int:
 def is_authentic(store: Store) -> bool:
     """Whether nobody without this node's key can have put what the store gives."""
     return bool(getattr(store, "encrypts", False))
+
+
+async def clear(store: Store, keys: Sequence[str]) -> None:
+    """Delete what means nothing any more. Where the place lets nothing be deleted it stays, and does no harm."""
+    try:
+        await store.delete(keys)
+    except DeleteRefused:
+        pass
 
 
 async def children(store: Store, prefix: str) -> AsyncIterator[str]:

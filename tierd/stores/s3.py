@@ -2,7 +2,7 @@
 
 Law: one object is one request, so that nothing partial can exist; every upload brings a checksum over the whole object,
 taken here; that the server checks it is believed only after it has refused a wrong one. Whatever S3, botocore or the
-transport say is translated in one place, `_condition`, and no secret can get into what is said. botocore's own retries
+transport say is translated in one place, `answers`, and no secret can get into what is said. botocore's own retries
 are off: retrying is `RetryingStore`'s concern.
 
 Uploads are not signed over their payload (SHA-256 costs as much as the rest of a put): the checksum, or on servers that
@@ -15,19 +15,20 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import aiohttp
 from aiobotocore.config import AioConfig
-from aiobotocore.session import get_session
 from botocore import exceptions as botocore
 from botocore.parsers import ResponseParserError
 
-from tierd.core.errors import ObjectNotFound, StoreFull, StoreRefused, StoreUnavailable, TierdError
+from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.core.urls import StoreUrl
+from tierd.stores.answers import MISMATCH, STRANGER, said, unanswered
 from tierd.stores.base import FIRST_PAGE, Buffer, ObjectInfo, check_key, check_size, is_key, octets, room
 from tierd.stores.checksums import CHECKSUMS, MD5, Checksum
+from tierd.stores.credentials import Chain, check_bundle
 from tierd.stores.line import Body
 from tierd.stores.transport import Answer, http_session
 
@@ -39,12 +40,6 @@ _PROBE = ".tierd-probe"  # under the store's prefix; no key, so that no scan sho
 _PROBE_AGAIN_S = 60.0  # after one that the server did not answer
 _FOREIGN = (botocore.ClientError, botocore.BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError)
 
-_NOT_NOW = {"SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "OperationAborted", "Throttling"}
-_NOT_NOW |= {"ThrottlingException", "TooManyRequests", "ConditionalRequestConflict"}
-_MISMATCH = {"BadDigest", "XAmzContentChecksumMismatch"}
-_NOT_NOW |= {*_MISMATCH, "IncompleteBody"}  # damaged or cut on the way
-_CREDENTIALS = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"}
-_PLACE = {"PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed", "InvalidRegion"}
 _UNKNOWN_CHECKSUM = {"InvalidArgument", "InvalidRequest", "NotImplemented"}
 
 _log = logging.getLogger(__name__)
@@ -69,6 +64,8 @@ class S3Store:
         self._probe_at: float | None = 0.0  # when to ask, by the monotonic clock; None: it has answered
         self._probing = asyncio.Lock()
         self._client: Any = None
+        self._chain = Chain()
+        self._heard = False  # whether the server has ever answered
         self._opening = asyncio.Lock()
         self._closing = AsyncExitStack()
 
@@ -77,7 +74,7 @@ class S3Store:
 
     async def put(self, key: str, data: Buffer) -> str:
         name, view = self._base + check_key(key), octets(data)
-        with self._translated(f"put {key}"):
+        async with self._translated(f"put {key}"):
             await self._probe()
             checksum, proven = self._checksum, self._proven
             parameters = await checksum.parameters(view)
@@ -121,7 +118,7 @@ class S3Store:
             answer = await self._put(name, data, wrong)
         except botocore.ClientError as error:
             code = error.response.get("Error", {}).get("Code")
-            return "mismatch" if code in _MISMATCH else "unknown" if code in _UNKNOWN_CHECKSUM else None
+            return "mismatch" if code in MISMATCH else "unknown" if code in _UNKNOWN_CHECKSUM else None
         except _FOREIGN:
             return None
         if "ETag" not in answer:
@@ -135,7 +132,7 @@ class S3Store:
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         name = self._base + check_key(key)
-        with self._translated(f"get {key}"):
+        async with self._translated(f"get {key}"):
             client = await self._connected()
             with self._parsed(f"get {key}"):
                 answer = await client.get_object(Bucket=self._url.bucket, Key=name)
@@ -166,7 +163,7 @@ class S3Store:
             page["StartAfter"] = self._base + after
         last = None
         while True:
-            with self._translated(f"scan {prefix}"):
+            async with self._translated(f"scan {prefix}"):
                 client = await self._connected()
                 with self._parsed(f"scan {prefix}"):
                     answer = await client.list_objects_v2(Bucket=self._url.bucket, Prefix=self._base + prefix, **page)
@@ -186,14 +183,14 @@ class S3Store:
         names = [{"Key": self._base + check_key(key)} for key in keys]
         for start in range(0, len(names), _DELETE_BATCH):
             batch = names[start : start + _DELETE_BATCH]
-            with self._translated("delete"):
+            async with self._translated("delete"):
                 client = await self._connected()
                 answer = await client.delete_objects(Bucket=self._url.bucket, Delete={"Objects": batch})
             refusals = answer.get("Errors", ())
             for refusal in refusals:
                 code = refusal.get("Code", "")
                 if code != "NoSuchKey":
-                    raise self._said(f"delete {refusal.get('Key')}", code, 0, refusal.get("Message", ""))
+                    raise said(str(self._url), f"delete {refusal.get('Key')}", code, 0, refusal.get("Message", ""))
             told = {one.get("Key") for one in (*answer.get("Deleted", ()), *refusals)}
             if missing := [one["Key"] for one in batch if one["Key"] not in told]:  # whoever says so is no S3 server
                 raise StoreUnavailable(f"{self._url}: delete {missing[0]}: the answer does not say what became of it")
@@ -216,7 +213,10 @@ class S3Store:
                     parameter_validation=False,  # it knows no memoryview
                     s3={"addressing_style": self._url.addressing, "payload_signing_enabled": False},
                 )
-                creating = get_session().create_client(
+                session = self._chain.session()
+                if not (self._url.endpoint or "").startswith("http://"):
+                    await check_bundle(session)
+                creating = session.create_client(
                     "s3", region_name=self._url.region, endpoint_url=self._url.endpoint, config=config
                 )
                 client = await self._closing.enter_async_context(creating)
@@ -240,58 +240,29 @@ class S3Store:
         except ValueError as error:
             raise StoreUnavailable(f"{self._url}: {doing}: what came is no answer of S3's: {error}") from None
 
-    @contextmanager
-    def _translated(self, doing: str) -> Iterator[None]:
+    @asynccontextmanager
+    async def _translated(self, doing: str) -> AsyncGenerator[None, None]:
+        began = max(self._chain.generation, 1)  # the first are found while the first call is under way
         try:
             yield
+            self._heard = True
         except botocore.ClientError as error:
-            said = error.response.get("Error", {})
+            self._heard = True
+            answer = error.response.get("Error", {})
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            raise self._said(doing, str(said.get("Code", "")), status, str(said.get("Message", ""))) from error
+            code = str(answer.get("Code", ""))
+            if code in STRANGER and await self._have_changed(began):
+                raise StoreUnavailable(f"{self._url}: {doing}: {code}: there are other credentials by now") from None
+            raise said(str(self._url), doing, code, status, str(answer.get("Message", ""))) from error
         except _FOREIGN as error:
-            raise self._failed(doing, error) from None  # its text may quote what a credential helper printed
+            # Its text may quote what a credential helper printed.
+            raise unanswered(str(self._url), doing, error, heard=self._heard) from None
 
-    def _said(self, doing: str, code: str, status: int, message: str) -> TierdError:
-        """What the server's answer means."""
-        kind, advice = _condition(doing, code, status)
-        answer = f"{code} {status or ''}".strip()
-        return kind(f"{self._url}: {doing}: {answer}{advice}{f' ({message[:200]})' if message else ''}")
-
-    def _failed(self, doing: str, error: BaseException) -> TierdError:
-        """What it means that there was no answer."""
-        name = type(error).__name__
-        if isinstance(error, (botocore.MetadataRetrievalError, botocore.CredentialRetrievalError)):
-            return StoreUnavailable(f"{self._url}: {doing}: {name}: the source of the credentials does not answer")
-        if isinstance(error, (botocore.NoCredentialsError, botocore.PartialCredentialsError, botocore.ProfileNotFound)):
-            return StoreRefused(
-                f"{self._url}: {doing}: {name}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
-                "or give the node a role"
-            )
-        if isinstance(error, botocore.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
-            return StoreRefused(f"{self._url}: {doing}: the server's certificate does not verify; see AWS_CA_BUNDLE")
-        unheard = (botocore.ConnectionError, botocore.HTTPClientError, botocore.IncompleteReadError)
-        if isinstance(error, botocore.BotoCoreError) and not isinstance(error, unheard):
-            return StoreRefused(f"{self._url}: {doing}: {name}: check the AWS configuration")
-        return StoreUnavailable(f"{self._url}: {doing}: {name}: no answer, or not all of it")
-
-
-def _condition(doing: str, code: str, status: int) -> tuple[type[TierdError], str]:
-    """The error that an S3 answer amounts to, and what to check."""
-    if code == "NoSuchKey" or (status == 404 and code in ("404", "NotFound") and doing.startswith("get ")):
-        return ObjectNotFound, ""
-    if code == "NoSuchBucket" or status == 404:
-        return StoreRefused, ": there is no such bucket; create it, or check its name, the endpoint and the region"
-    if code == "RequestTimeTooSkewed":
-        return StoreUnavailable, ": this node's clock and the server's differ too much; is NTP running?"
-    if code == "QuotaExceeded" or status == 507:
-        return StoreFull, ": the bucket is full"
-    if code in _NOT_NOW or status in (408, 429) or (status >= 500 and status != 501):
-        return StoreUnavailable, ""
-    if code in _PLACE or 300 <= status < 400:
-        return StoreRefused, ": the bucket lives elsewhere; check region and endpoint in the URL"
-    if code in _CREDENTIALS or status in (401, 403):
-        return StoreRefused, ": check the credentials, and what the bucket's policy allows them"
-    return StoreRefused, ""
+    async def _have_changed(self, generation: int) -> bool:
+        """Whether the chain has other credentials than at a moment; it is looked at again."""
+        with suppress(*_FOREIGN):
+            await self._chain.renew()
+        return self._chain.generation != generation
 
 
 def _with_md5(params: dict[str, Any], **_: Any) -> None:

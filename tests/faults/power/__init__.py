@@ -248,12 +248,19 @@ MUTANTS = (
     Mutant(
         "a tier's chunks go before the manifest that names them",
         "tierd/daemon/prune.py",
-        """        await store.delete(manifests)
+        """            await store.delete(manifests)
+        except DeleteRefused:
+            marks.begun = False  # no chunk is being deleted: the marks go, where they may
+            raise
         gone = [key async for key in _lying(store, run, going)]
         aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.doomed]
         await store.delete(gone + aside)
 """,
-        """        gone = [key async for key in _lying(store, run, going)]
+        """            pass
+        except DeleteRefused:
+            marks.begun = False  # no chunk is being deleted: the marks go, where they may
+            raise
+        gone = [key async for key in _lying(store, run, going)]
         aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.doomed]
         await store.delete(gone + aside)
         await store.delete(manifests)

@@ -62,15 +62,15 @@ _LONG = 240.0  # seconds that no trial may take, on however busy a machine
 MUTANTS = (
     Mutant(
         "a server in trouble has no such object",
-        "tierd/stores/s3.py",
-        '(status >= 500 and status != 501):\n        return StoreUnavailable, ""',
-        '(status >= 500 and status != 501):\n        return ObjectNotFound, ""',
+        "tierd/stores/answers.py",
+        "(status >= 500 and status != 501):\n        return StoreUnavailable, ",
+        "(status >= 500 and status != 501):\n        return ObjectNotFound, ",
         "s3 --only 299",
         "ObjectNotFound(",
     ),
     Mutant(
         "slow down is a refusal",
-        "tierd/stores/s3.py",
+        "tierd/stores/answers.py",
         '_NOT_NOW = {"SlowDown", "InternalError",',
         '_NOT_NOW = {"InternalError",',
         "s3 --only 82",

@@ -1,0 +1,47 @@
+"""A daemon whose credentials come, or are replaced, while it runs: no restart is needed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from stores.test_answers import file, written
+from stores.test_s3 import credentials
+from support.s3stub import Bucket, serving
+from support.world import commit, part, reconciler, running, settle, steps_on, until
+
+from tierd.core.urls import parse_url
+from tierd.spool import Spool
+from tierd.stores import credentials as chain
+from tierd.stores.open import open_store
+
+__all__ = ["credentials", "file"]  # the fixtures
+
+
+def test_a_daemon_finds_credentials_that_come_or_are_replaced(
+    spool: Spool, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain, "_PAUSE_S", 0.05)
+
+    async def work(bucket: Bucket) -> None:
+        store = open_store(parse_url(bucket.url()))
+        commit(spool, part(1))
+        async with running(reconciler(spool, {"s3": store})) as daemon:
+            await until(lambda: "NoCredentialsError" in str(daemon.lanes["s3"].last_error))
+            written(file, "first")
+            bucket.keys = {"first"}
+            await settle(daemon)
+            assert daemon.journal.counters["flushed"] == 1
+            failed = daemon.journal.counters["errors"]
+            await asyncio.sleep(0.1)
+            written(file, "second")
+            bucket.keys = {"second"}
+            commit(spool, part(2))
+            await settle(daemon)
+            assert daemon.journal.counters["errors"] == failed  # the calls that were refused were made again
+        await store.aclose()
+        assert steps_on(key.removeprefix("p/") for key in bucket.objects) == [1, 2]
+
+    with serving(Bucket()) as bucket:
+        asyncio.run(work(bucket))

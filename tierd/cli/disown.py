@@ -1,0 +1,117 @@
+"""The command `disown`: a launch's names on tiers count for nothing any more.
+
+Law: it deletes what it has shown, and nothing that anybody can read without `--yes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from tierd.cli.options import (
+    ConfigOption,
+    JsonOption,
+    KeyFileOption,
+    Places,
+    RunArgument,
+    SpoolOption,
+    UrlArgument,
+    places,
+)
+from tierd.cli.tables import console, print_json, table
+from tierd.core.errors import CheckpointNotFound, ConfigError
+from tierd.core.ids import check_attempt, check_run
+from tierd.daemon.disown import Claim, Claimed, claimed
+from tierd.daemon.disown import disown as take_away
+from tierd.daemon.service import open_tiers
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command."""
+    app.command()(disown)
+
+
+@dataclass(frozen=True, slots=True)
+class Disowned:
+    """What `disown` found of a launch, by tier, and whether it was deleted there."""
+
+    run: str
+    attempt: str
+    disowned: bool
+    places: tuple[Claim, ...]
+
+
+def disown(
+    run: RunArgument,
+    attempt: Annotated[str, typer.Argument(metavar="ATTEMPT", help="The launch, as an error or `ls` names it.")],
+    url: UrlArgument = None,
+    spool: SpoolOption = None,
+    config: ConfigOption = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask, also where some of it can be read.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what is there, and delete nothing.")] = False,
+    key_file: KeyFileOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Delete a launch's names (manifests, quarantined ones, intents, pins) from tiers, because they are nobody's."""
+    where = places(spool, url, config, key_file=key_file)
+    if where.config is None:
+        raise ConfigError("disown takes names from tiers: give their URLs, or --config FILE")
+    _check_spool(where, check_run(run), check_attempt(attempt))
+    found = asyncio.run(_claimed(where, run, attempt))
+    claims = tuple(one.claim(name) for name, one in found.items() if one.keys)
+    if not claims:
+        raise CheckpointNotFound(f"run {run!r}: no place named holds anything under the name of attempt {attempt}")
+    if not json:
+        rows = [(one.place, *map(str, (one.checkpoints, one.readable, one.complete, one.objects))) for one in claims]
+        console().print(table(None, ("WHERE", "CHECKPOINTS", "READABLE", "COMPLETE", "OBJECTS"), rows))
+    if not dry_run:
+        if not yes:
+            _confirm(run, attempt, claims)
+        asyncio.run(_take_away(where, found))
+    if json:
+        print_json(Disowned(run, attempt, not dry_run, claims))
+    elif not dry_run:
+        console().print(f"attempt {attempt} of {run} counts for nothing on {', '.join(one.place for one in claims)}")
+
+
+def _check_spool(where: Places, run: str, attempt: str) -> None:
+    own = [part for part in where.spool.parts() if part.checkpoint.attempt == attempt] if where.spool else []
+    if any(part.checkpoint.run == run for part in own):
+        raise ConfigError(
+            f"disown {run} {attempt}: this node's spool holds parts of it, so it is a launch of this node's, whose "
+            "daemon would send it again; retention retires it, and tierd rm removes the run"
+        )
+
+
+def _confirm(run: str, attempt: str, claims: tuple[Claim, ...]) -> None:
+    readable, whole = max(one.readable for one in claims), max(one.complete for one in claims)
+    if readable:
+        raise ConfigError(
+            f"disown {run} {attempt}: {readable} of its checkpoints can be read (if not here, by a newer tierd or with "
+            f"another key), and {whole} of them are complete; it may be a real launch, and no restore would find them "
+            "again. If that is meant, give --yes; nothing was deleted"
+        )
+    if not sys.stdin.isatty():
+        raise ConfigError(f"disown {run} {attempt}: nobody is there to be asked; give --yes, or --dry-run")
+    places = ", ".join(one.place for one in claims)
+    question = f"Nothing of attempt {attempt} of {run} can be read. Delete its names from {places}, for good?"
+    if not typer.confirm(question, err=True):
+        raise typer.Exit(1)
+
+
+async def _claimed(where: Places, run: str, attempt: str) -> dict[str, Claimed]:
+    async with AsyncExitStack() as stack:
+        stores = await open_tiers(where.config, stack) if where.config else {}
+        return {name: await claimed(store, run, attempt) for name, store in stores.items()}
+
+
+async def _take_away(where: Places, found: dict[str, Claimed]) -> None:
+    async with AsyncExitStack() as stack:
+        stores = await open_tiers(where.config, stack) if where.config else {}
+        for name, store in stores.items():
+            await take_away(store, found[name].keys)

@@ -1,0 +1,80 @@
+"""Whether a tier answers, and what it lets this node do: tried out, not read off a policy.
+
+Law: nothing that means anything is touched. Where deleting is allowed, one small object is put, read back and deleted
+again. Where it is not, the object that is put is the tier's README.md, which every flush makes sure of anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tierd.core.errors import (
+    CorruptChunk,
+    DeleteRefused,
+    FormatTooNew,
+    ManifestError,
+    ObjectNotFound,
+    StoreRefused,
+    StoreUnavailable,
+)
+from tierd.core.ids import CHECK_KEY, README_KEY
+from tierd.daemon.flush import introduction
+from tierd.stores.base import Store, children, clear, octets
+
+_UNREADABLE = (CorruptChunk, ManifestError, FormatTooNew)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What a tier was found to allow. `mode` is None where it did not answer, or does not give back what it took; `why`
+    says the reason for that, or for anything less than read-write."""
+
+    mode: Literal["read-write", "append-only", "read-only"] | None
+    why: str = ""
+
+
+async def reach(store: Store) -> Reach:
+    """List, delete, put, read back and delete again, with all that the tier's URL asks for (storage class, KMS key)."""
+    try:
+        async for _ in children(store, ""):
+            break
+        kept = await _refuses_to_delete(store)
+        return await _try(store, CHECK_KEY if not kept else README_KEY, kept)
+    except (StoreUnavailable, StoreRefused) as error:
+        return Reach(None, str(error))
+
+
+async def _refuses_to_delete(store: Store) -> str:
+    """Why nothing can be deleted, or empty. An object store asks for the permission also where nothing lies."""
+    try:
+        await store.delete([CHECK_KEY])
+    except DeleteRefused as error:
+        return str(error)
+    return ""
+
+
+async def _try(store: Store, key: str, kept: str) -> Reach:
+    data = introduction()
+    try:
+        await store.put(key, data)
+    except StoreRefused as error:
+        await _read(store, README_KEY)
+        return Reach("read-only", str(error))
+    try:
+        if (found := await _read(store, key)) is None or octets(found) != octets(data):
+            raise StoreRefused(f"{key}: what was read back differs from what was put")
+    finally:
+        if not kept:
+            await clear(store, [key])
+    if not kept and any([info.key == key async for info in store.scan(key)]):
+        kept = f"{key} was deleted, and is still there: the tier keeps what it has (a lock on objects?)"
+    return Reach("append-only", kept) if kept else Reach("read-write")
+
+
+async def _read(store: Store, key: str) -> bytes | None:
+    """An object, or None where it is not there or is not of this tier's key."""
+    try:
+        return bytes(await store.get(key))
+    except (ObjectNotFound, *_UNREADABLE):
+        return None

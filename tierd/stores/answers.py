@@ -1,0 +1,154 @@
+"""What it means that an S3 server answered with an error, or did not answer.
+
+Law: each condition is named with its way out, and no text of a library is repeated that may quote a secret: of foreign
+errors only the names of their classes and constants of OpenSSL's are shown.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+from collections.abc import Iterator
+
+from botocore import exceptions as botocore
+
+from tierd.core.errors import (
+    DeleteRefused,
+    ObjectNotFound,
+    StoreFull,
+    StoreRefused,
+    StoreUnavailable,
+    TierdError,
+)
+
+MISMATCH = {"BadDigest", "XAmzContentChecksumMismatch"}
+# Codes by which a server says that it does not know, or no longer takes, whoever asks; others may be at hand by now.
+STRANGER = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "ExpiredTokenException"}
+STRANGER |= {"TokenRefreshRequired", "InvalidClientTokenId", "UnrecognizedClientException", "RequestExpired"}
+
+_NOT_NOW = {"SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "OperationAborted", "Throttling"}
+_NOT_NOW |= {"ThrottlingException", "TooManyRequests", "ConditionalRequestConflict", "RequestLimitExceeded"}
+_NOT_NOW |= {"KMSInternalException", "InternalException", "DependencyTimeoutException", "KeyUnavailableException"}
+_NOT_NOW |= {*MISMATCH, "IncompleteBody"}  # damaged or cut on the way
+_PLACE = {"PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed", "InvalidRegion"}
+_LOCKED = {"MethodNotAllowed", "NotImplemented", "RetentionPolicyNotMet", "ObjectUnderActiveHold", "ObjectLocked"}
+ACTIONS = {"put": "s3:PutObject", "get": "s3:GetObject", "scan": "s3:ListBucket", "delete": "s3:DeleteObject"}
+_NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "PACKET_LENGTH_TOO_LONG")
+_TLS_ALERT = "\x15\x03"  # what a server that speaks TLS answers to plain HTTP
+
+
+def said(place: str, doing: str, code: str, status: int, message: str) -> TierdError:
+    """The error that an answer of the server amounts to.
+
+    Args:
+        place: the store's URL.
+        doing: the operation and the key: ``put``, ``get``, ``scan`` or ``delete`` first.
+        code: S3's error code, or the HTTP status where the answer has none.
+        status: the HTTP status; 0 where the answer to another request holds this one.
+        message: the server's own words.
+    """
+    kind, advice = _condition(doing, code, status, message)
+    answer = f"{code} {status or ''}".strip()
+    return kind(f"{place}: {doing}: {answer}{advice}{f' ({message[:200]})' if message else ''}")
+
+
+def _condition(doing: str, code: str, status: int, message: str) -> tuple[type[TierdError], str]:
+    if code == "NoSuchKey" or (status == 404 and code in ("404", "NotFound") and doing.startswith("get ")):
+        return ObjectNotFound, ""
+    if code == "NoSuchBucket" or status == 404:
+        return StoreRefused, ": there is no such bucket; create it, or check its name, the endpoint and the region"
+    if code == "RequestTimeTooSkewed":
+        return StoreUnavailable, ": this node's clock and the server's differ too much; is NTP running?"
+    if code == "QuotaExceeded" or status == 507:
+        return StoreFull, ": the bucket is full"
+    bare, is_kms = code.removeprefix("KMS."), code.startswith("KMS") or "kms:" in message.lower()
+    if bare in _NOT_NOW or status in (408, 429) or (status >= 500 and status != 501):
+        return StoreUnavailable, ": KMS takes no more requests for now; S3 Bucket Keys ask it seldom" if is_kms else ""
+    if is_kms:
+        return StoreRefused, (
+            ": the KMS key cannot be used: check sse_kms_key_id in the URL, that the key is enabled, and that the "
+            "credentials are allowed kms:GenerateDataKey and kms:Decrypt"
+        )
+    if code == "InvalidObjectState":
+        return StoreRefused, (
+            ": the object is archived and cannot be read until it is restored (aws s3api restore-object); take tierd's "
+            "prefix out of lifecycle rules that move objects to GLACIER or DEEP_ARCHIVE"
+        )
+    if code == "InvalidStorageClass":
+        return StoreRefused, ": the server does not know this storage_class; change it in the URL, or leave it out"
+    if code in _PLACE or 300 <= status < 400:
+        return StoreRefused, ": the bucket lives elsewhere; check region and endpoint in the URL"
+    return _denial(doing, code, status)
+
+
+def _denial(doing: str, code: str, status: int) -> tuple[type[TierdError], str]:
+    if code in STRANGER or status == 401:
+        return StoreRefused, ": check the credentials: the server does not know them, or takes them no longer"
+    action = doing.partition(" ")[0]
+    denied = code == "AccessDenied" or status == 403
+    if action == "delete" and (denied or code in _LOCKED or status in (405, 501)):
+        return DeleteRefused, (
+            ": the credentials, the bucket's policy or a lock on the object allow no s3:DeleteObject; without it this "
+            "tier is append-only, and nothing is pruned there"
+        )
+    if denied:
+        needs = f": this needs {ACTIONS[action]}" if action in ACTIONS else ""
+        return StoreRefused, f": check the credentials, and what the bucket's policy allows them{needs}"
+    if code == "400" and status == 400:
+        return StoreRefused, ": this is no answer of an S3 server; if it speaks TLS there, write endpoint=https://…"
+    return StoreRefused, ""
+
+
+def unanswered(place: str, doing: str, error: BaseException, *, heard: bool) -> TierdError:
+    """The error that it amounts to that there was no answer.
+
+    Args:
+        heard: whether this store has been answered before: then host, port and scheme are right.
+    """
+    name = type(error).__name__
+    if isinstance(error, (botocore.MetadataRetrievalError, botocore.CredentialRetrievalError)):
+        return StoreUnavailable(f"{place}: {doing}: {name}: the source of the credentials does not answer")
+    if isinstance(error, (botocore.NoCredentialsError, botocore.PartialCredentialsError, botocore.ProfileNotFound)):
+        return StoreRefused(
+            f"{place}: {doing}: {name}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
+            "or give the node a role; a credentials file is found as soon as it is there"
+        )
+    if tls := _tls_trouble(error):
+        return StoreRefused(f"{place}: {doing}: {tls}")
+    unheard = (botocore.ConnectionError, botocore.HTTPClientError, botocore.IncompleteReadError)
+    if isinstance(error, botocore.BotoCoreError) and not isinstance(error, unheard):
+        return StoreRefused(f"{place}: {doing}: {name}: check the AWS configuration")
+    reason = _reason(error)
+    name = f"{name} ({reason})" if reason else name
+    hint = (
+        "" if heard else "; nothing was heard from there yet: check host, port, and whether it is http:// or https://"
+    )
+    return StoreUnavailable(f"{place}: {doing}: {name}: no answer, or not all of it{hint}")
+
+
+def _tls_trouble(error: BaseException) -> str:
+    """What is wrong where no try can work: a certificate, or TLS on one side alone."""
+    for one in _causes(error):
+        if isinstance(one, ssl.SSLCertVerificationError) or "CERTIFICATE_VERIFY_FAILED" in _reason(one):
+            return "the server's certificate does not verify; see AWS_CA_BUNDLE"
+        if isinstance(one, ssl.SSLError) and any(word in _reason(one) for word in _NO_TLS):
+            return "the server does not speak TLS on this port; if that is meant, write endpoint=http://…"
+        if isinstance(one, http.client.BadStatusLine) and str(one).startswith(_TLS_ALERT):
+            return "the server speaks TLS on this port; write endpoint=https://…"
+    return ""
+
+
+def _reason(error: BaseException) -> str:
+    """OpenSSL's constant for what failed."""
+    return next((one.reason or "" for one in _causes(error) if isinstance(one, ssl.SSLError)), "")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, and what raised it."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        inner = getattr(one, "kwargs", {}).get("error")  # botocore's own way to say what raised it
+        one = one.__cause__ or (inner if isinstance(inner, BaseException) else None)
