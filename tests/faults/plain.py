@@ -3,6 +3,7 @@ copy, what was handed over before a death, and how a daemon and a trainer end.""
 
 from __future__ import annotations
 
+from faults.lines import LINES
 from faults.rounds import Mutant
 from faults.space import SPACE
 
@@ -1469,6 +1470,7 @@ PLAIN = (
     + _VERSIONS
     + _READING
     + SPACE
+    + LINES
     + _POLICIES
     + _ENDING
     + _PLACES
