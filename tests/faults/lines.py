@@ -1,4 +1,4 @@
-"""Mutants of the S3 transport, which its ordinary tests find: slots, connections, answers, waits."""
+"""Mutants that ordinary tests find of S3's transport (slots, connections, answers, waits) and of outages."""
 
 from __future__ import annotations
 
@@ -130,5 +130,26 @@ LINES = (
         "        except Exception as error:  # the library",
         "        except ZeroDivisionError as error:  # the library",
         f"{_BODIES} -k stumbles",
+    ),
+    Mutant(
+        "a short outage is waited out like a long one",
+        "tierd/daemon/lane.py",
+        "longest = min(max(_SOON, (self.now() - self._since) / 4), _LONGEST)",
+        "longest = _LONGEST",
+        "pytest tests/daemon/test_lane.py -k after_an_outage",
+    ),
+    Mutant(
+        "what a refusal of the place met rests like what is refused for itself",
+        "tierd/daemon/lane.py",
+        "seconds if what in self._off else min(seconds, _FIRST)",
+        "seconds",
+        "pytest tests/daemon/test_lane.py -k failed_once",
+    ),
+    Mutant(
+        "a flush waits for the marks of a prune that an outage has cut off",
+        "tierd/daemon/turns.py",
+        "older=_LEFT_OVER_S * 1000",
+        "older=_DEADLINE * 1000",
+        "pytest tests/daemon/test_turns.py -k cut_off_by_an_outage",
     ),
 )

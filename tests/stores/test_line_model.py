@@ -124,7 +124,7 @@ class Server(threading.Thread):
             case "interim first":
                 client.sendall(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early\r\nLink: x\r\n\r\n" + whole)
             case "answer twice":
-                client.sendall(whole + whole)
+                client.sendall(whole + b"HTTP/1.1 500 Poison\r\nContent-Length: 0\r\n\r\n")
             case "in drops":
                 for start in range(0, len(whole), 97):
                     client.sendall(whole[start : start + 97])
@@ -136,7 +136,7 @@ class Server(threading.Thread):
             reset(client)
         if "stall" in how or how == "too long":
             self.over.wait(5)
-        return how in ("answer", "in chunks", "interim first", "in drops")
+        return how in ("answer", "in chunks", "interim first", "in drops", "answer twice")
 
 
 class Shared:

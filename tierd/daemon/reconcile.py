@@ -491,7 +491,7 @@ class Reconciler:
             await self._mend(part, SPOOL, counted=True)
             return
         except (OSError, StoreRefused):  # this part's disk, or what no tier takes: others go first meanwhile
-            self.lanes[tier].put_off(part, _STUCK)
+            self.lanes[tier].put_off_stuck(part, _STUCK)
             raise
         finally:
             self._busy -= Counter([part])
@@ -611,7 +611,7 @@ class Reconciler:
         except (CorruptChunk, ObjectNotFound):
             pass  # told and set aside by fetch; or gone meanwhile
         except TierdError as error:
-            self.lanes[tier].put_off(part, _STUCK)  # others of this lane go first meanwhile
+            self.lanes[tier].put_off_stuck(part, _STUCK)  # others of this lane go first meanwhile
             if tier == SPOOL:
                 raise
             log.warning("%s: %s cannot be mended yet: %s", tier, part, error)  # another tier's lane backs off

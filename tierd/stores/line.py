@@ -100,7 +100,7 @@ class Line:
                 self.connection.connect()
             elif self.state is not State.IDLE:
                 raise Unanswered(f"a line that is {self.state.name} was taken for another exchange")
-            self.state, self._ahead, self._got = State.BUSY, bytearray(), 0
+            self.state, self._got = State.BUSY, 0
             self.connection.watch(self._stall_s)
             cut = self.connection.send(request_head(request.method, url, request.headers), _view(request.body))
             self.connection.watch(self._answer_s)
