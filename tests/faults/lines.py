@@ -152,4 +152,11 @@ LINES = (
         "older=_DEADLINE * 1000",
         "pytest tests/daemon/test_turns.py -k cut_off_by_an_outage",
     ),
+    Mutant(
+        "no attempt has a deadline",
+        "tierd/stores/retry.py",
+        "async with asyncio.timeout(deadline_s):",
+        "async with asyncio.timeout(None):",
+        "pytest tests/stores/test_retry.py -k every_call_ends",
+    ),
 )

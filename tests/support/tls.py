@@ -101,10 +101,14 @@ class Front:
         finally:
             listener.shutdown(socket.SHUT_RDWR)
             listener.close()
-            for one in list(self._open):
-                with suppress(OSError):
-                    socket.socket.shutdown(one, socket.SHUT_RDWR)
+            self.hang_up()
             thread.join(5)
+
+    def hang_up(self) -> None:
+        """End every connection, so that the next call needs a handshake."""
+        for one in list(self._open):
+            with suppress(OSError):
+                socket.socket.shutdown(one, socket.SHUT_RDWR)
 
     def _accept(self, listener: socket.socket) -> None:
         while True:

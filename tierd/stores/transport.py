@@ -158,7 +158,7 @@ class DirectSession:
             response = AioAWSResponse(request.url, head.status, head.headers, answer)
             if not request.stream_output:
                 body = await response.content
-                if body and head.status == 200 and request.method != "PUT":
+                if body and head.status == 200:
                     _check_xml(body)
             return response
         except BaseException:
@@ -237,7 +237,7 @@ def exchanges(doing: str) -> Iterator[None]:
 
 
 def _check_xml(body: bytes) -> None:
-    """What S3 answers to a listing or a deletion is XML; botocore calls whatever is none an error 500 of the server's.
+    """What S3 answers, beside objects, is XML; botocore calls whatever is none an error 500 of the server's.
 
     Raises:
         Unanswered: the body of a success is none.
