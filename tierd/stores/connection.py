@@ -15,6 +15,7 @@ import ssl
 import struct
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import SplitResult
@@ -249,6 +250,12 @@ def reason(error: BaseException) -> str:
     """What broke, without any text that a server has a say in."""
     text = error.reason if isinstance(error, ssl.SSLError) else error.strerror if isinstance(error, OSError) else None
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def where(error: BaseException) -> str:
+    """The kind of an unexpected error and the function that raised it: its text may quote anything."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__} in {frames[-1].name}" if frames else type(error).__name__
 
 
 def _distrust(error: ssl.SSLCertVerificationError, host: str) -> str:

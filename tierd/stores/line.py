@@ -11,7 +11,6 @@ IDLE alone may be used again. Whatever goes wrong is raised as botocore's sessio
 from __future__ import annotations
 
 import io
-import logging
 import ssl
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from urllib.parse import SplitResult
 
 from botocore import exceptions as botocore
 
-from tierd.stores.connection import Connection, reason
+from tierd.stores.connection import Connection, reason, where
 from tierd.stores.http1 import LONGEST_HEAD, Head, Unanswered, check_begin, chunk_size, parse_head, request_head
 
 _AHEAD = 1 << 16  # bytes that are received at once before the body's size is known
@@ -31,8 +30,6 @@ _PIECE = 1 << 20  # bytes of a body whose size nobody knows
 _STALL_S = 20.0  # in which something must move, within a body
 _INTERIM = 8  # answers before the answer, such as "100 Continue"
 _LONGEST_IDLE_S = 12.0  # before a server or a middlebox forgets the connection
-
-_log = logging.getLogger(__name__)
 
 
 class Body(io.RawIOBase):
@@ -225,9 +222,8 @@ class Line:
             raise
         except Exception as error:
             self.state = State.DEAD
-            if not isinstance(error, OSError):
-                _log.warning("%s://%s: a mistake of tierd's", *self.place, exc_info=True)
-            raise Unanswered(f"the connection broke: {reason(error)}") from error
+            why = reason(error) if isinstance(error, OSError) else f"tierd's own mistake: {where(error)}"
+            raise Unanswered(f"the connection broke: {why}") from error
 
     # -- its end ----------------------------------------------------------------------------------------------------
 

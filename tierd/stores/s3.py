@@ -28,7 +28,7 @@ from tierd.core.errors import ObjectNotFound, StoreFull, StoreRefused, StoreUnav
 from tierd.core.urls import StoreUrl
 from tierd.stores.base import FIRST_PAGE, LARGEST, Buffer, ObjectInfo, check_key, check_size, is_key, octets, room
 from tierd.stores.checksums import CHECKSUMS, MD5, Checksum
-from tierd.stores.connection import SLOWEST
+from tierd.stores.connection import SLOWEST, where
 from tierd.stores.line import Body
 from tierd.stores.transport import Answer, exchanges, http_session
 
@@ -261,9 +261,7 @@ class S3Store:
         except TierdError:
             raise
         except Exception as error:  # the library takes an answer for one of S3's that is none, and stumbles
-            _log.warning("%s: %s: not understood", self._url, doing, exc_info=True)
-            name = type(error).__name__
-            raise StoreUnavailable(f"{self._url}: {doing}: what came is no answer of S3's: {name}") from error
+            raise StoreUnavailable(f"{self._url}: {doing}: what came is no answer of S3's: {where(error)}") from None
 
     def _said(self, doing: str, code: str, status: int, message: str) -> TierdError:
         """What the server's answer means."""
