@@ -242,6 +242,20 @@ def test_a_flush_waits_for_a_deletion_of_its_own_node_only_until_that_is_over(mo
     assert asyncio.run(work()) == [age >= OWN_STALE, False]
 
 
+@pytest.mark.parametrize(("age_s", "lent"), [(5, True), (14, True), (16, False), (500, False)])
+def test_what_a_prune_cut_off_by_an_outage_has_marked_is_sent_rather_than_waited_for(monkeypatch, age_s, lent):
+    """Its marks stand for a quarter of an hour: flushes that name what lies there waited and failed for ten minutes."""
+    monkeypatch.setattr(turns, "_age", lambda stamp: 1000 * age_s)
+    monkeypatch.setattr(turns, "_OWN_STALE", OWN_STALE)
+    store, own = MemoryStore(), part(1).checkpoint
+
+    async def work() -> bool:
+        await store.put(f"{RUN}/pruning/{own.name}.{0x19:012x}-aaaaaaaa", b"")
+        return own not in await turns.left_over(store, RUN)
+
+    assert asyncio.run(work()) == lent
+
+
 def test_a_mark_from_before_the_clock_was_set_back_a_day_holds_up_its_own_node_as_briefly_as_any(monkeypatch):
     """It held up each flush that named a chunk there until the clock had made up for the day."""
     now_s = itertools.count(1000, OWN_STALE // 1000)  # each look is a quarter of an hour after the one before

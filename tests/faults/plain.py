@@ -3,6 +3,7 @@ copy, what was handed over before a death, and how a daemon and a trainer end.""
 
 from __future__ import annotations
 
+from faults.lines import LINES
 from faults.permissions import PERMISSIONS
 from faults.rounds import Mutant
 from faults.space import SPACE
@@ -1536,6 +1537,7 @@ PLAIN = (
     + _READING
     + PERMISSIONS
     + SPACE
+    + LINES
     + _POLICIES
     + _ENDING
     + _PLACES

@@ -266,3 +266,16 @@ def test_a_put_whose_outcome_is_unknown_is_repeated() -> None:
     assert asyncio.run(RetryingStore(inner, sleep=no_sleep).put("k", b"1")) == "crc32c"
     assert inner.puts == 3
     assert asyncio.run(inner.get("k")) == b"1"
+
+
+def test_a_store_that_gives_up_what_stalls_names_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow link a chunk may take long: it is not cut off above, where nobody sees whether bytes flow."""
+    deadlines: list[float] = []
+    timeout = asyncio.timeout
+    monkeypatch.setattr(asyncio, "timeout", lambda delay: (deadlines.append(delay), timeout(delay))[1])
+
+    class Patient(MemoryStore):
+        slowest = 10_000
+
+    asyncio.run(RetryingStore(Patient()).put("k", bytes(8_000_000)))
+    assert deadlines == [60 + 800]

@@ -502,7 +502,7 @@ class Reconciler:
             await self._mend(part, SPOOL, counted=True)
             return
         except (OSError, StoreRefused):  # this part's disk, or what no tier takes: others go first meanwhile
-            self.lanes[tier].put_off(part, _STUCK)
+            self.lanes[tier].put_off_stuck(part, _STUCK)
             raise
         finally:
             self._busy -= Counter([part])
@@ -628,7 +628,10 @@ class Reconciler:
             pass  # told and set aside by fetch; or gone meanwhile
         except TierdError as error:
             # Others of this lane go first meanwhile.
-            self.lanes[tier].put_off(part, _REFUSED if isinstance(error, DeleteRefused) else _STUCK)
+            if isinstance(error, DeleteRefused):
+                self.lanes[tier].put_off(part, _REFUSED)
+            else:
+                self.lanes[tier].put_off_stuck(part, _STUCK)
             if tier == SPOOL:
                 raise
             log.warning("%s: %s cannot be mended yet: %s", tier, part, error)  # another tier's lane backs off

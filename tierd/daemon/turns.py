@@ -35,7 +35,8 @@ from tierd.stores.base import Store, clear
 
 _DEADLINE = 600.0  # seconds that a turn may take
 _AT_ONCE = 8  # marks that are put at once
-_LOOKS, _PAUSE = 120, 0.5  # how often a flush looks whether marks are gone, and the seconds in between
+_LOOKS, _PAUSE = 30, 0.5  # how often a flush looks whether marks are gone, and the seconds in between
+_LEFT_OVER_S = 15.0  # a mark this old may stand for long: what it marks is sent rather than named
 _OWN_STALE = 900_000  # milliseconds after which this node's own are left over: its clock is the one that stamped them
 _STALE = 86_400_000  # and anybody's, whatever their clock
 _STAMP = re.compile(r"(.+)\.([0-9a-f]{12})-([0-9a-f]{8})")
@@ -107,8 +108,9 @@ async def _wait_for_marks(store: Store, part: PartId, owners: Collection[Checkpo
 
 
 async def left_over(store: Store, run: str) -> set[CheckpointId]:
-    """Checkpoints that are marked for longer than a turn may take: naming their chunks would be waited for in vain."""
-    return await _marked(store, run, older=_DEADLINE * 1000)
+    """Checkpoints that are marked for longer than most turns take: naming their chunks might be waited for in vain,
+    because a prune that an outage has cut off leaves its marks."""
+    return await _marked(store, run, older=_LEFT_OVER_S * 1000)
 
 
 async def _marked(store: Store, run: str, who: str = "", older: float = -math.inf) -> set[CheckpointId]:

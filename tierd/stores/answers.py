@@ -34,6 +34,7 @@ _PLACE = {"PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalforme
 _LOCKED = {"MethodNotAllowed", "NotImplemented", "RetentionPolicyNotMet", "ObjectUnderActiveHold", "ObjectLocked"}
 ACTIONS = {"put": "s3:PutObject", "get": "s3:GetObject", "scan": "s3:ListBucket", "delete": "s3:DeleteObject"}
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "PACKET_LENGTH_TOO_LONG")
+_UNHEARD = "; nothing was heard from there yet: check host, port, and whether it is http:// or https://"
 _TLS_ALERT = "\x15\x03"  # what a server that speaks TLS answers to plain HTTP
 
 
@@ -120,10 +121,14 @@ def unanswered(place: str, doing: str, error: BaseException, *, heard: bool) -> 
         return StoreRefused(f"{place}: {doing}: {name}: check the AWS configuration")
     reason = _reason(error)
     name = f"{name} ({reason})" if reason else name
-    hint = (
-        "" if heard else "; nothing was heard from there yet: check host, port, and whether it is http:// or https://"
-    )
-    return StoreUnavailable(f"{place}: {doing}: {name}: no answer, or not all of it{hint}")
+    return StoreUnavailable(f"{place}: {doing}: {name}: no answer, or not all of it{'' if heard else _UNHEARD}")
+
+
+def silent(place: str, doing: str, error: StoreUnavailable, *, heard: bool) -> TierdError:
+    """The same, where the transport has said already what came instead of an answer."""
+    if tls := _tls_trouble(error):
+        return StoreRefused(f"{place}: {doing}: {tls}")
+    return error if heard else StoreUnavailable(f"{error}{_UNHEARD}")
 
 
 def _tls_trouble(error: BaseException) -> str:

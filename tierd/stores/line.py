@@ -1,29 +1,34 @@
-"""One connection to a server, blocking, for bytes in large pieces.
+"""Exchanges of HTTP/1.1 on one connection, one after another.
 
-Law: bytes go straight between a buffer of the caller and the socket, and once `abort` has returned, nothing touches the
-buffer any more. Every wait ends, by a timeout or by `abort`. What goes wrong is raised as botocore's sessions do it.
+Law: a line is in one of four states, and there are no other ways between them than these:
+
+    NEW ── exchange ──> BUSY ── the answer's last byte was read, and none came behind it ──> IDLE ── exchange ──> BUSY
+    any ── any exception, `abort`, `close`, an answer that the server ends with the connection ──> DEAD
+
+IDLE alone may be used again. Whatever goes wrong is raised as botocore's sessions do it, and as nothing else.
 """
 
 from __future__ import annotations
 
-import http.client
 import io
-import select
-import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from enum import Enum
+from typing import Any
 from urllib.parse import SplitResult
 
 from botocore import exceptions as botocore
 
-T = TypeVar("T")
+from tierd.stores.connection import Connection, reason, where
+from tierd.stores.http1 import LONGEST_HEAD, Head, Unanswered, check_begin, chunk_size, parse_head, request_head
 
-_PIECE = 1 << 20  # bytes: each has the read timeout for itself, and a cancelled call waits for no more than one
+_AHEAD = 1 << 16  # bytes that are received at once before the body's size is known
+_PIECE = 1 << 20  # bytes of a body whose size nobody knows
+_STALL_S = 20.0  # in which something must move, within a body
+_INTERIM = 8  # answers before the answer, such as "100 Continue"
 _LONGEST_IDLE_S = 12.0  # before a server or a middlebox forgets the connection
 
 
@@ -54,157 +59,199 @@ class Body(io.RawIOBase):
         return self._at
 
 
+class State(Enum):
+    NEW = "not connected yet"
+    BUSY = "an exchange is under way"
+    IDLE = "all of the last answer was read"
+    DEAD = "not to be used again"
+
+
 class Line:
-    """One connection to the server. Everything but `abort` blocks, and is called by one thread at a time."""
+    """One connection, and where its exchanges stand. Everything but `abort` blocks, and is called by one thread at a
+    time."""
 
     def __init__(
         self, url: SplitResult, tls: Callable[[], ssl.SSLContext], connect_timeout_s: float, read_timeout_s: float
     ) -> None:
         self.place = url.scheme, url.netloc
-        self._tls = tls
-        self._connect_timeout_s, self._read_timeout_s = connect_timeout_s, read_timeout_s
-        self._http: http.client.HTTPConnection = http.client.HTTPConnection(url.netloc)
+        self.state = State.NEW
+        self.connection = Connection(url, tls, connect_timeout_s)
+        self._answer_s, self._stall_s = read_timeout_s, min(read_timeout_s, _STALL_S)
         self._job: Future[Any] | None = None  # of a cancelled call that may not have ended
-        self._sock: socket.socket | None = None
-        self._moving = threading.Lock()  # held while bytes go between a buffer and the socket
-        self._aborted = False
-        self._answer: http.client.HTTPResponse | None = None
-        self._spoiled = False
+        self._ahead = bytearray()  # received, and not yet looked at
+        self._head: Head | None = None
+        self._left = self._got = 0  # bytes of the body, or of its chunk, that are still to come; and that came
+        self._more = False  # there are further chunks
         self._idle_since = 0.0
 
-    def exchange(self, url: SplitResult, request: Any) -> http.client.HTTPResponse:
-        """Send a request, and read the answer up to its body."""
-        with self._failures(request):
-            if self._http.sock is None:
-                self._connect()
-            self._spoiled = True  # until all of the answer has been read
-            target = url.path or "/"
-            if url.query:
-                target += f"?{url.query}"
-            self._http.putrequest(request.method, target, skip_host="host" in request.headers)
-            for name, value in request.headers.items():
-                if name.lower() == "expect":
-                    continue  # botocore gives it to every file; it is not signed
-                self._http.putheader(name, value if isinstance(value, bytes) else str(value).encode())
-            self._http.endheaders()
-            cut = self._send(request.body)
-            self._answer = self._http.getresponse()
-            if self._answer.length is None and not self._answer.chunked:
-                # The parser takes a head that breaks off for a whole one, and then all that came for all of the body.
-                raise http.client.HTTPException("an answer that does not say where it ends")
-            if cut and self._answer.status < 300:
-                raise cut
-            return self._answer
+    # -- an exchange ------------------------------------------------------------------------------------------------
 
-    def _connect(self) -> None:
-        scheme, netloc = self.place
-        if scheme == "https":
-            self._http = http.client.HTTPSConnection(netloc, context=self._tls())
-        self._http.timeout = self._connect_timeout_s
+    def exchange(self, url: SplitResult, request: Any) -> Head:
+        """Send a request, and read the answer up to its body.
+
+        Raises:
+            botocore.HTTPClientError: there was no answer, or none that can be used.
+        """
+        with self._fatal():
+            if self.state is State.NEW:
+                self.connection.connect()
+            elif self.state is not State.IDLE:
+                raise Unanswered(f"a line that is {self.state.name} was taken for another exchange")
+            self.state, self._got = State.BUSY, 0
+            self.connection.watch(self._stall_s)
+            cut = self.connection.send(request_head(request.method, url, request.headers), _view(request.body))
+            self.connection.watch(self._answer_s)
+            self._head = head = self._answered(request.method, cut)
+            self._left, self._more = head.size or 0, head.size is None
+            if not self._left and not self._more:
+                self._end()
+            return head
+
+    def _answered(self, method: str, cut: OSError | None) -> Head:
+        """The answer's head. `cut`: how it showed that the server did not want all of the request."""
         try:
-            self._http.connect()
-        except ssl.SSLError:
+            head = self._read_head(method)
+        except (Unanswered, OSError):
+            if cut and not self.connection.aborted:
+                raise Unanswered(f"the connection broke while the request was sent: {reason(cut)}") from cut
             raise
-        except TimeoutError as error:
-            raise botocore.ConnectTimeoutError(endpoint_url=self._endpoint, error=error) from error
-        except OSError as error:
-            raise botocore.EndpointConnectionError(endpoint_url=self._endpoint, error=error) from error
-        self._sock = self._http.sock
-        self._sock.settimeout(self._read_timeout_s)
-        if self._aborted:
-            raise ConnectionAbortedError("the call was cancelled")
+        if cut and head.status < 300:
+            raise Unanswered("a success before the end of what was sent") from cut
+        if cut or head.opaque:
+            self.state = State.DEAD
+        return head
 
-    def _send(self, body: Any) -> OSError | None:
-        """Send a body. A server may answer before it has read it all, and hang up: returns how that showed."""
-        data = body.view if isinstance(body, Body) else body.read() if hasattr(body, "read") else body
-        view = memoryview(data or b"")
-        try:
-            for start in range(0, len(view), _PIECE):
-                self._move(self._http.sock.sendall, view[start : start + _PIECE])
-        except (BrokenPipeError, ConnectionResetError) as error:
-            return error
-        return None
+    def _read_head(self, method: str) -> Head:
+        for _ in range(_INTERIM):
+            while (end := self._ahead.find(b"\r\n\r\n")) < 0:
+                check_begin(self._ahead)
+                if len(self._ahead) > LONGEST_HEAD:
+                    raise Unanswered(f"an answer's head of more than {LONGEST_HEAD} bytes")
+                if not self._receive():
+                    where = "within its answer's head" if self._ahead else "before it answered"
+                    raise Unanswered(f"the server ended the connection {where}")
+            head = parse_head(bytes(self._ahead[:end]), method)
+            del self._ahead[: end + 4]
+            if head.status >= 200:
+                return head
+        raise Unanswered("one interim answer after another")
 
     def readinto(self, view: memoryview) -> int:
-        """Fill `view` with the answer's body; the number of bytes, fewer than it has if the body ends."""
-        answer, at = self._answer, 0
-        assert answer is not None
-        with self._failures(None):
-            while at < len(view) and (count := self._move(answer.readinto, view[at : at + _PIECE])):
+        """Fill `view` with the answer's body; the number of bytes, fewer than it has if the body ends before."""
+        at = 0
+        with self._fatal():
+            self.connection.watch(self._stall_s)
+            while at < len(view) and (count := self._some(view[at:])):
                 at += count
-        self._see_end(answer)
+            if not self._left and not self._more:
+                self._end()
         return at
 
-    def read(self) -> bytes:
-        """The rest of the answer's body, which is small or an error's."""
-        answer = self._answer
-        assert answer is not None
-        with self._failures(None):
-            try:
-                data = answer.read()
-            except http.client.IncompleteRead as error:
-                raise botocore.ResponseStreamingError(error=error) from error
-        self._see_end(answer)
+    def read(self, most: int) -> bytearray:
+        """The answer's body, or the first `most` bytes of it."""
+        data = bytearray()
+        with self._fatal():
+            self.connection.watch(self._stall_s)
+            while len(data) < most:
+                piece = memoryview(bytearray(min(most - len(data), self._left or _AHEAD, _PIECE)))
+                count = self._some(piece)
+                if not count:
+                    break
+                data += piece[:count]
+            if not self._left and not self._more:
+                self._end()
         return data
 
-    def _see_end(self, answer: http.client.HTTPResponse) -> None:
-        if answer.length == 0:
-            answer.read()  # marks it as read; there is nothing to wait for
-        self._spoiled = not answer.isclosed() or answer.will_close
+    def _some(self, view: memoryview) -> int:
+        """Some of the body into `view`; 0 at the body's end."""
+        if not self._left and self._more:
+            self._begin_chunk()
+        piece = view[: self._left]
+        count = self._fill(piece) if piece else 0
+        if self._more and not self._left and count and self._text_line():
+            raise Unanswered("a body in chunks, one of which is longer than it says")
+        return count
 
-    def _move(self, call: Callable[[memoryview], T], view: memoryview) -> T:
-        with self._moving:
-            if self._aborted:
-                raise ConnectionAbortedError("the call was cancelled")
-            return call(view)
+    def _fill(self, piece: memoryview) -> int:
+        size = self._head.size if self._head else None
+        of = f" of the {size} bytes that were announced" if size is not None else " bytes, without their end"
+        before = self.connection.moved - min(len(piece), len(self._ahead))
+        try:
+            count = self.connection.fill(piece, self._ahead)
+        except Unanswered as stall:
+            raise Unanswered(f"{stall.said}, after {self._got + self.connection.moved - before}{of}") from stall
+        self._left -= count
+        self._got += count
+        if not count:
+            raise Unanswered(f"the connection ended after {self._got}{of}")
+        return count
+
+    def _begin_chunk(self) -> None:
+        self._left = chunk_size(self._text_line())
+        if not self._left:
+            while self._text_line():  # trailers: they mean nothing here
+                pass
+            self._more = False
+
+    def _text_line(self) -> bytes:
+        while (end := self._ahead.find(b"\r\n")) < 0:
+            if len(self._ahead) > LONGEST_HEAD or not self._receive():
+                raise Unanswered(f"a body in chunks broke off after {self._got} bytes")
+        line = bytes(self._ahead[:end])
+        del self._ahead[: end + 2]
+        return line
+
+    def _receive(self) -> int:
+        data = self.connection.receive(_AHEAD)
+        self._ahead += data
+        return len(data)
+
+    def _end(self) -> None:
+        """The body was read to its end: whether the line may be used again shows now."""
+        if self.state is State.BUSY:
+            keeps = self._head is not None and self._head.keeps and not self._ahead
+            self.state, self._idle_since = State.IDLE if keeps else State.DEAD, time.monotonic()
+
+    @contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """Whatever is raised within, the line is dead by it."""
+        try:
+            yield
+        except botocore.BotoCoreError:
+            self.state = State.DEAD
+            raise
+        except Exception as error:
+            self.state = State.DEAD
+            why = reason(error) if isinstance(error, OSError) else f"tierd's own mistake: {where(error)}"
+            raise Unanswered(f"the connection broke: {why}") from error
+
+    # -- its end ----------------------------------------------------------------------------------------------------
+
+    def is_idle(self) -> bool:
+        """Whether it may be used again."""
+        return self.state is State.IDLE and not self.connection.aborted
+
+    def is_fresh(self) -> bool:
+        """Whether a parked line is still there: it is not when its end, or anything unasked for, has come."""
+        return self.is_idle() and time.monotonic() - self._idle_since <= _LONGEST_IDLE_S and self.connection.is_quiet()
 
     def abort(self) -> None:
         """End whatever is being done; when this returns, no buffer is read or written any more."""
-        self._aborted = True
-        # After `Connection: close` the client lets go of its socket, and the answer's body still comes through it.
-        if (sock := self._http.sock or self._sock) is not None:
-            try:
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # below TLS, which has no say in this
-            except OSError:  # not connected any more, or being wrapped: `_move` looks at the flag
-                pass
-        with self._moving:  # a call into the kernel that was under way has returned
-            pass
-
-    def park(self) -> bool:
-        """Whether the connection can be used again."""
-        self._answer, self._idle_since = None, time.monotonic()
-        return not (self._spoiled or self._aborted or self._http.sock is None)
-
-    def is_fresh(self) -> bool:
-        """Whether a parked connection is still there: whatever can be read from it is its end."""
-        if time.monotonic() - self._idle_since > _LONGEST_IDLE_S:
-            return False
-        poll = select.poll()
-        poll.register(self._http.sock, select.POLLIN)
-        return not poll.poll(0)
+        self.connection.abort()
 
     def used_by(self, job: Future[Any]) -> None:
         """Don't close the connection before `job` has ended: its descriptor could be another's by then."""
         self._job = job
 
     def close(self) -> None:
+        """Let go of the connection, now or as soon as the job that uses it has ended."""
+        self.state = State.DEAD
         if self._job is not None:
-            self._job.add_done_callback(lambda _: self._http.close())
+            self._job.add_done_callback(lambda _: self.connection.close())
         else:
-            self._http.close()
+            self.connection.close()
 
-    @property
-    def _endpoint(self) -> str:
-        return "://".join(self.place)
 
-    @contextmanager
-    def _failures(self, request: Any) -> Iterator[None]:
-        """What goes wrong below, as botocore says it."""
-        try:
-            yield
-        except ssl.SSLError as error:
-            raise botocore.SSLError(endpoint_url=self._endpoint, error=error) from error
-        except TimeoutError as error:
-            raise botocore.ReadTimeoutError(endpoint_url=self._endpoint, error=error) from error
-        except (OSError, http.client.HTTPException) as error:
-            raise botocore.ConnectionClosedError(endpoint_url=self._endpoint, error=error, request=request) from error
+def _view(body: Any) -> memoryview:
+    data = body.view if isinstance(body, Body) else body.read() if hasattr(body, "read") else body
+    return memoryview(data.encode() if isinstance(data, str) else data or b"")

@@ -1,7 +1,9 @@
 """Deadlines and retries around any store.
 
 Law: every call ends. Each attempt has a deadline; only `StoreUnavailable` is tried again, and the last is raised. An
-attempt whose outcome is unknown is repeated in full: every method of a `Store` is idempotent.
+attempt whose outcome is unknown is repeated in full: every method of a `Store` is idempotent. A store that itself
+gives up what stalls names the lowest rate that it goes on with (`slowest`), because a deadline must not cut off bytes
+that flow.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from tierd.stores.base import LARGEST, Buffer, ObjectInfo, Store
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-_SLOWEST = 1_000_000  # bytes/s that a store must sustain to meet the deadline of a put or get
+_SLOWEST = 1_000_000  # bytes/s that a store must sustain to meet the deadline of a put or get, if it names no other
 _PER_KEY_S = 0.05  # what a delete is given on top, for each key
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.25, 20.0  # before the jitter
 
@@ -27,9 +29,10 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.25, 20.0  # before the jitter
 class RetryingStore:
     """`inner` with a deadline on every attempt, and up to `attempts` of them for each call.
 
-    An attempt may take `deadline_s` seconds, plus 1 s for each MB that it moves or 0.05 s for each key it deletes; a
-    scan's deadline and attempts begin anew with each object that arrives. Between attempts it waits a random part
-    ("full jitter") of a delay that doubles from 0.25 s to 20 s. `rng` and `sleep` are there for tests.
+    An attempt may take `deadline_s` seconds, plus 1 s for each MB that it moves (more where `inner` has a `slowest`, in
+    bytes/s) or 0.05 s for each key it deletes; a scan's deadline and attempts begin anew with each object that arrives.
+    Between attempts it waits a random part ("full jitter") of a delay that doubles from 0.25 s to 20 s. `rng` and
+    `sleep` are there for tests.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class RetryingStore:
         self._inner = inner
         self._attempts = attempts
         self._deadline_s = deadline_s
+        self._slowest = getattr(inner, "slowest", _SLOWEST)
         self._rng = rng
         self._sleep = sleep
 
@@ -52,11 +56,11 @@ class RetryingStore:
 
     async def put(self, key: str, data: Buffer) -> str:
         size = memoryview(data).nbytes
-        return await self._call(f"put {key}", size / _SLOWEST, lambda: self._inner.put(key, data))
+        return await self._call(f"put {key}", size / self._slowest, lambda: self._inner.put(key, data))
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         size = LARGEST if into is None else into.nbytes  # whose size isn't known gets the time of the largest
-        return await self._call(f"get {key}", size / _SLOWEST, lambda: self._inner.get(key, into))
+        return await self._call(f"get {key}", size / self._slowest, lambda: self._inner.get(key, into))
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         doing, failed = f"scan {prefix or '/'}", 0

@@ -23,17 +23,18 @@ from aiobotocore.config import AioConfig
 from botocore import exceptions as botocore
 from botocore.parsers import ResponseParserError
 
-from tierd.core.errors import StoreRefused, StoreUnavailable
+from tierd.core.errors import StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import StoreUrl
-from tierd.stores.answers import MISMATCH, STRANGER, said, unanswered
-from tierd.stores.base import FIRST_PAGE, Buffer, ObjectInfo, check_key, check_size, is_key, octets, room
+from tierd.stores.answers import MISMATCH, STRANGER, said, silent, unanswered
+from tierd.stores.base import FIRST_PAGE, LARGEST, Buffer, ObjectInfo, check_key, check_size, is_key, octets, room
 from tierd.stores.checksums import CHECKSUMS, MD5, Checksum
+from tierd.stores.connection import SLOWEST, where
 from tierd.stores.credentials import Chain, check_bundle
 from tierd.stores.line import Body
-from tierd.stores.transport import Answer, http_session
+from tierd.stores.transport import Answer, exchanges, http_session
 
 _CONNECTIONS = 32
-_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 10, 60  # the latter between two reads; RetryingStore bounds the whole
+_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 10, 60  # the latter until an answer begins; see `transport`
 _DELETE_BATCH = 1000  # S3's own limit
 _FIRST_PAGE = FIRST_PAGE
 _PROBE = ".tierd-probe"  # under the store's prefix; no key, so that no scan shows it
@@ -50,6 +51,8 @@ for _library in ("botocore", "aiobotocore"):  # at DEBUG they log session tokens
 
 class S3Store:
     """A `Store` in the bucket, and under the prefix, that `url` names. Connects at the first call."""
+
+    slowest = SLOWEST  # bytes/s: its transport itself gives up what stalls, so that bytes that flow are not cut off
 
     def __init__(self, url: StoreUrl) -> None:
         self._url = url
@@ -148,8 +151,10 @@ class S3Store:
             view = memoryview(bytearray(size)) if into is None else room(into, size, doing)
             count = await raw.readinto(view)
         else:  # through a proxy, or in pieces that have an end of their own
-            view = memoryview(await raw.read())
+            view = memoryview(await _bounded(raw, 1 + (LARGEST if into is None else into.nbytes)))
             count = len(view)
+            if into is None and count > LARGEST:
+                raise StoreUnavailable(f"{doing}: a body without an end, of which {LARGEST} bytes were read")
             if into is not None:
                 data, view = view, room(into, count, doing)
                 view[:] = data
@@ -168,16 +173,18 @@ class S3Store:
                 with self._parsed(f"scan {prefix}"):
                     answer = await client.list_objects_v2(Bucket=self._url.bucket, Prefix=self._base + prefix, **page)
                 self._check_whose(answer, "IsTruncated", f"scan {prefix}")
-            for item in answer.get("Contents", ()):
-                key = item["Key"][len(self._base) :]
+                items = [(item["Key"], item["Size"], item["ETag"]) for item in answer.get("Contents", ())]
+                token = answer["NextContinuationToken"] if answer["IsTruncated"] else None
+            for name, size, etag in items:
+                key = name[len(self._base) :]
                 if last is not None and key <= last:
                     raise StoreRefused(f"{self._url} lists keys out of order, as S3 Express directory buckets do")
                 last = key
                 if key > after and is_key(key):
-                    yield ObjectInfo(key, item["Size"], item["ETag"].strip('"'))
-            if not answer.get("IsTruncated"):
+                    yield ObjectInfo(key, size, etag.strip('"'))
+            if token is None:
                 return
-            page = {"ContinuationToken": answer["NextContinuationToken"]}
+            page = {"ContinuationToken": token}
 
     async def delete(self, keys: Sequence[str]) -> None:
         names = [{"Key": self._base + check_key(key)} for key in keys]
@@ -244,7 +251,8 @@ class S3Store:
     async def _translated(self, doing: str) -> AsyncGenerator[None, None]:
         began = max(self._chain.generation, 1)  # the first are found while the first call is under way
         try:
-            yield
+            with exchanges(f"{self._url}: {doing}"):
+                yield
             self._heard = True
         except botocore.ClientError as error:
             self._heard = True
@@ -257,12 +265,28 @@ class S3Store:
         except _FOREIGN as error:
             # Its text may quote what a credential helper printed.
             raise unanswered(str(self._url), doing, error, heard=self._heard) from None
+        except StoreUnavailable as error:
+            raise silent(str(self._url), doing, error, heard=self._heard) from error.__cause__
+        except TierdError:
+            raise
+        except Exception as error:  # the library takes an answer for one of S3's that is none, and stumbles
+            raise StoreUnavailable(f"{self._url}: {doing}: what came is no answer of S3's: {where(error)}") from None
 
     async def _have_changed(self, generation: int) -> bool:
         """Whether the chain has other credentials than at a moment; it is looked at again."""
         with suppress(*_FOREIGN):
             await self._chain.renew()
         return self._chain.generation != generation
+
+
+async def _bounded(raw: Any, most: int) -> Buffer:
+    """A body, or the first `most` bytes of it, where nobody says how long it is."""
+    if isinstance(raw, Answer):
+        return await raw.read(most)
+    data = bytearray()
+    while len(data) < most and (piece := await raw.content.read(most - len(data))):
+        data += piece
+    return data
 
 
 def _with_md5(params: dict[str, Any], **_: Any) -> None:

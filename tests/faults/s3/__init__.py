@@ -1,7 +1,7 @@
 """Faults between S3's client and a real S3 server: every operation, every byte of a request and of its answer.
 
 Between the real `S3Store`, in its real wrappers, and a real Ceph RGW stands `proxy`, which refuses, breaks, stalls,
-damages, loses and repeats by the seed. Two kinds of trial:
+damages, loses and repeats by the seed. Three kinds of trial:
 
 - a call: one method of the store, some faults in a row on its n-th request. It ends in time, with the right result
   where an attempt was left, or else with the error that the fault means; the server holds what it should; a call after
@@ -9,8 +9,10 @@ damages, loses and repeats by the seed. Two kinds of trial:
 - a journey: a reconciler flushes, prunes and scrubs over a storm of faults, and other nodes restore in one. At no time
   does a manifest on the server name what is not there; nothing is set aside; a restore gives the newest bytes or
   raises; when the storm is over, all converges, and nothing is left over.
+- a row of calls over TLS (`secure`), with handshakes reset, connections closed half, wrong certificates, and bodies
+  that are endless, compressed, cut or longer than they are: slots, sockets, threads and memory are counted after each.
 
-In both: no secret in a log or an error, no upload left open, no request that is not proper HTTP. What is right is
+In all: no secret in a log or an error, no upload left open, no request that is not proper HTTP. What is right is
 worked out here, from what the proxy saw the server take, and compared with the server's own listing.
 
 Outside of what can be promised, and so of what is done here: a listing that is not today's while a node looks that has
@@ -28,22 +30,26 @@ import shutil
 import socket
 import subprocess
 import uuid
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 from aiobotocore.session import get_session
 from faults.rounds import Lost, Mutant, Round
-from faults.s3 import call
+from faults.s3 import call, secure
 from faults.s3 import journey as long
 from faults.s3.proxy import Proxy
 from faults.s3.slot import BUCKETS, Secrets, Slot, administer
 from support.world import hurry
 
+Trial = Callable[[Slot, int, random.Random], Awaitable[None]]
+
 UNIT = "S3 faults"
 SHORT, GATE = 300, 6_000
 MET = (  # tierd puts one object by one request: no upload has parts, and so each object of a part is one
     *call.EVERY,
+    *secure.MET,
     "the probe of checksums",
     *(f"upload {number} of a part" for number in range(1, 8)),
     "a manifest's upload",
@@ -109,12 +115,12 @@ MUTANTS = (
         "corruptions, and nothing is corrupt",
     ),
     Mutant(
-        "no attempt has a deadline",
-        "tierd/stores/retry.py",
-        "async with asyncio.timeout(deadline_s):",
-        "async with asyncio.timeout(None):",
-        "s3 --only 13",
-        "no end within",
+        "a connection that broke over TLS is parked",
+        "tierd/stores/transport.py",
+        "if line.is_idle() and not self._closed:",
+        "if not self._closed:",
+        "s3 --only 9",
+        "parked: ",
     ),
     Mutant(
         "what a server gives is not compared with its digest",
@@ -171,11 +177,15 @@ def run(work: Round) -> None:
             "AWS_CONFIG_FILE": "/nonexistent",
             "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent",
         }
-        with mock.patch.dict(os.environ, environment, clear=True):
-            asyncio.run(_all(work, endpoint, secrets))
+        certificates, watched = secure.Certificates(work.room), secure.Watched()
+        environment["AWS_CA_BUNDLE"] = str(certificates.bundle)
+        with mock.patch.dict(os.environ, environment, clear=True), watched.watching():
+            asyncio.run(
+                _all(work, endpoint, secrets, partial(secure.trial, certificates=certificates, watched=watched))
+            )
 
 
-async def _all(work: Round, endpoint: str, secrets: Secrets) -> None:
+async def _all(work: Round, endpoint: str, secrets: Secrets, over_tls: Trial) -> None:
     async with get_session().create_client("s3", endpoint_url=endpoint, region_name="us-east-1") as admin:
         slots: dict[str, Slot] = {}
 
@@ -198,21 +208,26 @@ async def _all(work: Round, endpoint: str, secrets: Secrets) -> None:
                 slots[bucket] = Slot(bucket, admin, proxy, work.room / f"slot{number}")
             seeds, journeys = work.seeds(), asyncio.Semaphore(_JOURNEYS)
             try:
-                await asyncio.gather(*(_trials(work, slot, seeds, secrets, journeys) for slot in slots.values()))
+                await asyncio.gather(
+                    *(_trials(work, slot, seeds, secrets, journeys, over_tls) for slot in slots.values())
+                )
             finally:
                 for slot in slots.values():
                     await slot.aclose()
                     await administer(admin, slot.bucket)
 
 
-async def _trials(work: Round, slot: Slot, seeds: Iterator[int], secrets: Secrets, journeys: asyncio.Semaphore) -> None:
+async def _trials(
+    work: Round, slot: Slot, seeds: Iterator[int], secrets: Secrets, journeys: asyncio.Semaphore, over_tls: Trial
+) -> None:
     for seed in seeds:
         rng = random.Random(seed)
         journey = rng.random() < 0.04
+        trial = over_tls if secure.is_secure(seed) else long.trial if journey else call.trial
         slot.begin()
         try:
-            async with journeys if journey else contextlib.nullcontext(), asyncio.timeout(_LONG):
-                await (long.trial if journey else call.trial)(slot, seed, rng)
+            async with journeys if trial is long.trial else contextlib.nullcontext(), asyncio.timeout(_LONG):
+                await trial(slot, seed, rng)
                 await slot.settled()
             _check(slot, secrets)
         except Exception as error:
@@ -295,6 +310,8 @@ def _hurry() -> Iterator[None]:
         hurry(Patch)
         for name, value in {
             "tierd.stores.s3._READ_TIMEOUT_S": 0.8,
+            "tierd.stores.s3.LARGEST": 4 << 20,
+            "tierd.stores.transport.LONGEST_REPLY": 4 << 20,
             "tierd.stores.s3._CONNECTIONS": 3,  # one that is never given back is soon missed
             "tierd.stores.s3._FIRST_PAGE": 3,
             "tierd.stores.retry._FIRST_DELAY_S": 0.004,

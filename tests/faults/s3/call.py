@@ -196,7 +196,7 @@ class _Call:
 
     def _is_busy(self, error: Exception, row: _Row) -> bool:
         """Whether time ran out over a request that nobody had harmed: that is this machine's fault."""
-        late = "ReadTimeoutError" in str(error) or "no answer within" in str(error)
+        late = "stalled: no" in str(error) or "no answer within" in str(error)
         self.slot.notes["time ran out on a busy machine"] += (busy := late and row.seen > self.slot.count)
         return busy
 

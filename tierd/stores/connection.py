@@ -1,0 +1,273 @@
+"""One socket to a server, from its first moment to its last: connecting, TLS, bytes, waiting.
+
+Law: the socket is this object's from the moment that it exists, before it is connected, so that `abort` and `close`
+reach it. Bytes go straight between a buffer of the caller and the socket, and once `abort` has returned, nothing
+touches the buffer any more. Every wait ends: `Watch` gives it up when nothing has moved for a while, or when all that
+moved was too slow. Bytes have moved when they were received or when the peer has acknowledged them, by the kernel's
+count, so that a large body on a slow link is not cut off while it flows, however much of it waits in buffers.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import SplitResult
+
+from botocore import exceptions as botocore
+
+from tierd.stores.http1 import Unanswered
+
+T = TypeVar("T")
+
+SLOWEST = 5_000  # bytes/s: what is slower on the average is given up
+_PIECE = 1 << 20  # bytes: a cancelled call waits for no more than one
+_TOGETHER = 1 << 14  # bytes: a body up to this goes out with its head
+_CUT = (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
+
+
+class Watch:
+    """How long one may wait for a peer: `stall_s` seconds after the last byte that moved, and in all `stall_s` seconds
+    plus one for each `SLOWEST` bytes. Times are monotonic seconds; `moved` counts bytes and never falls."""
+
+    def __init__(self, stall_s: float, now: float, moved: int) -> None:
+        self.stall_s = stall_s
+        self._begun, self._base = now, moved
+        self._last, self._moved = now, moved
+
+    def left_s(self, now: float, moved: int) -> float:
+        """How much longer.
+
+        Raises:
+            Unanswered: not any more.
+        """
+        if moved != self._moved:
+            self._last, self._moved = now, moved
+        stalled = self._last + self.stall_s - now
+        slow = self._begun + self.stall_s + (moved - self._base) / SLOWEST - now
+        if stalled <= 0:
+            raise Unanswered(f"stalled: no byte for {self.stall_s:g} s")
+        if slow <= 0:
+            raise Unanswered(f"stalled: no more than {moved - self._base} bytes in {now - self._begun:.1f} s")
+        return min(stalled, slow)
+
+
+class Connection:
+    """A TCP connection, with TLS where the URL says https. Everything but `abort` blocks, and is called by one thread
+    at a time.
+
+    Attributes:
+        moved: bytes that went through, without what TLS adds; whoever adds them up sets it to 0.
+        aborted: nothing is to be done any more.
+    """
+
+    def __init__(self, url: SplitResult, tls: Callable[[], ssl.SSLContext], connect_timeout_s: float) -> None:
+        self.moved = 0
+        self.aborted = False
+        self._place = f"{url.scheme}://{url.netloc}"
+        self._is_tls, self._tls = url.scheme == "https", tls
+        self._address = url.hostname or "", url.port or (443 if self._is_tls else 80)
+        self._connect_timeout_s = connect_timeout_s
+        self._sock: socket.socket | None = None
+        self._moving = threading.Lock()  # held while bytes go between a buffer and the socket
+        self._watch = Watch(connect_timeout_s, 0.0, 0)
+
+    @property
+    def sock(self) -> socket.socket:
+        """The socket; there is one from `connect` on."""
+        assert self._sock is not None
+        return self._sock
+
+    # -- its beginning ----------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Connect within the connect timeout, of which each address has its share, and shake hands.
+
+        Raises:
+            Unanswered, botocore.HTTPClientError: in vain.
+        """
+        self._watch = Watch(self._connect_timeout_s, began := time.monotonic(), 0)
+        try:
+            self._reach(began + self._connect_timeout_s)
+        except TimeoutError as error:
+            raise botocore.ConnectTimeoutError(endpoint_url=self._place, error=error) from error
+        except OSError as error:
+            raise botocore.EndpointConnectionError(endpoint_url=self._place, error=error) from error
+        self.sock.setblocking(False)
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._is_tls:
+            self._shake_hands()
+
+    def _reach(self, end: float) -> None:
+        addresses = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
+        for left, (family, kind, protocol, _, address) in zip(range(len(addresses), 0, -1), addresses, strict=True):
+            sock = self._own(socket.socket(family, kind, protocol))
+            sock.settimeout(max(0.1, (end - time.monotonic()) / left))
+            try:
+                sock.connect(address)
+                return
+            except OSError:
+                sock.close()
+                if left == 1 or self.aborted:
+                    raise
+
+    def _shake_hands(self) -> None:
+        try:
+            context = self._tls()
+        except OSError as error:
+            raise Unanswered(f"the certificates to verify by cannot be read: {reason(error)}", refused=True) from error
+        try:
+            tls = context.wrap_socket(self.sock, server_hostname=self._address[0], do_handshake_on_connect=False)
+            self._own(tls)
+            self._ready(tls.do_handshake, select.POLLIN)
+        except ssl.SSLCertVerificationError as error:
+            raise Unanswered(_distrust(error, self._address[0]), refused=True) from error
+        except (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
+            raise Unanswered(f"the TLS handshake was cut off: {reason(error)}") from error
+        except ssl.SSLError as error:
+            raise botocore.SSLError(endpoint_url=self._place, error=error) from error
+
+    def _own(self, sock: socket.socket) -> socket.socket:
+        self._sock = sock
+        if self.aborted:  # before there was this one to shut down
+            raise ConnectionAbortedError("the call was cancelled")
+        return sock
+
+    # -- bytes ------------------------------------------------------------------------------------------------------
+
+    def watch(self, stall_s: float) -> None:
+        """From here on, wait for as long as a `Watch` of `stall_s` says."""
+        self._watch = Watch(stall_s, time.monotonic(), acknowledged(self.sock))
+
+    def send(self, head: bytes, body: memoryview) -> OSError | None:
+        """Send a request. A server may answer before it has read it all, and hang up: returns how that showed."""
+        parts = [memoryview(head + body)] if len(body) <= _TOGETHER else [memoryview(head), body]
+        try:
+            for part in parts:
+                for start in range(0, len(part), _PIECE):
+                    self._send_piece(part[start : start + _PIECE])
+        except _CUT as error:
+            return error
+        return None
+
+    def _send_piece(self, piece: memoryview) -> None:
+        with self._moving:
+            while piece:
+                count = self._ready(self.sock.send, select.POLLOUT, piece)
+                self.moved += count
+                piece = piece[count:]
+
+    def fill(self, view: memoryview, ahead: bytearray) -> int:
+        """Fill `view`, of at most 1 MiB at once, with what was received `ahead` and what comes next; the number of
+        bytes, fewer than it has at the connection's end."""
+        view = view[:_PIECE]
+        at = min(len(view), len(ahead))
+        with self._moving:
+            self._check_aborted()
+            view[:at] = ahead[:at]
+            del ahead[:at]
+            while at < len(view) and (count := self._ready(self.sock.recv_into, select.POLLIN, view[at:])):
+                self.moved += count
+                at += count
+        return at
+
+    def receive(self, most: int) -> bytes:
+        """What comes next, at most so many bytes; none at the connection's end."""
+        data = self._ready(self.sock.recv, select.POLLIN, most)
+        self.moved += len(data)
+        return data
+
+    def _ready(self, call: Callable[..., T], event: int, *args: Any) -> T:
+        """Do what does not block, as soon as it can be done."""
+        while True:
+            self._check_aborted()
+            try:
+                return call(*args)
+            except ssl.SSLWantReadError:
+                self._wait(select.POLLIN)
+            except ssl.SSLWantWriteError:
+                self._wait(select.POLLOUT)
+            except BlockingIOError:
+                self._wait(event)
+
+    def _wait(self, event: int) -> None:
+        poll = select.poll()
+        poll.register(self.sock, event)
+        while not self.aborted:
+            left_s = self._watch.left_s(time.monotonic(), acknowledged(self.sock))
+            if poll.poll(1000 * min(left_s, self._watch.stall_s / 4) + 1):
+                return
+
+    def _check_aborted(self) -> None:
+        if self.aborted:
+            raise ConnectionAbortedError("the call was cancelled")
+
+    # -- its end ----------------------------------------------------------------------------------------------------
+
+    def is_quiet(self) -> bool:
+        """Whether nothing has come, not even the end. Session tickets of TLS are none of it."""
+        try:
+            self.sock.recv(1)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return True
+        except OSError:
+            pass
+        return False
+
+    def abort(self) -> None:
+        """End whatever is being done; when this returns, no buffer is read or written any more."""
+        self.aborted = True
+        if (sock := self._sock) is not None:
+            try:
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # below TLS, which has no say in this
+            except OSError:  # not connected any more, or being wrapped: `_own` looks at the flag
+                pass
+        with self._moving:  # what was under way has ended
+            pass
+
+    def close(self) -> None:
+        """Let go of the socket; no thread may be using it."""
+        if self._sock is not None:
+            self._sock.close()
+
+
+def acknowledged(sock: socket.socket) -> int:
+    """Bytes that a socket has received, and that were sent on it and acknowledged, by the kernel's count.
+
+    Source: `struct tcp_info` of linux/tcp.h, whose bytes 120 to 136 are `tcpi_bytes_acked` and `tcpi_bytes_received`.
+    """
+    sent, received = struct.unpack_from("QQ", sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136), 120)
+    return int(sent + received)
+
+
+def reason(error: BaseException) -> str:
+    """What broke, without any text that a server has a say in."""
+    text = error.reason if isinstance(error, ssl.SSLError) else error.strerror if isinstance(error, OSError) else None
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def where(error: BaseException) -> str:
+    """The kind of an unexpected error and the function that raised it: its text may quote anything."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__} in {frames[-1].name}" if frames else type(error).__name__
+
+
+def _distrust(error: ssl.SSLCertVerificationError, host: str) -> str:
+    """What is wrong with a server's certificate, and the way out. Source: the codes of openssl/x509_vfy.h."""
+    match error.verify_code:
+        case 9:
+            return f"the certificate of {host} is not valid yet: set this node's clock, or wait"
+        case 10:
+            return (
+                f"the certificate of {host} has expired: renew it on the server; if it has not, set this node's clock"
+            )
+        case 62 | 64:
+            return f"the server's certificate is not for {host}: write an endpoint with a name that the certificate has"
+    why = error.verify_message
+    return f"the certificate of {host} is not trusted ({why}): name the file of its authority in AWS_CA_BUNDLE"
