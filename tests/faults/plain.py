@@ -1417,6 +1417,20 @@ _HEADS = (
         "pytest tests/test_heads.py -k without_a_head",
     ),
     Mutant(
+        "names that cannot be read decide how many ranks there were",
+        "tierd/core/resume.py",
+        "        hollow = {one for one in hollow if complete[one] != world}\n",
+        "        hollow = set()\n",
+        "pytest tests/core/test_resume.py -k stop_nobody",
+    ),
+    Mutant(
+        "a name of another number of ranks hides the one that can be read",
+        "tierd/core/sight.py",
+        "            size = min([size for size in sizes if size not in bare] or sizes)\n",
+        "            size = min(sizes)\n",
+        "pytest tests/core/test_resume.py -k stop_nobody",
+    ),
+    Mutant(
         "a name uses up the numbers of launches",
         "tierd/core/ids.py",
         "    latest = max((at for attempt in seen if (at := int(attempt[:12], 16)) <= most), default=-1)\n",

@@ -27,8 +27,8 @@ log = logging.getLogger("tierd")
 INCOMPLETE = "incomplete: not every rank's part is there"
 GONE = "gone: it was whole once, as this node or a tier remembers, and no place has it any more"
 UNVOUCHED = (
-    "unreadable: no manifest of its launch can be read, so that its name alone says that it is newer (it is damaged, "
-    "of a newer tierd, of another key, or not tierd's)"
+    "unreadable: no manifest of its launch, or of so many ranks, can be read, so that its name alone says that it is "
+    "newer (it is damaged, of a newer tierd, of another key, or not tierd's)"
 )
 _ASIDE = "set aside before: some of it was proven corrupt, and no place had it right"
 _LOOKS = 3  # at what there is, when parts vanish between a look and the reading
