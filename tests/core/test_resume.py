@@ -12,7 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tierd.core.choose import Goal
-from tierd.core.errors import CheckpointNotFound, ManifestError, SpoolUnusable
+from tierd.core.errors import (
+    CheckpointNotFound,
+    FormatTooNew,
+    ManifestError,
+    SpoolUnusable,
+    TierdError,
+    WrongKey,
+)
 from tierd.core.resume import Candidate, Resume, agree, not_found, own_part, restore_candidates
 from tierd.core.sight import Sight, see, told
 from tierd.core.world import Place, World
@@ -165,20 +172,21 @@ def test_a_place_whose_disk_hides_where_the_newest_attempt_came_from_has_not_ans
     assert found.unreached == ()
 
 
-def planted(place: Place, *parts) -> Place:
-    """`place`, and empty objects under the names of these parts' manifests."""
-    return remade(place, held(place) | dict.fromkeys(parts), dict.fromkeys(parts, ManifestError("empty")))
+def planted(place: Place, *parts, why: TierdError = ManifestError("empty")) -> Place:  # noqa: B008
+    """`place`, and objects under the names of these parts' manifests that cannot be read."""
+    return remade(place, held(place) | dict.fromkeys(parts), dict.fromkeys(parts, why))
 
 
+@pytest.mark.parametrize("why", [ManifestError("empty"), WrongKey("another key's"), FormatTooNew("version 9")])
 @pytest.mark.parametrize("own", [1, 2])
-def test_names_of_another_number_of_ranks_that_cannot_be_read_stop_nobody(own):
+def test_names_of_another_number_of_ranks_that_cannot_be_read_stop_nobody(own, why):
     """They are whole by name, beside a sound checkpoint or in place of a newer one."""
     sound = Place.of({part(A100, rank, own): facts() for rank in range(own)})
     newer = checkpoint(1, 200)
     for other in {1, 2, 3} - {own}:
         for place, passed in (
-            (planted(sound, *(part(A100, rank, other) for rank in range(other))), ()),
-            (planted(sound, *(part(newer, rank, other) for rank in range(other))), (newer,)),
+            (planted(sound, *(part(A100, rank, other) for rank in range(other)), why=why), ()),
+            (planted(sound, *(part(newer, rank, other) for rank in range(other)), why=why), (newer,)),
         ):
             for seen in ([see(World(place, {}), "r")] * own, sights(*[Place()] * own, tier=place)):
                 found = agree(seen, "r", world=own)

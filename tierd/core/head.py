@@ -72,6 +72,8 @@ def decode(data: bytes, run: str, by: str) -> Head:
         raise ManifestError(f"{where}: {error}") from error
     if (head.run, head.by) != (run, by):
         raise ManifestError(f"{where}: it says that it is of {head.run!r} by {head.by!r}")
+    if late := [one for one in head.launches if CheckpointId.parse(run, f"{0:012}.{one}") is None]:
+        raise ManifestError(f"{where}: launch {late[0]} is of the year 2200 or later, and nobody can have made it")
     if any(known.resumed_from and known.resumed_from.attempt >= one for one, known in head.launches.items()):
         raise ManifestError(f"{where}: a launch resumes from one that is not earlier")
     return head

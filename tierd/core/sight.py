@@ -29,7 +29,7 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         whole: world size -> the checkpoints of which every rank's part is seen, by name.
-        hollow: those of `whole` of which every manifest that was read is corrupt: names alone tell of so many ranks.
+        hollow: those of `whole` of which no manifest that was read can be used: names alone tell of so many ranks.
         mixed: those of `whole` that neither this node's spool nor the tiers show alone.
         parts: attempt -> step -> world size -> ranks, for checkpoints that are not whole, or hollow. Ranks are pairs:
             from, to.
@@ -138,7 +138,7 @@ def _is_hollow(world: World, checkpoint: CheckpointId, size: int) -> bool:
     if any(part.world == size for seen in copies for part in seen.facts):
         return False
     defects = [why for seen in copies for part, why in seen.defects.items() if part.world == size]
-    return bool(defects) and all(isinstance(why, ManifestError) for why in defects)
+    return bool(defects) and not any(isinstance(why, SpoolUnusable) for why in defects)
 
 
 def _speakers(world: World, run: str) -> dict[CheckpointId, Facts]:
