@@ -16,7 +16,7 @@ import tierd
 from tierd.client.restore import Restored
 from tierd.core.errors import CheckpointNotFound, FormatTooNew, ManifestError
 from tierd.core.head import Known, Last, decode, encode, launches_of, rollback, seeing, successor
-from tierd.core.ids import CheckpointId
+from tierd.core.ids import LATEST_MS, CheckpointId
 from tierd.core.manifest import Origin
 from tierd.core.seal import seal
 from tierd.daemon.heads import rolled_back
@@ -76,6 +76,19 @@ def test_a_head_says_where_each_launch_came_from_and_its_newest_checkpoint(home)
     assert head["counter"] > 1 and len(head["before"]) == 32
     (kept,) = (home / "spool/.tierd/timeline").glob("*.json")
     assert json.loads(kept.read_text())["launches"] == head["launches"]
+
+
+def test_one_head_is_left_where_a_run_goes_on_elsewhere(home) -> None:
+    before = read(home)
+    with Daemon(home / "other", lambda: {"tier": FileStore(home / "tier")}) as daemon:
+        with tierd.Checkpointer(home / "other", "r") as ckpt:
+            ckpt.restore({"w": torch.zeros(10)})
+            ckpt.save(26, {"w": torch.zeros(10)}).wait("tier", timeout=60)
+        daemon.settle()
+    head = read(home)
+    assert head["by"] != before["by"] and head["counter"] > before["counter"]
+    assert head["launches"][max(head["launches"])]["newest"] == 26
+    assert head["launches"].items() >= before["launches"].items()
 
 
 @pytest.mark.parametrize("harm", ["a bit flips", "empty", "deleted"])
@@ -154,6 +167,37 @@ def test_who_knows_that_there_was_more_says_so(home) -> None:
         assert ckpt.restore({"w": torch.zeros(10)}) is None
         with pytest.raises(CheckpointNotFound, match="step 1 or later: there is none at all"):
             ckpt.restore({"w": torch.zeros(10)}, at_least=1)
+
+
+def test_what_the_spool_remembers_counts_whatever_else_is_left_of_the_run_there(home) -> None:
+    shutil.rmtree(home / "tier/r")
+    shutil.rmtree(home / "spool/r")
+    shutil.rmtree(home / "spool/.tierd/saved/r")
+    with pytest.raises(CheckpointNotFound, match=r"step 25 .*gone: it was whole once"):
+        restored(home, "spool")
+
+
+def test_where_a_launch_came_from_is_known_without_a_daemon_too(home) -> None:
+    (path,) = (home / "spool/r").glob("000000000025.*/*/manifest.json")
+    path.write_bytes(b"")
+    with tierd.Checkpointer(home / "spool", "r", to=[]) as ckpt:
+        found = ckpt.restore({"w": torch.zeros(10)})
+    assert found and found.step == 20
+    assert [one.step for one in found.skipped] == [25]
+
+
+def test_a_planted_step_that_is_too_old_hides_none_that_is_not(home) -> None:
+    attempt = manifest(home, 25).parent.name.partition(".")[2]
+    planted = home / f"tier/r/manifests/000000000005.{attempt}/00000-of-00001.json"
+    planted.parent.mkdir()
+    planted.touch()
+    manifest(home, 25).write_bytes(b"")
+    with tierd.open(home / "tier", "r") as reader:
+        assert reader.restore({"w": torch.zeros(10)}, at_least=15).step == 20
+        with pytest.raises(
+            CheckpointNotFound, match=r"step 21 or later: what is left begins at r step 5(.|\n)*step 25"
+        ):
+            reader.restore({"w": torch.zeros(10)}, at_least=21)
 
 
 def test_what_the_spool_remembers_goes_with_the_run(home) -> None:
@@ -289,13 +333,18 @@ def test_what_a_head_remembers_never_goes_back_and_no_launch_on_the_way_is_forgo
     assert off == {C: Known(resumed_from=None, newest=3)}  # nothing is left of B, and nothing descends from it
 
 
-def test_a_head_of_a_newer_version_that_turns_in_a_circle_or_that_nobody_can_have_made_is_refused() -> None:
+def test_a_head_of_a_newer_version_or_that_turns_in_a_circle_is_refused() -> None:
     head = successor((), "r", "0123abcd", {A: Known(resumed_from=None, newest=3)}, "")
     with pytest.raises(FormatTooNew, match="version 2"):
         decode(seal(msgspec.structs.replace(head, version=2)), "r", "0123abcd")
     circle = msgspec.structs.replace(head, launches={A: Known(resumed_from=Origin(step=3, attempt=B), newest=3)})
     with pytest.raises(ManifestError, match="not earlier"):
         decode(seal(circle), "r", "0123abcd")
-    late = msgspec.structs.replace(head, launches={"ffffffffffff-00000000": Known(resumed_from=None, newest=3)})
-    with pytest.raises(ManifestError, match="nobody can have made"):
-        decode(seal(late), "r", "0123abcd")
+
+
+@pytest.mark.parametrize("attempt", ["ffffffffffff-00000000", f"{LATEST_MS:012x}-00000000"])
+def test_a_launch_that_nobody_can_have_made_is_in_no_head(attempt) -> None:
+    """It would be the newest, and nothing that lies there would be on its timeline."""
+    head = successor((), "r", "0123abcd", {attempt: Known(resumed_from=None, newest=3)}, "")
+    with pytest.raises(ManifestError, match="2200"):
+        decode(seal(head), "r", "0123abcd")

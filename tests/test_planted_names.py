@@ -110,6 +110,7 @@ def commands(spool: Path, tier: Path, home: Path) -> Iterator[tuple[list[str], s
     yield ["pause", "--spool", str(home / f"none{EVIL}")], "\\u202e"
     yield ["resume", "--spool", str(home / f"none{EVIL}")], "\\u202e"
     yield ["rm", "r", str(tier), "--dry-run"], ""
+    yield ["disown", "r", f"0{EVIL}", str(tier)], "\\u202e"
     yield ["run", "--spool", str(spool), "--to", f"file:///x{EVIL}"], ""
     yield ["check-resume", f"x{EVIL}:f", "--steps", "2", "--kill-at", "1"], "\\u202e"
 

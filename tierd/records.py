@@ -148,10 +148,11 @@ def remember(control: Path, head: Head) -> None:
     _write(control, TIMELINE, head.run, encode_head(head))
 
 
-def heads(control: Path, runs: Iterable[str]) -> dict[str, tuple[Head, ...]]:
-    """By run, of these, what is remembered of its launches, where that can be read. Raises OSError."""
+def heads(control: Path) -> dict[str, tuple[Head, ...]]:
+    """By run, what is remembered of its launches, where that can be read, whatever else is left of it here. Raises
+    OSError."""
     found: dict[str, tuple[Head, ...]] = {}
-    for run in runs:
+    for run in (name.removesuffix(".json") for name in _names(control / TIMELINE) if not name.startswith(".")):
         path = control / TIMELINE / f"{run}.json"
         if path.exists():
             with suppress(CorruptChunk, TierdError), os.fdopen(open_plain(path), "rb") as file:

@@ -7,12 +7,19 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from core.worlds import cases, checkpoint, facts, histories, part, places, remade, solo
+from core.worlds import cases, checkpoint, facts, held, histories, part, places, remade, solo
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tierd.core.choose import Goal
-from tierd.core.errors import CheckpointNotFound, ManifestError, SpoolUnusable
+from tierd.core.errors import (
+    CheckpointNotFound,
+    FormatTooNew,
+    ManifestError,
+    SpoolUnusable,
+    TierdError,
+    WrongKey,
+)
 from tierd.core.resume import Candidate, Resume, agree, not_found, own_part, restore_candidates
 from tierd.core.sight import Sight, see, told
 from tierd.core.world import Place, World
@@ -165,6 +172,51 @@ def test_a_place_whose_disk_hides_where_the_newest_attempt_came_from_has_not_ans
     assert found.unreached == ()
 
 
+def planted(place: Place, *parts, why: TierdError = ManifestError("empty")) -> Place:  # noqa: B008
+    """`place`, and objects under the names of these parts' manifests that cannot be read."""
+    return remade(place, held(place) | dict.fromkeys(parts), dict.fromkeys(parts, why))
+
+
+@pytest.mark.parametrize("why", [ManifestError("empty"), WrongKey("another key's"), FormatTooNew("version 9")])
+@pytest.mark.parametrize("own", [1, 2])
+def test_names_of_another_number_of_ranks_that_cannot_be_read_stop_nobody(own, why):
+    """They are whole by name, beside a sound checkpoint or in place of a newer one."""
+    sound = Place.of({part(A100, rank, own): facts() for rank in range(own)})
+    newer = checkpoint(1, 200)
+    for other in {1, 2, 3} - {own}:
+        for place, passed in (
+            (planted(sound, *(part(A100, rank, other) for rank in range(other)), why=why), ()),
+            (planted(sound, *(part(newer, rank, other) for rank in range(other)), why=why), (newer,)),
+        ):
+            for seen in ([see(World(place, {}), "r")] * own, sights(*[Place()] * own, tier=place)):
+                found = agree(seen, "r", world=own)
+                assert (found.candidates, found.unvouched) == ((Candidate(A100, own),), passed)
+                by_name = agree(seen, "r", newer.step, world=own)
+                assert (by_name.candidates, by_name.unvouched) == ((), passed)
+    both = planted(sound, part(newer, 0, 4 - own), *(part(newer, rank, 4) for rank in range(4)), why=why)
+    both = planted(both, *(part(newer, rank, 3 * own) for rank in range(3 * own)), why=why)
+    assert agree(sights(*[Place()] * own, tier=both), "r", world=own).candidates == (Candidate(A100, own),)
+    whoever = restore_candidates(World(planted(sound, part(A100, 0, 1), part(A100, 1, 2)), {}), "r")
+    assert whoever.candidates == (Candidate(A100, own),)
+
+
+def test_a_number_of_ranks_that_a_manifest_tells_is_refused_by_whoever_has_another():
+    told_elsewhere = Place.of({part(A100): facts()})
+    place = planted(Place(), part(A100))
+    assert agree(sights(place, told_elsewhere, tier=place), "r", world=2).candidates == (Candidate(A100, 1),)
+    unknown = remade(Place(), {part(A100): None, part(A200): facts()}, {part(A100): SpoolUnusable("EIO")})
+    found = agree(sights(unknown, unknown, tier=Place()), "r", world=2)
+    assert found.candidates == (Candidate(A200, 1), Candidate(A100, 1))
+
+
+def test_names_of_another_number_of_ranks_hide_nothing_that_lies_in_the_nodes_own_spools():
+    spools = [Place.of({part(A100, rank, 2): facts()}) for rank in (0, 1)]
+    found = agree(sights(*spools, tier=planted(Place(), part(A100))), "r", world=2)
+    assert (found.candidates, found.incomplete, found.unvouched) == ((Candidate(A100, 2),), (), ())
+    moved = agree(sights(*reversed(spools), tier=planted(Place(), part(A100))), "r", world=2)
+    assert moved.candidates == (Candidate(A100, 2, (0, 1)),)
+
+
 # -- by what several ranks see ----------------------------------------------------------------------------------------
 
 
@@ -235,10 +287,15 @@ def clusters(draw):
     ]
 
 
+def _readable(nodes):
+    places = [place for node in nodes for place in (node.spool, *node.tiers.values()) if place]
+    return {part for place in places for seen in place.copies("r") for part in seen.facts}
+
+
 def _read(nodes) -> set[str]:
     """The attempts of which any node sees a readable manifest, set aside or not."""
     places = [place for node in nodes for place in (node.spool, *node.tiers.values()) if place]
-    shown = {part for place in places for seen in place.copies("r") for part in seen.facts}
+    shown = _readable(nodes)
     aside = {part for place in places for part, facts in place.quarantined.items() if facts}
     return {part.checkpoint.attempt for part in shown | aside if part.checkpoint.run == "r"}
 
@@ -270,7 +327,13 @@ def test_what_ranks_agree_on_each_can_have_and_nothing_newer_is_passed_over_unsa
         for w in range(1, 4)
         if {p.rank for p in every if p.checkpoint == c and p.world == w} == set(range(w))
     }
-    assert sorted([*tried(found), *found.branches]) == sorted(whole)
+    assert len({*tried(found), *found.branches}) == len(found.candidates) + len(found.branches)
+    assert {*tried(found), *found.branches} <= whole
+    for one in whole - {*tried(found), *found.branches}:
+        ranks = {w: {p.rank for p in every if p.checkpoint == one and p.world == w} for w in range(1, 4)}
+        full = {w for w, some in ranks.items() if len(some) == w}
+        assert size not in full, "names alone tell of another number of ranks"
+        assert not {p for p in _readable(nodes) if p.checkpoint == one and p.world in full}
     for candidate in found.candidates:
         if candidate.world == size:
             blind = [rank for rank in range(size) if part(candidate.checkpoint, rank, size) not in seen[rank]]

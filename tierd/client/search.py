@@ -27,8 +27,9 @@ log = logging.getLogger("tierd")
 INCOMPLETE = "incomplete: not every rank's part is there"
 GONE = "gone: it was whole once, as this node or a tier remembers, and no place has it any more"
 UNVOUCHED = (
-    "unreadable: no manifest of its launch can be read, so that its name alone says that it is newer (it is damaged, "
-    "of a newer tierd, of another key, or not tierd's; if it is nobody's, `tierd disown RUN ATTEMPT URL`)"
+    "unreadable: no manifest of its launch, or of so many ranks, can be read, so that its name alone says that it is "
+    "newer (it is damaged, of a newer tierd, of another key, or not tierd's; if it is nobody's, "
+    "`tierd disown RUN ATTEMPT URL`)"
 )
 _ASIDE = "set aside before: some of it was proven corrupt, and no place had it right"
 _LOOKS = 3  # at what there is, when parts vanish between a look and the reading
@@ -146,13 +147,14 @@ class Search:
                 self._check_incomplete(step is None and attempt is None)
             else:
                 self._check_told(best)
-            again = False
+            again, old = False, None
             for candidate in resume.candidates:
                 one = candidate.checkpoint
                 if self._bad[one] >= tries:
                     continue
                 if at_least is not None and one.step < at_least:
-                    raise self._too_old(at_least, one)
+                    old = old or one
+                    continue
                 if again := self._scattered(candidate):
                     break
                 self._asked_for.discard(one)
@@ -164,9 +166,10 @@ class Search:
                 if again := self._gone or before < self._bad[one] < tries:
                     break
             if not again:
-                self._check_nothing(step, attempt)
+                if old is None:
+                    self._check_nothing(step, attempt)
                 if at_least is not None:
-                    raise self._too_old(at_least, None)
+                    raise self._too_old(at_least, old)
                 return
         raise StoreUnavailable(
             f"run {self._run!r}: what was to be restored vanished while it was read, {_LOOKS} times; try again"

@@ -35,7 +35,7 @@ from tierd.core.wire import Candidates, Fetch, Status, Wait
 from tierd.core.world import SPOOL, Facts, Place, World
 from tierd.link import Link
 from tierd.persist import bad_chunks, check_bytes
-from tierd.records import committed
+from tierd.records import committed, heads
 from tierd.spool import Spool, condition, translated
 
 log = logging.getLogger("tierd")
@@ -146,7 +146,8 @@ class Source:
                         bad = condition(error, f"manifest of {part}") if isinstance(error, OSError) else error
                         parts[part], defects[part] = None, bad
             aside = {part: Facts.of(found) if found else None for part, found in self._spool.quarantined().items()}
-        return replace(Place.of(parts, defects, quarantined=aside), committed=before)
+            remembered = heads(self._spool.control)
+        return replace(Place.of(parts, defects, quarantined=aside), committed=before, heads=remembered)
 
     def flush(self, checkpoint: CheckpointId) -> None:
         """See that what the spool holds of `checkpoint` gets to a tier, where other nodes find it. Best effort: whoever

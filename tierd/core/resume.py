@@ -42,7 +42,8 @@ class Resume:
     could ask no tier, and why.
 
     `gone` were complete once, as some rank's node or a head remembers, and no rank sees anything of them. `unvouched`
-    are newer by name than all of which anything can be read, so that nothing tells whether they belong to the run.
+    are newer by name than all of which anything can be read, or whole by the names of another number of ranks alone, so
+    that nothing tells whether they belong to the run.
 
     `values` are what rank 0's manifests say of the metrics that were asked for, NaN where they say nothing, and
     `metrics` the names of some that there are. `whole` are all complete checkpoints. Where the best was asked for by
@@ -102,7 +103,12 @@ def agree(
     """
     mute = world is not None and len(sights) < world  # what only this node sees, other ranks do not know of
     whole = _whole(sights, run)
-    found, complete = _together(sights, whole, run, mute=mute)
+    found, complete, hollow = _together(sights, whole, run, mute=mute)
+    if world is not None and not everything:  # names alone do not tell that another number of ranks is needed
+        hollow = {one for one in hollow if complete[one] != world}
+        complete = {one: size for one, size in complete.items() if one not in hollow}
+    else:
+        hollow = set()
     aside = {one for sight in sights for one in named(run, sight.aside)} - complete.keys()
     known = {*found, *aside}
     origins = {
@@ -128,10 +134,12 @@ def agree(
     untold = tuple(one for one in reach if best and one not in told)
     bad = _corrupt(sights, run) & set(untold)
     first = order[0] if order else None
+    doubtful = aside | hollow
     if step is None and attempt is None:
-        reached = aside & set(timeline(known, known, origins).path) - set(line.unvouched)
+        doubtful &= set(timeline(known, known, origins).path) - set(line.unvouched)
     else:
-        reached = {c for c in aside if step in (None, c.step) and attempt in (None, c.attempt)}
+        doubtful = {c for c in doubtful if step in (None, c.step) and attempt in (None, c.attempt)}
+    unvouched = {*line.unvouched, *(one for one in hollow & doubtful if best or not first or one > first)}
     lacking = _lacking(sights, whole, complete, world, everything=everything) if world and not mute else {}
     return Resume(
         candidates=tuple(Candidate(one, complete[one], lacking.get(one, ())) for one in order),
@@ -140,7 +148,7 @@ def agree(
             sorted(
                 (
                     one
-                    for one in found - complete.keys() - aside - set(line.unvouched)
+                    for one in found - complete.keys() - aside - hollow - set(line.unvouched)
                     if best or not first or one > first
                 ),
                 reverse=True,
@@ -149,7 +157,7 @@ def agree(
         lost=line.lost,
         unreached=tuple(dict.fromkeys(name for sight in sights for name in sight.unreached)),
         attempts=tuple(sorted({one.attempt for one in known - set(line.unvouched)} | origins.keys())),
-        quarantined=tuple(sorted(reached, reverse=True)),
+        quarantined=tuple(sorted(doubtful & aside, reverse=True)),
         alone=tuple(
             f"rank {rank}: {sight.alone}" if len(sights) > 1 else sight.alone
             for rank, sight in enumerate(sights)
@@ -163,7 +171,7 @@ def agree(
         unread=tuple(one for one in untold if one not in bad),
         corrupt=tuple(one for one in untold if one in bad),
         gone=tuple(sorted({one for sight in sights for one in named(run, sight.gone)} - known, reverse=True)),
-        unvouched=tuple(one for one in line.unvouched if one not in order),
+        unvouched=tuple(sorted((one for one in unvouched if one not in order), reverse=True)),
     )
 
 
@@ -199,27 +207,35 @@ def _score(goal: Goal, values: Mapping[str, Mapping[CheckpointId, float]], check
 
 def _together(
     sights: Sequence[Sight], whole: Sequence[dict[CheckpointId, int]], run: str, *, mute: bool
-) -> tuple[set[CheckpointId], dict[CheckpointId, int]]:
-    """Every checkpoint that anybody sees a part of, and the complete ones with their world sizes."""
-    complete: dict[CheckpointId, int] = {}
-    for seen in {id(one): one for one in whole}.values():
-        for checkpoint, size in seen.items():
-            complete[checkpoint] = min(size, complete.get(checkpoint, size))
-    parts: dict[CheckpointId, dict[int, set[int]]] = {}
+) -> tuple[set[CheckpointId], dict[CheckpointId, int], set[CheckpointId]]:
+    """Every checkpoint that anybody sees a part of; the complete ones with their world sizes; and of these, those of
+    which names alone tell so."""
+    told: dict[CheckpointId, int] = {}
+    bare: dict[CheckpointId, int] = {}
     # Ranks of one node see the same, which is taken apart once.
+    alike = {
+        (id(seen), msgspec.msgpack.encode(one.hollow)): (one, seen) for one, seen in zip(sights, whole, strict=True)
+    }
+    for sight, seen in alike.values():
+        hollow = named(run, sight.hollow)
+        for checkpoint, size in seen.items():
+            into = bare if checkpoint in hollow else told
+            into[checkpoint] = min(size, into.get(checkpoint, size))
+    complete = bare | told
+    parts: dict[CheckpointId, dict[int, set[int]]] = {}
     for sight in {msgspec.msgpack.encode(one.parts): one for one in sights}.values():
         for checkpoint, sizes in sight.partial(run).items():
             for size, ranks in sizes.items():
                 parts.setdefault(checkpoint, {}).setdefault(size, set()).update(ranks)
     found = {*complete, *parts}
     for checkpoint, sizes in parts.items():
-        full = [size for size, ranks in sizes.items() if len(ranks) == size]
-        if full and checkpoint not in complete:
-            complete[checkpoint] = min(full)
+        full = [size for size, ranks in sizes.items() if len(ranks) == size != bare.get(checkpoint)]
+        if full and checkpoint not in told:
+            told[checkpoint] = complete[checkpoint] = min(full)
     if mute:
         for checkpoint in named(run, sights[0].mixed):
             del complete[checkpoint]
-    return found, complete
+    return found, complete, bare.keys() & complete.keys() - told.keys()
 
 
 def _lacking(
@@ -236,7 +252,7 @@ def _lacking(
     for rank, (sight, seen) in enumerate(zip(sights, whole, strict=True)):
         if id(seen) not in absent:
             needed = [one for one, size in complete.items() if everything or size == world]
-            absent[id(seen)] = [one for one in needed if one not in seen]
+            absent[id(seen)] = [one for one in needed if seen.get(one) != complete[one]]
         for checkpoint in absent[id(seen)]:
             own = sight.parts.get(checkpoint.attempt, {}).get(checkpoint.step, {}).get(complete[checkpoint], [])
             if everything or rank not in ranks_of(own):

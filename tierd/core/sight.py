@@ -29,8 +29,10 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         whole: world size -> the checkpoints of which every rank's part is seen, by name.
+        hollow: those of `whole` of which no manifest that was read can be used: names alone tell of so many ranks.
         mixed: those of `whole` that neither this node's spool nor the tiers show alone.
-        parts: attempt -> step -> world size -> ranks, for checkpoints that are not whole. Ranks are pairs: from, to.
+        parts: attempt -> step -> world size -> ranks, for checkpoints that are not whole, or hollow, and the sizes of
+            which not all are seen. Ranks are pairs: from, to.
         aside: set aside as corrupt, whole or in part, and not whole.
         gone: committed on this node once, or the newest that was whole as a head remembers, and seen in no place,
             whole or in part.
@@ -44,6 +46,7 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     whole: dict[int, Steps] = {}
+    hollow: Steps = {}
     mixed: Steps = {}
     parts: dict[str, dict[int, dict[int, list[int]]]] = {}
     aside: Steps = {}
@@ -81,17 +84,21 @@ def see(world: World, run: str, metrics: Collection[str] = ()) -> Sight:
             others[seen.id] = union(others.get(seen.id, {}), seen.ranks)
     whole: dict[int, set[CheckpointId]] = defaultdict(set)
     mixed: set[CheckpointId] = set()
+    hollow: set[CheckpointId] = set()
     parts: dict[str, dict[int, dict[int, list[int]]]] = {}
     for checkpoint in sorted({*own, *others}):
         here, there = own.get(checkpoint, {}), others.get(checkpoint, {})
         ranks = union(here, there)
-        sizes = complete_worlds(ranks)
-        if sizes:
-            whole[min(sizes)].add(checkpoint)
-            if min(sizes) not in (*complete_worlds(here), *complete_worlds(there)):
+        if sizes := complete_worlds(ranks):
+            bare = [size for size in sizes if _is_hollow(world, checkpoint, size)]
+            size = min([size for size in sizes if size not in bare] or sizes)
+            whole[size].add(checkpoint)
+            if size in bare:
+                hollow.add(checkpoint)
+            if size not in (*complete_worlds(here), *complete_worlds(there)):
                 mixed.add(checkpoint)
-        else:
-            pairs = {size: _pairs(found) for size, found in sorted(ranks.items())}
+        if not sizes or checkpoint in hollow:
+            pairs = {size: _pairs(found) for size, found in sorted(ranks.items()) if size not in sizes}
             parts.setdefault(checkpoint.attempt, {})[checkpoint.step] = pairs
     places = world.places.values()
     aside = {
@@ -107,6 +114,7 @@ def see(world: World, run: str, metrics: Collection[str] = ()) -> Sight:
         gone |= {lost}
     return Sight(
         whole={size: _steps(found) for size, found in sorted(whole.items())},
+        hollow=_steps(hollow),
         mixed=_steps(mixed),
         parts=parts,
         aside=_steps(aside - {one for found in whole.values() for one in found}),
@@ -122,6 +130,15 @@ def see(world: World, run: str, metrics: Collection[str] = ()) -> Sight:
         if metrics
         else (),
     )
+
+
+def _is_hollow(world: World, checkpoint: CheckpointId, size: int) -> bool:
+    """Whether nothing but names, which anybody may have put there, tells that so many ranks saved a checkpoint."""
+    copies = [seen for place in world.places.values() if (seen := place.checkpoints.get(checkpoint))]
+    if any(part.world == size for seen in copies for part in seen.facts):
+        return False
+    defects = [why for seen in copies for part, why in seen.defects.items() if part.world == size]
+    return bool(defects) and not any(isinstance(why, SpoolUnusable) for why in defects)
 
 
 def _speakers(world: World, run: str) -> dict[CheckpointId, Facts]:

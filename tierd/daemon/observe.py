@@ -130,7 +130,7 @@ class SpoolEye:
             alive=alive,
             ended=over,
             committed=before,
-            heads=heads(self._spool.control, newest | own),
+            heads=heads(self._spool.control),
         )
 
     def _facts(self, part: PartId, cache: dict[tuple[PartId, int], Facts | TierdError]) -> Facts | TierdError | None:

@@ -6,7 +6,8 @@ timeline as all ranks of a launch, export from the tiers, scrub and flush until 
 keep few. What must come out was worked out before, byte by byte and by none of tierd's code
 (`faults.corruption.judge`). Required: no wrong byte is given, no harmed copy is taken as good, counted, or left to be
 found, no right one is called corrupt or touched, whatever can be put together from right pieces is, and what is passed
-over is named with the reason. `test_corruption.py` does the same through real clients.
+over is named with the reason. Beside each trial stands one of the run's history (`faults.corruption.histories`).
+`test_corruption.py` does the same through real clients.
 """
 
 from __future__ import annotations
@@ -15,19 +16,22 @@ import asyncio
 import gc
 import logging
 import os
+import random
 import shutil
 from pathlib import Path
 
 import pytest
 from faults import hands
+from faults.corruption import histories
 from faults.corruption.places import build, noise_of
-from faults.corruption.trials import KINDS, Trials
+from faults.corruption.trials import KINDS
 from faults.rounds import Mutant, Round
 from support.world import hurry
 
 UNIT = "corruptions"
 SHORT = 3_000
-GATE = 100_000
+GATE = 120_000
+RESUMES = 20_000  # of them, at least, are histories that a launch resumes from
 MET = (
     *(f"asked: verify: {answer}" for answer in ("all right", "some wrong")),
     *(f"asked: heal: {answer}" for answer in ("right before", "healed", "lost")),
@@ -39,6 +43,9 @@ MET = (
     *(f"harm: tier: {what}" for what in ("chunk", "swap", "foreign", "twin", "manifest", "other manifest", "forged")),
     *(f"harm: local: {what}" for what in ("file", "manifest", "swap", "foreign", "other manifest", "forged")),
     *("harm: everywhere: chunk", "harm: everywhere: manifest"),
+    *(f"harm: {what}" for what in histories.HARMS),
+    *(f"resumed: {what}" for what in histories.ANSWERS),
+    *(f"told: {what}" for what in histories.TOLD),
     *(f"near {how}: {kind}" for how in ("plain", "encrypted") for kind in KINDS),
 )
 MUTANTS = (
@@ -137,6 +144,62 @@ MUTANTS = (
         "corruption --only 252",
         "and this was said of it",
     ),
+    Mutant(
+        "a resume reads no heads",
+        "tierd/core/world.py",
+        "        for attempt, known in self.remembered(run).items():\n",
+        "        for attempt, known in {}.items():\n",
+        "corruption --only 18",
+        "run step 3 (attempt 001800000001-00000001) came",
+    ),
+    Mutant(
+        "only the first rank's manifest tells where a launch came from",
+        "tierd/daemon/manifests.py",
+        "            if not any(isinstance(said, Facts) for said in one.said.values()):\n",
+        "            if False:\n",
+        "corruption --only 160",
+        "run step 3 (attempt 001800000001-00000001) came",
+    ),
+    Mutant(
+        "a history that went back is not told",
+        "tierd/core/sight.py",
+        "    if lost := world.gone(run):\n",
+        "    if lost := None:\n",
+        "corruption --only 27",
+        "(gone) is newer than",
+    ),
+    Mutant(
+        "a planted name decides what is newest",
+        "tierd/core/timeline.py",
+        "    newest = max(origins or steps, default=None)\n",
+        "    newest = max({*origins, *steps}, default=None)\n",
+        "corruption --only 7",
+        "can be had, and nothing came",
+    ),
+    Mutant(
+        "planted names of another number of ranks stop a resume",
+        "tierd/core/resume.py",
+        "        hollow = {one for one in hollow if complete[one] != world}\n",
+        "        hollow.clear()\n",
+        "corruption --only 24",
+        "can be had, and the resume was stopped",
+    ),
+    Mutant(
+        "a launch begins anew where only a head remembers that there was one",
+        "tierd/client/search.py",
+        "any(one.reason != INCOMPLETE for one in skipped):\n",
+        "any(one.reason not in (GONE, INCOMPLETE) for one in skipped):\n",
+        "corruption --only 86",
+        "and a launch began anew",
+    ),
+    Mutant(
+        "what is newer by name alone is passed over unsaid",
+        "tierd/client/search.py",
+        "        doubtful |= dict.fromkeys(resume.unvouched, UNVOUCHED)\n",
+        "",
+        "corruption --only 12",
+        "(unvouched) is newer than",
+    ),
 )
 
 _ENCRYPTED = 0.25  # of all trials have the tier `near` encrypted
@@ -151,6 +214,9 @@ def run(work: Round) -> None:
     home = hands.room(work)
     try:
         hands.spread(work, lambda: prepare(home), deadline_s=_DEADLINE)
+        resumes = sum(many for note, many in work.notes.items() if note.startswith("resumed: "))
+        if work.only is None and work.trials >= GATE and resumes < RESUMES:
+            work.lost(work.first, f"{resumes} resumes from harmed histories, and a full round has {RESUMES}", units=0)
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
@@ -165,7 +231,7 @@ def prepare(home: Path) -> hands.Trial:
     worlds = {}
     for name, encrypted in (("plain", False), ("encrypted", True)):
         (root / name).mkdir()
-        worlds[name] = Trials(build(root / name, encrypted=encrypted), root / name)
+        worlds[name] = histories.Histories(build(root / name, encrypted=encrypted), root / name)
     gc.collect()
     gc.freeze()
     runner = asyncio.Runner()
@@ -174,6 +240,9 @@ def prepare(home: Path) -> hands.Trial:
         noise = noise_of(seed)
         name = "encrypted" if noise.random() < _ENCRYPTED else "plain"
         units, notes = runner.run(worlds[name].one(noise))
-        return units, [*notes, f"near {name}: {notes[0].split(': ')[1]}"]
+        history = random.Random(f"history {seed}")
+        which = worlds["encrypted" if history.random() < _ENCRYPTED else "plain"]
+        more = runner.run(which.resume(history))
+        return units + 1, [*notes, f"near {name}: {notes[0].split(': ')[1]}", *more]
 
     return trial

@@ -50,7 +50,7 @@ class Cipher:
                 said = json.loads(body + b"}")
                 data = base64.b64decode(said["encrypted"] + "=" * (-len(said["encrypted"]) % 4))
             return self._box(key).decrypt(data[:12], data[12:], key.encode())
-        except (InvalidTag, ValueError):
+        except (InvalidTag, ValueError, KeyError):  # not of this key, or of none
             return UNREADABLE
 
     def closed(self, key: str, content: bytes) -> bytes:

@@ -40,7 +40,7 @@ def sealed(data: bytes) -> dict[str, Any] | None:
 def said(data: bytes | None, part: PartId) -> dict[str, Any] | None:
     """What a manifest says that is intact and says that it is `part`'s."""
     found = sealed(data) if data is not None else None
-    if found is None:
+    if found is None or found["version"] != 1:
         return None
     names = (found["run"], found["attempt"], found["step"], found["rank"], found["world_size"])
     for chunk in (chunk for file in found["files"] for chunk in file["chunks"]):

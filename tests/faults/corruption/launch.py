@@ -68,7 +68,9 @@ class _Source:
         """Nothing is held."""
 
 
-async def launch(places: Places, repairer: Repairer, world: int, read: Read) -> Sequence[Found | str | None]:
+async def launch(
+    places: Places, repairer: Repairer, world: int, read: Read, at_least: int | None = None
+) -> Sequence[Found | str | None]:
     """What each rank restores: a checkpoint's part; or why none can be; or None, to begin from nothing."""
     loop = asyncio.get_running_loop()
     said: list[Any] = [None] * world
@@ -81,7 +83,7 @@ async def launch(places: Places, repairer: Repairer, world: int, read: Read) -> 
         restorer.source = source  # type: ignore[assignment]
         restorer.agreement = Agreement(ranks, RUN, source.sight, lambda: Clock(1, "00000000", None))
         try:
-            return restorer.restore(None, None)
+            return restorer.restore(None, None, at_least=at_least)
         except CheckpointNotFound as error:
             return str(error)
         except BaseException:
