@@ -55,7 +55,9 @@ def test_a_size_that_is_too_long_is_given_up_and_named(monkeypatch: pytest.Monke
 
     async def use(store: S3Store) -> None:
         began = time.monotonic()
-        with pytest.raises(StoreUnavailable, match=r"stalled: no byte for 0\.3 s, after 4 of the 504 bytes"):
+        with pytest.raises(
+            StoreUnavailable, match=r"stalled: no byte for 0\.3 s in the answer.s body, after 4 of the 504 bytes"
+        ):
             await store.get("k")
         with pytest.raises(StoreUnavailable, match=rf"after {len(LISTING)} of the {len(LISTING) + 500} bytes"):
             await listed(store)
@@ -249,12 +251,12 @@ def test_a_large_body_on_a_slow_link_is_not_cut_off_while_it_flows(monkeypatch: 
 
 
 def test_how_long_a_watch_waits() -> None:
-    watch = Watch(10.0, 100.0, 5)
+    watch = Watch(10.0, 100.0, 5, "in a test")
     assert watch.left_s(100.0, 5) == 10.0
     assert watch.left_s(105.0, 5 + SLOWEST) == pytest.approx(6.0)  # by the rate: 10 s and one more
     assert watch.left_s(109.0, 5 + 100 * SLOWEST) == 10.0  # since it moved
     assert watch.left_s(118.0, 5 + 100 * SLOWEST) == pytest.approx(1.0)
-    with pytest.raises(Unanswered, match="no byte for 10 s"):
+    with pytest.raises(Unanswered, match="no byte for 10 s in a test"):
         watch.left_s(119.0, 5 + 100 * SLOWEST)
     with pytest.raises(Unanswered, match="no more than 1 bytes"):
         Watch(10.0, 0.0, 0).left_s(11.0, 1)

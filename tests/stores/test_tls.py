@@ -222,6 +222,18 @@ def test_a_connection_is_used_again_where_sessions_can_be_resumed(
     assert front.connections == 1
 
 
+def test_a_handshake_that_stalls_is_given_up_and_named(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "_CONNECT_TIMEOUT_S", 0.3)
+
+    async def call(store: S3Store) -> None:
+        with pytest.raises(StoreUnavailable, match=r"stalled: no byte for 0\.3 s in the TLS handshake"):
+            await store.get("k")
+        check_nothing_is_left(session_of(store), s3._CONNECTIONS)
+
+    with Front(bucket.port, None, lambda: "mute").running() as front:
+        use(front.port, call)
+
+
 def test_a_cancelled_handshake_leaves_nothing(authority: Authority, bucket: Bucket) -> None:
     async def call(store: S3Store) -> None:
         for _ in range(40):  # more than there are slots

@@ -34,10 +34,11 @@ _CUT = (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError, ssl.SSLZeroRetur
 
 class Watch:
     """How long one may wait for a peer: `stall_s` seconds after the last byte that moved, and in all `stall_s` seconds
-    plus one for each `SLOWEST` bytes. Times are monotonic seconds; `moved` counts bytes and never falls."""
+    plus one for each `SLOWEST` bytes. Times are monotonic seconds; `moved` counts bytes and never falls; `when` tells,
+    for errors, what is being done."""
 
-    def __init__(self, stall_s: float, now: float, moved: int) -> None:
-        self.stall_s = stall_s
+    def __init__(self, stall_s: float, now: float, moved: int, when: str = "") -> None:
+        self.stall_s, self._when = stall_s, when
         self._begun, self._base = now, moved
         self._last, self._moved = now, moved
 
@@ -52,9 +53,10 @@ class Watch:
         stalled = self._last + self.stall_s - now
         slow = self._begun + self.stall_s + (moved - self._base) / SLOWEST - now
         if stalled <= 0:
-            raise Unanswered(f"stalled: no byte for {self.stall_s:g} s")
+            raise Unanswered(f"stalled: no byte for {self.stall_s:g} s {self._when}")
         if slow <= 0:
-            raise Unanswered(f"stalled: no more than {moved - self._base} bytes in {now - self._begun:.1f} s")
+            moved -= self._base
+            raise Unanswered(f"stalled: no more than {moved} bytes in {now - self._begun:.1f} s {self._when}")
         return min(stalled, slow)
 
 
@@ -87,14 +89,13 @@ class Connection:
     # -- its beginning ----------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Connect within the connect timeout, of which each address has its share, and shake hands.
+        """Connect within the connect timeout, of which each address has its share, and shake hands within another.
 
         Raises:
             Unanswered, botocore.HTTPClientError: in vain.
         """
-        self._watch = Watch(self._connect_timeout_s, began := time.monotonic(), 0)
         try:
-            self._reach(began + self._connect_timeout_s)
+            self._reach()
         except TimeoutError as error:
             raise botocore.ConnectTimeoutError(endpoint_url=self._place, error=error) from error
         except OSError as error:
@@ -102,10 +103,12 @@ class Connection:
         self.sock.setblocking(False)
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._is_tls:
+            self.watch(self._connect_timeout_s, "in the TLS handshake")
             self._shake_hands()
 
-    def _reach(self, end: float) -> None:
+    def _reach(self) -> None:
         addresses = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
+        end = time.monotonic() + self._connect_timeout_s
         for left, (family, kind, protocol, _, address) in zip(range(len(addresses), 0, -1), addresses, strict=True):
             sock = self._own(socket.socket(family, kind, protocol))
             sock.settimeout(max(0.1, (end - time.monotonic()) / left))
@@ -141,9 +144,9 @@ class Connection:
 
     # -- bytes ------------------------------------------------------------------------------------------------------
 
-    def watch(self, stall_s: float) -> None:
-        """From here on, wait for as long as a `Watch` of `stall_s` says."""
-        self._watch = Watch(stall_s, time.monotonic(), acknowledged(self.sock))
+    def watch(self, stall_s: float, when: str) -> None:
+        """From here on, wait for as long as a `Watch` says."""
+        self._watch = Watch(stall_s, time.monotonic(), acknowledged(self.sock), when)
 
     def send(self, head: bytes, body: memoryview) -> OSError | None:
         """Send a request. A server may answer before it has read it all, and hang up: returns how that showed."""

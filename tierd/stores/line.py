@@ -98,9 +98,9 @@ class Line:
             elif self.state is not State.IDLE:
                 raise Unanswered(f"a line that is {self.state.name} was taken for another exchange")
             self.state, self._got = State.BUSY, 0
-            self.connection.watch(self._stall_s)
+            self.connection.watch(self._stall_s, "while the request was sent")
             cut = self.connection.send(request_head(request.method, url, request.headers), _view(request.body))
-            self.connection.watch(self._answer_s)
+            self.connection.watch(self._answer_s, "before the answer began")
             self._head = head = self._answered(request.method, cut)
             self._left, self._more = head.size or 0, head.size is None
             if not self._left and not self._more:
@@ -140,7 +140,7 @@ class Line:
         """Fill `view` with the answer's body; the number of bytes, fewer than it has if the body ends before."""
         at = 0
         with self._fatal():
-            self.connection.watch(self._stall_s)
+            self.connection.watch(self._stall_s, "in the answer's body")
             while at < len(view) and (count := self._some(view[at:])):
                 at += count
             if not self._left and not self._more:
@@ -151,7 +151,7 @@ class Line:
         """The answer's body, or the first `most` bytes of it."""
         data = bytearray()
         with self._fatal():
-            self.connection.watch(self._stall_s)
+            self.connection.watch(self._stall_s, "in the answer's body")
             while len(data) < most:
                 piece = memoryview(bytearray(min(most - len(data), self._left or _AHEAD, _PIECE)))
                 count = self._some(piece)

@@ -71,7 +71,7 @@ class Answer:
         Raises:
             Unanswered: the body is longer than any reply, and no `most` was given.
         """
-        if self._session is None or self.line is None or self.head is None or self.head.opaque:
+        if self._session is None or self.line is None or self.head is None or self.head.opaque or self.line.is_idle():
             self.close()
             return b""
         try:
