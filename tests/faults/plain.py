@@ -308,6 +308,20 @@ _ENCRYPTION = (
 
 _DELETIONS = (
     Mutant(
+        "a restore waits for a slow tier however long that takes",
+        "tierd/daemon/control.py",
+        "timeout=None if patient or not local else _PATIENCE)",
+        "timeout=None)",
+        "pytest tests/client/test_patience.py -k no_longer_than",
+    ),
+    Mutant(
+        "a slow tier is not waited for though it may know of a newer checkpoint",
+        "tierd/daemon/control.py",
+        "timeout=None if patient or not local else _PATIENCE)",
+        "timeout=None if patient else _PATIENCE)",
+        "pytest tests/client/test_patience.py -k waited_for",
+    ),
+    Mutant(
         "a tier that is slower than the saves is never pruned",
         "tierd/daemon/reconcile.py",
         "if isinstance(action, Prune)] if lane.sent else []\n",

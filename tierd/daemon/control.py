@@ -30,12 +30,13 @@ from tierd.core.errors import (
     StoreRefused,
     TierdError,
 )
+from tierd.core.head import newest
 from tierd.core.ids import CheckpointId, PartId, pin_key
 from tierd.core.launches import beside
 from tierd.core.policies import policy_for
 from tierd.core.report import report
 from tierd.core.sight import see
-from tierd.core.world import SPOOL
+from tierd.core.world import SPOOL, World
 from tierd.daemon.handoff import HandOff
 from tierd.daemon.lane import Lane
 from tierd.daemon.peers import Peers, unknown
@@ -50,6 +51,7 @@ from tierd.trust import listen, peer_pid, stranger
 log = logging.getLogger("tierd.daemon")
 
 _ROOM = 15.0  # seconds that a thread waits for room to be made, which takes fewer
+_PATIENCE = 60.0  # seconds that a restore waits for a tier's answer, where it can do without
 _FLUSHES = 600.0  # seconds that a removal waits for what was being flushed
 
 
@@ -179,8 +181,11 @@ class Control:
                 return {"report": report(self._reconciler.world(), self._reconciler.config, run)}
             case wire.Candidates(run=run, metrics=metrics):
                 await self._handoff.settled()  # what a trainer handed over before it died is seen, too
-                await self._look(run)
-                return {"sight": await asyncio.to_thread(see, self._reconciler.world(), run, metrics)}
+                slow = await self._look(run, patient=False)
+                world = self._reconciler.world()
+                there = {name: None if name in slow else place for name, place in world.tiers.items()}
+                world = replace(world, tiers=there)
+                return {"sight": await asyncio.to_thread(see, world, run, metrics)}
             case wire.Fetch(part=part, wanted=wanted):
                 if part not in held:
                     self._reconciler.hold(part)
@@ -229,27 +234,47 @@ class Control:
             world = replace(world, spool=replace(world.spool, policies={**world.spool.policies, **given}))
         return policy_for(world, config, run or "", SPOOL).keep_last
 
-    async def _look(self, run: str | None) -> None:
+    async def _look(self, run: str | None, *, patient: bool = True) -> tuple[str, ...]:
         """A fresh look at everything. A tier that fails is unknown in the world, which is the answer.
 
         Until every tier has answered, no look leaves the run out, because a restore would take that for a fresh start.
+
+        Args:
+            patient: wait for each tier's answer, however slow it is. Otherwise for `_PATIENCE` seconds, where the
+                newest checkpoint that is known is whole in the spool.
+
+        Returns:
+            The tiers that were too slow.
         """
         reconciler = self._reconciler
         if run is not None:
             reconciler.interest.add(run)
             reconciler.presence.asked(run)
             reconciler.asking[run] += 1
-        names = list(reconciler.lanes)
+        looks = {name: asyncio.ensure_future(reconciler.look(name)) for name in reconciler.lanes}
         try:
-            looks = await asyncio.gather(*(reconciler.look(name) for name in names), return_exceptions=True)
+            await asyncio.wait([looks[SPOOL]])
+            local = run is not None and _is_whole_here(reconciler.world(), run)
+            await asyncio.wait(looks.values(), timeout=None if patient or not local else _PATIENCE)
         finally:
+            slow = [name for name, look in looks.items() if look.cancel()]  # it goes on for whoever else waits for it
             if run is not None:
                 reconciler.asking -= Counter([run])
-        for name, failed in zip(names, looks, strict=True):
+        for name in slow:
+            log.warning(
+                "%s: slow, not down: no answer within %.0f s; a restore of %s, whose newest checkpoint is whole in the "
+                "spool, goes without it",
+                name,
+                _PATIENCE,
+                run,
+            )
+        for name, look in looks.items():
+            failed = None if name in slow else look.exception()
             if isinstance(failed, TierdError) and name != SPOOL:
                 log.warning("%s: cannot be asked: %s", name, failed)
-            elif isinstance(failed, BaseException):
+            elif failed:
                 raise failed
+        return tuple(slow)
 
     def _make_room(self, loop: asyncio.AbstractEventLoop, part: PartId, size_bytes: int, quota: bool) -> bool:
         """Make room for a part; called in a thread that persists it, and waits for that alone."""
@@ -318,3 +343,11 @@ class Control:
             await (store.put(pin_key(checkpoint), b"") if pinned else store.delete([pin_key(checkpoint)]))
         self._reconciler.wake()
         return {}
+
+
+def _is_whole_here(world: World, run: str) -> bool:
+    """Whether the newest checkpoint of a run that any place was seen to have, or remembers, is whole in the spool."""
+    one = newest(world.remembered(run), run)
+    last = max((*world.copies(run), *([one] if one else ())), default=None)
+    seen = world.spool.checkpoints.get(last) if last else None
+    return seen is not None and seen.usable
