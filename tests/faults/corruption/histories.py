@@ -54,7 +54,7 @@ WHERE = {
 CONTENT = {"zero bytes": 4, "garbage": 3, "another manifest": 2, "another key": 2}
 HEADS = ("garbage", "zero bytes", "a bit", "older", "another run's", "no launch", "deleted", "a launch that never was")
 GONE = ("a manifest", "a manifest everywhere", "the newest", "the newest everywhere", "a launch's manifests are rot")
-GONE += ("an older copy", "all in a place", "all everywhere", "all that tell but one")
+GONE += ("an older copy", "all in a place", "all everywhere", "all that tell but one", "all but heads")
 NAMED = tuple(f"names: {what}" for what in (*WHERE, *CONTENT, "of another number of ranks"))
 HARMS = (*NAMED, *(f"head: {what}" for what in HEADS), *(f"gone: {what}" for what in GONE), "silent")
 ANSWERS = ("the newest", "an older one", "refused", "nothing", "anew", "of another key", "a place is silent")
@@ -197,7 +197,7 @@ class History:
             "zero bytes": lambda: b"",
             "a bit": lambda: now[:at] + bytes([now[at] ^ 1 << noise.randrange(8)]) + now[at + 1 :],
             "older": lambda: head(RUN, self._who(place), *THEN[noise.randrange(4)], counter=1),
-            "another run's": lambda: head(OTHER, by or self._who(place), {FIRST: None}, {FIRST: 999}, counter=1),
+            "another run's": lambda: head(OTHER, by or self._who(place), {THIRD: None}, {THIRD: 999}, counter=1),
             "no launch": lambda: head(RUN, by or self._who(place), *beyond, counter=10),
             "deleted": lambda: None,
             "a launch that never was": lambda: head(RUN, by or self._who(place), *never, counter=10),
@@ -208,7 +208,7 @@ class History:
     # -- what goes ----------------------------------------------------------------------------------------------------
 
     def _take(self) -> list[str]:
-        noise, what = self._noise, self._noise.choices(GONE, [3, 2, 2, 3, 2, 4, 2, 1, 6])[0]
+        noise, what = self._noise, self._noise.choices(GONE, [3, 2, 2, 3, 2, 4, 2, 1, 6, 1])[0]
         place = noise.choice(PLACES)
         last = [part for part in self._mine if part.checkpoint == self._mine[-1].checkpoint]
         everywhere = PLACES if "everywhere" in what else (place,)
@@ -230,6 +230,10 @@ class History:
             case "all in a place" | "all everywhere":
                 for one in everywhere:
                     self._clear(one)
+            case "all but heads":
+                for part in self._mine:
+                    for one in PLACES:
+                        self._delete(one, part)
             case "all that tell but one":
                 self._leave_one_voice()
         return [f"gone: {what}"]

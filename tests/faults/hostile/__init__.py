@@ -1,7 +1,8 @@
 """Hostile input: what tierd reads that others wrote, made as bad as it gets, is refused as documented, or harmless.
 
 Most inputs go straight to what reads them (`faults.readers`), a few to a daemon's real sockets and to real directories
-(`faults.doors`), some are led by coverage (`faults.guided`, where atheris is installed), some made by Hypothesis.
+(`faults.doors`), names and heads to what looks at a tier (`faults.heads`), some are led by coverage (`faults.guided`,
+where atheris is installed), some made by Hypothesis.
 Required: no other error than the documented ones, no hang, nothing opened or done outside of the trial's own room, and
 no more memory than what is read, or its documented cap, accounts for.
 """
@@ -90,12 +91,37 @@ MUTANTS = (
         "hostile --only 14",
         "an entry was taken that leads elsewhere",
     ),
+    Mutant(
+        "a head is taken for whatever run and node it is found at",
+        "tierd/core/head.py",
+        "    if (head.run, head.by) != (run, by):\n",
+        "    if False:\n",
+        "hostile --only 52",
+        "it is not the head that belongs there",
+    ),
+    Mutant(
+        "a head may be of any size",
+        "tierd/core/head.py",
+        "    body = unsealed(data, where, MAX_SIZE)\n",
+        "    body = unsealed(data, where)\n",
+        "hostile --only 28",
+        "a head of 1048577 bytes",
+    ),
+    Mutant(
+        "a launch may resume from a later one",
+        "tierd/core/head.py",
+        "known.resumed_from.attempt >= one for one, known in",
+        "not one for one, known in",
+        "hostile --only 4",
+        "nobody can have made launch",
+    ),
 )
 
 _INPUTS = 40  # of one kind in a trial
 _KINDS = {"manifest": 16, "config": 8, "names": 10, "header": 14, "tree": 14, "metadata": 8, "chunk": 14, "message": 10}
 _KINDS |= {"control": 3, "entries": 3, "hypothesis": 2}
-MET = (*(f"input: {kind}" for kind in _KINDS), *(f"input: atheris, {what}" for what in guided.WHAT))
+_BESIDE = {"head": 8, "listing": 2}  # in every trial, by draws of their own: names and heads that were planted
+MET = (*(f"input: {kind}" for kind in (*_KINDS, *_BESIDE)), *(f"input: atheris, {what}" for what in guided.WHAT))
 _MEMORY = 3 << 30  # bytes of address space above what a process has before: some of the largest chunks, and threads
 _DEADLINE = 300  # seconds of a trial, of which none takes ten: what a loaded machine cannot reach
 _RESIDENT = 700 << 20  # bytes of real memory that one trial's largest input may add
@@ -122,6 +148,7 @@ def run(work: Round) -> None:
 
 def prepare(home: Path) -> hands.Trial:
     from faults.hostile.doors import DOORS
+    from faults.hostile.heads import HEADS
     from faults.hostile.readers import READERS
     from faults.hostile.watchman import Watchman
 
@@ -151,12 +178,18 @@ def prepare(home: Path) -> hands.Trial:
         else:
             with watchman.watching(cpu=60):
                 units = DOORS[kind](noise, room, canary)
+        also = random.Random(f"hostile heads {seed}")
+        for what, times in _BESIDE.items():
+            for _ in range(times):
+                with watchman.watching():
+                    HEADS[what](also)
         if hands.resident() - before > _RESIDENT:
             raise Lost(f"{kind}: {(hands.resident() - before) >> 20} MiB were taken")
         if time.monotonic() - begun > _DEADLINE:  # an alarm is an error, too, and may have been taken for damage
             raise Lost(f"{kind}: {time.monotonic() - begun:.0f} seconds")
         if os.listdir(canary) != ["mine"] or (canary / "mine").read_bytes() != b"mine":
             raise Lost(f"{kind}: what lies outside was touched")
-        return units, [f"input: {kind}"] * units
+        beside = [f"input: {what}" for what, times in _BESIDE.items() for _ in range(times)]
+        return units + len(beside), [f"input: {kind}"] * units + beside
 
     return trial
