@@ -35,7 +35,7 @@ from faults.simulation.loop import SimLoop, clocked
 from faults.simulation.loop import run as run_loop
 from faults.simulation.node import Job, Node, World, tierd_here
 from faults.simulation.store import Bucket, Weather
-from faults.simulation.truth import Truth, committed, named, part_of
+from faults.simulation.truth import HEAD, Truth, committed, is_sealed, named, part_of
 
 from tierd.core.errors import CheckpointNotFound
 
@@ -48,6 +48,7 @@ MET = (
     *("life: saves that met a full disk", "life: outages longer than anything is held", "life: daemon: given up"),
     *("crashes", "crashes while flushing", "crashes while pruning", "crashes while restoring", "nodes lost"),
     *("rot on a tier", "rot in a spool", "restores", "restores elsewhere", "restores that another node was asked for"),
+    *("lost: a manifest", "lost: a head on a tier", "lost: a head in a spool"),
     *("restores that raised", "daemon: pruned", "daemon: quarantined", "daemon: scrub_findings"),
     *("daemon: repaired_chunks", "daemon: healed_chunks", "daemon: flushed_shared_bytes"),
     *(f"store faults: {one}" for one in ("fails", "lost", "late", "stalls", "partial", "spoils", "flips", "slow down")),
@@ -197,6 +198,7 @@ MUTANTS = (
 
 _MOST = 600_000  # steps of a trial: more is a hang
 _LEFT = 1000.0  # seconds after which a node takes away a prune's intent of its own that a failed call left
+_VOICES = 0.15  # probability that a moment of chaos also takes a manifest or a head
 _DEADLINE = 600.0  # seconds of a trial, on a machine that others load; most take one or two
 
 
@@ -205,6 +207,7 @@ class Trial:
 
     def __init__(self, seed: int, home: Path) -> None:
         self.seed, self.rng = seed, random.Random(seed)
+        self.apart = random.Random(f"heads {seed}")  # so that all else is as it would be without them
         self.short = seed % 3 == 0
         self.failing = self.rng.choice((0.0, 0.05, 0.3))  # ranks that save nothing at a step
         self.loop = SimLoop(self.rng, _MOST)
@@ -362,6 +365,41 @@ class Trial:
                 self._lose(node)
             elif what == "wake" and node.up:
                 node.daemon.wake()
+            if self.apart.random() < _VOICES:
+                self._lose_a_voice()
+
+    def _lose_a_voice(self) -> None:
+        """One of those that tell where launches came from is lost: a rank's manifest, or the head, on a tier or in a
+        spool."""
+        rng, truth, world = self.apart, self.world.truth, self.world
+        what = rng.choice(("a manifest", "a head on a tier", "a head in a spool"))
+        told = truth.tells(world.spools())
+        node, bucket = rng.choice(world.nodes), rng.choice(world.buckets)
+        keys = [key for key in bucket.keys if ("/timeline/" if what == "a head on a tier" else "/manifests/") in key]
+        if what == "a head in a spool":
+            path = node.root / HEAD
+            if not path.exists() or not (data := path.read_bytes()):
+                return
+            path.write_bytes(_flipped(data, rng) if rng.random() < 0.5 else b"")
+            node.disk.version += 1
+        elif not keys:
+            return
+        elif what == "a manifest":
+            self._rot_object(bucket, rng.choice(keys), rng)
+            node.disk.version += 1
+            truth.injured(world.spools())
+        else:
+            key = rng.choice(keys)
+            data, count = bucket.objects[key]
+            if rng.random() < 0.5:
+                bucket.objects[key] = _flipped(data, rng), count
+                truth.hurt[bucket.name].add(key)
+            else:
+                del bucket.objects[key]
+                bucket.keys.remove(key)
+            bucket.version += 1
+        truth.head_lost(told, world.spools())
+        world.count[f"lost: {what}"] += 1
 
     def _lose(self, node: Node) -> None:
         """A node is replaced by one with nothing on its disk."""
@@ -391,26 +429,26 @@ class Trial:
             truth.excuse(node.name, (one for one, home in committed(node.root) if path.is_relative_to(home)))
             self.world.count["rot in a spool"] += 1
         elif keys:
-            key = rng.choice(keys)
-            data, count = bucket.objects[key]
-            truth.hurt[bucket.name].add(key)
-            named_by = [
-                whose[1] for one in bucket.keys if (whose := part_of(one)) and key in named(bucket.objects[one][0])
-            ]
-            whose = part_of(key)
-            truth.excuse(bucket.name, [*named_by, *([whose[1]] if whose else ())])
-            if data and (rng.random() < 0.7 or whose):
-                at = rng.randrange(len(data))
-                bucket.objects[key] = data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :], count
-            else:
-                del bucket.objects[key]
-                bucket.keys.remove(key)
-            bucket.version += 1
+            self._rot_object(bucket, rng.choice(keys), rng)
             self.world.count["rot on a tier"] += 1
         else:
             return
         node.disk.version += 1
         truth.injured(self.world.spools())
+
+    def _rot_object(self, bucket: Bucket, key: str, rng: random.Random) -> None:
+        truth = self.world.truth
+        data, count = bucket.objects[key]
+        truth.hurt[bucket.name].add(key)
+        named_by = [whose[1] for one in bucket.keys if (whose := part_of(one)) and key in named(bucket.objects[one][0])]
+        whose = part_of(key)
+        truth.excuse(bucket.name, [*named_by, *([whose[1]] if whose else ())])
+        if data and (rng.random() < 0.7 or whose):
+            bucket.objects[key] = _flipped(data, rng), count
+        else:
+            del bucket.objects[key]
+            bucket.keys.remove(key)
+        bucket.version += 1
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -492,7 +530,7 @@ class Trial:
                 raise Lost(f"{bucket.name} holds {sorted(found.items())}, and should hold {sorted(wanted)}")
             manifests = [key for key in bucket.keys if part_of(key)]
             there = {key for one in manifests for key in named(bucket.objects[one][0])}
-            lent = {key.split("/")[2] for key in there}
+            lent, heads = {key.split("/")[2] for key in there}, 0
             for key in bucket.keys:
                 loose = "/chunks/" in key and key not in there
                 # What came late, or was cut off on its way, under a name that lends to others goes with those.
@@ -500,12 +538,17 @@ class Trial:
                     world.count["chunks that nothing tells of"] += 1
                     continue
                 if "/timeline/" in key:
+                    if key in truth.hurt[bucket.name] and not is_sealed(bucket.objects[key][0]):
+                        continue  # the trial has spoiled what another node wrote
+                    heads += 1
                     launches = json.loads(bucket.objects[key][0])["launches"]
                     if launches[max(launches)]["newest"] != steps[-1]:
                         raise Lost(f"{bucket.name}: the head says {launches}, and the newest step is {steps[-1]}")
                     continue
                 if loose or not (key == "README.md" or key in manifests or "/chunks/" in key or "/retention/" in key):
                     raise Lost(f"{bucket.name}: {key} is left over")
+            if heads != 1:
+                raise Lost(f"{bucket.name}: {heads} heads can be read")
         for node in world.nodes:
             kept = {part for part, _ in committed(node.root)}
             wanted = {
@@ -524,6 +567,11 @@ class Trial:
                 ]
                 if files:
                     raise Lost(f"{node.name}: {files[:5]} is left over")
+
+
+def _flipped(data: bytes, rng: random.Random) -> bytes:
+    at = rng.randrange(len(data))
+    return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------

@@ -381,7 +381,8 @@ class Job:
                     raise failure
             self.world.count["restores that raised"] += 1
             nothing = [str(one) for one in failures if isinstance(one, CheckpointNotFound)]
-            # What a launch resumed from is in its manifests alone: while one of them can be read, it must be told.
+            # What a launch resumed from is in its manifests and in heads: while any can be read, it must be told.
+            tells &= truth.tells(self.world.spools(nodes))
             untold = {int(one, 16) for one in _UNTOLD.findall("".join(nothing))} - tells
             ends = {one for one in untold if truth.is_hurt(one) or one in truth.orphaned}
             if nothing and not (before[0] and any(before[0][0] < one for one in ends)):  # what lies above is reached
@@ -452,8 +453,8 @@ class Job:
         if found is not None:
             if len({one for one in truth.begun if one[:2] == found}) != truth.world:
                 raise Lost(f"{what} gave {found}, which not every rank has saved")
-            now = truth.newest(self.world.spools())
-            paths = truth.path(newest), truth.path(now)
+            now = [one(self.world.spools()) for one in (truth.newest, truth.shown)]
+            paths = [truth.path(one) for one in (newest, *now)]
             if not any(one == found[0] and found[1] <= limit for path in paths for one, limit in path):
                 raise Lost(f"{what} gave {found}, off the timeline of {newest}")
         if expected is None or truth.injuries != injuries:

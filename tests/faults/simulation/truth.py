@@ -32,6 +32,7 @@ _KEY = re.compile(
 )
 _DIRECTORY = re.compile(r"([0-9]{12})\.[0-9a-f]{12}-([0-9a-f]{8})")
 _ASIDE = ".tierd/quarantine"
+HEAD = f".tierd/timeline/{RUN}.json"  # in a spool
 _FASTER_S = 60.0  # simulated seconds between finding a copy wrong and setting it aside
 _SEALED = 46  # bytes of a manifest's end, behind what its seal is of
 
@@ -338,6 +339,11 @@ class Truth:
         """A node went, with all that it had. Before that, these launches' origins were `told`."""
         self.orphaned |= told - self.tells(spools) - {part[0] for part in self.ever}
 
+    def head_lost(self, told: set[int], spools: list[tuple[Path, int]]) -> None:
+        """A head went. Before that, these launches' origins were `told`; what no manifest and no other head tells of is
+        not known any more."""
+        self.orphaned |= told - self.tells(spools)
+
     # -- what a restore must give -----------------------------------------------------------------------------------
 
     def path(self, launch: int | None) -> list[tuple[int, float]]:
@@ -351,6 +357,10 @@ class Truth:
         return found
 
     def newest(self, spools: list[tuple[Path, int]]) -> int | None:
+        """The newest launch of which anything can be read, or else the newest that anything shows."""
+        return max(self.tells(spools), default=None) or self.shown(spools)
+
+    def shown(self, spools: list[tuple[Path, int]]) -> int | None:
         """The newest launch that anything shows."""
         shown = {part[0] for spool, _ in spools for part, _ in committed(spool)}
         shown |= {part[0] for spool, _ in spools for part, _ in committed(spool / _ASIDE)}
@@ -358,22 +368,32 @@ class Truth:
         return max(shown, default=None)
 
     def tells(self, spools: list[tuple[Path, int]]) -> set[int]:
-        """The launches of which a manifest can be read somewhere, set aside or not: it says what they resumed from."""
+        """The launches of which a manifest can be read somewhere, set aside or not, or that any head tells of: both say
+        what they resumed from."""
         homes = [one for spool, _ in spools for base in (spool, spool / _ASIDE) for one in committed(base)]
         found = {part[0] for part, home in homes if _parsed(_manifest(home))}
         for bucket in self.buckets:
             whose = [(key, one[1][0]) for key in bucket.keys if (one := part_of(key))]
             found |= {launch for key, launch in whose if _parsed(bucket.objects[key][0])}
-        return found
+        return found.union(*(_launches(data) for data in self._heads(spools)))
+
+    def _heads(self, spools: list[tuple[Path, int]]) -> list[bytes]:
+        found = [bucket.objects[key][0] for bucket in self.buckets for key in bucket.keys if "/timeline/" in key]
+        kept = [spool / HEAD for spool, _ in spools]
+        return found + [path.read_bytes() for path in kept if path.exists()]
 
     def is_hurt(self, launch: int) -> bool:
         """Whether the trial, or a line, spoiled a part of a launch."""
         return launch in self.scarred
 
     def expected(self, spools: list[tuple[Path, int]]) -> Checkpoint | None:
-        """What a restore gives, or something newer."""
+        """What a restore gives, or something newer. Where the newest launch is only a name, which one that is hangs on
+        what a daemon read before it could not be read any more: None."""
+        newest, shown = self.newest(spools), self.shown(spools)
+        if newest is not None and shown is not None and shown > newest:
+            return None
         whole = self.whole(spools)
-        for launch, limit in self.path(self.newest(spools)):
+        for launch, limit in self.path(newest):
             steps = [step for one, step in whole if one == launch and step <= limit]
             if steps:
                 return launch, max(steps)
@@ -401,6 +421,16 @@ def committed(spool: Path) -> list[tuple[Part, Path]]:
             for name in os.listdir(spool / RUN / checkpoint):
                 found.append(((int(match[2], 16), int(match[1]), int(name[:5])), spool / RUN / checkpoint / name))
     return found
+
+
+@lru_cache(maxsize=4096)
+def _launches(data: bytes) -> frozenset[int]:
+    """The launches that a head tells of, if its seal holds."""
+    return frozenset(int(attempt[-8:], 16) for attempt in (_parsed(data) or {"launches": ()})["launches"])
+
+
+def is_sealed(data: bytes) -> bool:
+    return _parsed(data) is not None
 
 
 def _manifest(home: Path) -> bytes:
