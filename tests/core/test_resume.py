@@ -193,6 +193,9 @@ def test_names_of_another_number_of_ranks_that_cannot_be_read_stop_nobody(own, w
                 assert (found.candidates, found.unvouched) == ((Candidate(A100, own),), passed)
                 by_name = agree(seen, "r", newer.step, world=own)
                 assert (by_name.candidates, by_name.unvouched) == ((), passed)
+    both = planted(sound, part(newer, 0, 4 - own), *(part(newer, rank, 4) for rank in range(4)), why=why)
+    both = planted(both, *(part(newer, rank, 3 * own) for rank in range(3 * own)), why=why)
+    assert agree(sights(*[Place()] * own, tier=both), "r", world=own).candidates == (Candidate(A100, own),)
     whoever = restore_candidates(World(planted(sound, part(A100, 0, 1), part(A100, 1, 2)), {}), "r")
     assert whoever.candidates == (Candidate(A100, own),)
 

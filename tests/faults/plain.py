@@ -1431,6 +1431,13 @@ _HEADS = (
         "pytest tests/core/test_resume.py -k stop_nobody",
     ),
     Mutant(
+        "one number of ranks that cannot be read hides another",
+        "tierd/core/sight.py",
+        "_pairs(found) for size, found in sorted(ranks.items()) if size not in sizes}\n            parts",
+        "_pairs(found) for size, found in sorted(ranks.items())}\n            parts",
+        "pytest tests/core/test_resume.py -k stop_nobody",
+    ),
+    Mutant(
         "a name uses up the numbers of launches",
         "tierd/core/ids.py",
         "    latest = max((at for attempt in seen if (at := int(attempt[:12], 16)) <= most), default=-1)\n",

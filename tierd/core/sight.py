@@ -31,8 +31,8 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         whole: world size -> the checkpoints of which every rank's part is seen, by name.
         hollow: those of `whole` of which no manifest that was read can be used: names alone tell of so many ranks.
         mixed: those of `whole` that neither this node's spool nor the tiers show alone.
-        parts: attempt -> step -> world size -> ranks, for checkpoints that are not whole, or hollow. Ranks are pairs:
-            from, to.
+        parts: attempt -> step -> world size -> ranks, for checkpoints that are not whole, or hollow, and the sizes of
+            which not all are seen. Ranks are pairs: from, to.
         aside: set aside as corrupt, whole or in part, and not whole.
         gone: committed on this node once, or the newest that was whole as a head remembers, and seen in no place,
             whole or in part.
@@ -98,7 +98,7 @@ def see(world: World, run: str, metrics: Collection[str] = ()) -> Sight:
             if size not in (*complete_worlds(here), *complete_worlds(there)):
                 mixed.add(checkpoint)
         if not sizes or checkpoint in hollow:
-            pairs = {size: _pairs(found) for size, found in sorted(ranks.items())}
+            pairs = {size: _pairs(found) for size, found in sorted(ranks.items()) if size not in sizes}
             parts.setdefault(checkpoint.attempt, {})[checkpoint.step] = pairs
     places = world.places.values()
     aside = {

@@ -180,6 +180,22 @@ MUTANTS = (
         "which is finished",
     ),
     Mutant(
+        "no head is written on a tier",
+        "tierd/daemon/heads.py",
+        "    return None if [one.launches for one in there] == [head.launches] else head\n",
+        "    return None if head.launches else head\n",
+        _CUTS,
+        "0 heads can be read",
+    ),
+    Mutant(
+        "heads of nodes that write no more stay on a tier",
+        "tierd/daemon/heads.py",
+        "        await store.delete(stale)\n",
+        "        pass\n",
+        _STORIES,
+        "the head says | heads can be read",
+    ),
+    Mutant(
         "a full disk gives up nothing",
         "tierd/daemon/room.py",
         "        for checkpoint in self._evictable(world):\n",
