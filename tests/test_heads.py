@@ -74,6 +74,19 @@ def test_a_head_says_where_each_launch_came_from_and_its_newest_checkpoint(home)
     assert json.loads(kept.read_text())["launches"] == head["launches"]
 
 
+def test_one_head_is_left_where_a_run_goes_on_elsewhere(home) -> None:
+    before = read(home)
+    with Daemon(home / "other", lambda: {"tier": FileStore(home / "tier")}) as daemon:
+        with tierd.Checkpointer(home / "other", "r") as ckpt:
+            ckpt.restore({"w": torch.zeros(10)})
+            ckpt.save(26, {"w": torch.zeros(10)}).wait("tier", timeout=60)
+        daemon.settle()
+    head = read(home)
+    assert head["by"] != before["by"] and head["counter"] > before["counter"]
+    assert head["launches"][max(head["launches"])]["newest"] == 26
+    assert head["launches"].items() >= before["launches"].items()
+
+
 @pytest.mark.parametrize("harm", ["a bit flips", "empty", "deleted"])
 def test_the_only_manifest_of_a_launch_is_not_all_that_tells_where_it_came_from(home, harm) -> None:
     path = manifest(home, 25)

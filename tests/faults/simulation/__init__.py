@@ -188,14 +188,6 @@ MUTANTS = (
         "0 heads can be read",
     ),
     Mutant(
-        "heads of nodes that write no more stay on a tier",
-        "tierd/daemon/heads.py",
-        "        await store.delete(stale)\n",
-        "        pass\n",
-        _STORIES,
-        "the head says | heads can be read",
-    ),
-    Mutant(
         "a full disk gives up nothing",
         "tierd/daemon/room.py",
         "        for checkpoint in self._evictable(world):\n",
