@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 from faults import hands
-from faults.corruption import histories
+from faults.corruption import histories, planted
 from faults.corruption.places import build, noise_of
 from faults.corruption.trials import KINDS
 from faults.rounds import Mutant, Round
@@ -43,7 +43,7 @@ MET = (
     *(f"harm: tier: {what}" for what in ("chunk", "swap", "foreign", "twin", "manifest", "other manifest", "forged")),
     *(f"harm: local: {what}" for what in ("file", "manifest", "swap", "foreign", "other manifest", "forged")),
     *("harm: everywhere: chunk", "harm: everywhere: manifest"),
-    *(f"harm: {what}" for what in histories.HARMS),
+    *(f"harm: {what}" for what in planted.HARMS),
     *(f"resumed: {what}" for what in histories.ANSWERS),
     *(f"told: {what}" for what in histories.TOLD),
     *(f"near {how}: {kind}" for how in ("plain", "encrypted") for kind in KINDS),
