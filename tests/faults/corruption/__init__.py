@@ -30,8 +30,8 @@ from support.world import hurry
 
 UNIT = "corruptions"
 SHORT = 3_000
-GATE = 120_000
-RESUMES = 20_000  # of them, at least, are histories that a launch resumes from
+GATE = 100_000
+RESUMES = 20_000  # from harmed histories in a full round, at least: one beside each trial, and counted for nothing
 MET = (
     *(f"asked: verify: {answer}" for answer in ("all right", "some wrong")),
     *(f"asked: heal: {answer}" for answer in ("right before", "healed", "lost")),
@@ -243,6 +243,6 @@ def prepare(home: Path) -> hands.Trial:
         history = random.Random(f"history {seed}")
         which = worlds["encrypted" if history.random() < _ENCRYPTED else "plain"]
         more = runner.run(which.resume(history))
-        return units + 1, [*notes, f"near {name}: {notes[0].split(': ')[1]}", *more]
+        return units, [*notes, f"near {name}: {notes[0].split(': ')[1]}", *more]
 
     return trial
