@@ -136,7 +136,7 @@ def agree(
     first = order[0] if order else None
     doubtful = aside | hollow
     if step is None and attempt is None:
-        doubtful &= set(timeline(known, known, origins).path) - set(line.unvouched)
+        doubtful &= hollow | set(timeline(known, known, origins).path) - set(line.unvouched)
     else:
         doubtful = {c for c in doubtful if step in (None, c.step) and attempt in (None, c.attempt)}
     unvouched = {*line.unvouched, *(one for one in hollow & doubtful if best or not first or one > first)}
