@@ -308,6 +308,14 @@ _ENCRYPTION = (
 
 _DELETIONS = (
     Mutant(
+        "a planted name in the place of a checkpoint that went hides that it went",
+        "tierd/core/resume.py",
+        "        doubtful &= hollow | set(timeline(",
+        "        doubtful &= set(timeline(",
+        "corruption --only 32247",
+        "is newer than",
+    ),
+    Mutant(
         "a restore waits for a slow tier however long that takes",
         "tierd/daemon/control.py",
         "timeout=None if patient or not local else _PATIENCE)",
