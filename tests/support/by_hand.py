@@ -11,10 +11,10 @@ _FORMAT = Path(__file__).parents[2] / "tierd" / "FORMAT.md"
 
 
 def program() -> Any:
-    """Its functions `read_manifest(path)` and `read_chunk(home, chunk)`: `SystemExit` says what is wrong."""
+    """Its functions `read_sealed(path)` and `read_chunk(home, chunk)`: an error says what is wrong."""
     restoring = re.findall(r"```python\n(.*?)```", _FORMAT.read_text(), re.DOTALL)[0]
     found: Any = types.ModuleType("by_hand")
-    functions, _, work = restoring.partition("\ntier, run, target =")
+    functions, _, work = restoring.partition("\ndef read_origins(")
     assert work, "FORMAT.md's first program is no longer the one that restores"
     exec(functions, found.__dict__)
     return found

@@ -68,6 +68,8 @@ def _tensor(tensor: torch.Tensor) -> list[Any]:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.dtype.is_complex:
         plain = torch.view_as_real(plain)
+    if not plain.numel():  # whose strides may be any
+        plain = plain.new_empty(plain.shape)
     raw = plain.view(_BYTES[plain.element_size()]).contiguous().reshape(-1).view(torch.uint8)
     return [str(tensor.dtype), list(tensor.shape), raw.numpy().tobytes().hex()]
 

@@ -10,7 +10,7 @@ import asyncio
 import os
 import random
 import shutil
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -232,14 +232,16 @@ class Line:
 
 
 class WatchedSpool(Spool):
-    """Asserts that a copy goes only after a tier held it, or enough newer whole ones have retired it there."""
+    """Asserts that a copy goes only after a tier held it, or when enough newer ones are whole, there or here."""
 
     tier: Tier
     keep: int
 
     def remove(self, parts: Iterable[PartId], reuse: Collection[str] = ()) -> None:
-        whole, parts = self.tier.whole(), list(parts)
+        parts, here = list(parts), Counter((one.checkpoint, one.world) for one in self.parts())
+        local = {one for (one, world), ranks in here.items() if ranks == world}
         for which in parts:
+            whole = {*self.tier.whole(), *(local if which.checkpoint in local else ())}
             newer = sum(one > which.checkpoint for one in whole)
             assert which in self.tier.ever or newer >= self.keep, f"{which} went before any tier held it"
         super().remove(parts, reuse)

@@ -445,7 +445,7 @@ def judge_spool(demand: Demand) -> tuple[Verdict, ...]:
     verified = Ranking([replace(info, verified=True) for info in infos.values()], policy, demand.origins, living)
 
     def at_large(verdict: Verdict) -> Verdict:
-        if verdict.id in late:
+        if verdict.keep and verdict.id in late:
             verdict = Verdict(verdict.id, False, ("newer ones are complete here, and no tier wants it any more",))
         if verdict.keep or not infos[verdict.id].complete:
             return verdict

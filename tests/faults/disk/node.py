@@ -131,14 +131,14 @@ def read_tier(root: Path, big: int) -> tuple[set[int], set[str]]:
     steps, named = set[int](), set[str]()
     for path in sorted(home.glob("manifests/*/*.json")):
         try:
-            manifest = judge.read_manifest(path)
+            manifest = judge.read_sealed(path)
             chunks = [chunk for file in manifest["files"] for chunk in file["chunks"]]
             named |= {chunk["stored"]["key"] for chunk in chunks}
             files = {
                 file["path"]: b"".join(judge.read_chunk(home, chunk) for chunk in file["chunks"])
                 for file in manifest["files"]
             }
-        except (SystemExit, OSError) as error:
+        except (judge.Damaged, SystemExit, OSError) as error:
             raise Lost(f"{path}: {error}") from error
         _check_files(files, manifest["step"], big, str(path))
         steps.add(int(manifest["step"]))
@@ -167,8 +167,8 @@ def in_spool(root: Path, big: int) -> set[int]:
     judge, steps = by_hand.program(), set()
     for path in sorted(root.glob("run/*/*/manifest.json")):
         try:
-            manifest = judge.read_manifest(path)
-        except SystemExit as error:
+            manifest = judge.read_sealed(path)
+        except (judge.Damaged, SystemExit) as error:
             raise Lost(f"{path}: {error}") from error
         files = {}
         for file in manifest["files"]:

@@ -89,7 +89,7 @@ def check_remains(spool: Path, tiers: Mapping[str, Path], seed: int, keep: Mappi
     try:
         for tier in tiers.values():
             for path in _files(tier / RUN / "manifests"):
-                manifest = judge.read_manifest(path)
+                manifest = judge.read_sealed(path)
                 _check_part(
                     manifest,
                     seed,
@@ -99,11 +99,11 @@ def check_remains(spool: Path, tiers: Mapping[str, Path], seed: int, keep: Mappi
                     },
                 )
         for path in (spool / RUN).glob("*/*/manifest.json"):
-            manifest = judge.read_manifest(path)
+            manifest = judge.read_sealed(path)
             _check_part(
                 manifest, seed, {file["path"]: (path.parent / file["path"]).read_bytes() for file in manifest["files"]}
             )
-    except SystemExit as error:
+    except (judge.Damaged, SystemExit) as error:
         raise Lost(f"what is left cannot be read: {error}") from error
 
 
