@@ -1541,13 +1541,6 @@ _HEADS = (
         "pytest tests/test_heads.py -k goes_on_elsewhere",
     ),
     Mutant(
-        "heads of nodes that write no more stay on a tier",
-        "tierd/daemon/heads.py",
-        "        await store.delete(stale)\n",
-        "        pass\n",
-        "pytest tests/test_heads.py -k goes_on_elsewhere",
-    ),
-    Mutant(
         "a head forgets what it said",
         "tierd/core/head.py",
         "    steps = {attempt: one.newest for attempt, one in remembered.items()}\n",
