@@ -317,6 +317,7 @@ def _hurry() -> Iterator[None]:
             "tierd.stores.retry._FIRST_DELAY_S": 0.004,
             "tierd.stores.retry._LONGEST_DELAY_S": 0.02,
             "tierd.stores.retry.LARGEST": 1_000_000,
+            "tierd.stores.deletions._AGAIN_S": 0.2,  # else what one refused deletion left would wait for ten minutes
             "tierd.daemon.observe._RELIST": 0.0,
             "tierd.daemon.tiers._ANSWER": 5.0,
         }.items():

@@ -82,7 +82,7 @@ class _Call:
             self.first = rng.choice((0, 1))
         if operation == "PutObject" and slot.s3._probe_at is not None:
             self.first = rng.choice((0, 1))  # on the probe, or behind it
-        self.limit = min(self.count, ATTEMPTS) * (DEADLINE_S + 1 + size / 1e6) + _GRACE_S
+        self.limit = min(self.count, ATTEMPTS) * (DEADLINE_S + 1 + size / 5e3) + _GRACE_S  # below 5 kB/s it is given up
 
     async def whole(self) -> None:
         await self._prepare()
