@@ -118,9 +118,9 @@ MUTANTS = (
     Mutant(
         "a prune deletes chunks before the manifests",
         "tierd/daemon/prune.py",
-        "        await store.delete(manifests)\n",
-        "        await store.delete([key async for key in _lying(store, run, going)])\n"
-        "        await store.delete(manifests)\n",
+        "            await store.delete(manifests)\n",
+        "            await store.delete([key async for key in _lying(store, run, going)])\n"
+        "            await store.delete(manifests)\n",
         _STORIES,
         "which is not right there",
     ),
