@@ -6,8 +6,10 @@ import asyncio
 import time
 from itertools import count
 
-from support.world import commit, part, reconciler, running, settle, steps_in, steps_on, until
+from support.doubles import Double
+from support.world import commit, hurry, part, reconciler, running, settle, steps_in, steps_on, until
 
+from tierd.core.errors import StoreUnavailable
 from tierd.stores.base import Buffer
 from tierd.stores.memory import MemoryStore
 
@@ -76,3 +78,26 @@ def test_it_does_not_fill_the_spool_and_is_sent_what_is_the_newest_by_then(spool
     assert store.most_here <= 4  # the two newest, which the tier wants, the newest verified, and what is on its way
     assert store.sent[:_SENT] == sorted(store.sent[:_SENT]) and store.sent[_SENT - 1] > _SENT
     assert steps_in(spool)[-1] == 5 * (_SENT - 1) + 1
+
+
+def test_a_deletion_that_fails_holds_up_no_flush(spool, monkeypatch):
+    hurry(monkeypatch)
+    store = Double()
+
+    def refuse(operation: str, key: str) -> None:
+        if operation == "delete" and "/manifests/" in key:
+            raise StoreUnavailable("not now")
+
+    async def work() -> None:
+        daemon = reconciler(spool, {"tier": store}, keep=1, keep_local=100)
+        store.before = refuse
+        async with running(daemon):
+            for step in range(1, 6):
+                commit(spool, part(step))
+                daemon.wake()
+                await until(lambda step=step: daemon.tiers.has(part(step), "tier"))
+            assert daemon.journal.counters["errors"]
+            store.before = None
+            await settle(daemon)
+
+    asyncio.run(work())

@@ -31,7 +31,7 @@ class Lane:
         self.last_error: Exception | None = None
         self._last_failure: Exception | None = None
         self.doing: str | None = None
-        self.sent = False  # whether the last thing done was to send a part
+        self.sent = False  # whether the last thing begun was to send a part
         self._off: dict[Hashable, float] = {}  # what was put off -> until when, monotonic seconds
 
     def now(self) -> float:

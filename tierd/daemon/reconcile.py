@@ -292,8 +292,8 @@ class Reconciler:
                 action = await self._look_and_plan(lane)
                 if action is not None:
                     lane.doing = _describe(action)
+                    lane.sent = isinstance(action, Flush)  # before it may fail: a deletion that does holds up no flush
                     await self._act(action)
-                    lane.sent = isinstance(action, Flush)
                     self.wake()
                 lane.succeeded()
                 self._worked(lane, action)
