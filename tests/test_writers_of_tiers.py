@@ -258,9 +258,9 @@ def test_no_key_held_up(tier, bucket, spool, monkeypatch, caplog):
     asyncio.run(bucket.put(pin_key(part(1).checkpoint), b""))
     asyncio.run(bucket.put(f"{pruning_prefix(RUN)}{part(4).checkpoint.name}.{turns._stamp('deadbeef')}", b""))
     commit(spool, part(4))
-    daemon = daemon_until(tier, spool, failing, keep=1)
+    daemon = daemon_until(tier, spool, failing)
     assert "are being deleted" in failing(daemon) and "failing" in kinds(daemon)
-    assert steps(bucket)[0] == 1 and 4 not in steps(bucket)
+    assert steps(bucket) == [1, 2, 3]
     asyncio.run(bucket.delete([key for key in raw(bucket) if "/pruning/" in key]))
     intent = f"{flushing_prefix(RUN)}{part(9).checkpoint.name}/{part(9).name}.{turns._stamp('deadbeef')}"
     asyncio.run(bucket.put(intent, b""))

@@ -7,9 +7,11 @@ import time
 from itertools import count
 
 from support.doubles import Double
-from support.world import commit, hurry, part, reconciler, running, settle, steps_in, steps_on, until
+from support.world import commit, corrupt, hurry, part, reconciler, running, settle, steps_in, steps_on, until
 
 from tierd.core.errors import StoreUnavailable
+from tierd.core.scrub import Copy
+from tierd.core.world import SPOOL
 from tierd.stores.base import Buffer
 from tierd.stores.memory import MemoryStore
 
@@ -78,6 +80,34 @@ def test_it_does_not_fill_the_spool_and_is_sent_what_is_the_newest_by_then(spool
     assert store.most_here <= 4  # the two newest, which the tier wants, the newest verified, and what is on its way
     assert store.sent[:_SENT] == sorted(store.sent[:_SENT]) and store.sent[_SENT - 1] > _SENT
     assert steps_in(spool)[-1] == 5 * (_SENT - 1) + 1
+
+
+def test_nothing_goes_because_of_a_newer_one_that_is_rotten(spool):
+    """Simulation, seed 224: the newest was rotten before any tier had it, and the one before it went."""
+
+    class Stuck(MemoryStore):
+        async def put(self, key: str, data: Buffer) -> str:
+            if "/chunks/" in key:
+                waiting.set()
+                await go.wait()
+            return await super().put(key, data)
+
+    waiting, go, store = asyncio.Event(), asyncio.Event(), Stuck()
+
+    async def work() -> None:
+        daemon = reconciler(spool, {"tier": store}, keep=2, keep_local=1)
+        for step in (1, 2, 3):
+            commit(spool, part(step))
+        corrupt(spool.path(part(2)) / "weights.bin")
+        async with running(daemon):
+            await waiting.wait()  # the third is on its way, and stays there
+            await until(lambda: daemon.scrubber._remembered[Copy(SPOOL, part(2))] == 0.0)
+            assert steps_in(spool)[0] == 1
+            go.set()
+            await settle(daemon)
+
+    asyncio.run(work())
+    assert steps_on(store._keys)[-2:] == [1, 3]
 
 
 def test_a_deletion_that_fails_holds_up_no_flush(spool, monkeypatch):

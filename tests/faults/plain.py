@@ -344,6 +344,21 @@ _DELETIONS = (
         "pytest tests/daemon/test_slow_tier.py -k does_not_fill",
     ),
     Mutant(
+        "a copy goes because of a newer one that is rotten",
+        "tierd/daemon/reconcile.py",
+        " if await self._all_right(part for seen in others for part in seen.parts()) else None\n",
+        "\n",
+        "pytest tests/daemon/test_slow_tier.py -k rotten",
+    ),
+    Mutant(
+        "a deletion that fails has its turn again before a flush",
+        "tierd/daemon/reconcile.py",
+        "                    lane.sent = isinstance(action, Flush)  # before it may fail, to hold up no flush\n"
+        "                    await self._act(action)\n",
+        "                    await self._act(action)\n                    lane.sent = isinstance(action, Flush)\n",
+        "pytest tests/daemon/test_slow_tier.py -k holds_up_no_flush",
+    ),
+    Mutant(
         "what only this node has complete counts where others have ranks",
         "tierd/core/plan.py",
         "        if is_complete(seen.ranks) and not seen.defects and all(",

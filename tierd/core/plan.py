@@ -477,17 +477,22 @@ def retired(demand: Demand) -> frozenset[CheckpointId]:
     return frozenset.intersection(*found) if found else frozenset()
 
 
+def complete_here(world: World, run: str) -> list[Seen]:
+    """The checkpoints of which the spool holds every rank's part, by their manifests."""
+    return [
+        seen
+        for seen in world.spool.copies(run)
+        if is_complete(seen.ranks) and not seen.defects and all(part in seen.facts for part in seen.parts())
+    ]
+
+
 def superseded(demand: Demand) -> frozenset[CheckpointId]:
     """The spool's copies of a run that are on no tier and will be sent to none, because so many newer ones are complete
     in this spool alone that every tier which is not silent wants those instead. So a tier that is slower than the saves
     does not fill the spool. Where other nodes have ranks, only a tier shows what is complete, and `retired` decides."""
     world = demand.world
     there = [(name, place) for name, place in world.tiers.items() if name not in world.silent]
-    whole = [
-        seen
-        for seen in world.spool.copies(demand.run)
-        if is_complete(seen.ranks) and not seen.defects and all(part in seen.facts for part in seen.parts())
-    ]
+    whole = complete_here(world, demand.run)
     if not there or len(whole) < 2:
         return frozenset()
     found = [_superseded(demand, name, place, whole) for name, place in there]

@@ -34,7 +34,20 @@ from tierd.core.errors import (
 from tierd.core.events import Event
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
-from tierd.core.plan import Action, Discard, Flush, Mend, Prune, evictable, flushes, lost_to, pending, plan, superseded
+from tierd.core.plan import (
+    Action,
+    Discard,
+    Flush,
+    Mend,
+    Prune,
+    complete_here,
+    evictable,
+    flushes,
+    lost_to,
+    pending,
+    plan,
+    superseded,
+)
 from tierd.core.pruning import PruneBacklog, together
 from tierd.core.remaining import Backlog, Remaining, TierTrouble, describe, remaining
 from tierd.core.rest import SETTLED_S, is_on_the_way, pause_s
@@ -292,7 +305,7 @@ class Reconciler:
                 action = await self._look_and_plan(lane)
                 if action is not None:
                     lane.doing = _describe(action)
-                    lane.sent = isinstance(action, Flush)  # before it may fail: a deletion that does holds up no flush
+                    lane.sent = isinstance(action, Flush)  # before it may fail, to hold up no flush
                     await self._act(action)
                     self.wake()
                 lane.succeeded()
@@ -608,9 +621,19 @@ class Reconciler:
         if lacking is not None:
             return None
         on_one = any(all(self.tiers.has(part, name) for part in parts) for name in self.stores)
-        if on_one or checkpoint in superseded(Demand(self.world(), self.config, checkpoint.run)):
+        if on_one:
             return parts
+        if checkpoint in superseded(Demand(self.world(), self.config, checkpoint.run)):
+            others = [seen for seen in complete_here(self.world(), checkpoint.run) if seen.id != checkpoint]
+            return parts if await self._all_right(part for seen in others for part in seen.parts()) else None
         return parts if await self.tiers.are_past(checkpoint, self.world()) else None
+
+    async def _all_right(self, parts: Iterable[PartId]) -> bool:
+        """Whether the spool's copies of all these parts are right: nothing goes because of one that is rotten."""
+        for part in parts:
+            if not await self.scrubber.is_right(part):
+                return False
+        return True
 
     def _readable(self, part: PartId) -> Manifest | None:
         try:

@@ -143,6 +143,19 @@ class Reader:
         self.doubted(copy, {owner for owner in owners if owner})
         return not mender.lost
 
+    async def is_right(self, part: PartId) -> bool:
+        """Whether all of the spool's copy can be read and is right: at full speed, because somebody waits for it."""
+        home = self._spool.path(part)
+        try:
+            manifest = await self._local_manifest(part)
+        except (ObjectNotFound, ManifestError, OSError):
+            return False
+        for file in manifest.files:
+            async with self._budget.take(max((chunk.size for chunk in file.chunks), default=0)):
+                if await to_the_end(bad_chunks, home / file.path, file):
+                    return False
+        return True
+
     async def _read_spool(self, copy: Copy) -> bool:
         """Whether all of the spool's copy is right, maybe by now."""
         part, home = copy.part, self._spool.path(copy.part)

@@ -101,6 +101,7 @@ class Scrubber:
         self._reader.doubted = self._doubt
         self._remembered = Scrubbed(spool.control / "scrubbed.json")
         self._lanes = {name: Lane(name) for name in (SPOOL, *stores)}
+        self._right: set[PartId] = set()  # whose copies in the spool were read right by this daemon
         self._later: dict[Copy, tuple[float, int]] = {}  # until when it rests, monotonic seconds, for the n-th time
         self._agendas: dict[str, _Agenda] = {}
         self._doubts = 0  # how often copies were made due at once
@@ -126,6 +127,7 @@ class Scrubber:
         while True:
             await asyncio.sleep(_LOOK)
             self._later = {copy: one for copy, one in self._later.items() if one[0] + _LATEST > time.monotonic()}
+            self._right = {part for part in self._right if self._world().spool.has(part)}
             await self._remembered.save(self._world())
 
     async def _run_lane(self, lane: Lane) -> None:
@@ -192,11 +194,26 @@ class Scrubber:
         """A copy was just found right, or was at a time, by whoever read all of it."""
         self._remembered[Copy(place, part)] = self._clock() if at is None else at
         self._later.pop(Copy(place, part), None)
+        if place == SPOOL:
+            self._right.add(part)
 
     def suspect(self, place: str, part: PartId) -> None:
         """A copy may be wrong: it is due at once."""
         self._doubts += 1
         self._remembered[Copy(place, part)] = 0.0
+        if place == SPOOL:
+            self._right.discard(part)
+
+    async def is_right(self, part: PartId) -> bool:
+        """Whether the spool's copy of a part is right: read at once, if this daemon never did. One that is not is due
+        to be scrubbed."""
+        if part in self._right:
+            return True
+        if await self._reader.is_right(part):
+            self._right.add(part)
+            return True
+        self.suspect(SPOOL, part)
+        return False
 
     def status(self) -> ScrubStatus:
         """How scrubbing stands, by what was last built for it."""

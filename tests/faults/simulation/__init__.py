@@ -277,7 +277,7 @@ class Trial:
     def _changed(self, bucket: Bucket, key: str, old: bytes | None, new: bytes | None, who: str) -> None:
         try:
             self.world.truth.changed(bucket, key, old, new, who)
-        except Lost as error:
+        except Exception as error:  # also the judge's own: in the daemon it would pass for a fault of the store
             self.loop.lose(error)
 
     def _after(self) -> None:

@@ -113,6 +113,7 @@ class Keeper:
         self.up_awake: dict[str, float] = {}
         self.hold_for = hold_for
         self.mute: dict[tuple[str, str], tuple[float, float | None]] = {}
+        self._heard: dict[tuple[str, str], float] = {}  # node, tier -> when it answered again, by `awake`
         self.given_up: dict[Which, tuple[str, str]] = {}
         self.left_behind: set[tuple[str, str]] = set()
         self.unsaid: set[tuple[str, str]] = set()
@@ -164,6 +165,7 @@ class Keeper:
             self.mute[node, tier] = self.now(), None
         elif answers and until is None:
             self.mute[node, tier] = since, self.now()
+            self._heard[node, tier] = self.awake()
         elif not answers and self._is_silent(tier, node):
             left = self.savers[node] - {which[0] for which in committed(self.spools()[node])}
             self._leave_behind(node, left)
@@ -190,10 +192,10 @@ class Keeper:
 
     def _is_silent(self, tier: str, node: str) -> bool:
         """Whether a tier has not answered a node's daemon for longer than anything is held. What was decided before it
-        answered again goes on for a little while."""
+        answered again goes on for a little while, in which nobody sleeps: a look cut short by sleep is no answer."""
         since, until = self.mute.get((node, tier), (math.inf, math.inf))
         lasted = (self.now() if until is None else until) - since
-        over = until is not None and self.now() - until >= _STALE
+        over = until is not None and self.awake() - self._heard.get((node, tier), -math.inf) >= _STALE
         return lasted >= (self.hold_for if self._configured[node] else HOLD_FOR) and not over
 
     def local(self, node: str) -> Rules:

@@ -87,7 +87,7 @@ class Life:
     def _changed(self, tier: Tier, key: str, old: bytes | None, new: bytes | None, who: str) -> None:
         try:
             self.keeper.changed(tier, key, old, new, who)
-        except Lost as error:
+        except Exception as error:  # the judge's own too
             self.loop.lose(error)
 
     # -- the story --------------------------------------------------------------------------------------------------

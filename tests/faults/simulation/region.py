@@ -183,7 +183,7 @@ class Site:
         """Have the judge look at something; what it finds ends the trial."""
         try:
             ask()
-        except Lost as error:
+        except Exception as error:  # the judge's own too
             self.region.loop.lose(error)
 
     def start(self) -> None:

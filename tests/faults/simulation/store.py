@@ -74,6 +74,7 @@ class Line:
         self._bucket, self._life, self._weather, self._rng, self._count = bucket, life, weather, rng, count
         self.until = 0.0
         self._deletions: dict[str, list[asyncio.TimerHandle]] = {}  # on their way
+        self._late = ""  # " late" while something takes effect for which nobody waits any more
         self._loop = asyncio.get_running_loop()
 
     async def _travel(self) -> None:
@@ -123,8 +124,15 @@ class Line:
         """What is on its way may still arrive."""
         for key, effect in effects.items():
             if self._rng.random() < 0.6:
-                handle = self._loop.call_later(self._rng.random() ** 3 * LATE, effect)
+                handle = self._loop.call_later(self._rng.random() ** 3 * LATE, self._arrives, effect)
                 self._deletions.setdefault(key, []).append(handle)
+
+    def _arrives(self, effect: Callable[[], None]) -> None:
+        self._late = " late"
+        try:
+            effect()
+        finally:
+            self._late = ""
 
     async def put(self, key: str, data: Buffer) -> str:
         check_key(key)
@@ -133,7 +141,7 @@ class Line:
         if fate == "spoils" and content:
             content = _flipped(content, self._rng)
             who += " spoiled"
-        await self._do({f"put {key}": lambda: self._bucket.put(key, content, who)}, fate, f"put {key}")
+        await self._do({f"put {key}": lambda: self._bucket.put(key, content, who + self._late)}, fate, f"put {key}")
         return ""
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:

@@ -86,11 +86,9 @@ def _describes(manifest: dict[str, Any], part: Part) -> bool:
 
 
 def named(data: bytes) -> set[str]:
-    """The keys of the chunks that a manifest on a tier names."""
-    manifest = _parsed(data)
-    if manifest is None:
-        return set()
-    return {f"{RUN}/{chunk['stored']['key']}" for file in manifest["files"] for chunk in file["chunks"]}
+    """The keys of the chunks that a manifest on a tier names; none of anything else that is sealed, as a head."""
+    files = (_parsed(data) or {}).get("files", ())
+    return {f"{RUN}/{chunk['stored']['key']}" for file in files for chunk in file["chunks"]}
 
 
 @lru_cache(maxsize=16384)
@@ -233,8 +231,9 @@ class Truth:
             if "/chunks/" in key:
                 self.hurt[bucket.name].discard(key)
                 self.doomed[bucket.name].discard(key)
-            if "/chunks/" in key and new is not None and old != new and "spoiled" in who and self._namers(bucket, key):
-                self.hurt[bucket.name].add(key)  # over what others name: they were right when they were put
+            spoiled = "/chunks/" in key and new is not None and old != new and "spoiled" in who
+            if spoiled and ("late" in who or self._namers(bucket, key)):
+                self.hurt[bucket.name].add(key)  # over what was right when it was put, and nobody reads back a late put
                 self._falls = True
             if "/chunks/" in key:
                 self.manifests_hold(bucket, [key], f"{who} {'put' if new is not None else 'deleted'} {key}")
@@ -322,7 +321,9 @@ class Truth:
             return
         if part in self.ever and not any(part in place for place in kept):
             return  # pruned there since
-        local = self._all_here({one for one, home in committed(spool) if _is_whole(home, one)})
+        here = committed(spool)
+        local = self._all_here({one for one, home in here if _is_whole(home, one) or self._is_excused(node, one)})
+        self._falls |= any(self._is_excused(node, one) for one, _ in here)  # right when the daemon read it
         for bucket in self.buckets:
             right = [one for one, right in self.on_tier(bucket).items() if right or self._is_excused(bucket.name, one)]
             newer = self._all_here(right) | (local if part[:2] in local else set())
