@@ -101,7 +101,7 @@ def test_nothing_goes_because_of_a_newer_one_that_is_rotten(spool):
         corrupt(spool.path(part(2)) / "weights.bin")
         async with running(daemon):
             await waiting.wait()  # the third is on its way, and stays there
-            await until(lambda: daemon.scrubber._remembered[Copy(SPOOL, part(2))] == 0.0)
+            await until(lambda: daemon.scrubber._remembered.get(Copy(SPOOL, part(2))) == 0.0)
             assert steps_in(spool)[0] == 1
             go.set()
             await settle(daemon)
