@@ -271,7 +271,11 @@ class Truth:
                 # A prune spares what others name, also what is set aside or about to be put and never comes.
                 others = [one for one in bucket.keys if "/chunks/" not in one and key.split("/")[2] not in one]
                 spared = {chunk for one in others for chunk in named(bucket.objects[one][0])}
-                self.doomed[bucket.name] |= (under | (named(old or b"") & bucket.objects.keys())) - spared
+                loose = (under | (named(old or b"") & bucket.objects.keys())) - spared
+                coming = {one.split("/")[2] for one in others if "/flushing/" in one}  # none of theirs goes
+                # What a damaged one named is known to whoever read it before, and spared.
+                if all(is_sealed(bucket.objects[one][0]) for one in others if part_of(one)):
+                    self.doomed[bucket.name] |= {one for one in loose if one.split("/")[2] not in coming}
 
     def flushed(self, tier: str, part: Part, who: str) -> None:
         """A node says that it flushed a part: the manifest that it put last is the one that it had."""
