@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from tierd.client.sampling import _WHOLE, Sample
+from tierd.client.sampling import _WHOLE, Late, Sample
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.float8_e5m2, torch.int64]
 
@@ -19,6 +19,10 @@ def noise(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return drawn.view(dtype).view(shape)
 
 
+def noted(live: dict[str, torch.Tensor]) -> Sample:
+    return Sample(Late(live), live)
+
+
 def look(sample: Sample, live: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]) -> list[str]:
     return sample.look(live, copies, torch.cuda.current_stream)()
 
@@ -27,7 +31,7 @@ def look(sample: Sample, live: dict[str, torch.Tensor], copies: dict[str, torch.
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (64, 64), (512, 600)], ids=str)
 def test_equal_bits_are_equal_nan_and_all(dtype, shape):
     live = {"a": noise(dtype, *shape)}
-    assert look(Sample(live), live, {"a": live["a"].clone()}) == []
+    assert look(noted(live), live, {"a": live["a"].clone()}) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -37,21 +41,24 @@ def test_one_bit_of_a_small_tensor_shows(dtype):
     for at in (0, live.numel() // 3, live.numel() - 1):
         copy = live.clone()
         copy.view(torch.uint8)[at * live.element_size()] ^= 1
-        assert look(Sample(both), both, {"a": live.clone(), "b": copy}) == ["b"]
+        assert look(noted(both), both, {"a": live.clone(), "b": copy}) == ["b"]
 
 
-@pytest.mark.parametrize("shape", ["flat", "channels last", "transposed", "a view with gaps", "small with gaps"])
+@pytest.mark.parametrize(
+    "shape", ["flat", "channels last", "transposed", "a view with gaps", "complex with gaps", "small with gaps"]
+)
 def test_a_write_to_all_of_a_tensor_shows_whatever_was_copied(shape):
     live = {
         "flat": lambda: torch.randn(300_000),
         "channels last": lambda: torch.randn(8, 64, 32, 32).to(memory_format=torch.channels_last),
         "transposed": lambda: torch.randn(500, 600).t(),
         "a view with gaps": lambda: torch.randn(400, 1000)[:, 100:900],
+        "complex with gaps": lambda: torch.randn(400, 1000, dtype=torch.complex128)[:, 100:900],
         "small with gaps": lambda: torch.randn(4, 10)[:, 1:9],
     }[shape]()
     other = torch.randn(100_000)
     both = {"a": live, "b": other}
-    sample = Sample(both)
+    sample = noted(both)
     assert look(sample, both, {name: one.contiguous().clone() for name, one in both.items()}) == []
     live.add_(1)
     # All of the copy is from after the write, or nearly all of it: nothing in the copy tells.
@@ -65,7 +72,7 @@ def test_where_it_looks_is_drawn_anew_and_from_no_generator_of_training():
     states = random.getstate(), torch.get_rng_state()
     found = set()
     for _ in range(400):
-        sample = Sample(live)
+        sample = noted(live)
         live["a"][77_000:87_000] += 1  # a twentieth
         found.add(bool(look(sample, live, copies)))
     assert found == {False, True}

@@ -558,6 +558,27 @@ def test_a_write_that_no_counter_shows_fails_the_save_and_is_expected_from_then_
     check(spool, 2, reference)
 
 
+def test_large_tensors_are_looked_at_where_they_lie_also_beside_one_that_moves(spool, local):
+    weights = [nn.Parameter(torch.randn(30_000)) for _ in range(3)]
+    weights.append(nn.Parameter(torch.randn(60_001)[1:30_001].detach()))  # between two words of the sample
+    weights.append(nn.Parameter(torch.randn(20_000, dtype=torch.complex128)))
+    local.attach(optimizer := torch.optim.SGD(weights, 0.1))
+    state = {str(number): weight for number, weight in enumerate(weights)}
+    for step in range(1, 6):
+        save = local.save(step, state)
+        copied(local)
+        optimizer.step()
+        save.wait(timeout=20)
+        weights[0].data = weights[0].detach() + 1
+    for number in range(1, 5):
+        save = local.save(10 + number, state)
+        copied(local)
+        ctypes.memset(weights[number].data_ptr(), 1, weights[number].nbytes)
+        optimizer.step()
+        with pytest.raises(SaveFailed, match=f"{number} was changed between"):
+            save.wait(timeout=20)
+
+
 def waited(save) -> None:
     with contextlib.suppress(SaveFailed):
         save.wait(timeout=20)

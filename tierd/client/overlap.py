@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from tierd.client.capture import Capture
 from tierd.client.owned import owned, place
+from tierd.client.sampling import NONE, Late
 from tierd.client.save import Stats
 from tierd.client.snapshot import Snapshot
 from tierd.core.errors import ConfigError
@@ -42,7 +43,7 @@ class Gate:
         self._optimizers: dict[Optimizer, list[Any]] = {}  # -> its hooks' handles
         self._stepping: set[Optimizer] = set()
         self._pending: list[Snapshot] = []
-        self._late: frozenset[str] = frozenset()
+        self._late = NONE
         self._known: tuple[object, ...] = ()
         self._others: frozenset[str] = frozenset()  # names of what something else changes as well
         _gates.add(self)
@@ -61,16 +62,16 @@ class Gate:
         self.confirm()
         for handle in itertools.chain.from_iterable(self._optimizers.values()):
             handle.remove()
-        self._optimizers, self._late, self._known = {}, frozenset(), ()
+        self._optimizers, self._late, self._known = {}, NONE, ()
 
-    def late(self, capture: Capture) -> frozenset[str]:
-        """Names of the tensors in `capture` that only attached optimizers change."""
+    def late(self, capture: Capture) -> Late:
+        """The tensors in `capture` that only attached optimizers change."""
         if not self._optimizers or self._stepping:  # a signal handler saves in the middle of a step
-            return frozenset()
+            return NONE
         sizes = [(len(o.state), *(len(group["params"]) for group in o.param_groups)) for o in self._optimizers]
         known = (capture.steady, tuple(sizes), self._others)
         if known != self._known:
-            self._late = self._governed(capture)
+            self._late = Late({name: capture.tensors[name] for name in self._governed(capture)})
             self._known = known
         return self._late
 

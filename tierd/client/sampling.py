@@ -3,10 +3,13 @@
 Law: elements are compared by their bits, so that a NaN equals itself; no random generator of training's is touched, and
 nothing here waits for a device on the thread that trains.
 
-Of a tensor of more than `_WHOLE` bytes, `_POINTS` elements, drawn anew for each save, are noted when `save` is called,
-and compared with what they are later. So whatever changed the tensor whole is noticed, however a copy and the write
+Of a tensor of more than `_WHOLE` bytes, a few places, drawn anew for each save, are noted when `save` is called, and
+compared with what they are later. So whatever changed the tensor whole is noticed, however a copy and the write
 met: a mixture may hold very little of what was there before. A smaller tensor is compared with its copy, byte by byte.
 What changed little of a large tensor, and raised no counter, can be missed.
+
+Contiguous tensors on the host are all read at once, by their addresses, because training waits: a call of torch for
+each of a few hundred takes half as long as the rest of a `save` that copies behind training.
 """
 
 from __future__ import annotations
@@ -14,35 +17,90 @@ from __future__ import annotations
 import ctypes
 import operator
 import random
+from array import array
 from collections.abc import Callable, Mapping
 from itertools import compress, groupby
 
 import torch
 
 _WHOLE = 16 << 10  # bytes
-_POINTS = 16
+_POINTS = 16  # elements of what is read element by element
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # item size -> what shows a value's bits
 
+_WORD = 8  # bytes
+_LINES, _NEIGHBOURS = 8, 2  # words that lie together are fetched together, and fetching takes most of the time
+_LOWEST, _HIGHEST = 1 << 16, 1 << 47  # addresses of a process's memory, as far as it is read by address
+_Memory = ctypes.c_int64 * ((_HIGHEST - _LOWEST) // _WORD)
 _memcmp = ctypes.PyDLL(None).memcmp  # keeps the interpreter's lock: taking it again costs more than the comparison
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_address, _contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
-_nbytes, _is_cpu = operator.attrgetter("nbytes"), operator.attrgetter("is_cpu")
+_address, _nbytes = torch.Tensor.data_ptr, operator.attrgetter("nbytes")
+
+
+class Late:
+    """Tensors that are copied behind training, and how each is looked at: good for as long as they lie where they lie.
+
+    Args:
+        tensors: by name, of any device and strides.
+
+    Attributes:
+        names: of all of them.
+        addresses: of each, in the order of `names`.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.names = frozenset(tensors)
+        self.addresses = [_address(tensors[name]) for name in self.names]
+        self.small, self.large, self.others = list[str](), list[str](), list[str]()
+        first, last = array("q"), array("q")
+        for name, address in zip(self.names, self.addresses, strict=True):
+            tensor = tensors[name]
+            is_flat = tensor.is_cpu and tensor.is_contiguous()
+            if is_flat and tensor.nbytes <= _WHOLE:
+                self.small.append(name)
+            elif is_flat and address % _WORD == 0 and _LOWEST <= address < _HIGHEST - tensor.nbytes:
+                self.large.append(name)
+                first.append((address - _LOWEST) // _WORD)
+                last.append(tensor.nbytes // _WORD - _NEIGHBOURS + 1)
+            else:
+                self.others.append(name)
+        self._first = torch.tensor(first, dtype=torch.int64)
+        self._last = torch.tensor(last, dtype=torch.float64)
+        self._ahead: torch.Tensor | None = None
+
+    def draw(self) -> None:
+        """Draw where the next sample looks, while nobody waits. Any thread."""
+        if self._ahead is None:
+            self._ahead = self._drawn()
+
+    def drawn(self) -> torch.Tensor:
+        """Words of each large tensor, shape (tensors, `_LINES`, neighbours)."""
+        ahead, self._ahead = self._ahead, None
+        return self._drawn() if ahead is None else ahead
+
+    def _drawn(self) -> torch.Tensor:
+        dice = torch.Generator().manual_seed(random.SystemRandom().getrandbits(63))
+        part = torch.rand((len(self.large), _LINES), generator=dice, dtype=torch.float64)
+        words = self._first[:, None] + (part * self._last[:, None]).long()
+        return words[:, :, None] + torch.arange(_NEIGHBOURS)
+
+
+NONE = Late({})
 
 
 class Sample:
     """Elements of live tensors, as they are now: on the host at once, on a device when its current stream comes to it.
 
     Args:
-        live: the tensors, of any device and strides.
+        late: which tensors; they lie where they lay when it was made.
+        live: they, and maybe others.
     """
 
-    def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, late: Late, live: Mapping[str, torch.Tensor]) -> None:
+        self._late = late
         self._at: dict[int, torch.Tensor] = {}  # number of elements -> which are compared
-        tensors = live.values()
-        flat = map(operator.and_, map(_is_cpu, tensors), map(_contiguous, tensors))
-        small = [size <= _WHOLE and is_flat for size, is_flat in zip(map(_nbytes, tensors), flat, strict=True)]
-        self._small = list(compress(live, small))
-        self._noted = {name: self._picked(live[name]) for name in live.keys() - set(self._small)}
+        self._places = late.drawn()
+        self._words = _read(self._places)
+        self._noted = {name: self._picked(live[name]) for name in late.others}
 
     def look(
         self,
@@ -50,17 +108,19 @@ class Sample:
         copies: Mapping[str, torch.Tensor],
         stream: Callable[[torch.device], torch.cuda.Stream],
     ) -> Callable[[], list[str]]:
-        """Look at the same tensors again; what is returned gives the names of those that were changed, and waits for
-        devices.
+        """Look at the same tensors again, which lie where they lay; what is returned gives the names of those that were
+        changed, and waits for devices.
 
         Args:
             copies: on the host, contiguous; those of small tensors are complete.
             stream: gives the CUDA stream on which a device is read.
         """
         # A loop in C, because there may be 50,000 small ones.
-        mine, copied = [live[name] for name in self._small], [copies[name] for name in self._small]
+        small = self._late.small
+        mine, copied = [live[name] for name in small], [copies[name] for name in small]
         pairs = map(_address, mine), map(_address, copied), map(_nbytes, copied)
-        changed = list(compress(self._small, map(_memcmp, *pairs)))
+        changed = list(compress(small, map(_memcmp, *pairs)))
+        changed += compress(self._late.large, (_read(self._places) != self._words).any(dim=(1, 2)).tolist())
         devices = sorted((str(live[name].device), name) for name in self._noted if live[name].is_cuda)
         for name in self._noted.keys() - {name for _, name in devices}:
             if not torch.equal(self._picked(live[name]), self._noted[name]):
@@ -73,6 +133,8 @@ class Sample:
 
     def _picked(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sampled elements' bits, on the tensor's device."""
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)  # 16 bytes have no integer
         count = tensor.numel()
         at = self._at.get(count)
         if at is None:
@@ -87,6 +149,11 @@ class Sample:
     def differ(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Whether a tensor's elements are others than noted: a flag on its device."""
         return (self._picked(tensor) != self._noted[name]).any()
+
+
+def _read(places: torch.Tensor) -> torch.Tensor:
+    """Words of this process's memory, which is one tensor for as long as that takes."""
+    return torch.take(torch.frombuffer(_Memory.from_address(_LOWEST), dtype=torch.int64), places)
 
 
 class _Read:

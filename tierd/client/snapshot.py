@@ -10,6 +10,7 @@ the snapshot is refused, because it may be a mixture.
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,13 +18,14 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from tierd.client.capture import Capture
-from tierd.client.sampling import Sample
+from tierd.client.sampling import Late, Sample
 from tierd.client.save import Save
 from tierd.client.slots import Slot
 from tierd.client.worker import Latch
 from tierd.core.errors import TornSnapshot
 from tierd.core.manifest import Manifest
 
+_version = operator.attrgetter("_version")
 _YIELD = 100e-6  # seconds; a thread that was woken is running by then
 _TURN = 0.5  # seconds
 _LONG_OVER = 10.0  # seconds after a copy, when a write that it met has ended, and shows
@@ -33,7 +35,7 @@ class Snapshot:
     """What is to be copied, and how far that is. Made by the thread that calls `save`.
 
     Args:
-        late: names of the tensors that are copied behind training; empty for a save that blocks until all is copied.
+        late: the tensors that are copied behind training; none for a save that blocks until all is copied.
         torn: told the names of late tensors that something else than an attached optimizer changed.
     """
 
@@ -42,18 +44,17 @@ class Snapshot:
         save: Save,
         capture: Capture,
         manifest: Manifest,
-        late: frozenset[str] = frozenset(),
+        late: Late,
         torn: Callable[[list[str]], None] = lambda names: None,
     ) -> None:
         self.save = save
         self.manifest = manifest
         self.capture = capture
-        self.late = late
+        self.late, self._late = late.names, late
         self.tree = b""
         self.asked = time.perf_counter()
-        self._versions = _versions(capture, late)
-        self._addresses = [capture.tensors[name].data_ptr() for name in late]
-        self._sample = Sample({name: capture.tensors[name] for name in late})
+        self._versions = _versions(capture, late.names)
+        self._sample = Sample(late, capture.tensors)
         self._thread = threading.get_ident()
         self._torn = torn
         self._marks = {device: torch.cuda.current_stream(device).record_event() for device in capture.devices}
@@ -136,6 +137,7 @@ class Snapshot:
             if self.late:
                 self._begin(into, [name for name in into if name in self.late])
                 self._copied.open()  # a device's next work waits by itself
+                self._late.draw()
         finally:  # refused or not, a device may still write into the slot
             for event in self._events:
                 event.synchronize()
@@ -214,7 +216,7 @@ class Snapshot:
         device when `stream` comes to it."""
         live = {name: self.capture.tensors[name] for name in self.late}
         now = zip(_versions(self.capture, self.late), map(torch.Tensor.data_ptr, live.values()), strict=True)
-        was = zip(self._versions, self._addresses, strict=True)
+        was = zip(self._versions, self._late.addresses, strict=True)
         if moved := [name for name, before, after in zip(live, was, now, strict=True) if before != after]:
             return lambda: moved
         try:
@@ -229,10 +231,10 @@ def _raise(error: Exception) -> list[str]:
 
 def _versions(capture: Capture, names: frozenset[str]) -> list[int]:
     """How often each tensor was written to in place, as autograd counts it; views and `detach()` share the count."""
-    tensors = [capture.tensors[name] for name in names]
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(_version, map(capture.tensors.__getitem__, names)))
     except RuntimeError:  # an inference tensor has no count
+        tensors = [capture.tensors[name] for name in names]
         return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 

@@ -171,9 +171,16 @@ MUTANTS = (
         "pytest tests/client/test_torn.py -k one_element",
     ),
     Mutant(
+        "large tensors are not compared",
+        "tierd/client/sampling.py",
+        "(_read(self._places) != self._words)",
+        "(self._words != self._words)",
+        "pytest tests/client/test_sampling.py -k whatever_was_copied",
+    ),
+    Mutant(
         "small tensors are not compared",
         "tierd/client/sampling.py",
-        "        changed = list(compress(self._small, map(_memcmp, *pairs)))\n",
+        "        changed = list(compress(small, map(_memcmp, *pairs)))\n",
         "        changed = list[str]()\n",
         "pytest tests/client/test_sampling.py -k one_bit",
     ),
