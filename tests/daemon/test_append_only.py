@@ -16,6 +16,7 @@ from tierd.cli import run
 from tierd.cli.status import COLUMNS
 from tierd.core.errors import CorruptChunk, DeleteRefused, StoreRefused
 from tierd.core.urls import parse_url
+from tierd.daemon import turns
 from tierd.daemon.status import status
 from tierd.spool import Spool
 from tierd.stores import deletions
@@ -136,6 +137,26 @@ def test_when_deleting_is_allowed_again_retention_goes_on(spool: Spool, monkeypa
             await settle(daemon)
             await until(lambda: not status(daemon, 0, 0).tiers[0].append_only)
         assert steps_on(await contents(store.inner)) == [3]
+
+    asyncio.run(work())
+
+
+def test_intents_that_could_not_be_deleted_go_when_that_is_allowed_again(spool: Spool, monkeypatch) -> None:
+    """S3 kit, seed 420: one 403 in a storm, and the intent stood until a restart or a prune of the next day."""
+
+    async def work() -> None:
+        store = Lasting("/flushing/")
+        async with running(reconciler(spool, {"tier": store}, keep=100)) as daemon:
+            commit(spool, part(1))
+            await settle(daemon)
+            assert [key for key in await contents(store.inner) if "/flushing/" in key]
+            monkeypatch.setattr(turns, "_OWN_STALE", 0)  # a quarter of an hour later
+            await settle(daemon)
+            assert [key for key in await contents(store.inner) if "/flushing/" in key], "still refused"
+            store.words = ("never",)
+            daemon.tiers._guards["tier"]._until.clear()
+            await settle(daemon)
+            assert not [key for key in await contents(store.inner) if "/flushing/" in key]
 
     asyncio.run(work())
 

@@ -344,6 +344,13 @@ _DELETIONS = (
         "pytest tests/daemon/test_slow_tier.py -k does_not_fill",
     ),
     Mutant(
+        "intents that a place once refused to delete stand until a restart",
+        "tierd/daemon/tiers.py",
+        "        if guard.refused:  # intents",
+        "        if False:  # intents",
+        "pytest tests/daemon/test_append_only.py -k intents_that_could_not",
+    ),
+    Mutant(
         "a copy goes because of a newer one that is rotten",
         "tierd/daemon/reconcile.py",
         " if await self._all_right(part for seen in others for part in seen.parts()) else None\n",

@@ -226,8 +226,10 @@ class Tiers:
     async def tidy(self, tier: str, runs: Iterable[str]) -> None:
         """Remove what turns of this node that were cut off have left, after a start or a failure; what was being
         deleted is part of the place as it was last seen."""
-        place = self.places[tier]
-        if tier not in self._untidy or place is None:
+        place, guard = self.places[tier], self._guards[tier]
+        if guard.refused:  # intents whose flush is over may stand, since they could not be deleted
+            self._untidy.add(tier)
+        if tier not in self._untidy or place is None or guard.rests:
             return
         store, tidy, found = self._stores[tier], True, frozenset[CheckpointId]()
         for run in runs:

@@ -116,6 +116,7 @@ class _Row:
         self.sockets, self.run = sockets, f"t{seed}"
         self.data = rng.randbytes(rng.choice((0, 1, 5_000, 300_000)))
         self.many = [f"{self.run}/m{number}" for number in range(4)]
+        self.half = False  # whether an object may be cut in half, and nothing in the answer tells
 
     async def whole(self) -> None:
         await self._calm()
@@ -126,6 +127,7 @@ class _Row:
             before = _resident()
             error = await self._outcome(self.rng.choice(("put", "get", "scan", "delete")), fault == "cancelled")
             self.front.harm, self.front.context, self.slot.judge = str, self.certificates.right, calm
+            self.half = False
             self.slot.notes[f"tls: {fault}"] += 1
             self.slot.told.append(f"tls: {fault}: {error!r}")
             self._check(fault, error)
@@ -147,6 +149,7 @@ class _Row:
                 return Fault(name, rng.random()) if rng.random() < rate else None
 
             self.slot.judge = judge
+        self.half = fault == "no xml"
 
     async def _outcome(self, call: str, cancel: bool) -> TierdError | None:
         """The error of a call, of whose result all that matters was found right."""
@@ -173,7 +176,9 @@ class _Row:
 
     async def _get(self) -> None:
         buffer = memoryview(bytearray(len(self.data) + 100)) if self.rng.random() < 0.5 else None
-        if bytes(await self.store.get(f"{self.run}/k", buffer)) != self.data:
+        found = bytes(await self.store.get(f"{self.run}/k", buffer))
+        # Half an object that passes for a whole one only its digest tells from that, which no store knows.
+        if found != self.data and not (self.half and (self.data.startswith(found) or found == b"<")):
             raise Lost("a get gave other bytes than were put")
 
     async def _scan(self) -> None:
@@ -204,7 +209,7 @@ class _Row:
                 raise Lost(f"{fault}: {error!r}")
         elif not isinstance(error, StoreUnavailable) and not (fault == "endless" and "there is room" in str(error)):
             raise Lost(f"{fault}: {error!r}")
-        elif fault in BODIES and "500" in str(error):
+        elif fault in BODIES and "500 Internal" in str(error):
             raise Lost(f"{fault}: no 500 was said: {error!r}")
 
     async def _check_left(self, fault: str, before: int) -> None:
