@@ -371,7 +371,7 @@ class Node:
             if counters[name]:
                 raise Lost(f"an error counted as corruption: {name}; {self.lines[-20:]}")
         known = self.saved
-        until(lambda: not any(any((root / ".tmp").iterdir()) for root in self.tiers.values()), 5.0)  # puts under way
+        until(lambda: not any(any((root / ".tmp").iterdir()) for root in self.tiers.values()), 60.0)  # puts under way
         places = {name: on_tier(root, self.big) for name, root in self.tiers.items()}
         places["spool"] = in_spool(self.spool, self.big)
         on_tiers = set.intersection(*(places[name] for name in self.tiers))
