@@ -344,6 +344,20 @@ _DELETIONS = (
         "pytest tests/daemon/test_slow_tier.py -k does_not_fill",
     ),
     Mutant(
+        "a place that refuses requests as too many is asked as many as before",
+        "tierd/stores/window.py",
+        "            self._most = max(1.0, min(self._most, self._under_way) / 2)\n",
+        "            pass\n",
+        "pytest tests/stores/test_window.py -k takes_few",
+    ),
+    Mutant(
+        "Retry-After is passed over",
+        "tierd/stores/window.py",
+        "        self._closed_until = max(self._closed_until, now + wait_s)\n",
+        "",
+        "pytest tests/stores/test_window.py -k nothing_begins",
+    ),
+    Mutant(
         "intents that a place once refused to delete stand until a restart",
         "tierd/daemon/tiers.py",
         "        if guard.refused:  # intents",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +26,8 @@ class Bucket:
         self.denied: dict[str, tuple[int, str]] = {}
         self.keys: set[str] | None = None
         self.asked: Counter[str] = Counter()  # by action
+        self.times: defaultdict[str, list[float]] = defaultdict(list)  # of each, monotonic seconds
+        self.headers: dict[str, str] = {}  # of each answer, on top
         self.heads: list[str] = []
         self.refuse = lambda headers: None
         self.port = 0
@@ -50,6 +53,8 @@ def serving(bucket: Bucket) -> Iterator[Bucket]:
         def _say(self, status: int, body: bytes = b"") -> None:
             self.send_response(status)
             self.send_header("ETag", '"e"')
+            for name, value in bucket.headers.items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -58,6 +63,7 @@ def serving(bucket: Bucket) -> Iterator[Bucket]:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             bucket.heads.append(str(self.headers))
             bucket.asked[action] += 1
+            bucket.times[action].append(time.monotonic())
             if message := bucket.refuse(self.headers):
                 self._deny(403, "AccessDenied", message)
                 return None

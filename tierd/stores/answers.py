@@ -7,6 +7,7 @@ errors only the names of their classes and constants of OpenSSL's are shown.
 from __future__ import annotations
 
 import http.client
+import re
 import ssl
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ from tierd.core.errors import (
     ObjectNotFound,
     StoreFull,
     StoreRefused,
+    StoreThrottled,
     StoreUnavailable,
     TierdError,
 )
@@ -26,19 +28,20 @@ MISMATCH = {"BadDigest", "XAmzContentChecksumMismatch"}
 STRANGER = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "ExpiredTokenException"}
 STRANGER |= {"TokenRefreshRequired", "InvalidClientTokenId", "UnrecognizedClientException", "RequestExpired"}
 
-_NOT_NOW = {"SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "OperationAborted", "Throttling"}
-_NOT_NOW |= {"ThrottlingException", "TooManyRequests", "ConditionalRequestConflict", "RequestLimitExceeded"}
+_TOO_MANY = {"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded"}
+_NOT_NOW = {"InternalError", "ServiceUnavailable", "RequestTimeout", "OperationAborted", "ConditionalRequestConflict"}
 _NOT_NOW |= {"KMSInternalException", "InternalException", "DependencyTimeoutException", "KeyUnavailableException"}
 _NOT_NOW |= {*MISMATCH, "IncompleteBody"}  # damaged or cut on the way
 _PLACE = {"PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed", "InvalidRegion"}
 _LOCKED = {"MethodNotAllowed", "NotImplemented", "RetentionPolicyNotMet", "ObjectUnderActiveHold", "ObjectLocked"}
 ACTIONS = {"put": "s3:PutObject", "get": "s3:GetObject", "scan": "s3:ListBucket", "delete": "s3:DeleteObject"}
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "PACKET_LENGTH_TOO_LONG")
+_SECONDS, _LONGEST_WAIT_S = re.compile("[0-9]{1,9}"), 60.0
 _UNHEARD = "; nothing was heard from there yet: check host, port, and whether it is http:// or https://"
 _TLS_ALERT = "\x15\x03"  # what a server that speaks TLS answers to plain HTTP
 
 
-def said(place: str, doing: str, code: str, status: int, message: str) -> TierdError:
+def said(place: str, doing: str, code: str, status: int, message: str, after: str = "") -> TierdError:
     """The error that an answer of the server amounts to.
 
     Args:
@@ -47,10 +50,15 @@ def said(place: str, doing: str, code: str, status: int, message: str) -> TierdE
         code: S3's error code, or the HTTP status where the answer has none.
         status: the HTTP status; 0 where the answer to another request holds this one.
         message: the server's own words.
+        after: the header Retry-After (RFC 9110, section 10.2.3); only its seconds count, because a date needs clocks
+            that agree.
     """
     kind, advice = _condition(doing, code, status, message)
     answer = f"{code} {status or ''}".strip()
-    return kind(f"{place}: {doing}: {answer}{advice}{f' ({message[:200]})' if message else ''}")
+    text = f"{place}: {doing}: {answer}{advice}{f' ({message[:200]})' if message else ''}"
+    if kind is StoreThrottled:
+        return StoreThrottled(text, min(float(after), _LONGEST_WAIT_S) if _SECONDS.fullmatch(after) else 0.0)
+    return kind(text)
 
 
 def _condition(doing: str, code: str, status: int, message: str) -> tuple[type[TierdError], str]:
@@ -63,8 +71,11 @@ def _condition(doing: str, code: str, status: int, message: str) -> tuple[type[T
     if code == "QuotaExceeded" or status == 507:
         return StoreFull, ": the bucket is full"
     bare, is_kms = code.removeprefix("KMS."), code.startswith("KMS") or "kms:" in message.lower()
-    if bare in _NOT_NOW or status in (408, 429) or (status >= 500 and status != 501):
-        return StoreUnavailable, ": KMS takes no more requests for now; S3 Bucket Keys ask it seldom" if is_kms else ""
+    advice = ": KMS takes no more requests for now; S3 Bucket Keys ask it seldom" if is_kms else ""
+    if bare in _TOO_MANY or status in (429, 503):
+        return StoreThrottled, advice
+    if bare in _NOT_NOW or status == 408 or (status >= 500 and status != 501):
+        return StoreUnavailable, advice
     if is_kms:
         return StoreRefused, (
             ": the KMS key cannot be used: check sse_kms_key_id in the URL, that the key is enabled, and that the "

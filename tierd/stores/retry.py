@@ -15,8 +15,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
-from tierd.core.errors import StoreUnavailable
+from tierd.core.errors import StoreThrottled, StoreUnavailable
 from tierd.stores.base import LARGEST, Buffer, ObjectInfo, Store
+from tierd.stores.window import Window
 
 T = TypeVar("T")
 
@@ -31,8 +32,9 @@ class RetryingStore:
 
     An attempt may take `deadline_s` seconds, plus 1 s for each MB that it moves (more where `inner` has a `slowest`, in
     bytes/s) or 0.05 s for each key it deletes; a scan's deadline and attempts begin anew with each object that arrives.
-    Between attempts it waits a random part ("full jitter") of a delay that doubles from 0.25 s to 20 s. `rng` and
-    `sleep` are there for tests.
+    Between attempts it waits a random part ("full jitter") of a delay that doubles from 0.25 s to 20 s, on top of what
+    the store asks for. How many requests are under way follows from how many it refuses (`window`). `rng` and `sleep`
+    are there for tests.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class RetryingStore:
         self._slowest = getattr(inner, "slowest", _SLOWEST)
         self._rng = rng
         self._sleep = sleep
+        self._window = Window(sleep=sleep)
 
     def __repr__(self) -> str:
         return f"RetryingStore({self._inner!r})"
@@ -92,7 +95,8 @@ class RetryingStore:
         failed = 0
         while True:
             try:
-                return await self._within(doing, self._deadline_s + extra_s, begin())
+                async with self._window.request():  # its wait is no part of the attempt's deadline
+                    return await self._within(doing, self._deadline_s + extra_s, begin())
             except StoreUnavailable as error:
                 failed += 1
                 await self._pause(doing, failed, error)
@@ -110,5 +114,7 @@ class RetryingStore:
             error.add_note(f"{doing}: attempt {failed} of {self._attempts}, the last")
             raise error
         delay = self._rng() * min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** (failed - 1))
+        if isinstance(error, StoreThrottled):
+            delay += error.wait_s
         _log.warning("%s: attempt %d of %d failed, again in %.2f s: %s", doing, failed, self._attempts, delay, error)
         await self._sleep(delay)

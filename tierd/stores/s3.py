@@ -257,11 +257,12 @@ class S3Store:
         except botocore.ClientError as error:
             self._heard = True
             answer = error.response.get("Error", {})
-            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            sent = error.response.get("ResponseMetadata", {})
+            status, after = sent.get("HTTPStatusCode", 0), sent.get("HTTPHeaders", {}).get("retry-after", "")
             code = str(answer.get("Code", ""))
             if code in STRANGER and await self._have_changed(began):
                 raise StoreUnavailable(f"{self._url}: {doing}: {code}: there are other credentials by now") from None
-            raise said(str(self._url), doing, code, status, str(answer.get("Message", ""))) from error
+            raise said(str(self._url), doing, code, status, str(answer.get("Message", "")), after) from error
         except _FOREIGN as error:
             # Its text may quote what a credential helper printed.
             raise unanswered(str(self._url), doing, error, heard=self._heard) from None

@@ -1,0 +1,180 @@
+"""How many requests a place is asked at once, once it has refused some."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from itertools import pairwise
+
+import pytest
+from stores.test_s3 import credentials
+from support.s3stub import Bucket, serving
+
+from tierd.core.errors import StoreThrottled, StoreUnavailable
+from tierd.core.urls import parse_url
+from tierd.stores.answers import said
+from tierd.stores.base import Buffer
+from tierd.stores.memory import MemoryStore
+from tierd.stores.open import open_store
+from tierd.stores.retry import RetryingStore
+from tierd.stores.window import Window
+
+__all__ = ["credentials"]  # the fixture
+
+
+class Busy(MemoryStore):
+    """Takes `room` requests at once and refuses every other one."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room, self.here = room, 0
+        self.refused: list[bool] = []  # by request
+
+    async def put(self, key: str, data: Buffer) -> str:
+        is_refused = self.here >= self.room
+        self.refused.append(is_refused)
+        self.here += not is_refused
+        await asyncio.sleep(0.002)
+        self.here -= not is_refused
+        if is_refused:
+            raise StoreThrottled("put: SlowDown 503")
+        return await super().put(key, data)
+
+
+async def asked(store: RetryingStore, at_once: int, times: int) -> None:
+    async def some(number: int) -> None:
+        for turn in range(times):
+            await store.put(f"{number}/{turn}", b"x")
+
+    await asyncio.gather(*(some(number) for number in range(at_once)))
+
+
+def test_a_place_that_takes_few_is_soon_asked_few_at_once() -> None:
+    async def work() -> None:
+        busy = Busy(4)
+        store = RetryingStore(busy, attempts=200, rng=random.Random(1).random, sleep=lambda _: asyncio.sleep(0.001))
+        await asked(store, 32, 20)
+        assert len(busy._objects) == 640
+        late = busy.refused[len(busy.refused) // 2 :]
+        assert sum(late) < len(late) / 4, "it goes on asking more than the place takes"
+        assert busy.refused[:32].count(True) >= 20, "it did not ask as many as it may while nothing was refused"
+
+    asyncio.run(work())
+
+
+def test_and_many_again_when_it_takes_many() -> None:
+    async def work() -> None:
+        busy = Busy(2)
+        store = RetryingStore(busy, attempts=200, rng=random.Random(1).random, sleep=lambda _: asyncio.sleep(0.001))
+        await asked(store, 16, 5)
+        assert store._window._most < 8
+        busy.room = 1000
+        await asked(store, 16, 40)
+        assert store._window._most >= 16
+
+    asyncio.run(work())
+
+
+def test_requests_that_were_under_way_together_count_as_one_refusal() -> None:
+    async def work() -> None:
+        now = 0.0
+        window = Window(clock=lambda: now)
+
+        async def refused() -> None:
+            with pytest.raises(StoreThrottled):
+                async with window.request():
+                    await asyncio.sleep(0.01)
+                    raise StoreThrottled("SlowDown")
+
+        now = 1.0
+        waiting = [asyncio.ensure_future(refused()) for _ in range(16)]
+        await asyncio.sleep(0.005)
+        now = 2.0
+        await asyncio.gather(*waiting)
+        assert window._most == 8
+
+    asyncio.run(work())
+
+
+def test_nothing_begins_before_the_place_wants_to_be_asked_again() -> None:
+    async def work() -> None:
+        now, begun = 0.0, list[float]()
+
+        async def sleep(seconds: float) -> None:
+            nonlocal now
+            now += seconds
+            await asyncio.sleep(0)
+
+        window = Window(clock=lambda: now, sleep=sleep)
+        with pytest.raises(StoreThrottled):
+            async with window.request():
+                raise StoreThrottled("SlowDown", 7.0)
+        async with window.request():
+            begun.append(now)
+        assert begun == [7.0]
+
+    asyncio.run(work())
+
+
+def test_a_cancelled_request_and_one_that_waited_leave_their_room() -> None:
+    async def work() -> None:
+        window = Window()
+        window._most = 1.0
+        holder = asyncio.Event()
+
+        async def held() -> None:
+            async with window.request():
+                await holder.wait()
+
+        first, second, third = (asyncio.ensure_future(held()) for _ in range(3))
+        await asyncio.sleep(0.01)
+        second.cancel()
+        first.cancel()
+        await asyncio.sleep(0.01)
+        holder.set()
+        await asyncio.wait_for(third, 5)
+        assert window._under_way == 0
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "after", "wait_s"),
+    [
+        ("SlowDown", 503, "", 0.0),
+        ("SlowDown", 503, "3", 3.0),
+        ("429", 429, "100000", 60.0),
+        ("ThrottlingException", 400, "2", 2.0),
+        ("KMS.ThrottlingException", 400, "", 0.0),
+        ("SlowDown", 503, "Wed, 21 Oct 2026 07:28:00 GMT", 0.0),
+        ("SlowDown", 503, "-1", 0.0),
+    ],
+)
+def test_what_an_answer_says_of_waiting(code: str, status: int, after: str, wait_s: float) -> None:
+    error = said("s3://b", "put k", code, status, "", after)
+    assert isinstance(error, StoreThrottled)
+    assert error.wait_s == wait_s
+
+
+def test_a_server_s_fault_narrows_nothing() -> None:
+    error = said("s3://b", "put k", "InternalError", 500, "")
+    assert isinstance(error, StoreUnavailable)
+    assert not isinstance(error, StoreThrottled)
+
+
+def test_the_header_comes_through_from_the_wire(credentials: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierd.stores.retry._FIRST_DELAY_S", 0.001)
+    with serving(Bucket()) as bucket:
+        bucket.deny("GetObject", status=503, code="SlowDown")
+        bucket.headers["Retry-After"] = "1"
+
+        async def work() -> list[float]:
+            store = RetryingStore(open_store(parse_url(bucket.url()))._inner, attempts=3)  # type: ignore[attr-defined]
+            with pytest.raises(StoreThrottled):
+                await store.get("k")
+            await store.aclose()
+            return bucket.times["GetObject"]
+
+        times = asyncio.run(work())
+    assert len(times) == 3
+    assert all(later - earlier >= 1.0 for earlier, later in pairwise(times))
