@@ -77,8 +77,8 @@ MUTANTS = (
     Mutant(
         "slow down is a refusal",
         "tierd/stores/answers.py",
-        '_NOT_NOW = {"SlowDown", "InternalError",',
-        '_NOT_NOW = {"InternalError",',
+        '_TOO_MANY = {"SlowDown", "Throttling",',
+        '_TOO_MANY = {"Throttling",',
         "s3 --only 82",
         "StoreRefused(",
     ),
