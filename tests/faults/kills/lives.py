@@ -205,9 +205,9 @@ class Life:
 
     def _intrude(self) -> None:
         """P10: a second daemon of the spool refuses, and the first one goes on."""
-        first, lock = self.daemon, Path(self.config.spool) / ".tierd" / "lock"
+        first = self.daemon
         assert first is not None
-        self._await(lambda: _says(lock) == str(first.pid) or not first.alive(), "the daemon holds its spool")
+        lock = self._await_lock(first)
         config, page, log = self.config, Page(), self.room / "second.log"
         log.unlink(missing_ok=True)
         pid = fork(page, log, lambda: daemon(config, page, 0.0, last=False))
@@ -225,6 +225,11 @@ class Life:
                 raise Lost(f"a second daemon ended with {second.status}, and did not say why\n{_tail(log)}")
             self.notes["second daemons refused"] += 1
             self.tell("a second daemon refuses")
+
+    def _await_lock(self, daemon: Victim) -> Path:
+        lock = Path(self.config.spool) / ".tierd" / "lock"
+        self._await(lambda: _says(lock) == str(daemon.pid) or not daemon.alive(), "the daemon holds its spool")
+        return lock
 
     def _all_alive(self) -> bool:
         return all(victim is not None and victim.alive() for victim in (self.daemon, *self.ranks))
@@ -478,6 +483,7 @@ class Life:
     def _stop_daemon(self) -> None:
         assert self.daemon is not None
         victim = self.daemon
+        self._await_lock(victim)  # before that, nobody has said yet what the signal means
         os.kill(victim.pid, signal.SIGTERM)
         end = time.monotonic() + DEADLINE
         while victim.alive():
