@@ -150,6 +150,15 @@ def test_a_tier_that_lost_everything_but_its_head_is_no_fresh_start_either(home)
         reader.restore({"w": torch.zeros(10)})
 
 
+def test_nor_where_somebody_put_a_name_in_the_place_of_what_it_lost(home) -> None:
+    checkpoint = manifest(home, 25).parent
+    shutil.rmtree(home / "tier/r/manifests")
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "00003-of-99999.json").touch()
+    with pytest.raises(CheckpointNotFound, match=r"step 25 .*gone: it was whole once"):
+        restored(home, "other")
+
+
 def test_who_knows_that_there_was_more_says_so(home) -> None:
     with tierd.open(home / "tier", "r") as reader:
         assert reader.restore({"w": torch.zeros(10)}, at_least=25).step == 25

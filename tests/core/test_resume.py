@@ -20,9 +20,10 @@ from tierd.core.errors import (
     TierdError,
     WrongKey,
 )
+from tierd.core.ids import PartId
 from tierd.core.resume import Candidate, Resume, agree, not_found, own_part, restore_candidates
 from tierd.core.sight import Sight, see, told
-from tierd.core.world import Place, World
+from tierd.core.world import Facts, Place, World
 
 A100, A200, A300 = (checkpoint(1, step) for step in (100, 200, 300))
 B210 = checkpoint(2, 210)
@@ -44,6 +45,31 @@ def test_the_timeline_is_tried_newest_first_and_the_branch_only_named():
     assert found.branches == (A300,)
     assert found.attempts == (A, B)
     assert (found.incomplete, found.lost, found.unreached) == ((), None, ())
+
+
+def committed(*parts: PartId, left: dict[PartId, Facts | None], why: TierdError | None = None) -> Resume:
+    """What a restore finds in a spool that remembers to have committed these parts, and holds what is `left`."""
+    defects = {one: why for one, read in left.items() if read is None and why}
+    return restore_candidates(World(remade(Place(), left, defects, committed=frozenset(parts)), {}), "r")
+
+
+def test_what_was_whole_here_and_is_left_in_part_is_gone():
+    """Histories, seed 9383."""
+    both = part(A300, 0, 2), part(A300, 1, 2)
+    found = committed(*both, left={both[0]: facts(300)})
+    assert (found.gone, found.incomplete, tried(found)) == ((A300,), (), [])
+
+
+def test_what_was_never_whole_here_may_be_begun_anew():
+    first = part(A300, 0, 2)
+    found = committed(first, left={first: facts(300)})
+    assert (found.gone, found.incomplete) == ((), (A300,))
+
+
+def test_a_name_of_which_nothing_can_be_read_does_not_hide_what_went():
+    """Histories, seed 5093: an empty object, of a rank that there never was."""
+    found = committed(part(A300, 0, 2), left={part(A300, 3, 99_999): None}, why=ManifestError("no JSON"))
+    assert (found.gone, tried(found)) == ((A300,), [])
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,9 @@ def agree(
         doubtful &= hollow | set(timeline(known, known, origins).path) - set(line.unvouched)
     else:
         doubtful = {c for c in doubtful if step in (None, c.step) and attempt in (None, c.attempt)}
+    # What one rank misses, another may have; what it sees a part of, and knows to be no more, is not had by that.
+    there = {one for sight in sights for one in {*sight.partial(run)} - named(run, sight.gone)}
+    gone = {one for sight in sights for one in named(run, sight.gone)} - complete.keys() - aside - hollow - there
     unvouched = {*line.unvouched, *(one for one in hollow & doubtful if best or not first or one > first)}
     lacking = _lacking(sights, whole, complete, world, everything=everything) if world and not mute else {}
     return Resume(
@@ -148,7 +151,7 @@ def agree(
             sorted(
                 (
                     one
-                    for one in found - complete.keys() - aside - hollow - set(line.unvouched)
+                    for one in found - complete.keys() - aside - hollow - gone - set(line.unvouched)
                     if best or not first or one > first
                 ),
                 reverse=True,
@@ -170,7 +173,7 @@ def agree(
         whole=frozenset(complete),
         unread=tuple(one for one in untold if one not in bad),
         corrupt=tuple(one for one in untold if one in bad),
-        gone=tuple(sorted({one for sight in sights for one in named(run, sight.gone)} - known, reverse=True)),
+        gone=tuple(sorted(gone, reverse=True)),
         unvouched=tuple(sorted((one for one in unvouched if one not in order), reverse=True)),
     )
 

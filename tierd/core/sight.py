@@ -16,7 +16,7 @@ from tierd.core.errors import ManifestError, SpoolUnusable
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import metrics_to_json
 from tierd.core.wire import read_member
-from tierd.core.world import SPOOL, Facts, Place, World, complete_worlds, union
+from tierd.core.world import SPOOL, Facts, Place, World, complete_worlds, is_complete, union
 
 CORRUPT = "corrupt"
 _NAMES = 50  # of metrics, that a sight tells
@@ -34,8 +34,8 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         parts: attempt -> step -> world size -> ranks, for checkpoints that are not whole, or hollow, and the sizes of
             which not all are seen. Ranks are pairs: from, to.
         aside: set aside as corrupt, whole or in part, and not whole.
-        gone: committed on this node once, or the newest that was whole as a head remembers, and seen in no place,
-            whole or in part.
+        gone: committed on this node once, and now seen in no place, whole or in part, but by names of which nothing
+            can be read; or whole once, as this node or a head remembers, and not seen whole.
         origins: attempt -> the attempt and step that it resumed from, null where it began from nothing.
         unreached: tiers that did not answer; and a place where a manifest could not be read that alone may tell what an
             attempt resumed from.
@@ -108,8 +108,12 @@ def see(world: World, run: str, metrics: Collection[str] = ()) -> Sight:
         if part.checkpoint.run == run and not any(other.lists(part) for other in places)
     }
     origins = world.origins(run)
-    gone = {part.checkpoint for part in world.spool.committed if part.checkpoint.run == run} - {*own, *others} - aside
-    gone -= {part.checkpoint for place in places for part in place.quarantined}
+    saved: dict[CheckpointId, dict[int, set[int]]] = {}
+    for part in world.spool.committed:
+        if part.checkpoint.run == run:
+            saved.setdefault(part.checkpoint, {}).setdefault(part.world, set()).add(part.rank)
+    some = world.sound(run)
+    gone = {one for one, ranks in saved.items() if one not in some or (is_complete(ranks) and not world.has_whole(one))}
     if lost := world.gone(run):
         gone |= {lost}
     return Sight(

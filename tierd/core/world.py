@@ -349,14 +349,24 @@ class World:
         return together(head for place in self.places.values() for head in place.heads.get(run, ()))
 
     def gone(self, run: str) -> CheckpointId | None:
-        """The newest checkpoint that was complete anywhere, as heads remember it, where no place shows anything of
-        it; None where one does."""
+        """The newest checkpoint that was complete anywhere, as heads remember it, where all places together do not
+        show it complete any more, by parts that are not known to be unusable; None where they do, or set it aside."""
         one = newest(self.remembered(run), run)
+        return None if one is None or self.has_whole(one) else one
+
+    def has_whole(self, one: CheckpointId) -> bool:
+        """Whether all places together show a checkpoint complete, by parts that are not known to be unusable, or have
+        set a part of it aside."""
         places = self.places.values()
-        shown = any(
-            one in place.checkpoints or any(part.checkpoint == one for part in place.quarantined) for place in places
-        )
-        return None if shown else one
+        sound = union(*(seen.sound for place in places if (seen := place.checkpoints.get(one))))
+        return is_complete(sound) or any(part.checkpoint == one for place in places for part in place.quarantined)
+
+    def sound(self, run: str) -> set[CheckpointId]:
+        """The checkpoints of which some place has a part that is not known to be unusable, or has set one aside."""
+        found = {part.checkpoint for place in self.places.values() for part in place.quarantined}
+        for place in self.places.values():
+            found |= {seen.id for seen in place.copies(run) if any(seen.sound.values())}
+        return found
 
 
 def union(*seen: Mapping[int, frozenset[int]]) -> dict[int, frozenset[int]]:
