@@ -101,11 +101,13 @@ def config(
     *tiers: str,
     keep: int | None = 100,
     keep_local: int | None = None,
+    every: int | None = None,
     rescan: str = "60s",
     **more: object,
 ) -> Config:
-    """`keep`, `keep_local`: `keep_last` on every tier and in the spool; without `keep`, nobody configured any."""
-    policy = RetentionPolicy(keep_last=keep) if keep else None
+    """`keep`, `keep_local`: `keep_last` on every tier and in the spool; without `keep`, nobody configured any. `every`:
+    the tiers' `keep_every_steps`."""
+    policy = RetentionPolicy(keep_last=keep, keep_every_steps=every) if keep else None
     local = keep_local or keep
     return Config(
         spool=str(spool.root),

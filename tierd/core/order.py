@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from tierd.core.ids import CheckpointId
-from tierd.core.world import Sent
+from tierd.core.world import Place, Sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,15 @@ def in_turn(
         first = [*heads, *good]
     urgent = [one for one in found if one.checkpoint in needed or (sent and one.checkpoint == sent.last)]
     return list(dict.fromkeys(one.checkpoint for one in [*urgent, *first, *found]))
+
+
+def leads(checkpoint: CheckpointId, spool: Place, tier: Place) -> bool:
+    """Whether a checkpoint that is about to be sent is its run's newest: newer than all that the tier has complete, and
+    begun there by others or the newest of the spool. What is wanted for good is newer than all on the tier as well,
+    where one after the other is sent, and yet newer ones wait."""
+    if any(seen.usable and seen.id > checkpoint for seen in tier.copies(checkpoint.run)):
+        return False
+    return checkpoint in tier.checkpoints or not any(seen.id > checkpoint for seen in spool.copies(checkpoint.run))
 
 
 def _is_ahead(one: Candidate, newest: CheckpointId | None, sent: Sent | None) -> bool:

@@ -34,6 +34,7 @@ from tierd.core.errors import (
 from tierd.core.events import Event
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
+from tierd.core.order import leads
 from tierd.core.plan import (
     Action,
     Discard,
@@ -497,7 +498,8 @@ class Reconciler:
 
     async def _flush(self, part: PartId, tier: str, *, relayed: bool = False) -> None:
         self._busy[part] += 1
-        begun = time.monotonic()
+        begun, place = time.monotonic(), self.tiers.places[tier]
+        leading = place is None or leads(part.checkpoint, self._place, place)  # newer ones come while it is sent
         if relayed:
             self.notices.relayed(tier, part)
         try:
@@ -524,7 +526,7 @@ class Reconciler:
         self.journal.counters["flushed_raw_bytes"] += done.raw
         self.journal.counters["flushed_sent_bytes"] += done.sent
         self.journal.counters["flushed_shared_bytes"] += done.shared
-        self._note_sent(tier, part.checkpoint)
+        self._note_sent(tier, part.checkpoint, leads=leading)
         self.tiers.put(tier, part, done.facts)
         how = ", from another tier" if relayed else ""
         told = f"verified, {done.raw} bytes as {done.stored}, {done.sent} of them sent{how}"
@@ -533,13 +535,11 @@ class Reconciler:
         self._tell_durable(tier)
         await self._write_heads(tier, [part.checkpoint.run])
 
-    def _note_sent(self, tier: str, checkpoint: CheckpointId) -> None:
+    def _note_sent(self, tier: str, checkpoint: CheckpointId, *, leads: bool) -> None:
         self._full.discard(tier)
-        last, place = self._sent.get(tier), self.tiers.places[tier]
+        last = self._sent.get(tier)
         if last is None or last.last != checkpoint:
-            copies = place.copies(checkpoint.run) if place else ()
-            newest = not any(seen.usable and seen.id > checkpoint for seen in copies)
-            self._sent[tier] = Sent(checkpoint, 0 if newest or last is None else last.others + 1)
+            self._sent[tier] = Sent(checkpoint, 0 if leads or last is None else last.others + 1)
 
     def _cannot_relay(self, part: PartId, tier: str, error: TierdError) -> None:
         """No other tier has all of the part right: scrubbing finds out whose copy is wrong, and repairs it."""
