@@ -10,14 +10,15 @@ import pytest
 from stores.test_s3 import credentials
 from support.s3stub import Bucket, serving
 
-from tierd.core.errors import StoreThrottled, StoreUnavailable
+from tierd.core.errors import StoreUnavailable
 from tierd.core.urls import parse_url
+from tierd.core.wire import error_reply
 from tierd.stores.answers import said
 from tierd.stores.base import Buffer
 from tierd.stores.memory import MemoryStore
 from tierd.stores.open import open_store
 from tierd.stores.retry import RetryingStore
-from tierd.stores.window import Window
+from tierd.stores.window import StoreThrottled, Window
 
 __all__ = ["credentials"]  # the fixture
 
@@ -154,6 +155,10 @@ def test_what_an_answer_says_of_waiting(code: str, status: int, after: str, wait
     error = said("s3://b", "put k", code, status, "", after)
     assert isinstance(error, StoreThrottled)
     assert error.wait_s == wait_s
+
+
+def test_a_client_is_told_a_condition_that_every_version_knows() -> None:
+    assert error_reply(StoreThrottled("SlowDown", 3.0))["error"] == "StoreUnavailable"
 
 
 def test_a_server_s_fault_narrows_nothing() -> None:

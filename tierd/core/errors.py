@@ -40,14 +40,6 @@ class StoreUnavailable(TierdError):
     """The store did not answer, or answered that it cannot now. The only condition that is retried."""
 
 
-class StoreThrottled(StoreUnavailable):
-    """The store takes no more requests for now. `wait_s`: for so many seconds, where it says so; else 0."""
-
-    def __init__(self, message: str, wait_s: float = 0.0) -> None:
-        super().__init__(message)
-        self.wait_s = wait_s
-
-
 class StoreFull(StoreUnavailable):
     """The store has no room for a put: its file system is full, or the quota is used up."""
 

@@ -18,10 +18,10 @@ from tierd.core.errors import (
     ObjectNotFound,
     StoreFull,
     StoreRefused,
-    StoreThrottled,
     StoreUnavailable,
     TierdError,
 )
+from tierd.stores.window import StoreThrottled
 
 MISMATCH = {"BadDigest", "XAmzContentChecksumMismatch"}
 # Codes by which a server says that it does not know, or no longer takes, whoever asks; others may be at hand by now.

@@ -15,9 +15,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
-from tierd.core.errors import StoreThrottled, StoreUnavailable
+from tierd.core.errors import StoreUnavailable
 from tierd.stores.base import LARGEST, Buffer, ObjectInfo, Store
-from tierd.stores.window import Window
+from tierd.stores.window import StoreThrottled, Window
 
 T = TypeVar("T")
 

@@ -14,9 +14,17 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from tierd.core.errors import StoreThrottled
+from tierd.core.errors import StoreUnavailable
 
 _WIDE = 64.0  # requests at once that no refusal is to be feared from, since no store of ours asks as many
+
+
+class StoreThrottled(StoreUnavailable):
+    """The store takes no more requests for now. `wait_s`: for so many seconds, where it says so; else 0."""
+
+    def __init__(self, message: str, wait_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s
 
 
 class Window:
