@@ -6,17 +6,13 @@ failed, or a kit's LOST. A mutant that no longer fits the code is a loss, too.
 
 from __future__ import annotations
 
-import compileall
+import functools
 import importlib
-import importlib.util
-import itertools
 import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,63 +44,27 @@ def missing() -> str | None:
 
 
 def run(work: Round) -> None:
-    """Seeds stride through the mutants, so that a short round has some of every kit's. As many at once as there are
-    cores, each in a tree of its own."""
-    seeds, lock = itertools.islice(work.seeds(), work.trials), threading.Lock()
-    green = Green()
-
-    def worker(number: int) -> None:
-        tree = work.room / f"tree{number}"
-        shutil.copytree(ROOT, tree, ignore=_LEFT_OUT)
-        for part in ("tierd", "tests"):  # else each of thousands of processes compiles all of it
-            compileall.compile_dir(tree / part, quiet=2)
-        while True:
-            with lock:
-                seed = next(seeds, None)
-            if seed is None:
-                return
-            try:
-                mutant = _trial(seed, tree, green)
-            except Exception as error:
-                with lock:
-                    work.lost(seed, error)
-            else:
-                with lock:
-                    work.passed(1, f"by {mutant.by.split()[0]}")
-
-    workers = min(work.trials, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(worker, range(workers)))
-
-
-class Green:
-    """What is green without any mutant, each asked once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._found: dict[str, Future[bool]] = {}
-
-    def __call__(self, by: str, tree: Path) -> bool:
-        with self._lock:
-            is_known, found = by in self._found, self._found.setdefault(by, Future())
-        if not is_known:
-            try:
-                found.set_result(not _reds(by, "", tree))
-            except Exception as error:
-                found.set_exception(error)
-        return found.result()
-
-
-def _trial(seed: int, tree: Path, green: Green) -> Mutant:
+    """Seeds stride through the mutants, so that a short round has some of every kit's."""
     mutants = collect()
-    step = next(step for step in (7, 5, 3, 1) if len(mutants) % step)
-    mutant = mutants[seed * step % len(mutants)]
-    if not green(mutant.by, tree):
-        raise Lost(f"{mutant.by} is red without any mutant")
-    with _planted(mutant, tree):
-        if not _reds(mutant.by, mutant.told, tree):
-            raise Lost(f"mutant survived: {mutant.name} ({mutant.path}), by {mutant.by}")
-    return mutant
+    tree = work.room / "tree"
+    shutil.copytree(ROOT, tree, ignore=_LEFT_OUT)
+
+    @functools.cache
+    def green(by: str) -> bool:
+        return not _reds(by, "", tree)
+
+    def trial(seed: int) -> None:
+        step = next(step for step in (7, 5, 3, 1) if len(mutants) % step)
+        mutant = mutants[seed * step % len(mutants)]
+        if not green(mutant.by):
+            raise Lost(f"{mutant.by} is red without any mutant")
+        with _planted(mutant, tree):
+            if not _reds(mutant.by, mutant.told, tree):
+                raise Lost(f"mutant survived: {mutant.name} ({mutant.path}), by {mutant.by}")
+        work.notes[f"by {mutant.by.split()[0]}"] += 1
+
+    for seed in work.seeds():
+        work.attempt(seed, trial)
 
 
 @contextmanager
@@ -114,8 +74,6 @@ def _planted(mutant: Mutant, tree: Path) -> Iterator[None]:
     if (number := source.count(mutant.old)) != 1:
         raise Lost(f"mutant {mutant.name} fits {number} places of {mutant.path}: write it anew")
     path.write_text(source.replace(mutant.old, mutant.new))
-    if path.suffix == ".py":  # it goes by size and whole seconds
-        Path(importlib.util.cache_from_source(path)).unlink(missing_ok=True)
     try:
         yield
     finally:
