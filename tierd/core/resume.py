@@ -140,8 +140,9 @@ def agree(
     else:
         doubtful = {c for c in doubtful if step in (None, c.step) and attempt in (None, c.attempt)}
     # What one rank misses, another may have; what it sees a part of, and knows to be no more, is not had by that.
-    there = {one for sight in sights for one in {*sight.partial(run)} - named(run, sight.gone)}
-    gone = {one for sight in sights for one in named(run, sight.gone)} - complete.keys() - aside - hollow - there
+    gone = {one for sight in sights for one in named(run, sight.gone)} - complete.keys() - aside - hollow
+    if gone:  # seldom: to take every rank's parts apart takes long
+        gone -= {one for sight in sights for one in sight.partial(run).keys() - named(run, sight.gone)}
     unvouched = {*line.unvouched, *(one for one in hollow & doubtful if best or not first or one > first)}
     lacking = _lacking(sights, whole, complete, world, everything=everything) if world and not mute else {}
     return Resume(

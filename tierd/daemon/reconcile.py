@@ -623,8 +623,9 @@ class Reconciler:
         on_one = any(all(self.tiers.has(part, name) for part in parts) for name in self.stores)
         if on_one:
             return parts
-        if checkpoint in superseded(Demand(self.world(), self.config, checkpoint.run)):
-            others = [seen for seen in complete_here(self.world(), checkpoint.run) if seen.id != checkpoint]
+        world = self.world()
+        if checkpoint in superseded(Demand(world, self.config, checkpoint.run)):
+            others = [seen for seen in complete_here(world, checkpoint.run) if seen.id != checkpoint]
             return parts if await self._all_right(part for seen in others for part in seen.parts()) else None
         return parts if await self.tiers.are_past(checkpoint, self.world()) else None
 
