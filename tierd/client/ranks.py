@@ -7,7 +7,6 @@ and never inside `save`. What they say is JSON with a schema. Where they cannot 
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import secrets
 import time
@@ -20,8 +19,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tierd.client.launchers import environ_number, rank_and_world, torchrun_ranks
 from tierd.core.errors import ConfigError, StoreUnavailable
-from tierd.core.ids import MAX_WORLD, check_rank, next_attempt
+from tierd.core.ids import check_rank
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -48,13 +48,13 @@ class Ranks:
     """
 
     def __init__(self, rank: int | None = None, world_size: int | None = None) -> None:
-        self.rank, self.world = rank_and_world(rank, world_size)
+        self.rank, self.world = rank_and_world(rank, world_size, _group_ranks)
         self._talk: Callable[[bytes], list[bytes]] | None = None
         me = self.rank, self.world
         if self.world > 1:
             if _group_ranks() == me:
                 self._talk = _through_group(_own_group())
-            elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and _torchrun_ranks() == me:
+            elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and torchrun_ranks() == me:
                 self._talk = _through_store(*me)
 
     @property
@@ -79,68 +79,9 @@ class Ranks:
             ) from error
 
 
-def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """As `Ranks` orders it; raises as it does."""
-    if (rank is None) != (world_size is None):
-        raise ConfigError("give both rank and world_size, or neither")
-    if rank is not None:
-        return check_rank(rank, world_size)
-    return _group_ranks() or _torchrun_ranks() or _slurm_ranks() or (0, 1)
-
-
-def slurm_attempt(rank: int, world: int, origin: str = "") -> str | None:
-    """The attempt that every rank of a SLURM step derives without talking; None outside one.
-
-    Its time is the job's start (`SLURM_JOB_START_TIME`, seconds since 1970, which a requeue renews) plus the step's
-    number in milliseconds; its token is a digest of job, restart count, step and `origin`, what was resumed from: ranks
-    that resumed from different checkpoints never write parts of the same one.
-
-    Raises:
-        ConfigError: this Slurm does not tell when the job started.
-    """
-    if _slurm_ranks() != (rank, world):
-        return None
-    if "SLURM_JOB_START_TIME" not in os.environ:
-        raise ConfigError(
-            f"{world} ranks must share one attempt, and this Slurm sets no SLURM_JOB_START_TIME to derive it from: "
-            "initialise torch.distributed first, or pass attempt= (tierd.new_attempt() makes one; give every rank the "
-            "same)"
-        )
-    step = _number("SLURM_STEP_ID", 2**32 - 1)
-    started = _number("SLURM_JOB_START_TIME", 2**37)
-    names = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")]
-    names.append(origin)
-    return next_attempt(started * 1000 + step, (), hashlib.blake2b("/".join(names).encode(), digest_size=4).hexdigest())
-
-
 def _group_ranks() -> tuple[int, int] | None:
     group = _process_group()
     return check_rank(group.get_rank(), group.get_world_size()) if group is not None else None
-
-
-def _torchrun_ranks() -> tuple[int, int] | None:
-    return _environment("RANK", "WORLD_SIZE")
-
-
-def _slurm_ranks() -> tuple[int, int] | None:
-    # SLURM_NTASKS is set in a batch script, too, where one process runs: only a step's own count tells of ranks.
-    return _environment("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-
-
-def _environment(rank: str, world: str) -> tuple[int, int] | None:
-    if rank not in os.environ or world not in os.environ:
-        return None
-    number, size = _number(rank, MAX_WORLD), _number(world, MAX_WORLD)
-    if number >= size:
-        raise ConfigError(f"{rank}={number} and {world}={size} in the environment: ranks count from 0 to {world} - 1")
-    return number, size
-
-
-def _number(name: str, limit: int) -> int:
-    value = os.environ.get(name, "")
-    if not value.isascii() or not value.isdecimal() or int(value) > limit:
-        raise ConfigError(f"{name}={value!r} in the environment: a number from 0 to {limit} is expected there")
-    return int(value)
 
 
 def _process_group() -> Any:
@@ -244,7 +185,7 @@ def _through_store(rank: int, world: int) -> Callable[[bytes], list[bytes]]:
 
     distributed: Any = torch_distributed
     try:
-        agent = _agent(os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", 2**16 - 1))
+        agent = _agent(os.environ.get("MASTER_ADDR", ""), environ_number("MASTER_PORT", 2**16 - 1))
         meeting = _meet(distributed.PrefixStore(f"{_TAG}/{next(_meetings)}", agent), rank, world)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
