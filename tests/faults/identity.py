@@ -1,4 +1,4 @@
-"""Mutants of what tells a process which rank it is, and its launch a name."""
+"""Mutants of what tells a process which rank it is, and its launch and its attempt a name."""
 
 from __future__ import annotations
 
@@ -90,5 +90,12 @@ IDENTITY = (
         "(_local(_SLURM) if by_srun else None)) == numbers[1]",
         "(_local(_SLURM) if by_srun else None)) is not None",
         f"{_WHO} whether_that_is_all",
+    ),
+    Mutant(
+        "a rank of a SLURM step that restores late is refused",
+        "tierd/client/launch.py",
+        "        given = self._given_for(origin)\n",
+        "        given = self._given\n",
+        "pytest tests/client/test_ranks.py -k restores_after_another",
     ),
 )
