@@ -715,6 +715,22 @@ def test_a_slurm_step_derives_its_attempt_the_same_on_every_rank(environ, spool)
     assert on[:12] == requeued[:12] and on != requeued, "ranks that resumed from different steps share no attempt"
 
 
+def test_a_rank_of_a_slurm_step_restores_after_another_one_has_saved(environ, spool):
+    """Its attempt is that of what it resumes from, and not the one that it would have in a fresh start."""
+    environ(**STEP)
+    for launch in range(8):
+        environ(SLURM_JOB_ID=str(70 + launch), SLURM_JOB_START_TIME=str(1_700_000_000 + launch))
+        names = set()
+        for number in range(4):
+            environ(SLURM_PROCID=str(number))
+            with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+                found = checkpointer.restore(tensors(0))
+                assert (found.step if found else None) == (launch - 1 if launch else None)
+                checkpointer.save(launch, tensors(value(launch, number))).wait()
+                names.add(checkpointer.attempt)
+        assert len(names) == 1
+
+
 def test_a_slurm_attempt_that_is_not_the_latest_is_refused_as_a_given_one(environ, spool):
     environ(**STEP)
     for number in range(4):

@@ -69,8 +69,8 @@ class Checkpointer:
     Args:
         spool: directory on local disk; made if it is missing.
         run: the training job's name, the same in every launch.
-        rank, world_size: from an initialised `torch.distributed`, else from torchrun's or a SLURM step's environment,
-            when not given; else rank 0 of 1.
+        rank, world_size: from an initialised `torch.distributed`, else from the environment of the launcher (torchrun,
+            mpirun, srun, …: the README's table), when not given; else rank 0 of 1.
         attempt: this launch's name, shared by all ranks; agreed on through `torch.distributed` or torchrun's agent, or
             derived from SLURM's environment, when not given.
         to: URLs of the tiers: a daemon for them is started unless one holds the spool. Not given: a daemon is expected
@@ -83,8 +83,9 @@ class Checkpointer:
             every rank. Not given: what a configuration or an earlier launch said, else `keep_last=3`.
 
     Raises:
-        ConfigError: a name, rank, URL or policy cannot be used; or ranks were given different ones, or cannot agree; or
-            `when` hangs on a clock or a metric, and they cannot talk.
+        ConfigError: a name, rank, URL or policy cannot be used; or the launcher told a rank and not how many there are,
+            or the reverse; or ranks were given different ones, or cannot agree; or `when` hangs on a clock or a metric,
+            and they cannot talk.
         StoreUnavailable: another rank could not begin; says which and why.
         SpoolUnusable: the spool cannot be written to, or something of the run lies behind a link.
         DaemonUnavailable: the daemon for `to` did not start.

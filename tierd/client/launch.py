@@ -153,14 +153,19 @@ class Launch:
 
     def check_given(self, origin: CheckpointId | None, attempts: Collection[str]) -> None:
         """Raises `ConfigError` where a given attempt cannot go on from `origin`, or cannot be the run's latest."""
-        if self._given is None:
+        given = self._given_for(origin)
+        if given is None:
             return
         latest = max(attempts, default="")
-        if self._given < latest or (origin and (self.steps or self._given == origin.attempt)):
+        if given < latest or (origin and (self.steps or self._given == origin.attempt)):
             raise ConfigError(
-                f"attempt {self._given} cannot go on from attempt {latest}: an attempt has one origin, and is later "
+                f"attempt {given} cannot go on from attempt {latest}: an attempt has one origin, and is later "
                 "than what it resumes from; make a new Checkpointer with a new attempt="
             )
+
+    def _given_for(self, origin: CheckpointId | None) -> str | None:
+        # Another rank that restored earlier may have saved under this name already.
+        return slurm_attempt(self.rank, self.world, str(origin or "")) if self._derived else self._given
 
     def clock(self) -> Clock:
         """What this rank gives to the naming of the next attempt."""
@@ -179,7 +184,7 @@ class Launch:
         """
         self.check_given(origin, attempts)
         if self._derived:
-            self._given, self._attempt = slurm_attempt(self.rank, self.world, str(origin or "")), None
+            self._given, self._attempt = self._given_for(origin), None
         if origin is None and (self._given or self._attempt is None or max(attempts, default="") <= self._attempt):
             return  # a name that is still to be made is made of another look
         self._origin = origin

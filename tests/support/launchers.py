@@ -1,0 +1,202 @@
+"""Launchers that start the training of `support.launched`, kills at seeded places, and what must be true afterwards."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from support import launched, srun
+from support.launched import ORDERS, PLACES, WORLD, Kill, Orders
+from support.ranks import environment
+
+import tierd
+
+SCRIPT = launched.__file__
+STEPS, EVERY = 12, 3
+SEEDS = range(1, 1 + int(os.environ.get("TIERD_LAUNCHES", "1")))  # kill cycles of each launcher
+TIMEOUT = 150.0  # seconds that one call of a launcher may take
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How two ranks are started, and what a loop over it needs.
+
+    Attributes:
+        command: of one call; None in it stands for the script's own path.
+        numbers, group: as `Orders` has them.
+        restarts: it starts the ranks again by itself.
+        attempt: the ranks cannot talk, so each launch is given one, as the README says.
+        variables: more of the environment.
+    """
+
+    name: str
+    command: Sequence[str]
+    numbers: tuple[str, str] = ("RANK", "WORLD_SIZE")
+    group: str = ""
+    restarts: bool = False
+    attempt: bool = False
+    variables: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Resumed(NamedTuple):
+    rank: int
+    step: int
+    attempt: str
+
+
+def python(*arguments: str) -> list[str]:
+    return [sys.executable, *arguments]
+
+
+TORCHRUN = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3", SCRIPT)
+SPAWN = (
+    "from torch import multiprocessing; from support import launched; multiprocessing.spawn(launched.spawned, nprocs=2)"
+)
+PLAIN = (
+    Launcher("torchrun", TORCHRUN, restarts=True),
+    Launcher(
+        "torchrun-group",
+        TORCHRUN,
+        group="env",
+        restarts=True,
+        variables=(("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),),
+    ),
+    Launcher("spawn", python("-c", SPAWN), group="file"),
+    Launcher(
+        "srun",
+        python(srun.__file__, str(WORLD), "3", *python(SCRIPT)),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        restarts=True,
+    ),
+)
+_OPEN_MPI = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2", *python(SCRIPT))
+_OPEN_MPI_NUMBERS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+_HYDRA = ("mpiexec.hydra", "-n", "2", *python(SCRIPT))
+MPI = (
+    Launcher("open-mpi", _OPEN_MPI, _OPEN_MPI_NUMBERS, attempt=True),
+    Launcher("open-mpi-group", _OPEN_MPI, _OPEN_MPI_NUMBERS, group="file"),
+    Launcher("mpich", _HYDRA, ("PMI_RANK", "PMI_SIZE"), attempt=True),
+    Launcher("mpich-group", _HYDRA, ("PMI_RANK", "PMI_SIZE"), group="file"),
+)
+_ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines=1", "--num_processes=2")
+LIBRARIES = (
+    Launcher(
+        "accelerate",
+        python(*_ACCELERATE, "--mixed_precision=no", "--dynamo_backend=no", SCRIPT, "accelerate"),
+        group="others",
+    ),
+    Launcher("lightning", python(SCRIPT, "lightning"), group="others"),
+)
+
+
+def kills(seed: int) -> tuple[Kill, ...]:
+    """Where this seed kills: one rank, at a step whose checkpoint is due, past the first checkpoint in most cases."""
+    chance = random.Random(seed)
+    step = EVERY * chance.randint(1, STEPS // EVERY)
+    return (Kill(chance.randrange(WORLD), step, chance.choice(PLACES)),)
+
+
+def cycle(launcher: Launcher, seed: int, home: Path) -> None:
+    """Launch, be killed, launch again; then the last state is that of an uninterrupted run, bit for bit.
+
+    Raises:
+        AssertionError: it is not, or ranks resumed from different checkpoints or from an older one than both were told
+            is durable, or shared no attempt. It names the launcher and the seed.
+    """
+    planned = kills(seed)
+    told = f"launcher {launcher}, seed {seed}, {planned}"
+    for number in range(len(planned) + 1):
+        orders = Orders(
+            home=str(home),
+            numbers=launcher.numbers,
+            group=launcher.group,
+            steps=STEPS,
+            every=EVERY,
+            kills=planned,
+            meeting=str(home / f"meeting-{number}"),
+            attempt=tierd.new_attempt() if launcher.attempt else None,
+        )
+        status, said = call(launcher, orders)
+        done = len(list(home.glob("killed-*")))
+        if launcher.restarts:
+            assert (status, done) == (0, len(planned)), f"{told}: status {status}, {done} killed\n{said}"
+            break
+        assert done == min(number + 1, len(planned)), f"{told}: launch {number}, {done} killed\n{said}"
+        assert (status == 0) == (number == len(planned)), f"{told}: launch {number}, status {status}\n{said}"
+    judge((home / "log").read_text().splitlines(), told, len(planned) + 1)
+    final = [(home / f"final-{rank}").read_text() for rank in range(WORLD)]
+    assert final == launched.uninterrupted(STEPS, bool(launcher.group)), f"{told}: not as in an uninterrupted run"
+
+
+def judge(log: list[str], told: str, launches: int) -> None:
+    """What both ranks were told is durable is resumed from, by both, under a later attempt that they share."""
+    acked: list[set[tuple[str, int]]] = [{("", 0)} for _ in range(WORLD)]
+    begun: list[Resumed] = []
+    for rank, what, *words in (line.split() for line in log):
+        if what == "acked":
+            acked[int(rank)].add((words[1], int(words[0])))
+        elif what == "resumed":
+            begun.append(Resumed(int(rank), int(words[0]), words[1]))
+            # The other rank of this launch may have saved since, and nothing of that is whole without this one.
+            attempt, whole = max(set.intersection(*acked))
+            assert begun[-1].step >= whole, f"{told}: {begun[-1]}, and {whole} of {attempt} was durable on all ranks"
+    assert len(begun) == WORLD * launches, f"{told}: {begun}"
+    pairs = [sorted(begun[at : at + WORLD]) for at in range(0, len(begun), WORLD)]
+    for pair in pairs:
+        assert [one.rank for one in pair] == list(range(WORLD)), f"{told}: {pair}"
+        assert len({(one.step, one.attempt) for one in pair}) == 1, f"{told}: ranks do not go together: {pair}"
+    attempts = [pair[0].attempt for pair in pairs]
+    assert attempts == sorted(set(attempts)), f"{told}: {attempts}"
+
+
+def call(launcher: Launcher, orders: Orders) -> tuple[int, str]:
+    """One call of the launcher: its exit status, and the end of what was printed. Leaves no process of it behind."""
+    variables = environment(**{ORDERS: orders.text(), **dict(launcher.variables)})
+    home = Path(orders.home)
+    with (home / "output").open("ab") as output:
+        process = subprocess.Popen(
+            launcher.command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=home
+        )
+        try:
+            status = process.wait(TIMEOUT)
+        finally:
+            process.kill()
+            process.wait()
+            end_all(home)
+    return status, (home / "output").read_text(errors="replace")[-4000:]
+
+
+def end_all(home: Path) -> None:
+    """End the ranks that outlived their launcher, and wait until they are gone."""
+    log = (home / "log").read_text().splitlines() if (home / "log").exists() else []
+    left = [int(line.split()[2]) for line in log if line.split()[1] == "pid"]
+    for pid in left:
+        if ours(pid, home):
+            os.kill(pid, signal.SIGKILL)
+    await_that(lambda: not any(ours(pid, home) for pid in left))
+
+
+def ours(pid: int, home: Path) -> bool:
+    """Whether a process of this number lives that was started for `home`: numbers come again."""
+    try:
+        return str(home).encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def await_that(look: Callable[[], bool], patience: float = 30) -> None:
+    end = time.monotonic() + patience
+    while not look():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -1,0 +1,61 @@
+"""`sbatch --requeue` of a script whose one line is `srun --kill-on-bad-exit -n N COMMAND`, as Slurm's sources have it.
+
+    python srun.py N REQUEUES COMMAND...
+
+Every task gets the variables of `env_array_for_step` and `setup_env` (src/common/env.c). When one task fails the others
+are killed, the job is requeued under the same id, `SLURM_RESTART_COUNT` counts that, and the job's start is a later
+second. Ends with 0 once all tasks of a start have.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+
+def step(tasks: int, restarts: int, started: int, command: list[str]) -> bool:
+    """Run the step; whether all tasks ended with 0."""
+    common = {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_START_TIME": str(started),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEPID": "0",
+        "SLURM_NTASKS": str(tasks),
+        "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": str(tasks),
+        "SLURM_NODEID": "0",
+    }
+    if restarts:
+        common["SLURM_RESTART_COUNT"] = str(restarts)
+    running = [
+        subprocess.Popen(command, env={**os.environ, **common, "SLURM_PROCID": str(one), "SLURM_LOCALID": str(one)})
+        for one in range(tasks)
+    ]
+    try:
+        while any(one.poll() is None for one in running):
+            if any(one.returncode for one in running):
+                return False
+            time.sleep(0.02)
+        return not any(one.returncode for one in running)
+    finally:
+        for one in running:
+            one.kill()
+            one.wait()
+
+
+def main(tasks: int, requeues: int, command: list[str]) -> int:
+    started = int(time.time()) - 1
+    for restarts in range(requeues + 1):
+        while int(time.time()) <= started:
+            time.sleep(0.05)
+        started = int(time.time())
+        if step(tasks, restarts, started, command):
+            return 0
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))
