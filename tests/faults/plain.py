@@ -162,6 +162,7 @@ _GUARDS = (
     ),
 )
 
+_SILENT = "pytest tests/client/test_silent_daemon.py"
 _ENCRYPTION = (
     Mutant(
         "a chunk is any of its directory",
@@ -275,6 +276,41 @@ _ENCRYPTION = (
         "(DaemonAbsent if absent else DaemonUnavailable)",
         "DaemonUnavailable",
         "pytest tests/daemon/test_control.py -k ls_shows_the_spool",
+    ),
+    Mutant(
+        "a daemon that does not greet is waited for as one that works",
+        "tierd/link.py",
+        "self._line(end, min(self._silence_s, _GREETING))",
+        "self._line(end, self._silence_s)",
+        f"{_SILENT} -k names_it_after_seconds",
+    ),
+    Mutant(
+        "a stopped daemon whose queue is full counts as absent",
+        "tierd/link.py",
+        "            if isinstance(error, BlockingIOError):",
+        "            if False:",
+        f"{_SILENT} -k no_more_callers",
+    ),
+    Mutant(
+        "no launch begins beside a stopped daemon",
+        "tierd/client/attachment.py",
+        "            except DaemonSilent as error:\n                self._warn(error)\n            self._watch",
+        "            except ZeroDivisionError as error:\n                self._warn(error)\n            self._watch",
+        f"{_SILENT} -k closing_waits",
+    ),
+    Mutant(
+        "a daemon that woke is not attached to",
+        "tierd/client/attachment.py",
+        "return not link.heard() if link",
+        "return True if link",
+        f"{_SILENT} -k when_it_wakes",
+    ),
+    Mutant(
+        "a daemon that falls silent in a look ends the restore",
+        "tierd/client/source.py",
+        "            except DaemonSilent as error:",
+        "            except ZeroDivisionError as error:",
+        f"{_SILENT} -k between_two_questions",
     ),
     Mutant(
         "a wait tells what was left, not what was asked",

@@ -87,7 +87,7 @@ class Checkpointer:
             `when` hangs on a clock or a metric, and they cannot talk.
         StoreUnavailable: another rank could not begin; says which and why.
         SpoolUnusable: the spool cannot be written to, or something of the run lies behind a link.
-        DaemonUnavailable: the daemon for `to` did not start.
+        DaemonUnavailable: the daemon for `to` did not start. One that is there and stopped is done without.
     """
 
     def __init__(
@@ -437,6 +437,7 @@ class Checkpointer:
             tell=self._daemon.tell,
             metrics=tuple({name for name in (best, self._choice.metric) if isinstance(name, str)}),
             only=only,
+            silent=self._daemon.silent,
         )
 
     def _tree(self, found: Found) -> dict[str, Any]:
