@@ -313,6 +313,27 @@ _ENCRYPTION = (
         f"{_SILENT} -k between_two_questions",
     ),
     Mutant(
+        "a tier that does not answer is named and no more",
+        "tierd/daemon/control.py",
+        "silent=self._located(silent, sight.unreached)",
+        "silent={}",
+        "pytest tests/client/test_missing_tier.py -k missing_on_one_node",
+    ),
+    Mutant(
+        "who hears no other rank is taken for rank 0",
+        "tierd/core/resume.py",
+        "ranks = numbers if mute is None else (mute,)",
+        "ranks = numbers",
+        "pytest tests/client/test_missing_tier.py -k hears_no_other",
+    ),
+    Mutant(
+        "a fetch that fails does not say on which node",
+        "tierd/daemon/control.py",
+        'raise type(error)(f"node {socket.gethostname()}: {error}") from error',
+        "raise",
+        "pytest tests/client/test_missing_tier.py -k only_that_tier_has",
+    ),
+    Mutant(
         "a wait tells what was left, not what was asked",
         "tierd/daemon/control.py",
         "is not verified there yet{why}",

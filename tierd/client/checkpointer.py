@@ -409,7 +409,8 @@ class Checkpointer:
             self._pipeline.reserve(size)
             self._check_space(size)
         if found.unreached:
-            log.warning("restored step %d; not asked for newer ones: %s", manifest.step, ", ".join(found.unreached))
+            silent = ", ".join(found.unreached) + restorer.because()
+            log.warning("restored step %d; not asked for newer ones: %s", manifest.step, silent)
         return Restored(
             step=manifest.step,
             attempt=manifest.attempt,
