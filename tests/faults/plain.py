@@ -1285,6 +1285,7 @@ _CROWDS = (
 )
 
 _BESIDE, _TWO = "pytest tests/core/test_launches.py", "pytest tests/test_two_launches.py"
+_LEASE = "pytest tests/test_lease.py"
 _LAUNCHES = (
     Mutant(
         "a later launch retires what an earlier one that lives has saved",
@@ -1327,6 +1328,62 @@ _LAUNCHES = (
         "if not told[run] <= self._beside.get(run, frozenset()):",
         "if False:",
         f"{_TWO} -k both_are_warned",
+    ),
+    Mutant(
+        "a Checkpointer that saves again takes the lease of the one that took its own",
+        "tierd/client/beside.py",
+        "among=former is not None and not shown)",
+        "among=False)",
+        f"{_LEASE} -k in_turns",
+    ),
+    Mutant(
+        "a Checkpointer that nobody closed keeps its lease",
+        "tierd/living.py",
+        "if one == owner or not among]",
+        "if one == owner]",
+        f"{_LEASE} -k nobody_closed",
+    ),
+    Mutant(
+        "a Checkpointer that lost its lease does not notice",
+        "tierd/client/beside.py",
+        "        if shown and former and former",
+        "        if former and former",
+        f"{_LEASE} -k in_turns",
+    ),
+    Mutant(
+        "a second process that saves one attempt is only logged",
+        "tierd/client/beside.py",
+        "            if isinstance(error, ConfigError):",
+        "            if False:",
+        f"{_LEASE} -k refused_until",
+    ),
+    Mutant(
+        "the lease of a launch on another node never ends",
+        "tierd/core/launches.py",
+        "return now_s - made[-1] > max(LEASE_S, _INTERVALS * between)",
+        "return False",
+        f"{_BESIDE} -k lease_of_a_launch",
+    ),
+    Mutant(
+        "a launch that saves seldom counts as ended",
+        "tierd/core/launches.py",
+        "max(LEASE_S, _INTERVALS * between)",
+        "LEASE_S",
+        f"{_BESIDE} -k lease_of_a_launch",
+    ),
+    Mutant(
+        "two nodes that save one attempt are not told",
+        "tierd/core/launches.py",
+        "if any(one.attempt == other and _is_foreign(world, one.rank, seen) for one in here):",
+        "if False:",
+        f"{_BESIDE} -k same_attempt_is_seen",
+    ),
+    Mutant(
+        "what a node gave up is taken for another node's",
+        "tierd/core/launches.py",
+        "return newest is not None and newest.created < theirs.created",
+        "return True",
+        f"{_BESIDE} -k gave_up",
     ),
     Mutant(
         "a forked worker keeps its dead trainer alive",
@@ -1664,8 +1721,8 @@ _HEADS = (
     Mutant(
         "a launch that cannot be shown leaves the one before alive",
         "tierd/living.py",
-        "        finally:  # the launch before has ended in any case\n            if held:\n",
-        "        finally:  # the launch before has ended in any case\n            if False:\n",
+        "for former in [one for one in owners if one == owner or not among]:",
+        "for former in []:",
         "pytest tests/test_two_launches.py -k cannot_be_shown_yet",
     ),
     Mutant(

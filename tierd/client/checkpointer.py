@@ -192,7 +192,8 @@ class Checkpointer:
             StepRefused: no int, negative, or already committed by this attempt.
             StateRefused: a value cannot be stored; names its path.
             SaveSkipped: an earlier save is still being persisted, and `when_busy` is `"fail"`.
-            ConfigError: a metric is not a number, or the checkpointer is closed.
+            ConfigError: a metric is not a number, or the checkpointer is closed; or another process saves this rank of
+                this attempt, which is named.
         """
         begun = time.perf_counter()
         self._check_open()

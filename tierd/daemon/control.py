@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -218,7 +219,7 @@ class Control:
                 self._reconciler.journal.tell("fell back", SPOOL, checkpoint, f"passed over: {'; '.join(skipped)}")
                 return {}
             case wire.Launches(run=run):
-                return {"launches": beside(self._reconciler.world(), run)}
+                return {"launches": beside(self._reconciler.world(), run, time.time())}
             case wire.MakeRoom(run=run, size_bytes=size, quota=quota):
                 return asdict(await self._reconciler.room.make(run, size, quota=quota))
             case wire.Remove(run=run):
