@@ -15,7 +15,7 @@ import msgspec
 from tierd.core.ids import CheckpointId
 from tierd.core.world import SPOOL, Seen, Trainer, World
 
-LEASE_S = 3600.0  # a launch on another node counts as living for so long after its newest checkpoint was made
+LEASE_S = 3600.0  # an earlier launch on another node lives for so long after its newest checkpoint was made
 _INTERVALS = 3  # or for so many times what lay between its last two
 
 
@@ -99,11 +99,12 @@ def beside(world: World, run: str, now_s: float = 0.0) -> tuple[Rival, ...]:
     """The launches of a run that save the same rank at the same time, in their order; empty where there is one at most.
 
     On this node the trainers' locks tell. Of other nodes a tier tells: a launch that is later than one that lives here
-    saved there, or an earlier one saved after the one that lives here had begun, and its lease has not ended; or there
-    are parts of a rank that saves here which this node did not write.
+    saved there, which a resume goes on from whether it lives or not; or an earlier one saved after the one that lives
+    here had begun, and its lease has not ended; or there are parts of a rank that saves here which this node did not
+    write.
 
     Args:
-        now_s: by this node's clock, seconds since 1970. It ends leases and nothing else.
+        now_s: by this node's clock, seconds since 1970. It ends the leases of earlier launches and nothing else.
     """
     here = world.spool.alive.get(run, ())
     if not here:
@@ -118,11 +119,12 @@ def beside(world: World, run: str, now_s: float = 0.0) -> tuple[Rival, ...]:
             other = seen.id.attempt
             if any(one.attempt == other and _is_foreign(world, one.rank, seen) for one in here):
                 found[other], twins[other] = SPOOL, name
-            if other in local or _has_ended(made.get(other, ()), now_s):
+            if other in local:
                 continue
             ranks = frozenset[int]().union(*seen.ranks.values())
             rivals = [one.attempt for one in here if one.rank in ranks]
-            rivals = [one for one in rivals if other > one or newest.get(other, 0.0) > _launched(one)]
+            goes_on = newest.get(other, 0.0) if not _has_ended(made.get(other, ()), now_s) else 0.0
+            rivals = [one for one in rivals if other > one or goes_on > _launched(one)]
             found |= dict.fromkeys(rivals, SPOOL) | ({other: name} if rivals else {})
     entries = sorted((attempt, place != SPOOL, place) for attempt, place in (*found.items(), *twins.items()))
     return tuple(_described(world, run, attempt, place, newest) for attempt, _, place in entries)
@@ -130,8 +132,8 @@ def beside(world: World, run: str, now_s: float = 0.0) -> tuple[Rival, ...]:
 
 def _has_ended(made: Sequence[float], now_s: float) -> bool:
     """Whether a launch on another node made nothing for so long that it lives no more."""
-    if not made:  # nothing of it was read
-        return False
+    if not made:
+        return True
     between = made[-1] - made[-2] if len(made) > 1 else 0.0
     return now_s - made[-1] > max(LEASE_S, _INTERVALS * between)
 
