@@ -28,7 +28,7 @@ from tierd.client.save import Stats
 from tierd.core import events
 from tierd.core.config import Config, TellConfig, TierConfig, from_toml
 from tierd.core.events import MORE, Event
-from tierd.core.launches import Rival
+from tierd.core.launches import Lease, Rival
 from tierd.core.report import Checkpoint, Copy, Report
 from tierd.core.retention import Best, RetentionPolicy
 from tierd.daemon.disown import Claim
@@ -122,7 +122,7 @@ def test_every_counter_and_stat() -> None:
 @pytest.mark.parametrize(
     ("command", "shapes"),
     [
-        ("status", (Status, TierStatus, PolicyStatus, Rival, ScrubStatus, Event, AlertStatus, TellStatus)),
+        ("status", (Status, TierStatus, PolicyStatus, Rival, ScrubStatus, Event, AlertStatus, TellStatus, Lease)),
         ("ls", (Report, Checkpoint, Copy)),
         ("verify", (Check,)),
         ("restore", (Exported,)),

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from tierd import __version__
-from tierd.core.errors import DaemonAbsent, DaemonUnavailable, TierdError, VersionMismatch
+from tierd.core.errors import DaemonAbsent, DaemonSilent, DaemonUnavailable, TierdError, VersionMismatch
 from tierd.core.protocol import BEATS, PROTOCOL, Peer, explain
 from tierd.core.wire import EXIT_HELD, HEARTBEAT, MAX_REPLY, Hello, Request, Status, encode_line, greeted, raise_error
 from tierd.persist import private
@@ -30,6 +30,7 @@ THIS = Peer(PROTOCOL, __version__)
 HELLO = Hello(protocol=str(PROTOCOL), version=__version__)
 
 _SILENCE = 6 * HEARTBEAT  # seconds without a byte after which a daemon counts as hung
+_GREETING = 5.0  # the same for its greeting, which a daemon gives at once, whatever it works on
 _START = 60.0  # seconds that a daemon may take to answer after it was started; imports from a network disk are slow
 _QUEUE = 5.0  # seconds to wait for a place in the daemon's queue of callers
 _PROBE = 5.0  # seconds that a daemon which closed at the greeting may take to say how it does
@@ -63,7 +64,8 @@ class Link:
 
     Raises:
         DaemonAbsent: nobody listens.
-        DaemonUnavailable: no place is free in the daemon's queue, or what listens is another user's.
+        DaemonSilent: no place is free in the daemon's queue.
+        DaemonUnavailable: what listens is another user's.
     """
 
     def __init__(self, spool: Spool, *, greet: bool = True, silence_s: float | None = None) -> None:
@@ -78,6 +80,8 @@ class Link:
             connect(self._socket, spool.socket, min(_QUEUE, self._silence_s))
         except OSError as error:
             self._socket.close()
+            if isinstance(error, BlockingIOError):
+                raise DaemonSilent(f"spool {spool.root}: {_hung(_holder(spool), 'takes no more callers')}") from error
             absent = error.errno in _ABSENT
             raise (DaemonAbsent if absent else DaemonUnavailable)(
                 f"spool {spool.root}: no daemon answers ({'none is running' if absent else error.strerror or error}); "
@@ -99,7 +103,8 @@ class Link:
 
         Raises:
             TierdError: the condition that the daemon answered with.
-            DaemonUnavailable: the connection broke, or the daemon went silent.
+            DaemonSilent: the daemon went silent.
+            DaemonUnavailable: the connection broke.
             VersionMismatch: as `greet`.
             TimeoutError: `timeout_s` is over, or the daemon says that the request's own time is.
         """
@@ -108,7 +113,7 @@ class Link:
         try:
             self._send(encode_line(request))
             while True:
-                reply = msgspec.json.decode(self._line(end), type=dict[str, Any])
+                reply = msgspec.json.decode(self._line(end, self._silence_s), type=dict[str, Any])
                 if reply.get("working"):
                     told(reply)
                     continue
@@ -125,7 +130,8 @@ class Link:
 
         Raises:
             VersionMismatch: the daemon is too old for this client, or too new.
-            DaemonUnavailable: the connection broke, or the daemon went silent.
+            DaemonSilent: the daemon did not answer within seconds.
+            DaemonUnavailable: the connection broke.
         """
         self._greet(None)
 
@@ -134,7 +140,7 @@ class Link:
             return
         try:
             self._send(encode_line(HELLO))
-            reply = msgspec.json.decode(self._line(end), type=dict[str, Any])
+            reply = msgspec.json.decode(self._line(end, min(self._silence_s, _GREETING)), type=dict[str, Any])
         except TimeoutError:
             raise
         except ConnectionError as error:
@@ -159,20 +165,20 @@ class Link:
         try:
             self._socket.sendall(line)
         except TimeoutError:
-            raise self._hung("took no request") from None
+            raise self._hung("took no request", self._silence_s) from None
 
-    def _line(self, end: float | None) -> bytes:
+    def _line(self, end: float | None, silence_s: float) -> bytes:
         while b"\n" not in self._rest:
-            left = self._silence_s if end is None else end - time.monotonic()
+            left = silence_s if end is None else end - time.monotonic()
             if left <= 0:
                 raise _over()
-            self._socket.settimeout(min(left, self._silence_s))
+            self._socket.settimeout(min(left, silence_s))
             try:
                 data = self._socket.recv(1 << 16)
             except TimeoutError:
                 if end is not None and time.monotonic() >= end:
                     raise _over() from None
-                raise self._hung("was silent") from None
+                raise self._hung("was silent", silence_s) from None
             if not data:
                 raise ConnectionResetError("the daemon closed the connection")
             self._rest += data
@@ -181,15 +187,12 @@ class Link:
         line, _, self._rest = self._rest.partition(b"\n")
         return line
 
-    def _hung(self, did: str) -> DaemonUnavailable:
+    def _hung(self, did: str, silence_s: float) -> DaemonSilent:
         try:
             pid = peer_pid(self._socket)
         except OSError:
             pid = 0
-        who, name = (f"the daemon, pid {pid},", str(pid)) if pid else ("the daemon", "PID")
-        return DaemonUnavailable(
-            f"{who} {did} for {self._silence_s:g} s; it may be stopped: let it go on (kill -CONT {name}), or end it"
-        )
+        return DaemonSilent(_hung(pid, f"{did} for {silence_s:g} s"))
 
     def about_peer(self, asked: Callable[[socket.socket], bool]) -> bool:
         """What `asked` finds out about the process at the other end."""
@@ -205,6 +208,17 @@ class Link:
         except OSError:
             return False
 
+    def heard(self) -> bool:
+        """Whether an answer lies unread, or the connection has ended; asks nothing."""
+        try:
+            self._socket.setblocking(False)
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
+
     def close(self) -> None:
         """End the connection, also where a forked child still has its descriptor."""
         try:
@@ -218,6 +232,20 @@ class Link:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _hung(pid: int, does: str) -> str:
+    who, name = (f"the daemon, pid {pid},", str(pid)) if pid else ("the daemon", "PID")
+    return f"{who} {does}; it may be stopped: let it go on (kill -CONT {name}), or end it (kill -KILL {name})"
+
+
+def _holder(spool: Spool) -> int:
+    """The process that holds the spool, as it says itself; 0 where that is not known."""
+    try:
+        text = (spool.control / "lock").read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return 0
+    return int(text) if text.isascii() and text.isdecimal() else 0
 
 
 def _over() -> TimeoutError:
@@ -270,6 +298,7 @@ def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
     with `EXIT_HELD`, and are started again as long as nobody answers: the one that holds the spool may be about to end.
 
     Raises:
+        DaemonSilent: one is there, and takes no callers.
         DaemonUnavailable: it ended or did not answer; the message holds the end of its log.
     """
     log = spool.control / "daemon.log"
@@ -283,6 +312,8 @@ def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
         try:
             Link(spool).close()
             return
+        except DaemonSilent:  # it holds the spool, and another one cannot
+            raise
         except DaemonUnavailable:
             if ended == EXIT_HELD:
                 time.sleep(_AGAIN)

@@ -3,7 +3,8 @@
     <spool>/.tierd/alive/<run>/<attempt>.<rank:05>-of-<world:05>    locked by the trainer of that rank; holds its pid
 
 Law: whether a trainer lives is asked of its lock, never of a clock or a daemon. One process is one launch of a rank:
-what it saves next takes the place of what it saved before.
+what it saves next takes the place of what it saved before, also where another of its Checkpointers, which nobody
+closed, saved that; only one that then saves again shows that both are in use.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from tierd.core.errors import CorruptChunk, SpoolUnusable
+from tierd.core.errors import ConfigError, CorruptChunk
 from tierd.core.ids import PartId
 from tierd.core.world import Trainer
 from tierd.persist import open_plain
@@ -28,7 +29,8 @@ _TRIES, _PAUSE_S = 20, 0.005  # whoever looks holds a lock for an instant
 _PID_SIZE = 20  # bytes
 _KEPT = 64  # locks of a run
 
-_held: dict[tuple[Path, str], tuple[str, int]] = {}  # (control, writer) -> attempt, descriptor
+_Owner = object  # who holds it in this process; compared by identity or value
+_held: dict[tuple[Path, str], dict[_Owner, tuple[str, int]]] = {}  # (control, writer) -> by owner, attempt, descriptor
 _turn = threading.Lock()
 
 
@@ -36,53 +38,63 @@ def _forget_in_child() -> None:
     # A DataLoader's worker must not keep its trainer's lock when that dies.
     global _turn
     _turn = threading.Lock()
-    for _, fd in _held.values():
-        os.close(fd)
+    for owners in _held.values():
+        for _, fd in owners.values():
+            os.close(fd)
     _held.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def hold(control: Path, part: PartId) -> None:
+def hold(control: Path, part: PartId, owner: _Owner = None, *, among: bool = False) -> bool:
     """Show, until `release` or the end of this process, that it saves the launch that `part` belongs to.
 
     Args:
         control: the spool's `.tierd/`.
+        owner: which of this process's writers of that rank it is.
+        among: what the others of them show stays. Else this one takes their place.
+
+    Returns:
+        Whether another one among them saves the same launch.
 
     Raises:
-        SpoolUnusable: another process saves the same rank of the same launch, or `alive/` is no directory of tierd's.
+        ConfigError: another process saves the same rank of the same launch; names it.
+        SpoolUnusable: `alive/` is no directory of tierd's.
         OSError: the lock cannot be had.
     """
     attempt = part.checkpoint.attempt
     with _turn:
-        held = _held.get((control, part.lane))
-        if held and held[0] == attempt:
-            return
+        owners = _held.setdefault((control, part.lane), {})
+        if owner in owners and owners[owner][0] == attempt:
+            return False
+        twins = [fd for other, (name, fd) in owners.items() if name == attempt and other != owner]
         marks = control / ALIVE / part.checkpoint.run
         try:
             check_room(control / ALIVE)
             with suppress(FileExistsError):
                 marks.mkdir(mode=0o700)
-            fd = _lock(marks / f"{attempt}.{part.name}", part)
+            # A lock is of the open file, which a duplicate shares: it lasts until both are closed.
+            fd = os.dup(twins[0]) if twins else _lock(marks / f"{attempt}.{part.name}", part)
         finally:  # the launch before has ended in any case
-            if held:
-                os.close(_held.pop((control, part.lane))[1])
-        _held[control, part.lane] = attempt, fd
+            for former in [one for one in owners if one == owner or not among]:
+                os.close(owners.pop(former)[1])
+        owners[owner] = attempt, fd
     _sweep(marks)
+    return among and bool(twins)
 
 
-def holds(control: Path, part: PartId) -> bool:
-    """Whether this process shows that it saves the launch of `part`."""
-    held = _held.get((control, part.lane))
+def holds(control: Path, part: PartId, owner: _Owner = None) -> bool:
+    """Whether `owner` shows that it saves the launch of `part`."""
+    held = _held.get((control, part.lane), {}).get(owner)
     return held is not None and held[0] == part.checkpoint.attempt
 
 
-def release(control: Path, part: PartId) -> None:
-    """Show it no more, unless the process saves another launch of that rank by now."""
+def release(control: Path, part: PartId, owner: _Owner = None) -> None:
+    """Show it no more, unless it saves another launch of that rank by now."""
     with _turn:
-        if holds(control, part):
-            os.close(_held.pop((control, part.lane))[1])
+        if holds(control, part, owner):
+            os.close(_held[control, part.lane].pop(owner)[1])
 
 
 def trainers(control: Path, runs: Iterable[str]) -> dict[str, tuple[Trainer, ...]]:
@@ -117,7 +129,8 @@ def _living(marks: Path, run: str) -> Iterable[Trainer]:
         with suppress(CorruptChunk), os.fdopen(open_plain(path), "rb") as file:  # corrupt: no plain file, or gone
             if not _try_shared(file.fileno()):
                 pid = file.read(_PID_SIZE).strip()
-                yield Trainer(attempt, part.rank, int(pid) if pid.isdigit() else 0)
+                since = os.fstat(file.fileno()).st_mtime
+                yield Trainer(attempt, part.rank, int(pid) if pid.isdigit() else 0, since)
 
 
 def _lock(path: Path, part: PartId) -> int:
@@ -145,10 +158,18 @@ def _lock(path: Path, part: PartId) -> int:
                 raise
             mode = os.O_RDWR
         os.close(fd)
-    raise SpoolUnusable(
-        f"another process saves rank {part.rank} of attempt {part.checkpoint.attempt} of run {part.checkpoint.run}: "
+    raise ConfigError(
+        f"{_holder(path)} saves rank {part.rank} of attempt {part.checkpoint.attempt} of run {part.checkpoint.run}: "
         "give each launch an attempt of its own (tierd.new_attempt()), and each process a rank of its own"
     )
+
+
+def _holder(path: Path) -> str:
+    with suppress(OSError, CorruptChunk), os.fdopen(open_plain(path), "rb") as file:
+        pid = file.read(_PID_SIZE).strip()
+        if pid.isdigit():
+            return f"process {int(pid)}"
+    return "another process"
 
 
 def _sweep(marks: Path, keep: int = _KEPT) -> None:

@@ -9,7 +9,8 @@ import pytest
 from core.worlds import config, held, part, remade
 
 from tierd.core.ids import CheckpointId
-from tierd.core.launches import beside, living, warning
+from tierd.core.launches import beside, leases, living, warning
+from tierd.core.launches import held as held_by
 from tierd.core.plan import Flush, Prune, plan
 from tierd.core.report import report
 from tierd.core.retention import RetentionPolicy
@@ -111,3 +112,76 @@ def test_another_nodes_ranks_of_the_same_launch_are_no_rivals():
     spool = saved(Place(alive={"r": (Trainer(A, 1, 11),)}), A, 10, rank=1)
     world = World(spool, {"a": saved(Place(), B, 31)})  # rank 0 restored, and saved first
     assert beside(world, "r") == ()
+
+
+# -- how long a launch on another node counts as living ---------------------------------------------------------------
+
+
+def at(minute: int) -> float:
+    return datetime(2026, 1, 1, 0, tzinfo=UTC).timestamp() + 60 * minute
+
+
+@pytest.mark.parametrize(
+    ("minutes", "ends"),
+    [
+        ((32,), 32 + 60),  # an hour after its last checkpoint
+        ((32, 33), 33 + 60),
+        ((10, 59), 59 + 3 * 49),  # or thrice what lay between its last two
+    ],
+)
+def test_the_lease_of_a_launch_on_another_node_ends_without_new_checkpoints(minutes, ends):
+    spool = saved(Place(alive={"r": (Trainer(B, 0, 22),)}), B, 31)
+    world = World(spool, {"a": saved(saved(Place(), A, *minutes), B, 31)})
+    assert [one.attempt for one in beside(world, "r", at(ends - 1))] == [A, B]
+    assert beside(world, "r", at(ends + 1)) == ()
+    assert beside(world, "r", at(-60)) != (), "a clock that was set back ends nothing"
+
+
+def test_the_earlier_launch_is_told_for_as_long_as_anything_of_the_later_one_is_there():
+    """A resume goes on from the later one, whether it lives or not."""
+    spool = saved(Place(alive={"r": (Trainer(A, 0, 11),)}), A, 10, 20)
+    world = World(spool, {"a": saved(saved(Place(), A, 10, 20), B, 31, 32)})
+    assert [(one.attempt, one.place) for one in beside(world, "r", at(10**6))] == [(A, SPOOL), (B, "a")]
+
+
+# -- one attempt that two nodes save ----------------------------------------------------------------------------------
+
+
+def test_another_node_that_saves_the_same_rank_of_the_same_attempt_is_seen():
+    spool = replace(saved(Place(alive={"r": (Trainer(A, 0, 11),)}), A, 1, 2), committed=frozenset({part(FIRST[1])}))
+    alone = World(spool, {"a": saved(Place(), A, 1, 2)})
+    assert beside(alone, "r") == ()
+    same_step = saved(Place(), A, 1)
+    other = Facts(datetime(2026, 1, 1, 0, 9, tzinfo=UTC), {}, None, 10, 8, frozenset())
+    same_step = remade(same_step, {**held(same_step), part(FIRST[1]): other})
+    for there in (same_step, saved(Place(), A, 1, 2, 3)):
+        found = beside(replace(alone, tiers={"a": there}), "r")
+        assert [(one.attempt, one.place, one.pids) for one in found] == [(A, SPOOL, (11,)), (A, "a", ())]
+        assert f"{A} (process 11 on this node), {A} (on another node" in warning(found)
+        assert f"Two nodes save the same rank of attempt {A}" in warning(found)
+
+
+def test_what_this_node_saved_and_gave_up_is_no_other_nodes():
+    there = {"a": saved(Place(), A, 1, 2, 3)}
+    spool = saved(Place(alive={"r": (Trainer(A, 0, 11),)}), A, 1)
+    for committed in (frozenset(), frozenset({part(FIRST[2])})):
+        assert beside(World(replace(spool, committed=committed), there), "r") == ()
+    back = replace(saved(spool, A, 2), committed=frozenset({part(FIRST[1])}))  # step 3 was saved before step 2
+    facts = Facts(datetime(2026, 1, 1, 0, 0, tzinfo=UTC), {}, None, 10, 8, frozenset())
+    there = {"a": remade(there["a"], {**held(there["a"]), part(FIRST[2]): facts})}
+    assert beside(World(back, there), "r") == ()
+
+
+def test_leases_are_told_of_launches_and_ranks_in_a_line_each():
+    trainers = (Trainer(A, 0, 11, at(1)), Trainer(A, 1, 12, at(2)))
+    found = leases(World(saved(Place(alive={"r": trainers, "q": (Trainer(B, 0, 0, at(30)),)}), A, 3), {}))
+    assert [(one.run, one.rank, one.pid, one.renewed[11:16]) for one in found] == [
+        ("q", 0, 0, ""),
+        ("r", 0, 11, "00:03"),
+        ("r", 1, 12, "00:03"),
+    ]
+    assert list(held_by(found)) == [
+        f"run q: attempt {B} saves rank 0 (process 0) since 2026-01-01T00:30:00+00:00",
+        f"run r: attempt {A} saves ranks 0, 1 (process 11, 12) since 2026-01-01T00:01:00+00:00, "
+        "its last checkpoint 2026-01-01T00:03:00+00:00",
+    ]

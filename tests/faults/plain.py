@@ -163,6 +163,7 @@ _GUARDS = (
     ),
 )
 
+_SILENT = "pytest tests/client/test_silent_daemon.py"
 _ENCRYPTION = (
     Mutant(
         "a chunk is any of its directory",
@@ -276,6 +277,62 @@ _ENCRYPTION = (
         "(DaemonAbsent if absent else DaemonUnavailable)",
         "DaemonUnavailable",
         "pytest tests/daemon/test_control.py -k ls_shows_the_spool",
+    ),
+    Mutant(
+        "a daemon that does not greet is waited for as one that works",
+        "tierd/link.py",
+        "self._line(end, min(self._silence_s, _GREETING))",
+        "self._line(end, self._silence_s)",
+        f"{_SILENT} -k names_it_after_seconds",
+    ),
+    Mutant(
+        "a stopped daemon whose queue is full counts as absent",
+        "tierd/link.py",
+        "            if isinstance(error, BlockingIOError):",
+        "            if False:",
+        f"{_SILENT} -k no_more_callers",
+    ),
+    Mutant(
+        "no launch begins beside a stopped daemon",
+        "tierd/client/attachment.py",
+        "            except DaemonSilent as error:\n                self._warn(error)\n            self._watch",
+        "            except ZeroDivisionError as error:\n                self._warn(error)\n            self._watch",
+        f"{_SILENT} -k closing_waits",
+    ),
+    Mutant(
+        "a daemon that woke is not attached to",
+        "tierd/client/attachment.py",
+        "return not link.heard() if link",
+        "return True if link",
+        f"{_SILENT} -k when_it_wakes",
+    ),
+    Mutant(
+        "a daemon that falls silent in a look ends the restore",
+        "tierd/client/source.py",
+        "            except DaemonSilent as error:",
+        "            except ZeroDivisionError as error:",
+        f"{_SILENT} -k between_two_questions",
+    ),
+    Mutant(
+        "a tier that does not answer is named and no more",
+        "tierd/daemon/control.py",
+        "silent=self._located(silent, sight.unreached)",
+        "silent={}",
+        "pytest tests/client/test_missing_tier.py -k missing_on_one_node",
+    ),
+    Mutant(
+        "who hears no other rank is taken for rank 0",
+        "tierd/core/resume.py",
+        "ranks = numbers if mute is None else (mute,)",
+        "ranks = numbers",
+        "pytest tests/client/test_missing_tier.py -k hears_no_other",
+    ),
+    Mutant(
+        "a fetch that fails does not say on which node",
+        "tierd/daemon/control.py",
+        'raise type(error)(f"node {socket.gethostname()}: {error}") from error',
+        "raise",
+        "pytest tests/client/test_missing_tier.py -k only_that_tier_has",
     ),
     Mutant(
         "a wait tells what was left, not what was asked",
@@ -1236,6 +1293,7 @@ _CROWDS = (
 )
 
 _BESIDE, _TWO = "pytest tests/core/test_launches.py", "pytest tests/test_two_launches.py"
+_LEASE = "pytest tests/test_lease.py"
 _LAUNCHES = (
     Mutant(
         "a later launch retires what an earlier one that lives has saved",
@@ -1278,6 +1336,62 @@ _LAUNCHES = (
         "if not told[run] <= self._beside.get(run, frozenset()):",
         "if False:",
         f"{_TWO} -k both_are_warned",
+    ),
+    Mutant(
+        "a Checkpointer that saves again takes the lease of the one that took its own",
+        "tierd/client/beside.py",
+        "among=former is not None and not shown)",
+        "among=False)",
+        f"{_LEASE} -k in_turns",
+    ),
+    Mutant(
+        "a Checkpointer that nobody closed keeps its lease",
+        "tierd/living.py",
+        "if one == owner or not among]",
+        "if one == owner]",
+        f"{_LEASE} -k nobody_closed",
+    ),
+    Mutant(
+        "a Checkpointer that lost its lease does not notice",
+        "tierd/client/beside.py",
+        "        if shown and former and former",
+        "        if former and former",
+        f"{_LEASE} -k in_turns",
+    ),
+    Mutant(
+        "a second process that saves one attempt is only logged",
+        "tierd/client/beside.py",
+        "            if isinstance(error, ConfigError):",
+        "            if False:",
+        f"{_LEASE} -k refused_until",
+    ),
+    Mutant(
+        "the lease of a launch on another node never ends",
+        "tierd/core/launches.py",
+        "return now_s - made[-1] > max(LEASE_S, _INTERVALS * between)",
+        "return False",
+        f"{_BESIDE} -k lease_of_a_launch",
+    ),
+    Mutant(
+        "a launch that saves seldom counts as ended",
+        "tierd/core/launches.py",
+        "max(LEASE_S, _INTERVALS * between)",
+        "LEASE_S",
+        f"{_BESIDE} -k lease_of_a_launch",
+    ),
+    Mutant(
+        "two nodes that save one attempt are not told",
+        "tierd/core/launches.py",
+        "if any(one.attempt == other and _is_foreign(world, one.rank, seen) for one in here):",
+        "if False:",
+        f"{_BESIDE} -k same_attempt_is_seen",
+    ),
+    Mutant(
+        "what a node gave up is taken for another node's",
+        "tierd/core/launches.py",
+        "return newest is not None and newest.created < theirs.created",
+        "return True",
+        f"{_BESIDE} -k gave_up",
     ),
     Mutant(
         "a forked worker keeps its dead trainer alive",
@@ -1615,8 +1729,8 @@ _HEADS = (
     Mutant(
         "a launch that cannot be shown leaves the one before alive",
         "tierd/living.py",
-        "        finally:  # the launch before has ended in any case\n            if held:\n",
-        "        finally:  # the launch before has ended in any case\n            if False:\n",
+        "for former in [one for one in owners if one == owner or not among]:",
+        "for former in []:",
         "pytest tests/test_two_launches.py -k cannot_be_shown_yet",
     ),
     Mutant(

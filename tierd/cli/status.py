@@ -18,7 +18,7 @@ from tierd.cli.tables import complain, console, disagreements, paused, print_jso
 from tierd.core import wire
 from tierd.core.alerts import BACKLOG
 from tierd.core.errors import ConfigError, VersionMismatch
-from tierd.core.launches import Rival, warning
+from tierd.core.launches import Lease, Rival, held, warning
 from tierd.link import Link
 from tierd.spool import Spool
 
@@ -79,6 +79,7 @@ def _trainers(answer: Members) -> Iterator[str]:
 
 
 def _launches(answer: Members) -> Iterator[str]:
+    yield from held(msgspec.convert(answer.get("leases", []), list[Lease]))
     found = msgspec.convert(answer.get("launches", []), list[Rival])
     for _, rivals in itertools.groupby(found, key=lambda one: one.run):
         yield f"WARNING: {warning(rivals)}"

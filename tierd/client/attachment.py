@@ -1,6 +1,7 @@
 """The trainer's tie to the node's daemon.
 
 Law: the daemon is a convenience of saving and a necessity only of restoring what the spool lacks. Losing it is logged.
+One that is silent is waited for once: after that, a question that lies unanswered in its socket tells when it wakes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from tierd.client.acceptance import Watch
 from tierd.core.config import from_urls
-from tierd.core.errors import ConfigError, DaemonUnavailable, TierdError, VersionMismatch
+from tierd.core.errors import ConfigError, DaemonSilent, DaemonUnavailable, TierdError, VersionMismatch
 from tierd.core.ids import PartId
 from tierd.core.remaining import Backlog, backlog_of
 from tierd.core.sight import told
@@ -44,7 +45,7 @@ class Attachment:
 
     Raises:
         ConfigError: a URL cannot be used.
-        DaemonUnavailable: the daemon for `to` did not start.
+        DaemonUnavailable: the daemon for `to` did not start. One that is there and silent is done without.
     """
 
     def __init__(self, spool: Spool, to: Sequence[str] | None, run: str) -> None:
@@ -54,14 +55,18 @@ class Attachment:
             raise ConfigError(f"to={to!r}: a list of URLs, such as to=['s3://bucket/prefix']")
         self._to = tuple(to) if to is not None else None
         self._link: Link | None = None
+        self._silence = ""  # why the daemon cannot be asked, since it fell silent
         self._lock = threading.Lock()
         self._keeping: threading.Thread | None = None
-        self._warned = ""  # of which mismatch of versions the log was told
+        self._warned = ""  # of which silence or mismatch of versions the log was told
         self._telling: threading.Thread | None = None  # the last one that does
         self._watch: Watch | None = None
         self._not_before = 0.0  # monotonic seconds; no save asks the daemon earlier
         if self._to:
-            self._attach(self._to)
+            try:
+                self._attach(self._to)
+            except DaemonSilent as error:
+                self._warn(error)
             self._watch = Watch(functools.partial(self._backlog, run))
         else:
             self.renew()
@@ -70,6 +75,17 @@ class Attachment:
     def tiers(self) -> bool:
         """Whether there may be copies beyond the spool."""
         return self._to != ()
+
+    @property
+    def silent(self) -> str:
+        """Why the daemon cannot be asked, where it is there and was not heard since it fell silent; else empty."""
+        return self._silence if self._is_silent() else ""
+
+    def _is_silent(self) -> bool:
+        link = self._link
+        if not self._silence:
+            return False
+        return not link.heard() if link else time.monotonic() < self._not_before
 
     def attempts(self, run: str) -> set[str]:
         """Every attempt that the spool or, where it answers within seconds, the daemon shows."""
@@ -106,11 +122,18 @@ class Attachment:
             return
         try:
             with self._lock:
-                if self._link is None or not self._link.alive():
+                if not self._is_silent() and (self._silence or self._link is None or not self._link.alive()):
                     self._attach(self._to)
+        except DaemonSilent as error:
+            self._warn(error)
         except (TierdError, TimeoutError, OSError) as error:
             if self._to is not None:
                 log.warning("no daemon takes checkpoints from the spool: %s", error)
+
+    def _warn(self, error: Exception) -> None:
+        if str(error) != self._warned:
+            self._warned = str(error)
+            log.warning("no daemon takes checkpoints from the spool: %s", error)
 
     def make_room(self, part: PartId, size_bytes: int, quota: bool) -> bool:
         """Have the daemon give up verified copies, so that `size_bytes` fit; whether a second try is worth it.
@@ -176,28 +199,40 @@ class Attachment:
             self._keeping.join()
         if self._telling and self._telling.ident:
             self._telling.join(max(0.0, end_s - time.monotonic()))
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        self._let_go()
 
     def _attach(self, to: Sequence[str] | None) -> None:
         config = from_urls(str(self._spool.root), to) if to is not None else None
+        self._let_go()
         try:
-            self._link = Link(self._spool)
-        except DaemonUnavailable:
-            if to is None:
-                raise
-            start_daemon(self._spool, to)
-            self._link = Link(self._spool)
-        try:
+            self._link = self._reach(to)
+            self._link.greet()
             answer = self._link.ask(Attach(run=self._run), None if to is not None else _ANSWER)
         except VersionMismatch as error:  # that daemon flushes what it finds in the spool, attached to or not
-            self._link.close()
-            self._link = None
+            self._let_go()
             if str(error) != self._warned:
                 self._warned = str(error)
                 log.warning("%s", error)
             return
+        except (DaemonSilent, TimeoutError) as error:
+            self._silence, self._not_before = str(error), time.monotonic() + _ALONE
+            raise
         tiers, self.keep_last = answer["tiers"], answer.get("keep_last")
         if config is not None and sorted(tiers.values()) != sorted(tier.url for tier in config.tier):
             log.warning("spool %s: its daemon has other tiers than `to` names: %s", self._spool.root, tiers)
+
+    def _reach(self, to: Sequence[str] | None) -> Link:
+        try:
+            return Link(self._spool)
+        except DaemonSilent:
+            raise
+        except DaemonUnavailable:
+            if to is None:
+                raise
+            start_daemon(self._spool, to)
+            return Link(self._spool)
+
+    def _let_go(self) -> None:
+        link, self._link, self._silence = self._link, None, ""
+        if link is not None:
+            link.close()

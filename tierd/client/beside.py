@@ -1,4 +1,4 @@
-"""Warns a trainer of another launch of its run that saves at the same time.
+"""Warns a trainer of another launch of its run that saves at the same time, and refuses a second one of its own name.
 
 Law: a launch shows that it lives before it writes its first part. Whether others do is asked in a thread of its own, so
 that a save waits for nobody; a spool or a daemon that does not say it is asked again.
@@ -7,10 +7,11 @@ that a save waits for nobody; a spool or a daemon that does not say it is asked 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 
-from tierd.core.errors import TierdError
+from tierd.core.errors import ConfigError, TierdError
 from tierd.core.ids import PartId
 from tierd.core.launches import Rival, warning
 from tierd.core.wire import Launches, read_member
@@ -42,17 +43,34 @@ class Beside:
         self._known: set[str] = set()  # launches that were warned of
 
     def saving(self, part: PartId) -> None:
-        """Called before each save; it does something at the first of a launch. It raises nothing."""
+        """Called before each save; it does something at the first of a launch, and where another Checkpointer of this
+        process has saved this rank since.
+
+        Raises:
+            ConfigError: another process saves this rank of this attempt: their checkpoints would be one timeline's.
+        """
         former, self._part = self._part, part
-        if former and former.checkpoint.attempt == part.checkpoint.attempt:
+        shown = former is not None and holds(self._spool.control, former, self)
+        if shown and former and former.checkpoint.attempt == part.checkpoint.attempt:
             return
         try:
-            hold(self._spool.control, part)
+            twin = hold(self._spool.control, part, self, among=former is not None and not shown)
         except (TierdError, OSError) as error:
+            self._part = None  # the next save tries again
+            if isinstance(error, ConfigError):
+                raise
             if self._unseen != part.checkpoint.attempt:
                 log.warning("other launches do not see yet that this one saves: %s", error)
-            self._unseen, self._part = part.checkpoint.attempt, None  # the next save tries again
+            self._unseen = part.checkpoint.attempt
             return
+        if twin:
+            log.warning(
+                "two Checkpointers of this process save rank %d of attempt %s of run %s in turns, so that one timeline "
+                "holds checkpoints of both: close() one",
+                part.rank,
+                part.checkpoint.attempt,
+                part.checkpoint.run,
+            )
         self._look(part)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="tierd-launches", daemon=True)
@@ -65,13 +83,13 @@ class Beside:
         """Show it no more."""
         self._ended.set()
         if self._part:
-            release(self._spool.control, self._part)
+            release(self._spool.control, self._part, self)
 
     def _run(self) -> None:
         ask_s = time.monotonic() + _EVERY_S
         while not self._ended.wait(_EVERY_S):
             part = self._part
-            if part is None or not holds(self._spool.control, part):
+            if part is None or not holds(self._spool.control, part, self):
                 return  # another Checkpointer of this process saves this rank
             self._look(part)
             if self._asks and time.monotonic() >= ask_s:
@@ -88,12 +106,13 @@ class Beside:
         for one in found:
             if one.rank == part.rank and one.attempt not in (own, *self._known):
                 self._known.add(one.attempt)
+                who = f"process {one.pid}" if one.pid != os.getpid() else "another Checkpointer of this process"
                 log.warning(
-                    "another launch of run %s saves at the same time on this node: attempt %s, process %d; this one is "
+                    "another launch of run %s saves at the same time on this node: attempt %s, %s; this one is "
                     "attempt %s. A resume goes on from the later one alone: stop the other",
                     run,
                     one.attempt,
-                    one.pid,
+                    who,
                     own,
                 )
 

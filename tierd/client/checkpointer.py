@@ -88,7 +88,7 @@ class Checkpointer:
             and they cannot talk.
         StoreUnavailable: another rank could not begin; says which and why.
         SpoolUnusable: the spool cannot be written to, or something of the run lies behind a link.
-        DaemonUnavailable: the daemon for `to` did not start.
+        DaemonUnavailable: the daemon for `to` did not start. One that is there and stopped is done without.
     """
 
     def __init__(
@@ -193,7 +193,8 @@ class Checkpointer:
             StepRefused: no int, negative, or already committed by this attempt.
             StateRefused: a value cannot be stored; names its path.
             SaveSkipped: an earlier save is still being persisted, and `when_busy` is `"fail"`.
-            ConfigError: a metric is not a number, or the checkpointer is closed.
+            ConfigError: a metric is not a number, or the checkpointer is closed; or another process saves this rank of
+                this attempt, which is named.
         """
         begun = time.perf_counter()
         self._check_open()
@@ -410,7 +411,8 @@ class Checkpointer:
             self._pipeline.reserve(size)
             self._check_space(size)
         if found.unreached:
-            log.warning("restored step %d; not asked for newer ones: %s", manifest.step, ", ".join(found.unreached))
+            silent = ", ".join(found.unreached) + restorer.because()
+            log.warning("restored step %d; not asked for newer ones: %s", manifest.step, silent)
         return Restored(
             step=manifest.step,
             attempt=manifest.attempt,
@@ -438,6 +440,7 @@ class Checkpointer:
             tell=self._daemon.tell,
             metrics=tuple({name for name in (best, self._choice.metric) if isinstance(name, str)}),
             only=only,
+            silent=self._daemon.silent,
         )
 
     def _tree(self, found: Found) -> dict[str, Any]:

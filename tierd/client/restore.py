@@ -81,7 +81,7 @@ class Restorer(Search):
     """Finds the newest checkpoint that every rank can have verified, and this rank's part of it.
 
     Args:
-        tiers, line, keep, metrics: as `Source` has them.
+        tiers, line, keep, metrics, silent: as `Source` has them.
         clock, tell: as `Search` has them.
         only: these entries of a state, and no byte of others.
     """
@@ -99,9 +99,10 @@ class Restorer(Search):
         tell: Callable[[Request], None] = lambda request: None,
         metrics: tuple[str, ...] = (),
         only: Collection[str] | None = None,
+        silent: str = "",
     ) -> None:
         self._spool, self._keep, self._only = spool, keep, only
-        self.source: Source = Source(spool, run, tiers=tiers, line=line, keep=keep, metrics=metrics)
+        self.source: Source = Source(spool, run, tiers=tiers, line=line, keep=keep, metrics=metrics, silent=silent)
         super().__init__(run, ranks, self.source, clock, tell)
 
     def restore(

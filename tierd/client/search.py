@@ -18,7 +18,7 @@ from tierd.core.choose import Goal
 from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, ManifestError, StoreUnavailable
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import Manifest
-from tierd.core.resume import UNTOLD, Candidate, Resume, not_found
+from tierd.core.resume import UNTOLD, Candidate, Resume, because, not_found
 from tierd.core.sight import Sight
 from tierd.core.wire import MAX_TOLD, MOST_TOLD, FellBack, Request
 
@@ -122,6 +122,10 @@ class Search:
         newest = sorted(passed, key=order, reverse=True)
         return tuple(Skipped(one.step, one.attempt, passed[one]) for one in newest)
 
+    def because(self) -> str:
+        """Where and why places did not answer the last look, to follow their names in a message."""
+        return because(self.resume, self._ranks.world, None if self._ranks.talk else self._ranks.rank)
+
     def close(self) -> None:
         self.source.close()
 
@@ -187,10 +191,11 @@ class Search:
         checkpoint = candidate.checkpoint
         if checkpoint in self._asked_for:
             silent = ", ".join((*self.resume.unreached, *self.resume.alone))
+            where = f", or where nobody answers: {silent}{self.because()}" if silent else ""
             raise StoreUnavailable(
                 f"{checkpoint} is complete, but rank {candidate.lacking[0]} sees no copy of what it needs: it lies in "
-                f"a node's spool alone{f', or where nobody answers ({silent})' if silent else ''}; restore again once "
-                "it is flushed. Restoring an older step is your decision: restore(state, step=…)"
+                f"a node's spool alone{where}; restore again once it is flushed. Restoring an older "
+                "step is your decision: restore(state, step=…)"
             )
         self._asked_for.add(checkpoint)
         self.source.flush(checkpoint)
@@ -207,8 +212,8 @@ class Search:
         if newer and silent and newest:
             # Known to be there, and perhaps whole: what lacks, or was set aside here, may lie where nobody answers.
             raise StoreUnavailable(
-                f"{max(newer)} lacks parts in the places that answered, and {', '.join(silent)} did not; restoring an "
-                "older step is your decision: restore(state, step=…)"
+                f"{max(newer)} lacks parts in the places that answered, and {', '.join(silent)} did "
+                f"not{self.because()}; restoring an older step is your decision: restore(state, step=…)"
             )
 
     def _check_told(self, best: Goal) -> None:
@@ -216,7 +221,7 @@ class Search:
         unreached, alone, unread = self.resume.unreached, self.resume.alone, self.resume.unread
         if unreached or alone or unread:
             manifest = f"rank 0's manifest of {unread[0]} cannot be read" if unread else ""
-            why = f"{', '.join(unreached)} did not answer" if unreached else manifest
+            why = f"{', '.join(unreached)} did not answer{self.because()}" if unreached else manifest
             why = f"the tiers cannot be asked: {'; '.join(alone)}" if alone else why
             raise StoreUnavailable(
                 f"run {self._run!r}: which checkpoint is the best by {best.metric!r} cannot be told: {why}. Restoring "
@@ -244,6 +249,7 @@ class Search:
         if resume.unreached:
             raise StoreUnavailable(
                 f"run {self._run!r}: no checkpoint was found, but {', '.join(resume.unreached)} did not answer"
+                f"{self.because()}"
             )
         skipped = self.skipped()
         asked = step is not None or attempt is not None or (resume.goal is not None and resume.whole)

@@ -20,6 +20,7 @@ from tierd.client.handoff import HandOff
 from tierd.core.errors import (
     CheckpointNotFound,
     CorruptChunk,
+    DaemonSilent,
     DaemonUnavailable,
     ManifestError,
     ObjectNotFound,
@@ -57,6 +58,7 @@ class Source:
         line: to ask for what a predecessor left in memory; None where nothing can be there.
         keep: hand files on in memory; without, they are only verified, and their directory is held in the spool.
         metrics: those whose values a look tells.
+        silent: why the daemon cannot be asked, where that is known already; it is not waited for once more.
 
     Attributes:
         link: the line to the daemon, which holds for it what it gives; None without one.
@@ -72,12 +74,13 @@ class Source:
         line: HandOff | None,
         keep: bool,
         metrics: tuple[str, ...] = (),
+        silent: str = "",
     ) -> None:
         self._spool, self._run, self._tiers, self._line, self._keep = spool, run, tiers, line, keep
         self._metrics = metrics
         self.link: Link | None = None
-        self._connected = False
-        self.alone = ""
+        self._connected = bool(silent)
+        self.alone = silent
         self.arena: Arena | None = None  # the memory that what was handed on lies in, when a predecessor left it there
 
     def sight(self) -> Sight:
@@ -91,7 +94,12 @@ class Source:
         if not self._connected:
             self.link, self._connected = self._connect(), True
         if self.link:
-            return told(self.link.ask(Candidates(run=self._run, metrics=self._metrics)))
+            try:
+                return told(self.link.ask(Candidates(run=self._run, metrics=self._metrics)))
+            except DaemonSilent as error:
+                self.alone = str(error)
+                self.close()
+                self.link = None
         seen = see(World(self._look(), {}), self._run, self._metrics)
         return msgspec.structs.replace(seen, alone=self.alone)
 
@@ -109,26 +117,20 @@ class Source:
             return None
         end = time.monotonic() + _PATIENCE
         while True:
+            link = None
             try:
                 link = Link(self._spool)
-                break
+                link.greet()
+                return link
             except DaemonUnavailable as error:
-                if time.monotonic() >= end:
+                if link:
+                    link.close()
+                # One of a version too far apart, or that is silent, is as good as none: what the spool has whole is
+                # restored all the same. One that is absent may be starting.
+                if isinstance(error, VersionMismatch | DaemonSilent) or time.monotonic() >= end:
                     self.alone = str(error)
                     return None
             time.sleep(0.1)
-        try:
-            link.greet()
-        except (
-            VersionMismatch
-        ) as error:  # as if there were no daemon: what the spool has whole is restored all the same
-            self.alone = str(error)
-            link.close()
-            return None
-        except BaseException:
-            link.close()
-            raise
-        return link
 
     def _look(self) -> Place:
         """Raises `SpoolUnusable` where the spool cannot be listed: it is not empty then."""

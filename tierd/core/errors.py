@@ -109,6 +109,10 @@ class DaemonAbsent(DaemonUnavailable):
     """No daemon runs on the spool: there is no socket, or nobody listens."""
 
 
+class DaemonSilent(DaemonUnavailable):
+    """A daemon holds the spool and does not answer, as one that is stopped does. The message names the process."""
+
+
 class VersionMismatch(DaemonUnavailable):
     """Client and daemon are too far apart to work together; the message says which one to upgrade."""
 

@@ -19,6 +19,7 @@ from tierd.core.sight import CORRUPT, Sight, named, ranks_of, see
 from tierd.core.timeline import timeline
 from tierd.core.world import World
 
+_MOST = 5  # of what a message lists
 UNTOLD = "rank 0's manifest is corrupt wherever it was seen: how good it is cannot be told"
 
 
@@ -45,6 +46,8 @@ class Resume:
     are newer by name than all of which anything can be read, or whole by the names of another number of ranks alone, so
     that nothing tells whether they belong to the run.
 
+    `silent` tells of the places in `unreached` where and why, each with the sights that lack it.
+
     `values` are what rank 0's manifests say of the metrics that were asked for, NaN where they say nothing, and
     `metrics` the names of some that there are. `whole` are all complete checkpoints. Where the best was asked for by
     `goal`: `unread` are complete ones of the timeline of which no place could say whether they are better, and
@@ -68,6 +71,7 @@ class Resume:
     corrupt: tuple[CheckpointId, ...] = ()
     gone: tuple[CheckpointId, ...] = ()
     unvouched: tuple[CheckpointId, ...] = ()
+    silent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def order(self, checkpoint: CheckpointId) -> tuple[float, CheckpointId]:
         """What candidates are tried by, largest first."""
@@ -176,7 +180,16 @@ def agree(
         corrupt=tuple(one for one in untold if one in bad),
         gone=tuple(sorted(gone, reverse=True)),
         unvouched=tuple(sorted((one for one in unvouched if one not in order), reverse=True)),
+        silent=_silent(sights),
     )
+
+
+def _silent(sights: Sequence[Sight]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for number, sight in enumerate(sights):
+        for why in (sight.silent[name] for name in sight.unreached if name in sight.silent):
+            found[why] = (*found.get(why, ()), number)
+    return found
 
 
 def _values(sights: Sequence[Sight], run: str) -> dict[str, dict[CheckpointId, float]]:
@@ -297,6 +310,22 @@ def not_found(
         others = ", ".join(f"step {c.step} of attempt {c.attempt}" for c in resume.branches[:5])
         lines.append(f"  not tried, off the timeline: {others}; restore(step=…, attempt=…) asks for one")
     return CheckpointNotFound("\n".join(lines))
+
+
+def because(resume: Resume, world: int = 1, mute: int | None = None) -> str:
+    """Where and why places did not answer, in parentheses, for a message; empty where nothing is known of it.
+
+    Args:
+        world: how many ranks there are.
+        mute: the rank that saw it, where that one cannot hear the others.
+    """
+    texts = []
+    for why, numbers in list(resume.silent.items())[:_MOST]:
+        ranks = numbers if mute is None else (mute,)
+        named = ", ".join(map(str, ranks[:_MOST])) + (f" and {len(ranks) - _MOST} more" if ranks[_MOST:] else "")
+        texts.append(f"rank{'s' * (len(ranks) > 1)} {named} on {why}" if world > 1 else why)
+    more = len(resume.silent) - len(texts)
+    return f" ({'; '.join(texts)}{f'; and {more} more' if more else ''})" if texts else ""
 
 
 def own_part(candidate: Candidate, rank: int) -> PartId:

@@ -39,6 +39,7 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         origins: attempt -> the attempt and step that it resumed from, null where it began from nothing.
         unreached: tiers that did not answer; and a place where a manifest could not be read that alone may tell what an
             attempt resumed from.
+        silent: by name, of those of `unreached` of which it is known: on which node, the tier's URL, and why.
         alone: why no tier at all could be asked, where that is so.
         values: of each metric that was asked for, what rank 0's manifests say: a number, null where one has no such
             metric, `CORRUPT` where it is that. A checkpoint of which it was not read is not there.
@@ -53,6 +54,7 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     gone: Steps = {}
     origins: dict[str, tuple[str, int] | None] = {}
     unreached: tuple[str, ...] = ()
+    silent: dict[str, str] = {}
     alone: str = ""
     values: dict[str, Values] = {}
     metrics: tuple[str, ...] = ()

@@ -22,11 +22,13 @@ SPOOL = "local"  # the spool's name wherever a tier's name can stand
 
 
 class Trainer(NamedTuple):
-    """A trainer that lives on this node; `pid` is 0 where it is in another pid namespace."""
+    """A trainer that lives on this node; `pid` is 0 where it is in another pid namespace. `since`: when it first saved
+    for this launch, seconds since 1970."""
 
     attempt: str
     rank: int
     pid: int
+    since: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ import logging
 import math
 import os
 import socket
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -28,6 +29,7 @@ from tierd.core.errors import (
     ConfigError,
     RequestUnknown,
     StoreRefused,
+    StoreUnavailable,
     TierdError,
 )
 from tierd.core.head import newest
@@ -36,6 +38,7 @@ from tierd.core.launches import beside
 from tierd.core.policies import policy_for
 from tierd.core.report import report
 from tierd.core.sight import see
+from tierd.core.urls import parse_url
 from tierd.core.world import SPOOL, World
 from tierd.daemon.handoff import HandOff
 from tierd.daemon.lane import Lane
@@ -181,16 +184,20 @@ class Control:
                 return {"report": report(self._reconciler.world(), self._reconciler.config, run)}
             case wire.Candidates(run=run, metrics=metrics):
                 await self._handoff.settled()  # what a trainer handed over before it died is seen, too
-                slow = await self._look(run, patient=False)
+                slow, silent = await self._look(run, patient=False)
                 world = self._reconciler.world()
                 there = {name: None if name in slow else place for name, place in world.tiers.items()}
                 world = replace(world, tiers=there)
-                return {"sight": await asyncio.to_thread(see, world, run, metrics)}
+                sight = await asyncio.to_thread(see, world, run, metrics)
+                return {"sight": msgspec.structs.replace(sight, silent=self._located(silent, sight.unreached))}
             case wire.Fetch(part=part, wanted=wanted):
                 if part not in held:
                     self._reconciler.hold(part)
                     held.add(part)
-                return {"tiers": await self._reconciler.fetch(part, wanted=wanted)}
+                try:
+                    return {"tiers": await self._reconciler.fetch(part, wanted=wanted)}
+                except (StoreUnavailable, StoreRefused) as error:
+                    raise type(error)(f"node {socket.gethostname()}: {error}") from error
             case wire.Wait(part=part, tier=tier, timeout_s=timeout, needed=needed):
                 self._reconciler.needed.update([part.checkpoint] * needed)
                 try:
@@ -212,7 +219,7 @@ class Control:
                 self._reconciler.journal.tell("fell back", SPOOL, checkpoint, f"passed over: {'; '.join(skipped)}")
                 return {}
             case wire.Launches(run=run):
-                return {"launches": beside(self._reconciler.world(), run)}
+                return {"launches": beside(self._reconciler.world(), run, time.time())}
             case wire.MakeRoom(run=run, size_bytes=size, quota=quota):
                 return asdict(await self._reconciler.room.make(run, size, quota=quota))
             case wire.Remove(run=run):
@@ -234,7 +241,16 @@ class Control:
             world = replace(world, spool=replace(world.spool, policies={**world.spool.policies, **given}))
         return policy_for(world, config, run or "", SPOOL).keep_last
 
-    async def _look(self, run: str | None, *, patient: bool = True) -> tuple[str, ...]:
+    def _located(self, silent: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+        """Of these tiers, where each does not answer, and why."""
+        urls = {tier.name: str(parse_url(tier.url)) for tier in self._reconciler.config.tier}
+        return {
+            name: f"node {socket.gethostname()}: {urls[name]}: {silent[name]}"
+            for name in names
+            if name in silent and name in urls
+        }
+
+    async def _look(self, run: str | None, *, patient: bool = True) -> tuple[list[str], dict[str, str]]:
         """A fresh look at everything. A tier that fails is unknown in the world, which is the answer.
 
         Until every tier has answered, no look leaves the run out, because a restore would take that for a fresh start.
@@ -244,7 +260,7 @@ class Control:
                 newest checkpoint that is known is whole in the spool.
 
         Returns:
-            The tiers that were too slow.
+            The tiers that were too slow, and of each that did not answer, why.
         """
         reconciler = self._reconciler
         if run is not None:
@@ -268,13 +284,15 @@ class Control:
                 _PATIENCE,
                 run,
             )
+        silent = dict.fromkeys(slow, f"slow, not down: no answer within {_PATIENCE:.0f} s")
         for name, look in looks.items():
             failed = None if name in slow else look.exception()
             if isinstance(failed, TierdError) and name != SPOOL:
                 log.warning("%s: cannot be asked: %s", name, failed)
+                silent[name] = str(failed)
             elif failed:
                 raise failed
-        return tuple(slow)
+        return slow, silent
 
     def _make_room(self, loop: asyncio.AbstractEventLoop, part: PartId, size_bytes: int, quota: bool) -> bool:
         """Make room for a part; called in a thread that persists it, and waits for that alone."""

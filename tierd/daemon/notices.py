@@ -65,7 +65,7 @@ class Notices:
         """Something was looked at: launches that save beside each other are told of, once."""
         told: dict[str, frozenset[str]] = {}
         for run in world.spool.alive:
-            if rivals := beside(world, run):
+            if rivals := beside(world, run, time.time()):
                 told[run] = frozenset(one.attempt for one in rivals)
                 if not told[run] <= self._beside.get(run, frozenset()):
                     self._journal.tell("two launches", SPOOL, run, warning(rivals), run=run)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tierd.core.events import Event
 from tierd.core.ids import retention_key
-from tierd.core.launches import Rival, beside
+from tierd.core.launches import Lease, Rival, beside, leases
 from tierd.core.policies import disagreeing
 from tierd.core.retention import RetentionPolicy
 from tierd.core.urls import parse_url
@@ -76,6 +77,7 @@ class Status:
     tiers: tuple[TierStatus, ...]
     policies: tuple[PolicyStatus, ...]
     launches: tuple[Rival, ...]
+    leases: tuple[Lease, ...]
     scrub: ScrubStatus
     counters: dict[str, int]
     events: tuple[Event, ...]
@@ -99,7 +101,8 @@ def status(reconciler: Reconciler, trainers: int, lent_bytes: int, tell: tuple[T
         lent_bytes=lent_bytes,
         tiers=tuple(_tier(reconciler, tier.name, tier.url) for tier in reconciler.config.tier),
         policies=tuple(_policies(world)),
-        launches=tuple(one for run in sorted(world.spool.alive) for one in beside(world, run)),
+        launches=tuple(one for run in sorted(world.spool.alive) for one in beside(world, run, time.time())),
+        leases=leases(world),
         scrub=reconciler.scrubber.status(),
         counters={name: reconciler.journal.counters[name] for name in COUNTERS} | counted,
         events=tuple(reconciler.journal.events),

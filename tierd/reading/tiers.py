@@ -9,6 +9,8 @@ import logging
 from collections.abc import Collection, Mapping
 from itertools import accumulate
 
+import msgspec
+
 from tierd.client.files import Ranges, Span
 from tierd.core.errors import CorruptChunk, ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
@@ -101,7 +103,8 @@ class TierView:
         self._tiers, self._metrics = tiers, metrics
 
     def sight(self) -> Sight:
-        return see(self._tiers.look(), self._tiers.run, self._metrics)
+        sight = see(self._tiers.look(), self._tiers.run, self._metrics)
+        return msgspec.structs.replace(sight, silent=self._tiers.unreached)
 
     def flush(self, checkpoint: CheckpointId) -> None:
         """Nothing: a reader holds nothing that others lack."""

@@ -1,0 +1,170 @@
+"""Who saves a rank of a run: one Checkpointer of one process on one node. A second one is refused, or both are told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from support.doubles import Double
+from support.training import tensors
+from support.world import Daemon, wait_until
+
+import tierd
+from tierd import living
+from tierd.client.ranks import slurm_attempt
+from tierd.core.errors import ConfigError
+from tierd.core.wire import Status
+from tierd.core.world import Trainer
+from tierd.link import Link
+from tierd.spool import Spool
+
+
+@pytest.fixture
+def spool(tmp_path) -> Spool:
+    return Spool(tmp_path / "spool")
+
+
+def made(spool: Spool, **options) -> tierd.Checkpointer:
+    return tierd.Checkpointer(spool.root, "run", **{"to": [], **options})
+
+
+def save(ckpt: tierd.Checkpointer, *steps: int) -> None:
+    for step in steps:
+        ckpt.save(step, tensors(step)).wait(timeout=30)
+
+
+def alive(spool: Spool) -> list[str]:
+    return [one.attempt for one in living.trainers(spool.control, ["run"]).get("run", ())]
+
+
+# -- one process ------------------------------------------------------------------------------------------------------
+
+
+def test_two_checkpointers_that_save_in_turns_are_both_told(spool, caplog):
+    """Nothing said it: the second one's data won."""
+    first, second = made(spool), made(spool)
+    save(first, 1)
+    save(second, 2)
+    assert alive(spool) == [second.attempt] and caplog.text == ""
+    save(first, 3)
+    assert alive(spool) == sorted([first.attempt, second.attempt])
+    for one in (first, second):
+        wait_until(lambda one=one: f"attempt {one.attempt}, another Checkpointer of this process" in caplog.text, 10)
+    save(second, 4)
+    save(first, 5)
+    assert caplog.text.count("another Checkpointer of this process") == 2, "once for each"
+    first.close()
+    assert alive(spool) == [second.attempt]
+    second.close()
+    assert alive(spool) == []
+
+
+def test_a_new_checkpointer_in_the_place_of_one_that_nobody_closed_is_no_mistake(spool, caplog):
+    """A notebook's cell that is run again."""
+    several = []
+    for number in range(3):
+        several.append(made(spool))
+        several[-1].restore(tensors(0))
+        save(several[-1], 10 * number + 1, 10 * number + 2)
+        assert alive(spool) == [several[-1].attempt]
+    several[0].restore(tensors(0))  # to look at it
+    time.sleep(1.2)  # longer than between two looks at the locks
+    assert caplog.text == ""
+    for one in several:
+        one.close()
+    assert alive(spool) == []
+
+
+def test_two_checkpointers_that_were_given_one_attempt_are_told_when_they_save_in_turns(spool, caplog):
+    attempt = tierd.new_attempt()
+    first, second = made(spool, attempt=attempt), made(spool, attempt=attempt)
+    save(first, 1)
+    save(second, 2)
+    assert caplog.text == ""
+    save(first, 3)
+    save(second, 4)
+    assert caplog.text.count(f"two Checkpointers of this process save rank 0 of attempt {attempt} of run run") == 1
+    first.close()
+    assert alive(spool) == [attempt], "the other one lives"
+    second.close()
+    assert alive(spool) == []
+
+
+# -- two processes ----------------------------------------------------------------------------------------------------
+
+_HOLDER = """
+import sys, tierd, torch
+ckpt = tierd.Checkpointer(sys.argv[1], "run", attempt=sys.argv[2], to=[])
+ckpt.save(1, {"w": torch.zeros(10)}).wait(timeout=60)
+print("saved", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_same_rank_of_the_same_attempt_in_another_process_is_refused_until_that_one_ends(spool):
+    attempt = tierd.new_attempt()
+    command = [sys.executable, "-c", _HOLDER, str(spool.root), attempt]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "saved\n"
+        with made(spool, attempt=attempt) as ckpt:
+            with pytest.raises(ConfigError, match=rf"process {other.pid} saves rank 0 of attempt {attempt} of run run"):
+                ckpt.save(2, tensors(2))
+            assert [part.checkpoint.step for part in spool.parts()] == [1]
+            other.kill()
+            other.wait(30)
+            save(ckpt, 2)
+    assert [part.checkpoint.step for part in spool.parts()] == [1, 2]
+
+
+def test_tasks_of_a_slurm_array_derive_attempts_of_their_own(monkeypatch):
+    """Each has a SLURM_JOB_ID of its own."""
+    step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_ARRAY_JOB_ID": "7"}
+    for name, value in {**step, "SLURM_JOB_START_TIME": "1767225600"}.items():
+        monkeypatch.setenv(name, value)
+    derived = []
+    for task, job in enumerate(("8", "9", "7")):
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(task))
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        derived.append(slurm_attempt(0, 2))
+    assert len(set(derived)) == 3
+
+
+# -- status -----------------------------------------------------------------------------------------------------------
+
+
+def test_status_tells_who_saves_and_since_when_also_of_one_launch_alone(spool, capsys):
+    begun = datetime.now(UTC) - timedelta(seconds=2)  # what is told has whole seconds
+    with Daemon(spool.root, {"tier": Double()}) as daemon:
+        with made(spool, to=None) as ckpt:
+            save(ckpt, 1)
+            daemon.settle()
+            with Link(spool) as link:
+                answer = link.ask(Status())["status"]
+            assert answer["launches"] == []
+            (lease,) = answer["leases"]
+            assert [lease[name] for name in ("run", "attempt", "rank", "pid")] == ["run", ckpt.attempt, 0, os.getpid()]
+            since, renewed = (datetime.fromisoformat(lease[name]) for name in ("since", "renewed"))
+            assert begun <= since <= renewed <= datetime.now(UTC)
+            from tierd.cli import run
+
+            assert run(["status", "--spool", str(spool.root)]) == 0
+            told = " ".join(capsys.readouterr().out.split())
+            who = f"saves rank 0 (process {os.getpid()}) since {lease['since']}, its last checkpoint {lease['renewed']}"
+            assert f"run run: attempt {ckpt.attempt} {who}" in told
+        daemon.settle()
+        with Link(spool) as link:
+            assert link.ask(Status())["status"]["leases"] == [], "it was closed"
+
+
+def test_a_lock_tells_since_when_it_is_held(spool):
+    with made(spool) as ckpt:
+        before = time.time()
+        save(ckpt, 1)
+        (one,) = living.trainers(spool.control, ["run"])["run"]
+        assert isinstance(one, Trainer) and before - 1 <= one.since <= time.time()
+        save(ckpt, 2)
+        assert living.trainers(spool.control, ["run"])["run"] == (one,)
