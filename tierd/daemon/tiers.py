@@ -45,7 +45,7 @@ from tierd.daemon.pause import Pause
 from tierd.daemon.prune import holds, prune
 from tierd.daemon.relay import relay
 from tierd.daemon.run_policies import record, unrecorded
-from tierd.daemon.turns import node, sweep
+from tierd.daemon.turns import announced, announcing, node, sweep
 from tierd.spool import Spool
 from tierd.stores.base import Store, clear
 from tierd.stores.counted import CountedStore
@@ -255,6 +255,17 @@ class Tiers:
         self._check_readable(part, tier)
         twin, (whose, worn_out) = await self._twin(part, tier), await self._lender(part, tier)
         return await flush(self._spool, part, self._ways[tier], twin=twin, lender=whose, worn_out=worn_out)
+
+    async def hear(self, tier: str, run: str) -> None:
+        """Ask a tier what other nodes send of a run."""
+        found = await announced(self._stores[tier], run, self.who)
+        if place := self.places[tier]:
+            self.places[tier] = replace(place, announced=found)
+
+    async def flush_aloud(self, part: PartId, tier: str) -> Flushed:
+        """`flush` a part, and let other nodes see meanwhile whose checkpoint it is."""
+        async with announcing(self._stores[tier], part.checkpoint, self.who):
+            return await self.flush(part, tier)
 
     async def relay(self, part: PartId, tier: str) -> Flushed:
         """`relay.relay` a part to a tier from the others. Raises StoreRefused as `flush`."""
