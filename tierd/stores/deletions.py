@@ -42,12 +42,16 @@ class DeletionGuard:
         """Have it known whether anything can be deleted, before something is put that only a deletion can end.
 
         Args:
-            key: one that nothing lies under; it is deleted where no deletion has worked yet.
+            key: one that nothing lies under; it is deleted where no deletion has worked yet. A file system refuses
+                only where something lies, so after a refusal an empty object is put there first, which means nothing.
 
         Raises:
             DeleteRefused: nothing can.
         """
-        if not self._worked:
+        if not self._worked or self.refused:
+            await self.delete([key])
+        if self.refused:
+            await self.put(key, b"")
             await self.delete([key])
 
     async def delete(self, keys: Sequence[str]) -> None:
