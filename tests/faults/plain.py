@@ -423,7 +423,7 @@ _DELETIONS = (
     Mutant(
         "marks are put where they cannot be deleted, each time that a refusal is forgotten",
         "tierd/stores/deletions.py",
-        "        if self.refused:\n",
+        "        if refused:\n",
         "        if False:\n",
         "pytest tests/daemon/test_append_only.py -k cannot_be_removed",
     ),

@@ -48,9 +48,10 @@ class DeletionGuard:
         Raises:
             DeleteRefused: nothing can.
         """
-        if not self._worked or self.refused:
+        refused = self.refused
+        if not self._worked or refused:
             await self.delete([key])
-        if self.refused:
+        if refused:
             await self.put(key, b"")
             await self.delete([key])
 
