@@ -435,6 +435,13 @@ _DELETIONS = (
         "pytest tests/daemon/test_reach.py -k some_kinds",
     ),
     Mutant(
+        "prune does not say what holds it back",
+        "tierd/daemon/doomed.py",
+        "                held |= found.grown\n",
+        "",
+        "pytest tests/test_cli.py -k holds_it_back",
+    ),
+    Mutant(
         "intents that a place once refused to delete stand until a restart",
         "tierd/daemon/tiers.py",
         "        if guard.refused:  # intents",

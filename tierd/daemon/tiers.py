@@ -319,7 +319,7 @@ class Tiers:
         for run in {one.run for one in checkpoints}:  # a mark that could not go would hold up flushes
             await self._guards[tier].check(f"{pruning_prefix(run)}none")
         try:
-            gone, bare = await prune(self._stores[tier], checkpoints, self.who, eye.manifests, self.places[tier])
+            gone, bare, _ = await prune(self._stores[tier], checkpoints, self.who, eye.manifests, self.places[tier])
         except (ManifestError, FormatTooNew) as error:  # of another: no reason to keep flushes waiting
             names = ", ".join(str(one) for one in sorted(checkpoints)[:3]) + (", …" if len(checkpoints) > 3 else "")
             log.warning("%s: not pruned yet: %s: %s", tier, names, error)

@@ -28,6 +28,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -242,6 +243,12 @@ async def sweep(store: Store, run: str, who: str) -> Swept:
                 intents.append((info.key, part))
     await clear(store, stale)
     return Swept(tidy, intents, cut)
+
+
+def ends(intent: str) -> datetime:
+    """When an intent, by its key, is over for whoever prunes."""
+    match = _STAMP.fullmatch(intent)
+    return datetime.fromtimestamp((int(match[2], 16) + _STALE) / 1000 if match else 0, UTC)
 
 
 def _intended(run: str, key: str) -> PartId | None:
