@@ -442,6 +442,20 @@ _DELETIONS = (
         "pytest tests/test_cli.py -k holds_it_back",
     ),
     Mutant(
+        "disown takes a launch that lives on this node",
+        "tierd/cli/disown.py",
+        "    if living := living_here(run, attempt):\n",
+        "    if living := {}:\n",
+        "pytest tests/test_disown_cli.py -k lives_here",
+    ),
+    Mutant(
+        "disown takes the mark of a deletion that goes on",
+        "tierd/daemon/turns.py",
+        "    if match is None or 0 <= _age(match[2]) <= 1000 * _DEADLINE:\n",
+        "    if match is None:\n",
+        "pytest tests/test_disown_cli.py -k marks_of_the_launch",
+    ),
+    Mutant(
         "intents that a place once refused to delete stand until a restart",
         "tierd/daemon/tiers.py",
         "        if guard.refused:  # intents",

@@ -251,6 +251,14 @@ def ends(intent: str) -> datetime:
     return datetime.fromtimestamp((int(match[2], 16) + _STALE) / 1000 if match else 0, UTC)
 
 
+def marked(run: str, key: str) -> CheckpointId | None:
+    """The checkpoint of a mark, by its key; None where a deletion may still be going on that put it."""
+    match = _STAMP.fullmatch(key)
+    if match is None or 0 <= _age(match[2]) <= 1000 * _DEADLINE:
+        return None
+    return CheckpointId.parse(run, match[1].removeprefix(pruning_prefix(run)))
+
+
 def _intended(run: str, key: str) -> PartId | None:
     """The part whose manifest is about to be put, by an intent's key."""
     pieces = key.split("/")
