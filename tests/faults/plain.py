@@ -456,6 +456,20 @@ _DELETIONS = (
         "pytest tests/test_disown_cli.py -k marks_of_the_launch",
     ),
     Mutant(
+        "Retry-After as a date is passed over",
+        "tierd/stores/answers.py",
+        "    except (ValueError, OverflowError):\n        return 0.0\n",
+        "    except (ValueError, OverflowError):\n        return 0.0\n    return 0.0\n",
+        "pytest tests/stores/test_window.py -k says_of_waiting",
+    ),
+    Mutant(
+        "status is silent while a Retry-After is waited out",
+        "tierd/daemon/tiers.py",
+        "        return asked_s(self._stores[tier]) if tier in self._stores else 0.0\n",
+        "        return 0.0\n",
+        "pytest tests/stores/test_window.py -k until_when",
+    ),
+    Mutant(
         "intents that a place once refused to delete stand until a restart",
         "tierd/daemon/tiers.py",
         "        if guard.refused:  # intents",

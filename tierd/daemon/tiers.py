@@ -47,7 +47,7 @@ from tierd.daemon.relay import relay
 from tierd.daemon.run_policies import record, unrecorded
 from tierd.daemon.turns import announced, announcing, node, sweep
 from tierd.spool import Spool
-from tierd.stores.base import Store, clear
+from tierd.stores.base import Store, asked_s, clear
 from tierd.stores.counted import CountedStore
 from tierd.stores.deletions import DeletionGuard
 
@@ -105,6 +105,10 @@ class Tiers:
     def refusal(self, tier: str) -> str:
         """Why a tier lets nothing be deleted, as it said last; empty where it is not known to."""
         return self._guards[tier].refused if tier in self._guards else ""
+
+    def asked_s(self, tier: str) -> float:
+        """For how many seconds more a tier is left alone, because it asked for that."""
+        return asked_s(self._stores[tier]) if tier in self._stores else 0.0
 
     @property
     def append_only(self) -> frozenset[str]:

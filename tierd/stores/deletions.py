@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 
 from tierd.core.errors import DeleteRefused
-from tierd.stores.base import Buffer, ObjectInfo, Store, is_authentic
+from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, is_authentic
 
 _AGAIN_S = 600.0  # that a refusal is believed
 
@@ -71,6 +71,11 @@ class DeletionGuard:
             self._worked = True
         if not self._until:
             self.refused = ""
+
+    @property
+    def asked_s(self) -> float:
+        """As `inner` has it."""
+        return asked_s(self._inner)
 
     async def put(self, key: str, data: Buffer) -> str:
         return await self._inner.put(key, data)
