@@ -470,6 +470,13 @@ _DELETIONS = (
         "pytest tests/stores/test_window.py -k until_when",
     ),
     Mutant(
+        "a listing through a proxy is unbounded",
+        "tierd/stores/transport.py",
+        "        return ProxiedSession(**options)\n",
+        "        return AIOHTTPSession(**options)\n",
+        "pytest tests/stores/test_transport.py -k listing_is_bounded",
+    ),
+    Mutant(
         "intents that a place once refused to delete stand until a restart",
         "tierd/daemon/tiers.py",
         "        if guard.refused:  # intents",
