@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from contextlib import AsyncExitStack
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -172,6 +174,27 @@ def test_prune(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) ->
     assert run(["unpin", "r", "10", str(tier)]) == 0
     assert run(["prune", str(tier), "--keep-last", "1"]) == 0
     assert [path.name[:12] for path in tier.glob("r/manifests/*")] == ["000000000030"]
+
+
+def test_prune_says_what_holds_it_back_and_until_when(
+    places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A flush that was killed left its intent, and nothing said why the checkpoint stayed."""
+    _, tier = places
+    [manifest] = tier.glob("r/manifests/000000000010*/*")
+    now = time.time_ns() // 1_000_000
+    intent = tier / f"r/flushing/{manifest.parent.name}/{manifest.stem}.{now:012x}-01234567"
+    intent.parent.mkdir(parents=True)
+    intent.write_bytes(manifest.read_bytes())
+    assert run(["prune", str(tier), "--keep-last", "1"]) == 0
+    text = "".join(capsys.readouterr().out.split())
+    assert "heldback" in text and "wouldprune" not in text
+    assert run(["prune", str(tier), "--keep-last", "1", "--json"]) == 0
+    [one] = [one for one in json.loads(capsys.readouterr().out)["verdicts"] if one["step"] == 10]
+    assert (one["keep"], one["pruned"]) == (False, False)
+    assert str(intent.relative_to(tier)) in one["held"]
+    assert f"{datetime.fromtimestamp(now // 1000 + 86400, UTC):%Y-%m-%d %H:%M:%S} UTC" in one["held"]
+    assert manifest.exists()
 
 
 def test_a_pin_that_reaches_the_spool_alone_is_refused(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
-from support.world import RUN, attempt, commit, converge, hurry, part, steps_on
+from support.world import RUN, attempt, commit, converge, hurry, part, reconciler, running, settle, steps_on
 
+from tierd import living
 from tierd.cli import disown, run
 from tierd.core.errors import StoreRefused
 from tierd.core.ids import PartId
@@ -63,8 +66,15 @@ def taken(home: Path, *options: str, launch: str = PLANTED.checkpoint.attempt) -
 
 def test_a_planted_name_ends_pruning_until_it_is_disowned(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     plant(home, TOO_NEW)
+
+    async def looked() -> None:
+        async with running(reconciler(spool(home), {"tier": FileStore(home / "tier")}, keep=1)) as daemon:
+            await settle(daemon)
+            for _ in range(2):  # the first that shows them says nothing
+                await daemon.look("tier")
+
     with caplog.at_level(logging.WARNING, "tierd.daemon"):
-        work(home, keep=1)
+        asyncio.run(looked())
     assert steps(home) == [1, 2, 3, 9]
     told = [one.getMessage() for one in caplog.records if "tierd disown" in one.getMessage()]
     assert len(told) == 1
@@ -154,6 +164,41 @@ def test_a_launch_of_this_node_is_refused(home: Path, capsys) -> None:
     assert taken(home, "--yes", "--spool", str(home / "spool"), launch=attempt(1)) == 3
     assert "this node's spool" in capsys.readouterr().err
     assert steps(home) == [1, 2, 3]
+
+
+def test_a_launch_that_lives_here_is_refused_though_its_spool_is_not_named(home: Path, tmp_path: Path, capsys) -> None:
+    before, mine = files(home), Spool(tmp_path / "mine")
+    living.hold(mine.control, part(4))
+    try:
+        assert taken(home, "--yes", launch=attempt(1)) == 3
+        said = capsys.readouterr().err
+        assert str(os.getpid()) in said and str(tmp_path / "mine") in said
+        assert taken(home, "--yes", launch=attempt(2)) == 4, "another launch"
+    finally:
+        living.release(mine.control, part(4))
+    assert files(home) == before
+    assert taken(home, "--yes", launch=attempt(1)) == 0
+
+
+def test_garbage_in_the_spool_makes_it_no_launch_of_this_node(home: Path) -> None:
+    plant(home, b"garbage")
+    garbage = home / "spool" / RUN / PLANTED.checkpoint.name / PLANTED.name / "manifest.json"
+    garbage.parent.mkdir(parents=True)
+    garbage.write_bytes(b"garbage")
+    assert taken(home, "--yes", "--spool", str(home / "spool")) == 0
+    assert steps(home) == [1, 2, 3]
+
+
+def test_marks_of_the_launch_go_unless_a_deletion_may_be_going_on(home: Path) -> None:
+    plant(home, b"garbage")
+    pruning, now = home / "tier" / RUN / "pruning", time.time_ns() // 1_000_000
+    pruning.mkdir(exist_ok=True)
+    stamps = [f"{now - age:012x}-01234567" for age in (0, 700_000)]
+    names = [f"{where.checkpoint.name}.{stamp}" for where in (PLANTED, part(1)) for stamp in stamps]
+    for name in names:
+        (pruning / name).touch()
+    assert taken(home, "--yes") == 0
+    assert {path.name for path in pruning.iterdir()} == {*names} - {names[1]}
 
 
 def test_manifests_go_first(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,18 @@ def trainers(control: Path, runs: Iterable[str]) -> dict[str, tuple[Trainer, ...
     return {run: some for run, some in found.items() if some}
 
 
+def on_this_machine(run: str, attempt: str) -> dict[int, str]:
+    """By process id, the spool in which a trainer of a launch holds its lock, whichever spool that is. As far as /proc
+    shows descriptors: of this user's processes, or to root of all, in this pid namespace."""
+    found = {}
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            control, _, lock = str(descriptor.readlink()).rpartition(f"/{ALIVE}/{run}/")
+            if control and lock.partition(".")[0] == attempt:
+                found[int(descriptor.parts[2])] = str(Path(control).parent)
+    return found
+
+
 def ended(control: Path, alive: Mapping[str, Collection[Trainer]], runs: Iterable[str]) -> dict[str, frozenset[str]]:
     """By run, of these, the launches that saved on this node lately and have none of the trainers in `alive`."""
     found = {}

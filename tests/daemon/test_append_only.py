@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from tierd.spool import Spool
 from tierd.stores import deletions
 from tierd.stores.answers import ACTIONS
 from tierd.stores.deletions import DeletionGuard
+from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
 from tierd.stores.open import open_store
 
@@ -70,6 +73,47 @@ def test_every_save_reaches_a_bucket_without_delete_object(spool: Spool) -> None
                 assert tier.failures == 0
                 assert steps_in(spool) == [4, 5]  # what a tier has verified leaves the spool as ever
             await store.aclose()
+
+    asyncio.run(work())
+
+
+def test_a_directory_whose_entries_cannot_be_removed_is_append_only_too(spool: Spool, tmp_path, monkeypatch) -> None:
+    """Each failed prune held the lane back and left marks, until no tier seemed to accept checkpoints."""
+
+    def marks() -> list[str]:
+        return [path.name for path in (tmp_path / "tier").rglob("pruning/*") if path.name != "none"]
+
+    async def work() -> None:
+        monkeypatch.setattr(turns, "_OWN_STALE", 900_000)  # what a flush has left is too young to be tried again
+        (tmp_path / "tier").mkdir()
+        store = FileStore(tmp_path / "tier")
+        async with running(reconciler(spool, {"nas": store}, keep=2)) as daemon:
+            commit(spool, part(0))
+            await settle(daemon)
+            real = os.unlink
+
+            def unlink(path, *, dir_fd=None) -> None:
+                here = os.readlink(f"/proc/self/fd/{dir_fd}") if dir_fd is not None else ""
+                if here.startswith(str(tmp_path / "tier")) and not here.endswith("/.tmp"):
+                    os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
+                    raise PermissionError(errno.EPERM, "injected")
+                real(path, dir_fd=dir_fd)
+
+            monkeypatch.setattr(os, "unlink", unlink)
+            for step in range(1, 6):
+                commit(spool, part(step))
+                await settle(daemon)
+            refused = daemon.tiers._guards["nas"]._until
+            refused |= dict.fromkeys(refused, 0.0)  # ten minutes later
+            await settle(daemon)
+            there = [str(path.relative_to(tmp_path / "tier")) for path in (tmp_path / "tier").rglob("*.json")]
+            assert steps_on(there) == list(range(6))
+            assert daemon.journal.counters["errors"] == 0
+            assert not marks()
+            [why] = told(daemon)
+            assert "chattr +a" in why
+            assert status(daemon, 0, 0).tiers[0].append_only
+        await store.aclose()
 
     asyncio.run(work())
 

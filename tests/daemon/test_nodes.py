@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 from support.doubles import contents, flip, is_chunk
@@ -117,6 +118,63 @@ def test_all_daemons_at_work_come_to_rest_too(home):
         assert nodes.tier.steps() == [(1, 6, True), (2, 7, True)]
         assert {who for who, _ in nodes.tier.pruned} <= {"A", "B"}
         assert all(node.steps() == [(1, 6), (2, 7)] for node in nodes.alive())
+
+    asyncio.run(work())
+
+
+# -- saves that outrun flushes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_node_sends_parts_of_the_checkpoint_that_another_one_is_sending(home, fails):
+    """The newest there is by then is of no use while nobody sends its other parts."""
+
+    async def next_of(node: Node) -> int:
+        action = await node.daemon._look_and_plan(node.daemon.lanes[TIER])
+        assert isinstance(action, Flush)
+        return action.part.checkpoint.step
+
+    async def work():
+        nodes = Nodes(home, "A", "B", keep=9)
+        nodes.save(1, 1, "AB")
+        await nodes.settle()
+        for step in (2, 3):
+            nodes.save(step, 1, "AB")
+        chosen = []
+
+        async def meanwhile():
+            if nodes["A"].line.doing == "put" and any("/sending." in key for key in nodes.tier._keys) and not chosen:
+                nodes.save(4, 1, "AB")
+                chosen.append(await next_of(nodes["B"]))
+                if fails:
+                    raise StoreUnavailable("no route")
+
+        assert await next_of(nodes["A"]) == 3
+        nodes["A"].line.meanwhile = meanwhile
+        with pytest.raises(StoreUnavailable) if fails else contextlib.nullcontext():
+            await nodes["A"].turn()
+        assert chosen == [3]
+        assert not [key for key in nodes.tier._keys if "/flushing/" in key], "it is over with the flush"
+        nodes["A"].line.meanwhile = None
+        assert await next_of(nodes["B"]) == (4 if fails else 3)
+
+    asyncio.run(work())
+
+
+def test_where_there_is_no_choice_nothing_is_announced(home):
+    async def work():
+        nodes = Nodes(home, "A", "B", keep=9)
+        keys = []
+        nodes["A"].line.meanwhile = nodes["B"].line.meanwhile = seen = AsyncMock(
+            side_effect=lambda: keys.extend(key for key in nodes.tier._keys if "/sending." in key)
+        )
+        for step in (1, 2):
+            nodes.save(step, 1, "AB")
+            await nodes.settle()
+        for step in (3, 4, 5):
+            nodes.save(step, 1, "A")  # all of its ranks are here
+        await nodes.settle()
+        assert seen.called and not keys
 
     asyncio.run(work())
 

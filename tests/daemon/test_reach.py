@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from tierd.core.urls import parse_url
 from tierd.daemon.observe import TierEye
 from tierd.daemon.reach import Reach, reach
 from tierd.stores.base import Store
+from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
 from tierd.stores.s3 import S3Store
 
@@ -107,6 +110,44 @@ def test_a_lock_on_what_is_there_is_found(silent: bool) -> None:
     store.silent = silent
     assert asyncio.run(reach(store)).mode == "append-only"
     assert asyncio.run(TierEye(store).runs()) == set()  # what it left is no run
+
+
+@pytest.mark.parametrize("run", ["", "demo"])
+@pytest.mark.parametrize("kind", ["manifests", "chunks", "pruning"])
+def test_where_some_kinds_of_objects_stay_it_is_append_only_and_names_them(run: str, kind: str) -> None:
+    """A daemon prunes nothing there, so read-write was no word for it."""
+
+    class Partly(MemoryStore):
+        async def delete(self, keys) -> None:
+            if any(f"{run or 'none'}/{kind}/" in key for key in keys):
+                raise DeleteRefused("AccessDenied")
+            await super().delete(keys)
+
+    async def work() -> tuple[Reach, list[str]]:
+        store = Partly()
+        if run:
+            await store.put(f"{run}/pins/x", b"")
+        return await reach(store), list(store._keys)
+
+    found, left = asyncio.run(work())
+    assert found.mode == "append-only"
+    assert kind in found.why and "AccessDenied" in found.why
+    assert [key for key in left if "/" in key] == ([f"{run}/pins/x"] if run else [])
+
+
+def test_a_directory_whose_entries_cannot_be_removed_is_append_only(tmp_path: Path, monkeypatch) -> None:
+    real = os.unlink
+
+    def unlink(path, *, dir_fd=None) -> None:
+        if path == "README.md.check":
+            raise PermissionError(errno.EPERM, "injected")
+        real(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    (tmp_path / "tier").mkdir()
+    (tmp_path / "tierd.toml").write_text(f'spool = "/s"\n[[tier]]\nname = "nas"\nurl = "{tmp_path / "tier"}"\n')
+    assert run(["config", "check", str(tmp_path / "tierd.toml"), "--reach"]) == 0
+    assert asyncio.run(reach(FileStore(tmp_path / "tier"))).mode == "append-only"
 
 
 def test_what_comes_back_has_to_be_what_was_put() -> None:

@@ -205,6 +205,26 @@ def test_a_flush_that_has_ended_leaves_another_nodes_intent_of_the_same_part():
     assert asyncio.run(left()) == ["aaaaaaaa"]
 
 
+def test_what_a_node_said_that_it_sends_stands_while_it_does_and_counts_for_others_until_it_is_over(monkeypatch):
+    store, own = MemoryStore(), part(1).checkpoint
+
+    async def work():
+        async with turns.announcing(store, own, "aaaaaaaa"):
+            assert await turns.announced(store, RUN, "bbbbbbbb") == {own: {"aaaaaaaa"}}
+            assert await turns.announced(store, RUN, "aaaaaaaa") == {}
+            monkeypatch.setattr(turns, "_OWN_STALE", 0)
+            await turns.sweep(store, RUN, "aaaaaaaa")  # a flush may take longer than a quarter of an hour
+            assert await turns.announced(store, RUN, "bbbbbbbb") == {own: {"aaaaaaaa"}}
+        assert await contents(store) == {}
+        await store.put(f"{RUN}/flushing/{own.name}/sending.{0:012x}-aaaaaaaa", b"")  # of 1970
+        monkeypatch.setattr(turns, "_age", AGE)
+        assert await turns.announced(store, RUN, "bbbbbbbb") == {}
+        await turns.sweep(store, RUN, "bbbbbbbb")
+        assert await contents(store) == {}
+
+    asyncio.run(work())
+
+
 def test_a_mark_from_far_ahead_holds_nothing_up(monkeypatch):
     """By a clock that was wrong, or by somebody who wants to."""
     monkeypatch.setattr(turns, "_age", AGE)

@@ -182,7 +182,7 @@ PERMISSIONS = (
     Mutant(
         "a launch of this node is disowned, and sent again",
         "tierd/cli/disown.py",
-        "if any(part.checkpoint.run == run for part in own):",
+        "if where.spool.saved_stamp(run, attempt) or any(_can_be_read(where.spool, part) for part in own):",
         "if False:",
         f"{_DISOWN} -k of_this_node",
     ),

@@ -13,11 +13,12 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from stores.conformance import Conformance, keys
 
-from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
+from tierd.core.errors import DeleteRefused, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.stores.base import Store
 from tierd.stores.file import FileStore
 
@@ -28,6 +29,20 @@ class TestFileStore(Conformance):
     @pytest.fixture
     def make(self, tmp_path: Path) -> Callable[[], Store]:
         return lambda: FileStore(tmp_path)
+
+
+def refuse_to_unlink(monkeypatch: pytest.MonkeyPatch, number: int, *names: str) -> None:
+    """Files of these names cannot be removed; none outside `.tmp` where none is named."""
+    real = os.unlink
+
+    def unlink(path, *, dir_fd=None) -> None:
+        here = os.readlink(f"/proc/self/fd/{dir_fd}") if dir_fd is not None else ""
+        if not here.endswith("/.tmp") and (path in names or not names):
+            os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
+            raise OSError(number, "injected")
+        real(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", unlink)
 
 
 def put(root: Path, key: str, data: bytes = b"data") -> None:
@@ -161,6 +176,28 @@ def test_a_failed_fsync_is_never_tried_again(tmp_path: Path, monkeypatch: pytest
     assert temps(tmp_path) == []
     monkeypatch.setattr(os, "fsync", fsync)
     assert get(tmp_path, "k") == b"old"
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES, errno.EROFS])
+def test_what_may_not_be_removed_is_a_refusal_to_delete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """`chattr +a`, a sticky directory, an export that lets nothing be removed: it can still be added to."""
+    put(tmp_path, "run/a/1"), put(tmp_path, "run/a/2")
+    refuse_to_unlink(monkeypatch, number, "1")
+    with pytest.raises(DeleteRefused, match=r"delete run/a/1: .* append-only"):
+        asyncio.run(FileStore(tmp_path).delete(["run/a/1", "run/a/2"]))
+    assert listed(tmp_path) == ["run/a/1"], "what may go is gone"
+    put(tmp_path, "run/a/3")
+
+
+def test_a_file_system_that_is_read_only_is_not_append_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "run/1")
+    refuse_to_unlink(monkeypatch, errno.EROFS, "1")
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(StoreRefused) as caught:
+        asyncio.run(FileStore(tmp_path).delete(["run/1"]))
+    assert not isinstance(caught.value, DeleteRefused)
 
 
 @pytest.mark.parametrize(

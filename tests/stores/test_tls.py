@@ -114,6 +114,24 @@ def test_handshakes_that_are_reset_cost_no_slot(
     assert len(harmed) > 34
 
 
+def test_every_connection_verifies_the_certificate(authority: Authority, bucket: Bucket) -> None:
+    """A TLS session that is resumed goes on with a certificate that has expired meanwhile; it saves next to nothing."""
+
+    async def call(store: S3Store) -> None:
+        for number in range(3):
+            await RetryingStore(store).put(f"{number}", b"data")
+            front.hang_up()
+            await asyncio.sleep(0.05)
+        front.context = authority.server("127.0.0.1", -3 * _DAY, -_DAY)
+        with pytest.raises(StoreRefused, match="has expired"):
+            await store.put("last", b"data")
+
+    with Front(bucket.port, authority.server("127.0.0.1")).running() as front:
+        use(front.port, call)
+    assert front.connections >= 4
+    assert front.resumed == 0
+
+
 @pytest.mark.parametrize("harm", ["reset before", "reset within", "half", "cut"])
 @pytest.mark.parametrize("tls", [True, False])
 def test_a_call_that_breaks_leaves_nothing_and_says_why(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import ssl
 import subprocess
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from stores.test_s3 import credentials
 
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.core.urls import parse_url
-from tierd.stores import line, s3
+from tierd.stores import line, s3, transport
 from tierd.stores.line import Body
 from tierd.stores.s3 import S3Store
 from tierd.stores.transport import DirectSession, http_session
@@ -413,6 +414,48 @@ def test_through_a_proxy_it_is_aiobotocores_own_session(monkeypatch: pytest.Monk
     Server(proxy).use(use)
     assert lines[0] == f"PUT http://example.invalid/bucket/p/k HTTP/1.1 {BIG}"
     assert isinstance(http_session(timeout=(1, 1), proxies={"http": "x"}), AIOHTTPSession)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "says"),
+    [
+        (lambda: repeat(b"x" * 65536, 1024), "without an end"),
+        (lambda: repeat(b" ", 1), "stalled"),
+        (lambda: chain([b"<L"], (b"" for _ in iter(int, 1))), "stalled"),
+        (lambda: [b"<html>"], "no XML"),
+    ],
+    ids=["endless", "one byte", "silent", "html"],
+)
+def test_through_a_proxy_a_listing_is_bounded_in_bytes_and_time(
+    monkeypatch: pytest.MonkeyPatch, pieces: Callable[[], Iterable[bytes]], says: str
+) -> None:
+    """aiohttp reads whatever comes, into memory, for as long as it comes."""
+    monkeypatch.setattr(transport, "_STALL_S", 0.5)
+    monkeypatch.setattr(transport, "LONGEST_REPLY", 1 << 20)
+    sent = 0
+
+    async def proxy(_: int, reader: Reader, writer: Writer) -> None:
+        nonlocal sent
+        await head(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for piece in pieces():
+            writer.write(b"%x\r\n%s\r\n" % (len(piece), piece) if piece else b"")
+            await writer.drain()
+            await asyncio.sleep(0 if piece else 0.05)
+            sent += len(piece)
+        if says == "stalled":
+            await reader.read()  # until it is given up
+        writer.write(b"0\r\n\r\n")
+
+    async def use(store: S3Store) -> None:
+        monkeypatch.setenv("http_proxy", str(store._url.endpoint))
+        store._url = parse_url("s3://bucket/p?endpoint=http://example.invalid&addressing=path")
+        with pytest.raises(StoreUnavailable, match=says):
+            async with asyncio.timeout(20):
+                _ = [info async for info in store.scan("")]
+
+    Server(proxy).use(use)
+    assert sent < 16 << 20
 
 
 def test_without_a_proxy_it_is_the_direct_one() -> None:

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
+from datetime import UTC, datetime
+from email.utils import formatdate
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from stores.test_s3 import credentials
 from support.s3stub import Bucket, serving
+from support.world import reconciler
 
+from tierd.cli.status import COLUMNS
 from tierd.core.errors import StoreUnavailable
 from tierd.core.urls import parse_url
 from tierd.core.wire import error_reply
+from tierd.daemon.status import status
+from tierd.spool import Spool
 from tierd.stores.answers import said
-from tierd.stores.base import Buffer
+from tierd.stores.base import Buffer, asked_s
+from tierd.stores.counted import CountedStore
+from tierd.stores.deletions import DeletionGuard
+from tierd.stores.encrypted import EncryptedStore
+from tierd.stores.keys import Key
+from tierd.stores.limit import LimitedStore
 from tierd.stores.memory import MemoryStore
 from tierd.stores.open import open_store
 from tierd.stores.retry import RetryingStore
@@ -147,14 +160,56 @@ def test_a_cancelled_request_and_one_that_waited_leave_their_room() -> None:
         ("429", 429, "100000", 60.0),
         ("ThrottlingException", 400, "2", 2.0),
         ("KMS.ThrottlingException", 400, "", 0.0),
-        ("SlowDown", 503, "Wed, 21 Oct 2026 07:28:00 GMT", 0.0),
+        ("SlowDown", 503, "9" * 400, 60.0),
+        ("SlowDown", 503, "Wed, 21 Oct 2026 07:28:00 GMT", 7.0),
+        ("SlowDown", 503, "Wednesday, 21-Oct-26 07:28:00 GMT", 7.0),
+        ("SlowDown", 503, "Wed Oct 21 07:28:00 2026", 7.0),
+        ("SlowDown", 503, "Thu, 22 Oct 2026 07:28:00 GMT", 60.0),
+        ("SlowDown", 503, "Tue, 20 Oct 2026 07:28:00 GMT", 0.0),
+        ("SlowDown", 503, "soon", 0.0),
         ("SlowDown", 503, "-1", 0.0),
     ],
 )
 def test_what_an_answer_says_of_waiting(code: str, status: int, after: str, wait_s: float) -> None:
-    error = said("s3://b", "put k", code, status, "", after)
+    error = said("s3://b", "put k", code, status, "", after, "Wed, 21 Oct 2026 07:27:53 GMT")
     assert isinstance(error, StoreThrottled)
     assert error.wait_s == wait_s
+
+
+def test_a_date_without_the_servers_own_counts_by_this_nodes_clock() -> None:
+    for ahead, wait_s in ((30, 30.0), (-30, 0.0), (1e6, 60.0)):
+        error = said("s3://b", "put k", "SlowDown", 503, "", formatdate(time.time() + ahead, usegmt=True))
+        assert isinstance(error, StoreThrottled)
+        assert abs(error.wait_s - wait_s) <= 5.0
+
+
+def test_how_long_a_store_is_left_alone_is_known_through_all_its_wrappers() -> None:
+    class Asking(MemoryStore):
+        async def get(self, key: str, into: memoryview | None = None) -> Buffer:
+            raise StoreThrottled("SlowDown", 40.0)
+
+    async def work() -> None:
+        inner = RetryingStore(Asking(), attempts=1)
+        store = CountedStore(DeletionGuard(EncryptedStore(LimitedStore(inner, 1 << 20, None), Key(b"k" * 32))))
+        assert asked_s(store) == 0.0
+        with pytest.raises(StoreThrottled):
+            await inner.get("k")
+        assert 30.0 < asked_s(store) <= 40.0
+
+    asyncio.run(work())
+
+
+def test_status_says_until_when_a_tier_is_left_alone(tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.asked_s = 3600.0  # type: ignore[attr-defined]
+    daemon = reconciler(Spool(tmp_path), {"tier": store})
+    [tier] = status(daemon, 0, 0).tiers
+    assert tier.asked_until is not None
+    left = datetime.fromisoformat(tier.asked_until) - datetime.now(UTC)
+    assert 3500 < left.total_seconds() <= 3600
+    shown = COLUMNS["DOING"]({"doing": "flushing", "retry_in_s": None, "asked_until": tier.asked_until})
+    assert shown == f"flushing; waits until {tier.asked_until[11:19]} UTC, as the server asked"
+    assert COLUMNS["DOING"]({"doing": None, "retry_in_s": None}) == "idle", "a daemon of an older version"
 
 
 def test_a_client_is_told_a_condition_that_every_version_knows() -> None:

@@ -172,7 +172,7 @@ async def _restore(
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Retention's verdict over one checkpoint on one tier; `pruned` says whether it was carried out."""
+    """Retention's verdict over one checkpoint on one tier; `pruned`: whether it was carried out; `held`: why not."""
 
     tier: str
     run: str
@@ -181,6 +181,14 @@ class Judged:
     keep: bool
     reasons: tuple[str, ...]
     pruned: bool
+    held: str = ""
+
+    @property
+    def done(self) -> str:
+        """The verdict in one or two words."""
+        if self.keep:
+            return "keep"
+        return "pruned" if self.pruned else "held back" if self.held else "would prune"
 
 
 def prune(
@@ -207,8 +215,8 @@ def prune(
             one.run,
             str(one.step),
             one.attempt,
-            "keep" if one.keep else "pruned" if one.pruned else "would prune",
-            "; ".join(one.reasons),
+            one.done,
+            "; ".join([*one.reasons, *([one.held] if one.held else [])]),
         )
         for one in judged
     ]
@@ -233,16 +241,20 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
             for one in asked:
                 verdicts = judge(Demand(world, where.config, one), name)
                 going = [verdict.id for verdict in verdicts if not verdict.keep and not dry_run]
-                gone: set[CheckpointId] = set()
+                gone, held = set[CheckpointId](), dict[CheckpointId, str]()
                 if going:  # a mark that nobody can delete would hold up flushes
                     await guard.check(f"{pruning_prefix(one)}none")
                 while going:
                     some, going = going[:MOST_CHECKPOINTS], going[MOST_CHECKPOINTS:]
-                    gone |= (await prune_tier(stores[name], some, known=known, seen=place)).gone
+                    done = await prune_tier(stores[name], some, known=known, seen=place)
+                    gone |= done.gone
+                    held |= dict.fromkeys(set(some) - done.gone, "nothing of it is left but what others name")
+                    held |= done.held
                 for verdict in verdicts:
                     found, went = verdict.id, verdict.id in gone
+                    why = held.get(found, "")
                     judged.append(
-                        Judged(name, found.run, found.step, found.attempt, verdict.keep, verdict.reasons, went)
+                        Judged(name, found.run, found.step, found.attempt, verdict.keep, verdict.reasons, went, why)
                     )
     return judged
 

@@ -24,11 +24,12 @@ from tierd.cli.options import (
     places,
 )
 from tierd.cli.tables import console, print_json, table
-from tierd.core.errors import CheckpointNotFound, ConfigError
-from tierd.core.ids import check_attempt, check_run
-from tierd.daemon.disown import Claim, Claimed, claimed
+from tierd.core.errors import CheckpointNotFound, ConfigError, FormatTooNew, ManifestError, ObjectNotFound
+from tierd.core.ids import PartId, check_attempt, check_run
+from tierd.daemon.disown import Claim, Claimed, claimed, living_here
 from tierd.daemon.disown import disown as take_away
 from tierd.daemon.service import open_tiers
+from tierd.spool import Spool
 
 
 def register(app: typer.Typer) -> None:
@@ -57,11 +58,11 @@ def disown(
     key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Delete a launch's names (manifests, quarantined ones, intents, pins) from tiers, because they are nobody's."""
+    """Delete a launch's names (manifests, quarantined ones, intents, pins, marks) from tiers: they are nobody's."""
     where = places(spool, url, config, key_file=key_file)
     if where.config is None:
         raise ConfigError("disown takes names from tiers: give their URLs, or --config FILE")
-    _check_spool(where, check_run(run), check_attempt(attempt))
+    _check_living(where, check_run(run), check_attempt(attempt))
     found = asyncio.run(_claimed(where, run, attempt))
     claims = tuple(one.claim(name) for name, one in found.items() if one.keys)
     if not claims:
@@ -79,13 +80,33 @@ def disown(
         console().print(f"attempt {attempt} of {run} counts for nothing on {', '.join(one.place for one in claims)}")
 
 
-def _check_spool(where: Places, run: str, attempt: str) -> None:
-    own = [part for part in where.spool.parts() if part.checkpoint.attempt == attempt] if where.spool else []
-    if any(part.checkpoint.run == run for part in own):
+def _check_living(where: Places, run: str, attempt: str) -> None:
+    """Raise `ConfigError` where this node knows that the launch is real: a trainer of it lives here, or it was saved
+    in the spool that is named, or something of it can be read there."""
+    if living := living_here(run, attempt):
+        named = ", ".join(f"{pid} (spool {spool})" for pid, spool in sorted(living.items()))
+        raise ConfigError(
+            f"disown {run} {attempt}: it lives: process {named} on this node saves it; nothing was deleted. End it "
+            "first, if it really is not to be found any more"
+        )
+    if where.spool is None:
+        return
+    own = [part for part in where.spool.parts() if (part.checkpoint.run, part.checkpoint.attempt) == (run, attempt)]
+    if where.spool.saved_stamp(run, attempt) or any(_can_be_read(where.spool, part) for part in own):
         raise ConfigError(
             f"disown {run} {attempt}: this node's spool holds parts of it, so it is a launch of this node's, whose "
             "daemon would send it again; retention retires it, and tierd rm removes the run"
         )
+
+
+def _can_be_read(spool: Spool, part: PartId) -> bool:
+    try:
+        spool.manifest(part)
+    except (ObjectNotFound, ManifestError):
+        return False  # the daemon sets it aside
+    except FormatTooNew:
+        pass
+    return True
 
 
 def _confirm(run: str, attempt: str, claims: tuple[Claim, ...]) -> None:
@@ -94,7 +115,8 @@ def _confirm(run: str, attempt: str, claims: tuple[Claim, ...]) -> None:
         raise ConfigError(
             f"disown {run} {attempt}: {readable} of its checkpoints can be read (if not here, by a newer tierd or with "
             f"another key), and {whole} of them are complete; it may be a real launch, and no restore would find them "
-            "again. If that is meant, give --yes; nothing was deleted"
+            "again. Whether it lives on another node cannot be told here. If that is meant, give --yes; nothing was "
+            "deleted"
         )
     if not sys.stdin.isatty():
         raise ConfigError(f"disown {run} {attempt}: nobody is there to be asked; give --yes, or --dry-run")

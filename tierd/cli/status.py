@@ -104,7 +104,10 @@ COLUMNS: dict[str, Callable[[Members], str]] = {
     "PENDING": lambda tier: str(tier["pending_parts"]),
     "BYTES": lambda tier: size(tier["pending_bytes"]),
     "TO PRUNE": lambda tier: "append-only" if tier.get("append_only") else str(tier["pending_prunes"]),
-    "DOING": lambda tier: tier["doing"] or (f"again in {tier['retry_in_s']:.0f} s" if tier["retry_in_s"] else "idle"),
+    "DOING": lambda tier: (
+        (tier["doing"] or (f"again in {tier['retry_in_s']:.0f} s" if tier["retry_in_s"] else "idle"))
+        + (f"; waits until {tier['asked_until'][11:19]} UTC, as the server asked" if tier.get("asked_until") else "")
+    ),
     "LAST ERROR": lambda tier: tier["last_error"] or "",
 }
 

@@ -195,6 +195,9 @@ def check_rank(rank: object, world: object) -> tuple[int, int]:
     return rank, world
 
 
+KINDS = ("manifests", "chunks", "pins", "quarantine", "retention", "timeline", "flushing", "pruning")  # below a run
+
+
 def manifests_prefix(run: str) -> str:
     return f"{run}/manifests/"
 

@@ -127,15 +127,30 @@ def _newest(tier: Place, run: str) -> CheckpointId | None:
 
 
 def _begun(tier: Place, run: str) -> dict[CheckpointId, int]:
-    """How many parts there are of each checkpoint that is newer than all complete ones. Where saves outrun flushes,
-    nodes that each sent their newest would never send parts of the same one; so they finish what any of them began."""
+    """How many parts there are of each checkpoint that is newer than all complete ones, and how many nodes announced
+    that they send more. Where saves outrun flushes, nodes that each sent their newest would never send parts of the
+    same one; so they finish what most of them began."""
     newest = _newest(tier, run)
     sizes = {
         seen.id: sum(map(len, seen.ranks.values())) - len(seen.defects)
         for seen in tier.copies(run)
         if not seen.usable and (newest is None or seen.id > newest)
     }
+    for one, nodes in tier.announced.items():
+        if one.run == run and (newest is None or one > newest):
+            sizes[one] = sizes.get(one, 0) + len(nodes)
     return {one: size for one, size in sizes.items() if size}
+
+
+def is_contended(world: World, name: str, part: PartId) -> bool:
+    """Whether nodes may differ in what they take for the newest checkpoint: others have ranks of `part`'s, and of
+    more than one newer than all that are complete on the tier this spool has parts to send."""
+    tier, seen = world.tiers[name], world.spool.checkpoints.get(part.checkpoint)
+    if tier is None or seen is None or is_complete(seen.ranks):
+        return False
+    newest = _newest(tier, part.checkpoint.run)
+    waiting = {one.checkpoint for one in pending(world.spool, tier, part.checkpoint.run)}
+    return sum(newest is None or one > newest for one in waiting) > 1
 
 
 def _awake(world: World, backoff: Backoff, now: float) -> dict[str, Place]:

@@ -134,7 +134,8 @@ class Place:
     `restored` are the runs whose newest attempt there was only restored: this node never saved it; `launches` are, by
     run, what was saved there, whether it still has copies of it or not; `alive` are, by run, the trainers that save
     there now, and `ended` the launches that did so lately and have no trainer any more; `committed` are the newest part
-    that each rank of a run's newest launch committed there, whether it is still there or not.
+    that each rank of a run's newest launch committed there, whether it is still there or not. Of a tier alone,
+    `announced` are the other nodes that said that they send parts of a checkpoint, as far as somebody has asked.
     """
 
     checkpoints: Mapping[CheckpointId, Seen] = field(default_factory=dict)
@@ -150,6 +151,7 @@ class Place:
     ended: Mapping[str, frozenset[str]] = field(default_factory=dict)
     committed: frozenset[PartId] = frozenset()
     heads: Mapping[str, tuple[Head, ...]] = field(default_factory=dict)
+    announced: Mapping[CheckpointId, frozenset[str]] = field(default_factory=dict)
 
     @staticmethod
     def of(

@@ -16,15 +16,18 @@ from tierd.core.ids import (
     flushing_prefix,
     manifests_prefix,
     pins_prefix,
+    pruning_prefix,
     quarantine_prefix,
 )
 from tierd.core.world import is_complete
 from tierd.daemon.copies import read_manifest
 from tierd.daemon.manifests import READERS
 from tierd.daemon.together import each
+from tierd.daemon.turns import marked
+from tierd.living import on_this_machine
 from tierd.stores.base import ObjectInfo, Store
 
-_SORTS = (manifests_prefix, quarantine_prefix, flushing_prefix, pins_prefix)  # manifests go first
+_SORTS = (manifests_prefix, quarantine_prefix, flushing_prefix, pins_prefix, pruning_prefix)  # manifests go first
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,11 @@ class Claimed:
         return Claim(place, len(self.ranks), len(self.readable), len(whole), len(self.keys))
 
 
+def living_here(run: str, attempt: str) -> dict[int, str]:
+    """By process id, the spools in which trainers on this node save a launch, as far as this user can see."""
+    return on_this_machine(run, attempt)
+
+
 async def claimed(store: Store, run: str, attempt: str) -> Claimed:
     """Look what a tier holds under the names of a launch, and read all manifests of it, quarantined or not.
 
@@ -68,7 +76,8 @@ async def claimed(store: Store, run: str, attempt: str) -> Claimed:
     manifests: list[tuple[ObjectInfo, PartId]] = []
     for prefix in (sort(run) for sort in _SORTS):
         async for info in store.scan(prefix):
-            owner = CheckpointId.parse(run, info.key[len(prefix) :].partition("/")[0])
+            name = info.key[len(prefix) :].partition("/")[0]
+            owner = marked(run, info.key) if prefix == pruning_prefix(run) else CheckpointId.parse(run, name)
             if owner is None or owner.attempt != attempt:
                 continue
             found.keys.append(info.key)

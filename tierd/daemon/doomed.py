@@ -17,20 +17,23 @@ from tierd.daemon.borrowed import Borrowed, Named, named_by
 from tierd.daemon.copies import read_manifest
 from tierd.daemon.manifests import READERS, Manifests
 from tierd.daemon.together import each
-from tierd.daemon.turns import Marks, sweep
+from tierd.daemon.turns import Marks, ends, sweep
 from tierd.stores.base import ObjectInfo, Store
+
+_WHEN = "%Y-%m-%d %H:%M:%S %Z"
 
 
 @dataclass(slots=True)
 class Listed:
     """What a listing of all manifests shows: of the doomed, the keys and what they borrow; of the others, who is there
-    and which chunks they name. `grown`: doomed ones of which there is more than whoever decided knew."""
+    and which chunks they name. `grown`: doomed ones of which there is more than whoever decided knew, and why that is
+    known."""
 
     named: Named
     own: dict[CheckpointId, list[str]] = field(default_factory=dict)
     borrowed: list[Borrowed] = field(default_factory=list)
     alive: set[CheckpointId] = field(default_factory=set)
-    grown: set[CheckpointId] = field(default_factory=set)
+    grown: dict[CheckpointId, str] = field(default_factory=dict)
 
     @property
     def lenders(self) -> set[CheckpointId]:
@@ -49,12 +52,14 @@ class Listed:
 
 @dataclass(slots=True)
 class Going:
-    """What one pass deletes, as it was settled after the marks: nobody names any of it but the doomed."""
+    """What one pass deletes, as it was settled after the marks: nobody names any of it but the doomed. `held`: what it
+    was to delete and does not, each with the reason."""
 
     doomed: set[CheckpointId]
     listed: Listed
     orphans: dict[CheckpointId, frozenset[int]]
     cut: dict[CheckpointId, list[str]]
+    held: dict[CheckpointId, str]
 
     def goes(self, owner: CheckpointId, mark: int) -> bool:
         """Whether a chunk that lies under `owner` is deleted."""
@@ -82,6 +87,7 @@ class Pass:
             listed: what is there now is what the decision rests on.
         """
         run, asked, remembered = self.marks.run, *self._remembered()
+        held: dict[CheckpointId, str] = {}
         await self.marks.put(self.doomed | remembered)
         while True:
             swept = await sweep(self.store, run, self.who)
@@ -91,13 +97,14 @@ class Pass:
             await self._coming(found, swept.intents)
             await self._list(found, asked, listed=listed)
             if found.grown:
-                self.doomed -= found.grown
+                self.doomed -= found.grown.keys()
+                held |= found.grown
             elif not found.lenders <= asked:
                 asked |= found.lenders
             elif not (orphans := found.orphans(self.doomed)).keys() <= self.marks.owners:
                 await self.marks.put(orphans.keys())
             else:
-                return Going(self.doomed, found, orphans, cut)
+                return Going(self.doomed, found, orphans, cut, held)
 
     def _remembered(self) -> tuple[set[CheckpointId], set[CheckpointId]]:
         """By what was read before: the owners of all chunks that the doomed name, and those under whose names some will
@@ -123,9 +130,13 @@ class Pass:
                 found.named.add(named_by(await read_manifest(self.store, None, intent[0]), own=True))
 
         await each(READERS, read, intents)
-        coming = {part.checkpoint for _, part in intents}
-        found.grown |= coming & self.doomed
-        found.alive |= coming - self.doomed
+        for key, part in sorted(intents, key=lambda one: ends(one[0])):
+            if part.checkpoint in self.doomed:
+                found.grown[part.checkpoint] = (
+                    f"{key} says that it is being flushed; that is over by {ends(key):{_WHEN}}"
+                )
+            else:
+                found.alive.add(part.checkpoint)
 
     async def _list(self, found: Listed, asked: Collection[CheckpointId], *, listed: bool) -> None:
         async def unknown() -> AsyncGenerator[tuple[ObjectInfo, CheckpointId]]:
@@ -135,7 +146,7 @@ class Pass:
                     if owner in self.doomed:
                         found.own.setdefault(owner, []).append(info.key)
                         if not listed and not self.seen.lists(PartId(owner, rank, world)):
-                            found.grown.add(owner)
+                            found.grown[owner] = "more of it has come since it was looked at"
                         if borrowed and borrowed.chunks is not None:
                             found.borrowed.append(borrowed)
                         else:

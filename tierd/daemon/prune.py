@@ -8,7 +8,7 @@ plan comes back for those; under a name that still lends, by the mark that stand
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import NamedTuple
@@ -35,10 +35,12 @@ class Pruned(NamedTuple):
 
     `gone`: the checkpoints of which anything was deleted; not those of which another node is just putting a manifest,
     nor those of which nothing is there but what others name. `bare`: others, pruned before, whose last chunks went.
+    `held`: those that stay for now, each with the reason.
     """
 
     gone: set[CheckpointId]
     bare: set[CheckpointId]
+    held: Mapping[CheckpointId, str] = {}
 
 
 async def prune(
@@ -73,7 +75,7 @@ async def prune(
     async with deleting(store, run, who) as marks:
         going = await Pass(store, set(checkpoints), who, known, marks, seen or Place()).settle(listed=seen is None)
         if not going.doomed:
-            return Pruned(set(), set())
+            return Pruned(set(), set(), going.held)
         marks.begun = True
         own = going.listed.own
         manifests = [key for one in sorted(own) for key in own[one]]
@@ -88,7 +90,7 @@ async def prune(
         await store.delete([mark for one in sorted(going.doomed) for mark in going.cut.get(one, [])])
     known.cut[run] -= going.doomed
     bare = {owner for owner in going.orphans if not going.listed.named.under(owner)}
-    return Pruned(going.doomed & {*own, *(_of(run, key) for key in gone + aside)}, bare)
+    return Pruned(going.doomed & {*own, *(_of(run, key) for key in gone + aside)}, bare, going.held)
 
 
 async def _lying(store: Store, run: str, going: Going) -> AsyncGenerator[str]:

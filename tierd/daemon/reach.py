@@ -18,7 +18,7 @@ from tierd.core.errors import (
     StoreRefused,
     StoreUnavailable,
 )
-from tierd.core.ids import CHECK_KEY, README_KEY
+from tierd.core.ids import CHECK_KEY, KINDS, OWN_KEYS, README_KEY
 from tierd.daemon.flush import introduction
 from tierd.stores.base import Store, children, clear, octets
 
@@ -35,11 +35,12 @@ class Reach:
 
 
 async def reach(store: Store) -> Reach:
-    """List, delete, put, read back and delete again, with all that the tier's URL asks for (storage class, KMS key)."""
+    """List, delete, put, read back and delete again, with all that the tier's URL asks for (storage class, KMS key);
+    also whether each kind of object may be deleted."""
     try:
         async for _ in children(store, ""):
             break
-        kept = await _refuses_to_delete(store)
+        kept = await _refuses_to_delete(store) or await _keeps_some(store)
         return await _try(store, CHECK_KEY if not kept else README_KEY, kept)
     except (StoreUnavailable, StoreRefused) as error:
         return Reach(None, str(error))
@@ -52,6 +53,22 @@ async def _refuses_to_delete(store: Store) -> str:
     except DeleteRefused as error:
         return str(error)
     return ""
+
+
+async def _keeps_some(store: Store) -> str:
+    """Why some kinds of objects cannot be deleted, or empty: a policy may name them by their keys."""
+    run, kept, why = "none", list[str](), ""
+    async for name in children(store, ""):
+        if name not in OWN_KEYS:
+            run = name
+            break
+    for kind in KINDS:
+        try:
+            await store.delete([f"{run}/{kind}/none"])
+        except DeleteRefused as error:
+            kept.append(kind)
+            why = str(error)
+    return f"nothing is pruned, because of {run}/ some kinds of objects stay, {', '.join(kept)}: {why}" if kept else ""
 
 
 async def _try(store: Store, key: str, kept: str) -> Reach:

@@ -44,6 +44,7 @@ from tierd.core.plan import (
     complete_here,
     evictable,
     flushes,
+    is_contended,
     lost_to,
     pending,
     plan,
@@ -323,6 +324,15 @@ class Reconciler:
                 await lane.rest(min(self._rescan(lane, cost), lane.off_for, self.pause.left or math.inf))
 
     async def _look_and_plan(self, lane: Lane) -> Action | None:
+        """The lane's next action. Where other nodes may send parts of another checkpoint than the one that is the
+        newest here, theirs counts, because only all parts together are of use."""
+        action = await self._look_and_plan_alone(lane)
+        if isinstance(action, Flush) and is_contended(self.world(), lane.name, action.part):
+            await self.tiers.hear(lane.name, action.part.checkpoint.run)
+            return self._next(lane)
+        return action
+
+    async def _look_and_plan_alone(self, lane: Lane) -> Action | None:
         """The lane's next action. Where looking takes long, an earlier look is good enough to send parts by, and
         whatever else is to be done is decided by a fresh one."""
         if lane.name != SPOOL and self.tiers.good_for(lane.name):
@@ -499,11 +509,13 @@ class Reconciler:
     async def _flush(self, part: PartId, tier: str, *, relayed: bool = False) -> None:
         self._busy[part] += 1
         begun, place = time.monotonic(), self.tiers.places[tier]
+        aloud = is_contended(self.world(), tier, part)
+        send = self.tiers.relay if relayed else self.tiers.flush_aloud if aloud else self.tiers.flush
         leading = place is None or leads(part.checkpoint, self._place, place)  # newer ones come while it is sent
         if relayed:
             self.notices.relayed(tier, part)
         try:
-            done = await (self.tiers.relay(part, tier) if relayed else self.tiers.flush(part, tier))
+            done = await send(part, tier)
         except ObjectNotFound:
             if relayed:
                 self.lanes[tier].put_off(part, _STUCK)  # until the other tiers were looked at again

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 
 from tierd.core.events import Event
 from tierd.core.ids import retention_key
@@ -25,7 +26,8 @@ from tierd.daemon.tell import TellStatus
 class TierStatus:
     """One lane. `effort` says whether chunks are compressed for it and why. `pending_parts` and `pending_bytes` are
     what the spool has and the tier lacks, `pending_prunes` copies that retention gave up and that are still there;
-    `append_only`: the tier lets nothing be deleted, so none is pruned. `retry_in_s` is set while it backs off."""
+    `append_only`: the tier lets nothing be deleted, so none is pruned. `retry_in_s` is set while it backs off,
+    `asked_until` while it asked to be left alone: RFC 3339."""
 
     name: str
     url: str
@@ -38,6 +40,7 @@ class TierStatus:
     append_only: bool
     failures: int
     retry_in_s: float | None
+    asked_until: str | None
     last_error: str | None
 
 
@@ -135,7 +138,7 @@ def _policies(world: World) -> Iterator[PolicyStatus]:
 def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
     lane = reconciler.lanes[name]
     parts, size = reconciler.backlog(name)
-    left = lane.retry_at - lane.now()
+    left, asked = lane.retry_at - lane.now(), reconciler.tiers.asked_s(name)
     return TierStatus(
         name=name,
         url=str(parse_url(url)),
@@ -148,6 +151,7 @@ def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
         append_only=bool(reconciler.tiers.refusal(name)),
         failures=lane.failures,
         retry_in_s=round(left, 1) if left > 0 else None,
+        asked_until=(datetime.now(UTC) + timedelta(seconds=asked)).isoformat(timespec="seconds") if asked else None,
         last_error=str(lane.last_error) if lane.last_error else None,
     )
 

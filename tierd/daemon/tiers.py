@@ -45,9 +45,9 @@ from tierd.daemon.pause import Pause
 from tierd.daemon.prune import holds, prune
 from tierd.daemon.relay import relay
 from tierd.daemon.run_policies import record, unrecorded
-from tierd.daemon.turns import node, sweep
+from tierd.daemon.turns import announced, announcing, node, sweep
 from tierd.spool import Spool
-from tierd.stores.base import Store, clear
+from tierd.stores.base import Store, asked_s, clear
 from tierd.stores.counted import CountedStore
 from tierd.stores.deletions import DeletionGuard
 
@@ -105,6 +105,10 @@ class Tiers:
     def refusal(self, tier: str) -> str:
         """Why a tier lets nothing be deleted, as it said last; empty where it is not known to."""
         return self._guards[tier].refused if tier in self._guards else ""
+
+    def asked_s(self, tier: str) -> float:
+        """For how many seconds more a tier is left alone, because it asked for that."""
+        return asked_s(self._stores[tier]) if tier in self._stores else 0.0
 
     @property
     def append_only(self) -> frozenset[str]:
@@ -256,6 +260,17 @@ class Tiers:
         twin, (whose, worn_out) = await self._twin(part, tier), await self._lender(part, tier)
         return await flush(self._spool, part, self._ways[tier], twin=twin, lender=whose, worn_out=worn_out)
 
+    async def hear(self, tier: str, run: str) -> None:
+        """Ask a tier what other nodes send of a run."""
+        found = await announced(self._stores[tier], run, self.who)
+        if place := self.places[tier]:
+            self.places[tier] = replace(place, announced=found)
+
+    async def flush_aloud(self, part: PartId, tier: str) -> Flushed:
+        """`flush` a part, and let other nodes see meanwhile whose checkpoint it is."""
+        async with announcing(self._stores[tier], part.checkpoint, self.who):
+            return await self.flush(part, tier)
+
     async def relay(self, part: PartId, tier: str) -> Flushed:
         """`relay.relay` a part to a tier from the others. Raises StoreRefused as `flush`."""
         self._check_readable(part, tier)
@@ -308,7 +323,7 @@ class Tiers:
         for run in {one.run for one in checkpoints}:  # a mark that could not go would hold up flushes
             await self._guards[tier].check(f"{pruning_prefix(run)}none")
         try:
-            gone, bare = await prune(self._stores[tier], checkpoints, self.who, eye.manifests, self.places[tier])
+            gone, bare, _ = await prune(self._stores[tier], checkpoints, self.who, eye.manifests, self.places[tier])
         except (ManifestError, FormatTooNew) as error:  # of another: no reason to keep flushes waiting
             names = ", ".join(str(one) for one in sorted(checkpoints)[:3]) + (", …" if len(checkpoints) > 3 else "")
             log.warning("%s: not pruned yet: %s: %s", tier, names, error)

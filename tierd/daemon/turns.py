@@ -7,11 +7,15 @@ flush that finds a mark on a checkpoint waits until the mark is gone, and then l
 
     <run>/flushing/<checkpoint>/<part>.<when>-<who>     an intent: the manifest that is about to be put
     <run>/pruning/<checkpoint>.<when>-<who>             a mark, empty: chunks under this checkpoint are being deleted
+    <run>/flushing/<checkpoint>/sending.<when>-<who>    an announcement, empty: a node sends parts of this checkpoint
 
-Both stand for seconds. One whose writer was cut off stands on, and only keeps something from being deleted or named.
-It is over for the node that wrote it after a quarter of an hour, and for whoever prunes the run once it is a day old:
-they remove an intent, wait for no mark, and take one for a deletion that is to be done again. On a tier that lets
-nothing be deleted, intents stay and mean nothing once they are over.
+An announcement keeps nothing from being deleted or named. It stands while a part is sent, and other nodes then choose
+that checkpoint, too, because none is of use before all of its parts are there.
+
+Intents and marks stand for seconds. One whose writer was cut off stands on, and only keeps something from being deleted
+or named. It is over for the node that wrote it after a quarter of an hour, and for whoever prunes the run once it is a
+day old: they remove an intent, wait for no mark, and take one for a deletion that is to be done again. On a tier that
+lets nothing be deleted, intents stay and mean nothing once they are over.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +45,9 @@ _LEFT_OVER_S = 15.0  # a mark this old may stand for long: what it marks is sent
 _OWN_STALE = 900_000  # milliseconds after which this node's own are left over: its clock is the one that stamped them
 _STALE = 86_400_000  # and anybody's, whatever their clock
 _STAMP = re.compile(r"(.+)\.([0-9a-f]{12})-([0-9a-f]{8})")
+
+_SENDING = "sending"
+_standing: set[str] = set()  # announcements of flushes that go on in this process
 
 _ahead: dict[str, float] = {}  # own stamps that are ahead of this clock -> monotonic seconds of the first look
 
@@ -96,6 +104,39 @@ async def naming(
         yield
         # Left where the manifest's put failed: it may still take effect. Earlier tries' go too, but not another node's.
         await clear(store, [info.key async for info in store.scan(own) if info.key.endswith(stamp[-9:])])
+
+
+@asynccontextmanager
+async def announcing(store: Store, checkpoint: CheckpointId, who: str) -> AsyncIterator[None]:
+    """Within, other nodes see that this one sends parts of `checkpoint`.
+
+    Raises:
+        StoreUnavailable, StoreRefused: it could not be said.
+    """
+    key = f"{flushing_prefix(checkpoint.run)}{checkpoint.name}/{_SENDING}.{_stamp(who)}"
+    await store.put(key, b"")
+    _standing.add(key)
+    try:
+        yield
+    finally:
+        _standing.discard(key)
+        await _forget(store, [key])
+
+
+async def announced(store: Store, run: str, who: str) -> dict[CheckpointId, frozenset[str]]:
+    """By checkpoint, the nodes other than `who` that said that they send parts of it, and for whom that is not over.
+
+    Raises:
+        StoreUnavailable, StoreRefused: it could not be asked.
+    """
+    found: dict[CheckpointId, frozenset[str]] = {}
+    prefix = flushing_prefix(run)
+    async for info in store.scan(prefix):
+        name, _, said = info.key[len(prefix) :].partition("/")
+        match, checkpoint = _STAMP.fullmatch(said), CheckpointId.parse(run, name)
+        if checkpoint and match and match[1] == _SENDING and match[3] != who and not _is_over(match[2], match[3], who):
+            found[checkpoint] = found.get(checkpoint, frozenset()) | {match[3]}
+    return found
 
 
 async def _wait_for_marks(store: Store, part: PartId, owners: Collection[CheckpointId], who: str) -> None:
@@ -189,6 +230,8 @@ async def sweep(store: Store, run: str, who: str) -> Swept:
     tidy = True
     for prefix in (flushing_prefix(run), pruning_prefix(run)):
         async for info in store.scan(prefix):
+            if info.key in _standing:
+                continue
             match = _STAMP.fullmatch(info.key)
             if match and _is_over(match[2], match[3], who):
                 marked = CheckpointId.parse(run, match[1].removeprefix(pruning_prefix(run)))
@@ -200,6 +243,20 @@ async def sweep(store: Store, run: str, who: str) -> Swept:
                 intents.append((info.key, part))
     await clear(store, stale)
     return Swept(tidy, intents, cut)
+
+
+def ends(intent: str) -> datetime:
+    """When an intent, by its key, is over for whoever prunes."""
+    match = _STAMP.fullmatch(intent)
+    return datetime.fromtimestamp((int(match[2], 16) + _STALE) / 1000 if match else 0, UTC)
+
+
+def marked(run: str, key: str) -> CheckpointId | None:
+    """The checkpoint of a mark, by its key; None where a deletion may still be going on that put it."""
+    match = _STAMP.fullmatch(key)
+    if match is None or 0 <= _age(match[2]) <= 1000 * _DEADLINE:
+        return None
+    return CheckpointId.parse(run, match[1].removeprefix(pruning_prefix(run)))
 
 
 def _intended(run: str, key: str) -> PartId | None:
@@ -222,4 +279,4 @@ async def _forget(store: Store, keys: list[str]) -> None:
     try:
         await store.delete(keys)
     except TierdError:
-        pass  # it stands for a day, and keeps too much
+        pass  # it stands for a day, and at worst keeps too much

@@ -10,6 +10,8 @@ import http.client
 import re
 import ssl
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 
 from botocore import exceptions as botocore
 
@@ -36,12 +38,12 @@ _PLACE = {"PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalforme
 _LOCKED = {"MethodNotAllowed", "NotImplemented", "RetentionPolicyNotMet", "ObjectUnderActiveHold", "ObjectLocked"}
 ACTIONS = {"put": "s3:PutObject", "get": "s3:GetObject", "scan": "s3:ListBucket", "delete": "s3:DeleteObject"}
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL", "PACKET_LENGTH_TOO_LONG")
-_SECONDS, _LONGEST_WAIT_S = re.compile("[0-9]{1,9}"), 60.0
+_SECONDS, _LONGEST_WAIT_S = re.compile("[0-9]+"), 60.0
 _UNHEARD = "; nothing was heard from there yet: check host, port, and whether it is http:// or https://"
 _TLS_ALERT = "\x15\x03"  # what a server that speaks TLS answers to plain HTTP
 
 
-def said(place: str, doing: str, code: str, status: int, message: str, after: str = "") -> TierdError:
+def said(place: str, doing: str, code: str, status: int, message: str, after: str = "", date: str = "") -> TierdError:
     """The error that an answer of the server amounts to.
 
     Args:
@@ -50,15 +52,28 @@ def said(place: str, doing: str, code: str, status: int, message: str, after: st
         code: S3's error code, or the HTTP status where the answer has none.
         status: the HTTP status; 0 where the answer to another request holds this one.
         message: the server's own words.
-        after: the header Retry-After (RFC 9110, section 10.2.3); only its seconds count, because a date needs clocks
-            that agree.
+        after: the header Retry-After.
+        date: the header Date: when the server, by its own clock, said so.
     """
     kind, advice = _condition(doing, code, status, message)
     answer = f"{code} {status or ''}".strip()
     text = f"{place}: {doing}: {answer}{advice}{f' ({message[:200]})' if message else ''}"
     if kind is StoreThrottled:
-        return StoreThrottled(text, min(float(after), _LONGEST_WAIT_S) if _SECONDS.fullmatch(after) else 0.0)
+        return StoreThrottled(text, _wait_s(after, date))
     return kind(text)
+
+
+def _wait_s(after: str, date: str) -> float:
+    """The seconds that Retry-After asks for (RFC 9110, section 10.2.3), 60 at most; 0 where it says nothing that can be
+    read. A date counts from the server's own, because clocks may differ, and from this node's where it sends none."""
+    if _SECONDS.fullmatch(after):
+        return min(float(after), _LONGEST_WAIT_S)
+    try:
+        until, now = parsedate_to_datetime(after), parsedate_to_datetime(date) if date else datetime.now(UTC)
+    except (ValueError, OverflowError):
+        return 0.0
+    left = until.replace(tzinfo=UTC) - now.replace(tzinfo=UTC)  # HTTP knows no zone but GMT
+    return min(max(left.total_seconds(), 0.0), _LONGEST_WAIT_S)
 
 
 def _condition(doing: str, code: str, status: int, message: str) -> tuple[type[TierdError], str]:

@@ -138,6 +138,11 @@ def is_authentic(store: Store) -> bool:
     return bool(getattr(store, "encrypts", False))
 
 
+def asked_s(store: Store) -> float:
+    """For how many seconds more a place is left alone, because it asked for that (Retry-After)."""
+    return float(getattr(store, "asked_s", 0.0))
+
+
 async def clear(store: Store, keys: Sequence[str]) -> None:
     """Delete what means nothing any more. Where the place lets nothing be deleted it stays, and does no harm."""
     try:

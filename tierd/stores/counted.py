@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from tierd.stores.base import FIRST_PAGE, PAGE, Buffer, ObjectInfo, Store, is_authentic
+from tierd.stores.base import FIRST_PAGE, PAGE, Buffer, ObjectInfo, Store, asked_s, is_authentic
 
 
 class CountedStore:
@@ -26,6 +26,11 @@ class CountedStore:
 
     def __repr__(self) -> str:
         return f"CountedStore({self._inner!r})"
+
+    @property
+    def asked_s(self) -> float:
+        """As `inner` has it."""
+        return asked_s(self._inner)
 
     async def put(self, key: str, data: Buffer) -> str:
         self.requests += 1

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 
 from tierd.core.errors import DeleteRefused
-from tierd.stores.base import Buffer, ObjectInfo, Store, is_authentic
+from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, is_authentic
 
 _AGAIN_S = 600.0  # that a refusal is believed
 
@@ -42,12 +42,17 @@ class DeletionGuard:
         """Have it known whether anything can be deleted, before something is put that only a deletion can end.
 
         Args:
-            key: one that nothing lies under; it is deleted where no deletion has worked yet.
+            key: one that nothing lies under; it is deleted where no deletion has worked yet. A file system refuses
+                only where something lies, so after a refusal an empty object is put there first, which means nothing.
 
         Raises:
             DeleteRefused: nothing can.
         """
-        if not self._worked:
+        refused = self.refused
+        if not self._worked or refused:
+            await self.delete([key])
+        if refused:
+            await self.put(key, b"")
             await self.delete([key])
 
     async def delete(self, keys: Sequence[str]) -> None:
@@ -66,6 +71,11 @@ class DeletionGuard:
             self._worked = True
         if not self._until:
             self.refused = ""
+
+    @property
+    def asked_s(self) -> float:
+        """As `inner` has it."""
+        return asked_s(self._inner)
 
     async def put(self, key: str, data: Buffer) -> str:
         return await self._inner.put(key, data)

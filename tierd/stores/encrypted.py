@@ -34,7 +34,7 @@ from tierd.core.run_retention import is_plain
 from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.device import memory_for
 from tierd.priority import POLITE, is_hasty
-from tierd.stores.base import Buffer, ObjectInfo, Store, check_key, octets, room
+from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, check_key, octets, room
 from tierd.stores.keys import Key
 
 _NONCE, _TAG = 12, 16  # bytes
@@ -63,6 +63,11 @@ class EncryptedStore:
 
     def __repr__(self) -> str:
         return f"EncryptedStore({self._inner!r}, {self._key!r})"
+
+    @property
+    def asked_s(self) -> float:
+        """As `inner` has it."""
+        return asked_s(self._inner)
 
     async def put(self, key: str, data: Buffer) -> str:
         plain = octets(data)

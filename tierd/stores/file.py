@@ -27,7 +27,7 @@ from typing import ParamSpec, TypeVar
 import aiofiles
 from aiofiles.threadpool.binary import AsyncFileIO
 
-from tierd.core.errors import ObjectNotFound, StoreFull, StoreRefused, StoreUnavailable, TierdError
+from tierd.core.errors import DeleteRefused, ObjectNotFound, StoreFull, StoreRefused, StoreUnavailable, TierdError
 from tierd.device import LARGE, memory_for, set_direct
 from tierd.priority import Pools
 from tierd.stores.base import Buffer, ObjectInfo, check_key, check_size, is_key, octets, room
@@ -45,6 +45,7 @@ _THREADS = 16
 _SWEEP = 1000  # leftovers looked at, at most
 _PUT_TRIES = 8  # against deletes that remove the directory, and sweeps that remove the temp file, under a put
 _STAT_PAGE = 256
+_KEPT = (errno.EPERM, errno.EACCES, errno.EROFS)  # by an entry that may not be removed
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EFBIG}
@@ -291,11 +292,16 @@ class FileStore:
                 names = [name for above, _, name in (key.rpartition("/") for key in keys) if above == parent]
                 try:
                     with descend(root, parts) as fd:
-                        for name in names:
-                            unlink(name, fd)
+                        kept = [name for name in names if not _removed(name, fd)]
                         sync_directory(fd)
                 except (FileNotFoundError, NotADirectoryError):
                     continue
+                if kept:
+                    raise DeleteRefused(
+                        f"{self._path}: delete {'/'.join([*parts, kept[0]])}: Operation not permitted: the directory "
+                        "is append-only (chattr +a) or another user's (sticky), or the server lets nothing be removed; "
+                        "so this tier is append-only, and nothing is pruned there"
+                    )
                 self._remove_empty(root, parts)
 
     def _remove_empty(self, root: int, parts: list[str]) -> None:
@@ -308,6 +314,18 @@ class FileStore:
                 parts = parts[:-1]
         except OSError:  # not empty, or gone
             pass
+
+
+def _removed(name: str, above: int) -> bool:
+    """Remove a file; whether that is allowed. Not where nothing can be put either: that is no append-only place."""
+    try:
+        unlink(name, above)
+    except OSError as error:
+        frozen = error.errno == errno.EROFS and os.fstatvfs(above).f_flag & os.ST_RDONLY
+        if error.errno not in _KEPT or frozen:
+            raise
+        return False
+    return True
 
 
 async def _read_into(file: AsyncFileIO, view: memoryview) -> memoryview:

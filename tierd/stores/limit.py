@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from tierd.priority import is_hasty
-from tierd.stores.base import Buffer, ObjectInfo, Store
+from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s
 
 _BURST_S = 1.0  # what an idle line has saved up, in seconds of its rate
 
@@ -72,6 +72,11 @@ class LimitedStore:
 
     def __repr__(self) -> str:
         return f"LimitedStore({self._inner!r})"
+
+    @property
+    def asked_s(self) -> float:
+        """As `inner` has it."""
+        return asked_s(self._inner)
 
     async def put(self, key: str, data: Buffer) -> str:
         if self._up:

@@ -57,6 +57,11 @@ class RetryingStore:
     def __repr__(self) -> str:
         return f"RetryingStore({self._inner!r})"
 
+    @property
+    def asked_s(self) -> float:
+        """For how many seconds more nothing is asked of the store, because it asked for that."""
+        return self._window.closed_s
+
     async def put(self, key: str, data: Buffer) -> str:
         size = memoryview(data).nbytes
         return await self._call(f"put {key}", size / self._slowest, lambda: self._inner.put(key, data))

@@ -258,11 +258,12 @@ class S3Store:
             self._heard = True
             answer = error.response.get("Error", {})
             sent = error.response.get("ResponseMetadata", {})
-            status, after = sent.get("HTTPStatusCode", 0), sent.get("HTTPHeaders", {}).get("retry-after", "")
+            status, headers = sent.get("HTTPStatusCode", 0), sent.get("HTTPHeaders", {})
+            after, date = headers.get("retry-after", ""), headers.get("date", "")
             code = str(answer.get("Code", ""))
             if code in STRANGER and await self._have_changed(began):
                 raise StoreUnavailable(f"{self._url}: {doing}: {code}: there are other credentials by now") from None
-            raise said(str(self._url), doing, code, status, str(answer.get("Message", "")), after) from error
+            raise said(str(self._url), doing, code, status, str(answer.get("Message", "")), after, date) from error
         except _FOREIGN as error:
             # Its text may quote what a credential helper printed.
             raise unanswered(str(self._url), doing, error, heard=self._heard) from None

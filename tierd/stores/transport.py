@@ -16,7 +16,7 @@ the reason.
 
 Why not aiohttp: it copies a large body twice on its way out and three times on its way in, on the one thread of the
 loop: 0.82 CPU-seconds per GB, where blocking calls on large pieces take 0.36 and run beside each other and the loop
-(benchmarks/clients.md). Behind a proxy it is aiohttp still.
+(benchmarks/clients.md). Behind a proxy it is aiohttp still, with the same bounds on answers that are no object.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ from botocore.httpsession import get_cert_path
 
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.priority import Pools
+from tierd.stores.connection import Watch
 from tierd.stores.http1 import Head, Unanswered
 from tierd.stores.line import Line
 
 T = TypeVar("T")
 
 LONGEST_REPLY = 16 << 20  # bytes of an answer that is no object: a listing's page has at most 4 MB
+_STALL_S = 20.0  # in which something of a proxied answer must come, as `line` has it of others
 
 _mine: ContextVar[list[Answer] | None] = ContextVar("answers of this call", default=None)
 
@@ -251,8 +253,53 @@ def _check_xml(body: bytes) -> None:
         ) from None
 
 
-def http_session(**options: Any) -> DirectSession | AIOHTTPSession:
+class ProxiedSession(AIOHTTPSession):  # type: ignore[misc]
+    """aiobotocore's own session, which reads whatever comes, with the bounds of `DirectSession` for all that is no
+    object: in bytes, and in time as a `Watch` has it."""
+
+    async def send(self, request: Any) -> AioAWSResponse:
+        """Send a prepared request of botocore's.
+
+        Raises:
+            botocore.HTTPClientError: there is no answer, or none that can be used.
+        """
+        if request.stream_output:
+            return await super().send(request)
+        request.stream_output = True  # then nothing of the body is read yet
+        try:
+            response = await super().send(request)
+        finally:
+            request.stream_output = False
+        try:
+            response._content = body = await _reply(response.raw)
+        except BaseException:
+            response.raw.close()
+            raise
+        if body and response.status_code == 200:
+            _check_xml(body)
+        return response
+
+
+async def _reply(raw: Any) -> bytes:
+    """The body of an answer that is no object, by aiohttp."""
+    if (size := raw.content_length or 0) > LONGEST_REPLY:
+        raise Unanswered(f"an answer of {size} bytes, where no more than {LONGEST_REPLY} make sense")
+    loop, data = asyncio.get_running_loop(), bytearray()
+    watch = Watch(_STALL_S, loop.time(), 0, "in the middle of an answer")
+    while len(data) <= LONGEST_REPLY:
+        try:
+            async with asyncio.timeout(watch.left_s(loop.time(), len(data))):
+                piece = await raw.content.read(LONGEST_REPLY + 1 - len(data))
+        except TimeoutError:
+            continue  # the watch says why
+        if not piece:
+            return bytes(data)
+        data += piece
+    raise Unanswered(f"an answer without an end, of which {LONGEST_REPLY} bytes were read")
+
+
+def http_session(**options: Any) -> DirectSession | ProxiedSession:
     """The session for a client: aiobotocore's own where there is a proxy, or a certificate of the client's."""
     if options.get("proxies") or options.get("client_cert"):
-        return AIOHTTPSession(**options)
+        return ProxiedSession(**options)
     return DirectSession(**options)

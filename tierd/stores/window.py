@@ -41,6 +41,11 @@ class Window:
         self._closed_until = self._halved_at = -1.0
         self._changed = asyncio.Condition()
 
+    @property
+    def closed_s(self) -> float:
+        """For how many seconds more nothing begins, because the place asked for that."""
+        return max(0.0, self._closed_until - self._clock())
+
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
         """Within, a request may be under way. Raises what it raised; learns from `StoreThrottled`."""
