@@ -21,7 +21,8 @@ import tierd
 from tierd.client import ranks as ranks_module
 from tierd.client import source
 from tierd.client.launch import Beginning, Clock
-from tierd.client.ranks import Ranks, rank_and_world, slurm_attempt
+from tierd.client.launchers import rank_and_world, slurm_attempt
+from tierd.client.ranks import Ranks
 from tierd.client.restore import Restorer
 from tierd.core.errors import (
     CheckpointNotFound,
@@ -655,22 +656,26 @@ def environ(monkeypatch):
     return lambda **given: [monkeypatch.setenv(name, value) for name, value in given.items()]
 
 
+def who(rank: int | None = None, world: int | None = None) -> tuple[int, int]:
+    return rank_and_world(rank, world, ranks_module._group_ranks)
+
+
 def test_arguments_go_before_the_group_before_torchrun_before_slurm(environ, monkeypatch):
-    assert rank_and_world(None, None) == (0, 1)
+    assert who() == (0, 1)
     environ(SLURM_PROCID="0", SLURM_NTASKS="8")
-    assert rank_and_world(None, None) == (0, 1), "a batch script, in which one process runs"
+    assert who() == (0, 1), "a batch script, in which one process runs"
     environ(**STEP)
-    assert rank_and_world(None, None) == (3, 4)
+    assert who() == (3, 4)
     environ(RANK="1", WORLD_SIZE="2")
-    assert rank_and_world(None, None) == (1, 2)
+    assert who() == (1, 2)
     made = Group(5)
     made.me.rank = 4
     monkeypatch.setattr(ranks_module, "_process_group", lambda: made)
-    assert rank_and_world(None, None) == (4, 5)
-    assert rank_and_world(6, 7) == (6, 7)
+    assert who() == (4, 5)
+    assert who(6, 7) == (6, 7)
     for half in ((1, None), (None, 2)):
         with pytest.raises(ConfigError, match="both"):
-            rank_and_world(*half)
+            who(*half)
 
 
 @pytest.mark.parametrize("bad", ["", "-1", "one", "1.0", "9" * 30, "²"])
@@ -679,13 +684,13 @@ def test_a_value_that_is_no_number_is_named(environ, name, bad):
     given = {"RANK": "0", "WORLD_SIZE": "1"} if "SLURM" not in name else STEP
     environ(**{**given, name: bad})
     with pytest.raises(ConfigError, match=name):
-        rank_and_world(None, None)
+        who()
 
 
 def test_a_rank_beyond_the_world_is_named(environ):
     environ(RANK="2", WORLD_SIZE="2")
     with pytest.raises(ConfigError, match=r"RANK=2 and WORLD_SIZE=2"):
-        rank_and_world(None, None)
+        who()
 
 
 def test_a_slurm_step_derives_its_attempt_the_same_on_every_rank(environ, spool):

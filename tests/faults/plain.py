@@ -3,6 +3,7 @@ copy, what was handed over before a death, and how a daemon and a trainer end.""
 
 from __future__ import annotations
 
+from faults.identity import IDENTITY
 from faults.lines import LINES
 from faults.permissions import PERMISSIONS
 from faults.rounds import Mutant
@@ -1675,5 +1676,6 @@ PLAIN = (
     + _CROWDS
     + _WAKING
     + WRITERS
+    + IDENTITY
     + SUPPLY
 )

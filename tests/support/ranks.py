@@ -11,6 +11,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
+_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MPI_LOCAL", "MV2_", "JSM_", "FLUX_")
+_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"}
+_NAMES |= {"MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX", "LSB_JOBID", "I_MPI_HYDRA_UUID"}
+
+
+def is_launchers(name: str) -> bool:
+    """Whether a launcher sets this variable: tests that run in a job of one must not take it for their own."""
+    return name in _NAMES or name.startswith(_PREFIXES)
+
 
 class Group:
     """What `torch.distributed` gives to ranks that are threads, as far as tierd uses it.
@@ -78,9 +87,7 @@ class Group:
 
 def environment(**more: str) -> dict[str, str]:
     """This process's, without what a launcher would have set, with tierd and the tests to be found."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))}
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        kept.pop(name, None)
+    kept = {name: value for name, value in os.environ.items() if not is_launchers(name)}
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more}
 

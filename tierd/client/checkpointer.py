@@ -70,8 +70,8 @@ class Checkpointer:
     Args:
         spool: directory on local disk; made if it is missing.
         run: the training job's name, the same in every launch.
-        rank, world_size: from an initialised `torch.distributed`, else from torchrun's or a SLURM step's environment,
-            when not given; else rank 0 of 1.
+        rank, world_size: from an initialised `torch.distributed`, else from the environment of the launcher (torchrun,
+            mpirun, srun, …: the README's table), when not given; else rank 0 of 1.
         attempt: this launch's name, shared by all ranks; agreed on through `torch.distributed` or torchrun's agent, or
             derived from SLURM's environment, when not given.
         to: URLs of the tiers: a daemon for them is started unless one holds the spool. Not given: a daemon is expected
@@ -86,8 +86,9 @@ class Checkpointer:
             in it; one that reads is waited for. A process group's own timeout counts where it is shorter.
 
     Raises:
-        ConfigError: a name, rank, URL or policy cannot be used; or ranks were given different ones, or cannot agree; or
-            `when` hangs on a clock or a metric, and they cannot talk.
+        ConfigError: a name, rank, URL or policy cannot be used; or the launcher told a rank and not how many there are,
+            or the reverse; or ranks were given different ones, or cannot agree; or `when` hangs on a clock or a metric,
+            and they cannot talk.
         StoreUnavailable: another rank could not begin; says which and why.
         SpoolUnusable: the spool cannot be written to, or something of the run lies behind a link.
         DaemonUnavailable: the daemon for `to` did not start.
@@ -120,8 +121,8 @@ class Checkpointer:
             self._spool = Spool(spool)
         except Exception as error:  # the others are told before it is raised
             failure = error
-        control = None if failure else self._spool.control
-        self._ranks = Ranks(rank, world_size, control, _seconds(rank_timeout))
+        room = None if failure or attempt is not None else self._spool.control
+        self._ranks = Ranks(rank, world_size, room, run, _seconds(rank_timeout))
         with self._ranks.attending():
             self._begin(failure, run, attempt, to, slots, when, retention)
 

@@ -16,7 +16,8 @@ from types import MappingProxyType
 import msgspec
 
 from tierd import __version__
-from tierd.client.ranks import Ranks, slurm_attempt
+from tierd.client.launchers import slurm_attempt
+from tierd.client.ranks import Ranks
 from tierd.core.errors import ConfigError, StepRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_step, next_attempt
 from tierd.core.manifest import VERSION, Manifest, Origin, metrics_to_json

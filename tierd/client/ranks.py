@@ -8,7 +8,6 @@ cannot talk, nothing waits for another rank.
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import weakref
 from collections.abc import Iterator
@@ -21,9 +20,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from tierd.client.board import Board, DirectoryBoard, StoreBoard
+from tierd.client.launchers import (
+    all_here,
+    environ_number,
+    environment_ranks,
+    launch_name,
+    rank_and_world,
+    torchrun_ranks,
+)
 from tierd.client.meeting import Meeting
 from tierd.core.errors import ConfigError, StoreUnavailable
-from tierd.core.ids import MAX_WORLD, check_rank, next_attempt
+from tierd.core.ids import check_rank
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -42,10 +49,10 @@ class Ranks:
     Making one is collective where ranks can talk: all of them make one.
 
     Args:
-        rank, world_size: both or neither. Not given: those of the initialised default process group, else torchrun's
-            environment (`RANK`, `WORLD_SIZE`), else that of a SLURM step (`SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`),
-            else rank 0 of 1.
-        control: the spool's `.tierd/`, where the ranks of a launch meet that are all on this node and have no other way.
+        rank, world_size: both or neither. Not given: as `launchers.rank_and_world` finds them.
+        spool: the spool's `.tierd/`, where the ranks of a launch meet that are all on this node and have no group; None:
+            not there.
+        run: which run's ranks they are, where nothing names their launch.
         silent_s: seconds that a rank is waited for which gives no sign of life, or does not come to a restore.
 
     Raises:
@@ -57,14 +64,15 @@ class Ranks:
         self,
         rank: int | None = None,
         world_size: int | None = None,
-        control: Path | None = None,
+        spool: Path | None = None,
+        run: str = "",
         silent_s: float = SILENT_S,
     ) -> None:
         self._given = rank is not None
-        self.rank, self.world = rank_and_world(rank, world_size)
+        self.rank, self.world = rank_and_world(rank, world_size, _group_ranks)
         self._silent_s, self._first_s = silent_s, _FIRST_S
-        board = self._board(control) if self.world > 1 else None
-        self._meeting = Meeting(board, self.rank, self.world, silent_s) if board else None
+        board = self._board(spool, run) if self.world > 1 else None
+        self._meeting = Meeting(board, self.rank, self.world, self._silent_s) if board else None
         if self._meeting:
             try:
                 self._meeting.meet(self._first_s)
@@ -75,22 +83,22 @@ class Ranks:
                     "every rank the same attempt= (tierd.new_attempt() makes one), with rank= and world_size="
                 ) from error
 
-    def _board(self, control: Path | None) -> Board | None:
+    def _board(self, spool: Path | None, run: str) -> Board | None:
         """Where these ranks can talk; None if nowhere."""
         me = self.rank, self.world
         if (group := _process_group()) is not None:
             if _group_ranks() != me:
                 return None
-            store, address = _default_store(group), "the process group's store"
+            store = _default_store(group)
             self._first_s = min(_FIRST_S, store.timeout.total_seconds())
             self._silent_s = min(self._silent_s, self._first_s)
-            meeting = next(_made.setdefault(store, count()))
-        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and _torchrun_ranks() == me:
-            store, address = _agent_store(), "the store of torchrun's agent"
-            meeting = next(_meetings)
-        else:
-            return None
-        return StoreBoard(_prefixed(f"{_TAG}/{meeting}", store), address)
+            number = next(_made.setdefault(store, count()))
+            return StoreBoard(_prefixed(f"{_TAG}/{number}", store), "the process group's store")
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and torchrun_ranks() == me:
+            return StoreBoard(_prefixed(f"{_TAG}/{next(_meetings)}", _agent_store()), "the store of torchrun's agent")
+        if spool is not None and _launched() == me and all_here():
+            return DirectoryBoard(spool, f"{launch_name() or run}/{next(_meetings)}")
+        return None
 
     @property
     def talk(self) -> bool:
@@ -148,74 +156,23 @@ class _Said(msgspec.Struct, frozen=True):
     value: msgspec.Raw
 
 
-def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """As `Ranks` orders it; raises as it does."""
-    if (rank is None) != (world_size is None):
-        raise ConfigError("give both rank and world_size, or neither")
-    if rank is not None:
-        return check_rank(rank, world_size)
-    return _group_ranks() or _torchrun_ranks() or _slurm_ranks() or (0, 1)
-
-
-def slurm_attempt(rank: int, world: int, origin: str = "") -> str | None:
-    """The attempt that every rank of a SLURM step derives without talking; None outside one.
-
-    Its time is the job's start (`SLURM_JOB_START_TIME`, seconds since 1970, which a requeue renews) plus the step's
-    number in milliseconds; its token is a digest of job, restart count, step and `origin`, what was resumed from: ranks
-    that resumed from different checkpoints never write parts of the same one.
-
-    Raises:
-        ConfigError: this Slurm does not tell when the job started.
-    """
-    if _slurm_ranks() != (rank, world):
-        return None
-    if "SLURM_JOB_START_TIME" not in os.environ:
-        raise ConfigError(
-            f"{world} ranks must share one attempt, and this Slurm sets no SLURM_JOB_START_TIME to derive it from: "
-            "initialise torch.distributed first, or pass attempt= (tierd.new_attempt() makes one; give every rank the "
-            "same)"
-        )
-    step = _number("SLURM_STEP_ID", 2**32 - 1)
-    started = _number("SLURM_JOB_START_TIME", 2**37)
-    names = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")]
-    names.append(origin)
-    return next_attempt(started * 1000 + step, (), hashlib.blake2b("/".join(names).encode(), digest_size=4).hexdigest())
-
-
 def _group_ranks() -> tuple[int, int] | None:
     group = _process_group()
     return check_rank(group.get_rank(), group.get_world_size()) if group is not None else None
-
-
-def _torchrun_ranks() -> tuple[int, int] | None:
-    return _environment("RANK", "WORLD_SIZE")
-
-
-def _slurm_ranks() -> tuple[int, int] | None:
-    # SLURM_NTASKS is set in a batch script, too, where one process runs: only a step's own count tells of ranks.
-    return _environment("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-
-
-def _environment(rank: str, world: str) -> tuple[int, int] | None:
-    if rank not in os.environ or world not in os.environ:
-        return None
-    number, size = _number(rank, MAX_WORLD), _number(world, MAX_WORLD)
-    if number >= size:
-        raise ConfigError(f"{rank}={number} and {world}={size} in the environment: ranks count from 0 to {world} - 1")
-    return number, size
-
-
-def _number(name: str, limit: int) -> int:
-    value = os.environ.get(name, "")
-    if not value.isascii() or not value.isdecimal() or int(value) > limit:
-        raise ConfigError(f"{name}={value!r} in the environment: a number from 0 to {limit} is expected there")
-    return int(value)
 
 
 def _process_group() -> Any:
     from torch import distributed
 
     return distributed if distributed.is_available() and distributed.is_initialized() else None
+
+
+def _launched() -> tuple[int, int] | None:
+    """What the environment says, for ranks that may have been given: then it need not make sense."""
+    try:
+        return environment_ranks()
+    except ConfigError:
+        return None
 
 
 def _default_store(group: Any) -> Any:
@@ -243,7 +200,7 @@ def _agent(address: str, port: int) -> Any:
 
 def _agent_store() -> Any:
     try:
-        return _agent(os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", 2**16 - 1))
+        return _agent(os.environ.get("MASTER_ADDR", ""), environ_number("MASTER_PORT", 2**16 - 1))
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"MASTER_ADDR, MASTER_PORT: the store of torchrun's agent cannot be reached: {error}; initialise "

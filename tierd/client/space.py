@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 
+from tierd.client.launchers import local_ranks
 from tierd.core.retention import RetentionPolicy
 from tierd.spool import Spool
 
@@ -27,7 +27,7 @@ class SpaceCheck:
         """Compare, at the first call.
 
         Args:
-            size_bytes: of one rank's state. The ranks of a node are taken to share the disk (`LOCAL_WORLD_SIZE`).
+            size_bytes: of one rank's state. The ranks of a node are taken to share the disk (`local_ranks`).
         """
         if self.done:
             return
@@ -36,7 +36,7 @@ class SpaceCheck:
             _, total = self._spool.free()
         except OSError:  # a save will say so
             return
-        ranks = _local_ranks()
+        ranks = local_ranks()
         needed = (self._keep_last() or RetentionPolicy().keep_last) + 1
         if total >= needed * ranks * size_bytes:
             return
@@ -50,8 +50,3 @@ class SpaceCheck:
             f" from each of {ranks} ranks" if ranks > 1 else "",
             needed - 1,
         )
-
-
-def _local_ranks() -> int:
-    found = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(found)) if found.isascii() and found.isdigit() and len(found) < 6 else 1
