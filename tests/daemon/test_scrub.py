@@ -572,12 +572,23 @@ def test_nothing_is_read_while_the_daemon_is_paused_or_drains_or_the_part_is_bus
     asyncio.run(work())
 
 
-def test_zero_switches_it_off(spool):
+def test_zero_switches_it_off_but_for_what_is_in_doubt(spool):
+    """Corruption, seeds 1321 and 4772: what a prune or a relay had found rotten was found again for ever."""
+
     async def work():
-        commit(spool, part(1))
+        for step in (1, 2):
+            commit(spool, part(step))
         daemon = reconciler(spool, {"tier": MemoryStore()}, scrub="0s")
-        await asyncio.wait_for(daemon.scrubber.run(), 5)
-        assert daemon.scrubber.status().due == 0 and daemon.scrubber.status().oldest is None
+        async with running(daemon):
+            await settle(daemon)
+            corrupt(spool.path(part(1)) / "weights.bin")
+            assert await daemon.scrubber.next(SPOOL) is None
+            assert daemon.scrubber.status().due == 0 and daemon.scrubber.status().oldest is None
+            assert not daemon.journal.counters["scrubbed"]
+            daemon.scrubber.suspect(SPOOL, part(1))
+            await until(lambda: not daemon.scrubber._doubtful)
+            assert daemon.journal.counters["scrubbed"] == 1, "one was in doubt"
+        assert (spool.path(part(1)) / "weights.bin").read_bytes() == content(1)["weights.bin"]
 
     asyncio.run(work())
 

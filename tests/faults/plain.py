@@ -394,6 +394,13 @@ _DELETIONS = (
         "pytest tests/daemon/test_slow_tier.py -k rotten",
     ),
     Mutant(
+        "what was found rotten is only read again in its own time",
+        "tierd/daemon/scrub.py",
+        "        self._doubtful.add(Copy(place, part))\n",
+        "",
+        "pytest tests/daemon/test_scrub.py -k in_doubt",
+    ),
+    Mutant(
         "a deletion that fails has its turn again before a flush",
         "tierd/daemon/reconcile.py",
         "                    lane.sent = isinstance(action, Flush)  # before it may fail, to hold up no flush\n"

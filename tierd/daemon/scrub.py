@@ -102,6 +102,7 @@ class Scrubber:
         self._remembered = Scrubbed(spool.control / "scrubbed.json")
         self._lanes = {name: Lane(name) for name in (SPOOL, *stores)}
         self._right: set[PartId] = set()  # whose copies in the spool were read right by this daemon
+        self._doubtful: set[Copy] = set()  # which may be wrong, as whoever used them saw
         self._later: dict[Copy, tuple[float, int]] = {}  # until when it rests, monotonic seconds, for the n-th time
         self._agendas: dict[str, _Agenda] = {}
         self._doubts = 0  # how often copies were made due at once
@@ -111,28 +112,30 @@ class Scrubber:
     # -- when -------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Scrub until cancelled; not at all if the configuration says so."""
-        if not self._period:
-            return
-        await to_the_end(self._remembered.load)
+        """Scrub until cancelled; where the configuration has nothing read again, only what is in doubt."""
+        if self._period:
+            await to_the_end(self._remembered.load)
         try:
             async with asyncio.TaskGroup() as group:
                 for lane in self._lanes.values():
                     group.create_task(self._run_lane(lane))
                 group.create_task(self._remember())
         finally:
-            await self._remembered.save(self._world())
+            if self._period:
+                await self._remembered.save(self._world())
 
     async def _remember(self) -> None:
         while True:
             await asyncio.sleep(_LOOK)
             self._later = {copy: one for copy, one in self._later.items() if one[0] + _LATEST > time.monotonic()}
             self._right = {part for part in self._right if self._world().spool.has(part)}
-            await self._remembered.save(self._world())
+            if self._period:
+                await self._remembered.save(self._world())
 
     async def _run_lane(self, lane: Lane) -> None:
         while True:
             copy = None
+            lane.wake.clear()
             try:
                 copy = await self.next(lane.name)
                 if copy is not None:
@@ -153,6 +156,10 @@ class Scrubber:
         """The copy in a place that is to be read again now."""
         if self.resting or self._pause.paused:
             return None
+        if doubtful := [copy for copy in self._doubtful if copy.place == place and self._may_be_read(copy)]:
+            return min(doubtful)
+        if not self._period:
+            return None
         found = await asyncio.to_thread(self._build, place, self._world(), self._doubts, self._clock())
         self._agendas[place] = found
         world, now = self._world(), self._clock()
@@ -167,12 +174,15 @@ class Scrubber:
                 self._keep(found, anew)
                 continue
             waiting.append(anew)
-            rests = self._later.get(turn.copy, (0.0, 0))[0] > time.monotonic()
-            if not rests and turn.copy.part not in world.busy and turn.copy.part not in self._repairer.fetching:
+            if self._may_be_read(turn.copy):
                 copy = turn.copy
         for turn in waiting:
             heapq.heappush(found.turns, turn)
         return None if self.resting or self._pause.paused else copy
+
+    def _may_be_read(self, copy: Copy) -> bool:
+        rests = self._later.get(copy, (0.0, 0))[0] > time.monotonic()
+        return not rests and copy.part not in self._world().busy and copy.part not in self._repairer.fetching
 
     def _build(self, place: str, world: World, doubts: int, now: float) -> _Agenda:
         """In a thread: there may be half a million copies. Nothing is built again before anything else is seen."""
@@ -198,17 +208,17 @@ class Scrubber:
             self._right.add(part)
 
     def suspect(self, place: str, part: PartId) -> None:
-        """A copy may be wrong: it is due at once."""
-        self._doubts += 1
-        self._remembered[Copy(place, part)] = 0.0
+        """A copy may be wrong: it is read again at once, whoever's duty that is else."""
+        self._doubtful.add(Copy(place, part))
         if place == SPOOL:
             self._right.discard(part)
+        self._lanes[place].wake.set()
 
     async def is_right(self, part: PartId) -> bool:
-        """Whether the spool's copy of a part is right: read at once, if this daemon never did. One that is not is due
-        to be scrubbed."""
-        if part in self._right:
-            return True
+        """Whether the spool's copy of a part is right: read at once, if this daemon never did. One that is not is
+        scrubbed at once, and not read here until that is done."""
+        if part in self._right or Copy(SPOOL, part) in self._doubtful:
+            return part in self._right
         if await self._reader.is_right(part):
             self._right.add(part)
             return True
@@ -243,7 +253,9 @@ class Scrubber:
         try:
             whole = await self._reader.read(copy)
         except ObjectNotFound:
+            self._doubtful.discard(copy)
             return  # pruned meanwhile; the next look finds out
+        self._doubtful.discard(copy)
         self._journal.counters["scrubbed"] += 1
         if whole:
             self.verified(copy.place, copy.part, begun)
