@@ -46,17 +46,18 @@ class StoreBoard:
 
     poll_s, beat_s = 0.05, 2.0
 
-    def __init__(self, store: Any, what: str) -> None:
-        self._store, self.what = store, what
+    def __init__(self, store: Any, prefix: str, what: str) -> None:
+        self._store, self._prefix, self.what = store, prefix, what
 
     def put(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)
+        self._store.set(f"{self._prefix}/{key}", value)
 
     def get(self, key: str) -> bytes | None:
-        return bytes(self._store.get(key)) if self._store.check([key]) else None
+        name = f"{self._prefix}/{key}"
+        return bytes(self._store.get(name)) if self._store.check([name]) else None
 
     def remove(self, key: str) -> None:
-        self._store.delete_key(key)
+        self._store.delete_key(f"{self._prefix}/{key}")
 
 
 class DirectoryBoard:

@@ -91,7 +91,7 @@ class Meeting:
         self._moved = self._beaten = time.monotonic()
 
     def meet(self, late_s: float) -> None:
-        """Find the processes that are the ranks of this launch now. What earlier ones have left is not taken for theirs.
+        """Find the processes that are this launch's ranks now. What earlier ones have left is not taken for theirs.
 
         Raises:
             StoreUnavailable: not all came within `late_s` seconds, or the board does not answer; names who did not.
@@ -105,7 +105,7 @@ class Meeting:
             late_s: seconds that a rank is waited for which lives, and is not in an `attending` block.
 
         Raises:
-            StoreUnavailable: another rank did not come, is gone, or gives no sign of life; or the board does not answer.
+            StoreUnavailable: another rank did not come, is gone, or gives no sign of life; or the board is silent.
         """
         with self.attending():
             found: list[bytes] = self._run(lambda: self._exchange(said, late_s))
@@ -146,7 +146,8 @@ class Meeting:
 
     def _run(self, work: Callable[[], Any]) -> Any:
         """What `work` gives or raises, in the thread; bounded where the board hangs."""
-        ended, result = threading.Event(), []
+        ended = threading.Event()
+        result: list[tuple[Any, BaseException | None]] = []
 
         def job() -> None:
             try:
@@ -346,7 +347,7 @@ def _listed(ranks: list[int]) -> str:
 def _this_process() -> Mate:
     pid, scope = os.getpid(), ""
     with suppress(OSError):
-        scope = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        scope = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
     return Mate(secrets.token_hex(8), socket.gethostname(), scope, pid, _born(pid))
 
 

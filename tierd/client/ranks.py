@@ -1,8 +1,8 @@
 """Who this process is among its launch's ranks, and how they tell each other small things.
 
-Law: ranks talk over the store of their process group or of torchrun's agent, or through the spool that they share; never
-by collectives, which another thread may run, and never inside `save`. What they say is JSON with a schema. Where they
-cannot talk, nothing waits for another rank.
+Law: ranks talk over the store of their process group or of torchrun's agent, or through the spool that they share;
+never by collectives, which another thread may run, and never inside `save`. What they say is JSON with a schema. Where
+they cannot talk, nothing waits for another rank.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ class Ranks:
 
     Args:
         rank, world_size: both or neither. Not given: as `launchers.rank_and_world` finds them.
-        spool: the spool's `.tierd/`, where the ranks of a launch meet that are all on this node and have no group; None:
-            not there.
+        spool: the spool's `.tierd/`, where ranks meet that are all on this node and have no group; None: not there.
         run: which run's ranks they are, where nothing names their launch.
         silent_s: seconds that a rank is waited for which gives no sign of life, or does not come to a restore.
 
@@ -93,9 +92,9 @@ class Ranks:
             self._first_s = min(_FIRST_S, store.timeout.total_seconds())
             self._silent_s = min(self._silent_s, self._first_s)
             number = next(_made.setdefault(store, count()))
-            return StoreBoard(_prefixed(f"{_TAG}/{number}", store), "the process group's store")
+            return StoreBoard(store, f"{_TAG}/{number}", "the process group's store")
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and torchrun_ranks() == me:
-            return StoreBoard(_prefixed(f"{_TAG}/{next(_meetings)}", _agent_store()), "the store of torchrun's agent")
+            return StoreBoard(_agent_store(), f"{_TAG}/{next(_meetings)}", "the store of torchrun's agent")
         if spool is not None and _launched() == me and all_here():
             return DirectoryBoard(spool, f"{launch_name() or run}/{next(_meetings)}")
         return None
@@ -206,10 +205,3 @@ def _agent_store() -> Any:
             f"MASTER_ADDR, MASTER_PORT: the store of torchrun's agent cannot be reached: {error}; initialise "
             "torch.distributed first, or pass attempt= (tierd.new_attempt() makes one; give every rank the same)"
         ) from error
-
-
-def _prefixed(prefix: str, store: Any) -> Any:
-    from torch import distributed as torch_distributed
-
-    distributed: Any = torch_distributed
-    return distributed.PrefixStore(prefix, store)
