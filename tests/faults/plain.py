@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from faults.identity import IDENTITY
 from faults.lines import LINES
+from faults.meetings import MEETINGS
 from faults.permissions import PERMISSIONS
 from faults.rounds import Mutant
 from faults.space import SPACE
@@ -1886,6 +1887,7 @@ PLAIN = (
     + PERMISSIONS
     + SPACE
     + LINES
+    + MEETINGS
     + _POLICIES
     + _ENDING
     + _PLACES

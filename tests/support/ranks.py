@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -22,48 +23,27 @@ def is_launchers(name: str) -> bool:
 
 
 class Group:
-    """What `torch.distributed` gives to ranks that are threads, as far as tierd uses it.
+    """What `torch.distributed` gives to ranks that are threads, as far as tierd uses it: who they are, and a store.
 
-    `exchanges` counts gathers of a value, each of which is two collectives; `deaf` makes every further one fail.
+    `exchanges` counts what all ranks have told each other; `deaf` makes every further call of the store fail.
     """
-
-    class _World:
-        pass
 
     def __init__(self, world: int) -> None:
         self.world, self.me = world, threading.local()
-        self.group = type("group", (), {"WORLD": self._World()})
-        self.calls: list[int] = []
+        self.exchanges = 0
         self.deaf = False
-        self._barrier, self._given = threading.Barrier(world, timeout=20), [None] * world
-
-    @property
-    def exchanges(self) -> int:
-        return self.calls.count(0) // 2
+        self.distributed_c10d = self
+        self._stores = [_Store(self) for _ in range(world)]  # one each, as in processes, over the same values
+        self.values: dict[str, bytes] = {}
 
     def get_rank(self) -> int:
         return self.me.rank
 
-    def get_world_size(self, group: object = None) -> int:
+    def get_world_size(self) -> int:
         return self.world
 
-    def is_gloo_available(self) -> bool:
-        return True
-
-    def new_group(self, **options: object) -> object:
-        assert options["backend"] == "gloo"
-        return object()
-
-    def all_gather(self, outputs: list, value, group: object) -> None:
-        assert group is not self.group.WORLD, "never on the group that training uses"
-        if self.deaf:
-            raise AssertionError("a collective where there must be none")
-        self.calls.append(self.me.rank)
-        self._given[self.me.rank] = value.clone()
-        self._barrier.wait()
-        for output, given in zip(outputs, self._given, strict=True):
-            output.copy_(given)
-        self._barrier.wait()
+    def _get_default_store(self) -> _Store:
+        return self._stores[self.me.rank]
 
     def run(self, work: Callable[[int], object]) -> list:
         """`work(rank)` in a thread for each rank; what each returned or raised."""
@@ -83,6 +63,36 @@ class Group:
             thread.join(60)
             assert not thread.is_alive()
         return results
+
+
+class _Store:
+    """A process group's store, as `torch.distributed.Store`: keys are there until they are deleted."""
+
+    timeout = timedelta(minutes=5)
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def set(self, key: str, value: bytes) -> None:
+        self._hear()
+        self._group.exchanges += key.endswith("/all")
+        self._group.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        self._hear()
+        return self._group.values[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        self._hear()
+        return all(key in self._group.values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        self._hear()
+        return self._group.values.pop(key, None) is not None
+
+    def _hear(self) -> None:
+        if self._group.deaf:
+            raise RuntimeError("the store is not to be used here")
 
 
 def environment(**more: str) -> dict[str, str]:

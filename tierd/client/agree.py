@@ -6,7 +6,7 @@ others first: they would wait for it. An error anywhere stops all; only proven c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +24,7 @@ from tierd.core.errors import (
     StoreUnavailable,
     TierdError,
 )
-from tierd.core.ids import check_attempt, check_step
+from tierd.core.ids import CheckpointId, check_attempt, check_step
 from tierd.core.resume import Resume, agree
 from tierd.core.sight import Sight
 
@@ -35,6 +35,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     attempt: str | None
     everything: bool
+    only: tuple[str, ...] | None = None
     best: Goal | None = None
     at_least: int | None = None
     clock: Clock
@@ -48,6 +49,12 @@ class Outcome(msgspec.Struct, frozen=True):
 
     what: Literal["whole", "corrupt", "gone", "unfit", "failed"]
     why: str = ""
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """Whether a rank has loaded what all settled on; why not, else."""
+
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,7 @@ class Agreement:
         everything: bool = False,
         best: Goal | None = None,
         at_least: int | None = None,
+        only: Collection[str] | None = None,
     ) -> Resume:
         """Look on every rank, one gather; what there is to restore, by what all see together.
 
@@ -93,12 +101,14 @@ class Agreement:
                 saved may then be any.
             best: of all of them, by this.
             at_least: whoever asks knows that there was this step; all ranks are asked for the same.
+            only: names of the entries that are wanted, of a state; None for all.
 
         Raises:
             StoreUnavailable: another rank cannot look; or what this one raised.
             ConfigError: the ranks were asked for different things; or for the best, and a step.
         """
-        own = Look(step=None, attempt=None, everything=everything, clock=self._clock())
+        names = None if only is None else tuple(sorted(map(str, only)))
+        own = Look(step=None, attempt=None, everything=everything, only=names, clock=self._clock())
         failure: Exception | None = None
         try:  # also what only this rank was asked wrongly: the others would wait for it
             step = step if step is None else check_step(step)
@@ -126,6 +136,22 @@ class Agreement:
         self.clocks = [other.clock for other in looks]
         sights = [other.sight for other in looks]
         return agree(sights, self._run, step, attempt, world=self._ranks.world, everything=everything, best=best)
+
+    def loaded(self, checkpoint: CheckpointId, error: Exception | None) -> None:
+        """Tell whether this rank has loaded what all settled on, one gather: all go on from it, or none does.
+
+        Raises:
+            StateMismatch: another rank could not load it; or what this one was given.
+        """
+        outcomes = self._ranks.gather(Loaded("" if error is None else _text(error)))
+        if error is not None:
+            raise error
+        for rank, outcome in enumerate(outcomes):
+            if outcome.error:
+                raise StateMismatch(
+                    f"rank {rank} could not load {checkpoint}, which this rank has loaded: {outcome.error}. No rank "
+                    "goes on from it: restore again on all ranks, or end"
+                )
 
     def settle(self, error: Exception | None, *, unfit: bool = False) -> Settled:
         """Tell how this rank fared with a candidate, one gather; what all ranks do next.
@@ -175,7 +201,7 @@ def _text(error: Exception) -> str:
 
 
 def _question(look: Look) -> tuple[object, ...]:
-    return look.step, look.attempt, look.everything, look.best, look.at_least
+    return look.step, look.attempt, look.everything, look.only, look.best, look.at_least
 
 
 def _asked(look: Look) -> str:
@@ -183,4 +209,5 @@ def _asked(look: Look) -> str:
     what = newest if look.step is None else f"step {look.step}"
     more = f" of attempt {look.attempt}" if look.attempt else ""
     more += f", step {look.at_least} or later" if look.at_least is not None else ""
+    more += f", only {', '.join(look.only) or 'nothing'}" if look.only is not None else ""
     return f"{what}{more}{' (DCP)' if look.everything else ''}"

@@ -19,6 +19,7 @@ from tierd.core.errors import ConfigError, DaemonSilent, DaemonUnavailable, Tier
 from tierd.core.ids import PartId
 from tierd.core.remaining import Backlog, backlog_of
 from tierd.core.sight import told
+from tierd.core.urls import parse_url
 from tierd.core.wire import Attach, Candidates, MakeRoom, Request
 from tierd.core.wire import Backlog as AskBacklog
 from tierd.link import Link, start_daemon
@@ -70,6 +71,11 @@ class Attachment:
             self._watch = Watch(functools.partial(self._backlog, run))
         else:
             self.renew()
+
+    @property
+    def to(self) -> str:
+        """What was given, for messages and to be compared; URLs hold no secret."""
+        return repr(self._to if self._to is None else [str(parse_url(url)) for url in self._to])
 
     @property
     def tiers(self) -> bool:

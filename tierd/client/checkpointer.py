@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
@@ -28,7 +29,7 @@ from tierd.client.launch import Launch, tell_failure
 from tierd.client.load import check_fit, chosen, load
 from tierd.client.overlap import Gate
 from tierd.client.pipeline import Pipeline
-from tierd.client.ranks import Ranks
+from tierd.client.ranks import SILENT_S, Ranks
 from tierd.client.restore import Found, Restored, Restorer
 from tierd.client.save import Save, Stats, checked_metrics
 from tierd.client.slots import estimate
@@ -81,6 +82,8 @@ class Checkpointer:
         when: what `due` goes by, the same on every rank.
         retention: what the run keeps on every tier, and in the spool where no configuration says that; the same on
             every rank. Not given: what a configuration or an earlier launch said, else `keep_last=3`.
+        rank_timeout: seconds that ranks wait, in `restore`, for one that does not come to it or gives no sign of life
+            in it; one that reads is waited for. A process group's own timeout counts where it is shorter.
 
     Raises:
         ConfigError: a name, rank, URL or policy cannot be used; or the launcher told a rank and not how many there are,
@@ -103,8 +106,8 @@ class Checkpointer:
         when_busy: Literal["wait", "skip", "fail"] = "wait",
         when: When | None = None,
         retention: RetentionPolicy | None = None,
+        rank_timeout: float = SILENT_S,
     ) -> None:
-        self._ranks = Ranks(rank, world_size)
         self._closed = False
         self._saved: set[str] = set()  # attempts that this launch made something durable under
         self._failed: dict[int, str] = {}  # why, by step, where no later save of the step became durable
@@ -113,15 +116,37 @@ class Checkpointer:
         self._hold: Link | None = None  # while it is open, the daemon leaves the last restored directory alone
         self._when_busy = when_busy
         self.stats = Stats()
+        failure: Exception | None = None
         try:
+            self._spool = Spool(spool)
+        except Exception as error:  # the others are told before it is raised
+            failure = error
+        room = None if failure or attempt is not None else self._spool.control
+        self._ranks = Ranks(rank, world_size, room, run, _seconds(rank_timeout))
+        with self._ranks.attending():
+            self._begin(failure, run, attempt, to, slots, when, retention)
+
+    def _begin(
+        self,
+        failure: Exception | None,
+        run: str,
+        attempt: str | None,
+        to: Sequence[str] | None,
+        slots: int,
+        when: When | None,
+        retention: RetentionPolicy | None,
+    ) -> None:
+        """Settle with the other ranks what this launch is; a rank that cannot tells them, because they wait for it."""
+        try:
+            if failure is not None:
+                raise failure
             if type(slots) is not int or not 1 <= slots <= _MAX_SLOTS:
                 raise ConfigError(f"slots={slots!r}: a number from 1 to {_MAX_SLOTS}")
-            if when_busy not in _BUSY:
-                raise ConfigError(f"when_busy={when_busy!r}: one of {', '.join(_BUSY)}")
+            if self._when_busy not in _BUSY:
+                raise ConfigError(f"when_busy={self._when_busy!r}: one of {', '.join(_BUSY)}")
             check_run(run)
             given = check_attempt(attempt) if attempt is not None else None
             self._choice = Choice(when, self._ranks)
-            self._spool = Spool(spool)
             with translated(f"spool {self._spool.root}"):
                 self._spool.check_home(run)
             if retention is not None:  # before a daemon is there that would decide without it
@@ -134,8 +159,8 @@ class Checkpointer:
         try:
             self._beside = Beside(self._spool, asks=self._daemon.tiers)
             seen = functools.partial(self._daemon.attempts, run)
-            chosen_when = repr(when) if when else ""
-            self._launch = Launch(self._spool, run, self._ranks, given, seen, chosen_when, self._beside.saving)
+            options = {"when": repr(when), "to": self._daemon.to, "retention": repr(retention)}
+            self._launch = Launch(self._spool, run, self._ranks, given, seen, options, self._beside.saving)
         except BaseException:
             self._daemon.close()
             raise
@@ -391,7 +416,11 @@ class Checkpointer:
             return tree
 
         self._let_go()
-        found = restorer.restore(step, attempt, fits, goal, at_least)
+        with self._ranks.attending():
+            found = restorer.restore(step, attempt, fits, goal, at_least)
+            if found is not None:
+                self._hold = found.hold
+                self._load(found, state, names, restorer)
         self._choice.resume(found.part.checkpoint if found else None, restorer.resume)
         if found is None:
             self._launch.go_on_from(None, restorer.resume.attempts, restorer.agreement.clocks)
@@ -399,14 +428,10 @@ class Checkpointer:
                 self._pipeline.reserve(estimate(state))
                 self._check_space(estimate(state))
             return None
-        self._hold, manifest = found.hold, found.manifest
-        self._launch.go_on_from(found.part.checkpoint, found.attempts, found.clocks)  # on all ranks, whoever fails now
+        manifest = found.manifest
+        self._launch.go_on_from(found.part.checkpoint, found.attempts, found.clocks)
         if state is not None:
             size = len(found.files[TENSORS])
-            into = chosen(state, names)
-            load(into, found.tree, lent=found.tier == MEMORY, file=found.files[TENSORS])
-            if into is not state and isinstance(state, MutableMapping):  # another takes no values, as `fits` saw
-                state.update(into)
             self._pipeline.adopt(found.arena)
             self._pipeline.reserve(size)
             self._check_space(size)
@@ -443,6 +468,30 @@ class Checkpointer:
             silent=self._daemon.silent,
         )
 
+    def _load(
+        self, found: Found, state: MutableMapping[str, Any] | None, names: Collection[str] | None, restorer: Restorer
+    ) -> None:
+        """Load what every rank has verified, and hear that every rank has loaded it: only then all go on from there."""
+        failure: Exception | None = None
+        try:
+            if state is not None:
+                into = chosen(state, names)
+                load(into, found.tree, lent=found.tier == MEMORY, file=found.files[TENSORS])
+                if into is not state and isinstance(state, MutableMapping):  # another takes no values, as `fits` saw
+                    state.update(into)
+        except Exception as error:
+            failure = error
+        if self._launch.world == 1:  # what was loaded halfway still came from there
+            if failure is not None:
+                self._launch.go_on_from(found.part.checkpoint, found.attempts, found.clocks)
+                raise failure
+            return
+        try:
+            restorer.agreement.loaded(found.part.checkpoint, failure)
+        except BaseException as error:
+            self._launch.broke(error)
+            raise
+
     def _tree(self, found: Found) -> dict[str, Any]:
         check_written_by_save(found.part, found.files)
         return unflatten(found.files[TREE], found.files[TENSORS])
@@ -459,6 +508,7 @@ class Checkpointer:
             raise ConfigError("this Checkpointer is closed")
         if os.getpid() != self._pid:
             raise ConfigError("this process was forked from the one that made the Checkpointer: make one of its own")
+        self._ranks.check_group()
 
     def close(self, wait: str | None = None, timeout: float | None = None) -> None:
         """Wait until every save is durable in the spool (or failed), and let go of the daemon, which flushes on alone.
@@ -528,3 +578,9 @@ class Checkpointer:
             if kind is None:
                 raise
             log.error("closing failed, too: %s", error)  # what is in flight is what the caller has to see
+
+
+def _seconds(rank_timeout: float) -> float:
+    if isinstance(rank_timeout, bool) or not isinstance(rank_timeout, int | float) or not 1 <= rank_timeout < math.inf:
+        raise ConfigError(f"rank_timeout={rank_timeout!r}: seconds, at least 1")
+    return float(rank_timeout)

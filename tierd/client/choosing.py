@@ -106,7 +106,7 @@ class Choice:
                 word = Word(found, step + self._ahead(when, step, now), "")
             except ConfigError as error:
                 word = Word(error=str(error))
-        said = self._ranks.gather(word)[0]
+        said = self._ranks.gather(word, first=True)[0]  # a rank may evaluate for long before it asks
         if said.error:
             raise ConfigError(said.error if self._ranks.rank == 0 else f"rank 0: {said.error}")
         self._look = step + 1 if said.due else said.look

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from types import MappingProxyType
 
 import msgspec
 
@@ -32,12 +33,13 @@ class Clock(msgspec.Struct, frozen=True):
 
 
 class Beginning(msgspec.Struct, frozen=True, kw_only=True):
-    """What ranks tell each other when they begin. `error` says why one of them cannot."""
+    """What ranks tell each other when they begin: what has to be the same on all of them. `error` says why one of them
+    cannot begin."""
 
     run: str
     world: int
     given: str | None = None
-    when: str = ""
+    options: dict[str, str] = {}
     clock: Clock | None = None
     error: str = ""
 
@@ -51,11 +53,11 @@ class Launch:
     Args:
         attempt: the launch's name, when it was given one.
         seen: tells every attempt that was there before.
-        when: what says when a checkpoint is due, as text.
+        options: the arguments of a `Checkpointer` that have to be the same on every rank, as text.
         saving: told of each part that is about to be written.
 
     Raises:
-        ConfigError: the ranks were given different runs, attempts or `when`, or have no way to agree on an attempt.
+        ConfigError: the ranks were given different runs, attempts or `options`, or have no way to agree on an attempt.
         StoreUnavailable: another rank cannot begin; says which and why.
     """
 
@@ -66,7 +68,7 @@ class Launch:
         ranks: Ranks,
         attempt: str | None,
         seen: Callable[[], set[str]],
-        when: str = "",
+        options: Mapping[str, str] = MappingProxyType({}),
         saving: Callable[[PartId], None] = lambda part: None,
     ) -> None:
         self.run, self.rank, self.world = run, ranks.rank, ranks.world
@@ -74,12 +76,13 @@ class Launch:
         self.shared = False  # whether another process may save for this launch: what it saved shows in the spool alone
         self._spool, self._given, self._seen, self._saving = spool, attempt, seen, saving
         self._derived = False  # from SLURM's environment
+        self._broken = ""  # why nothing is saved until every rank has restored
         self._origin: CheckpointId | None = None
         self._attempt: str | None = None
         if self.world == 1:
             return
         if ranks.talk:
-            self._begin(ranks, when)
+            self._begin(ranks, dict(options))
         elif attempt is None:
             self._given = slurm_attempt(self.rank, self.world)
             self._derived = self._given is not None
@@ -89,27 +92,27 @@ class Launch:
                     "(tierd.new_attempt() makes one; give every rank the same)"
                 )
 
-    def _begin(self, ranks: Ranks, when: str) -> None:
+    def _begin(self, ranks: Ranks, options: dict[str, str]) -> None:
         try:
             seen = self._seen() if self._given is None else ()
         except Exception as error:  # the others are told before it is raised: they would wait
             tell_failure(ranks, self.run, error)
             raise
-        me = Beginning(run=self.run, world=self.world, given=self._given, when=when, clock=clock(seen))
-        told = ranks.gather(me)
+        me = Beginning(run=self.run, world=self.world, given=self._given, options=options, clock=clock(seen))
+        told = ranks.gather(me, first=True)
         for rank, other in enumerate(told):
             if other.error:
                 raise StoreUnavailable(f"rank {rank} cannot begin: {other.error}")
             for what, theirs, own in (
-                ("run", other.run, self.run),
-                ("world_size", other.world, self.world),
-                ("attempt", other.given, self._given),
-                ("when", other.when, when),
+                ("run", repr(other.run), repr(self.run)),
+                ("world_size", str(other.world), str(self.world)),
+                ("attempt", repr(other.given), repr(self._given)),
+                *((name, other.options.get(name, "not known"), value) for name, value in options.items()),
             ):
                 if theirs != own:
                     raise ConfigError(
-                        f"{what}={own!r} on rank {self.rank}, and {what}={theirs!r} on rank {rank}: the ranks of a "
-                        "launch are one run's, and share one attempt; give every rank the same"
+                        f"{what}={own} on rank {self.rank}, and {what}={theirs} on rank {rank}: the ranks of a launch "
+                        "are one run's, and share one attempt; give every rank the same"
                     )
         if self._given is None:
             self._attempt = agreed((), [other.clock for other in told if other.clock])
@@ -125,8 +128,11 @@ class Launch:
 
         Raises:
             StepRefused: no int, negative, or already committed by this attempt.
+            ConfigError: a restore failed that other ranks may hold half of.
         """
         number = check_step(step)
+        if self._broken:
+            raise ConfigError(f"nothing is saved, because {self._broken}: restore again on every rank, or end")
         part = PartId(CheckpointId(self.run, self.attempt, number), self.rank, self.world)
         # What a launch named itself nobody else writes; a given name may have been used before.
         if number in self.steps or ((self.shared or self._given is not None) and self._spool.has(part)):
@@ -167,6 +173,10 @@ class Launch:
         # Another rank that restored earlier may have saved under this name already.
         return slurm_attempt(self.rank, self.world, str(origin or "")) if self._derived else self._given
 
+    def broke(self, error: BaseException) -> None:
+        """Some rank could not load what the others may have loaded: until all restore, no save can become whole."""
+        self._broken = f"the last restore failed ({error})"
+
     def clock(self) -> Clock:
         """What this rank gives to the naming of the next attempt."""
         return clock([name for name in (self._attempt, self._given) if name])
@@ -183,6 +193,7 @@ class Launch:
             ConfigError: as `check_given`.
         """
         self.check_given(origin, attempts)
+        self._broken = ""
         if self._derived:
             self._given, self._attempt = self._given_for(origin), None
         if origin is None and (self._given or self._attempt is None or max(attempts, default="") <= self._attempt):
@@ -196,7 +207,7 @@ class Launch:
 def tell_failure(ranks: Ranks, run: str, error: Exception) -> None:
     """Tell ranks that are about to begin that this one cannot: they would wait for it."""
     with suppress(StoreUnavailable):
-        ranks.gather(Beginning(run=run, world=ranks.world, error=str(error)))
+        ranks.gather(Beginning(run=run, world=ranks.world, error=str(error)), first=True)
 
 
 def clock(seen: Iterable[str]) -> Clock:

@@ -129,7 +129,9 @@ class Restorer(Search):
             FormatTooNew: the newest was written by a newer tierd.
         """
         try:
-            for candidate in self.candidates(step, attempt, everything=False, best=best, at_least=at_least):
+            for candidate in self.candidates(
+                step, attempt, everything=False, best=best, at_least=at_least, only=self._only
+            ):
                 self._check_world(candidate)
                 found, error, unfit = self._try(candidate, fits)
                 if self.settle(candidate, error, unfit=unfit).load:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -137,15 +137,16 @@ class Search:
         everything: bool,
         best: Goal | None = None,
         at_least: int | None = None,
+        only: Collection[str] | None = None,
     ) -> Iterator[Candidate]:
-        """As `whole`; without `everything`, each rank needs its own part alone."""
+        """As `whole`; without `everything`, each rank needs its own part alone, or of that what `only` names."""
         vanished = 0
         # Proven corrupt where one rank can look, and set aside there: the node that saved it may have it right, and
         # flush it again, on its own or when asked.
         tries = _TRIES if self._ranks.world > 1 else 1
         while vanished < _LOOKS:
             self.resume = resume = self.agreement.look(
-                step, attempt, everything=everything, best=best, at_least=at_least
+                step, attempt, everything=everything, best=best, at_least=at_least, only=only
             )
             if best is None:
                 self._check_incomplete(step is None and attempt is None)

@@ -50,7 +50,19 @@ def load(
         Where a checkpoint that lay in the spool turns out corrupt and no older one can be had, some tensors may have
         been loaded.
     """
-    reader = OpenReader(checkpointer, best=best, mode=mode, weights_only=weights_only)
+    with checkpointer._ranks.attending():
+        return _load(
+            state, OpenReader(checkpointer, best=best, mode=mode, weights_only=weights_only), step, attempt, planner
+        )
+
+
+def _load(
+    state: MutableMapping[str, Any],
+    reader: OpenReader,
+    step: int | None,
+    attempt: str | None,
+    planner: LoadPlanner | None,
+) -> Restored | None:
     restorer = reader.restorer
     try:
         for candidate in reader.candidates(step, attempt):
@@ -76,7 +88,7 @@ def load(
                 metrics=reader.metrics,
                 skipped=reader.skipped,
                 unreached=reader.unreached,
-                directory=checkpointer._spool.root / candidate.checkpoint.run / candidate.checkpoint.name,
+                directory=reader.directory,
             )
         return None
     finally:

@@ -14,6 +14,7 @@ import io
 import os
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -92,6 +93,12 @@ class OpenReader(Reader):
         self.step = self.checkpoint = self._files = self._metadata = None
         self.skipped = self.restorer.skipped()
         self.go_on()
+
+    @property
+    def directory(self) -> Path:
+        """Where this node's own parts of the checkpoint lie, if they are there."""
+        assert self.checkpoint is not None
+        return self._spool.root / self.checkpoint.run / self.checkpoint.name
 
     def go_on(self) -> None:
         """The launch goes on from this checkpoint. To be called on all ranks, or on none."""
@@ -262,8 +269,9 @@ class StorageReader(OpenReader):
     ) -> None:
         super().__init__(checkpointer, best=best, mode=mode, weights_only=weights_only)
         try:
-            if next(self.candidates(step, attempt), None) is not None:
-                self.go_on()  # here, where every rank passes that has passed the gather
+            with checkpointer._ranks.attending():
+                if next(self.candidates(step, attempt), None) is not None:
+                    self.go_on()  # here, where every rank passes that has passed the gather
         except BaseException:
             self.close()
             raise

@@ -1,0 +1,222 @@
+"""How ranks hear each other: over a store or a directory, with an end to every wait that names who is missing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.ranks import environment
+
+from tierd.client.board import DirectoryBoard, StoreBoard
+from tierd.client.meeting import Meeting
+from tierd.core.errors import SpoolUnusable, StoreUnavailable
+
+QUICK = 2.0  # seconds of silence after which a rank counts as gone in these tests
+
+
+@pytest.fixture(params=["store", "directory"])
+def boards(request, tmp_path):
+    """Makes one side of a board."""
+    if request.param == "directory":
+        return lambda name="launch": _quick(DirectoryBoard(tmp_path, name))
+    store = torch.distributed.HashStore()
+    return lambda name="launch": _quick(StoreBoard(store, name, "the store"))
+
+
+def _quick(board):
+    board.beat_s = 0.1
+    return board
+
+
+def together(*works) -> list:
+    """Each in a thread; what each returned or raised."""
+    results: list = [None] * len(works)
+
+    def one(number: int) -> None:
+        try:
+            results[number] = works[number]()
+        except Exception as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=one, args=(number,), daemon=True) for number in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "somebody waits without an end"
+    return results
+
+
+def meetings(boards, world: int, silent_s: float = QUICK) -> list[Meeting]:
+    made = [Meeting(boards(), rank, world, silent_s) for rank in range(world)]
+    assert together(*(lambda one=one: one.meet(20) for one in made)) == [None] * world
+    return made
+
+
+def test_every_rank_hears_what_every_rank_says(boards):
+    made = meetings(boards, 3)
+    for turn in range(3):
+        said = [f"{turn} {rank}".encode() * 1000 for rank in range(3)]
+        heard = together(*(lambda rank=rank, said=said: made[rank].exchange(said[rank], 20) for rank in range(3)))
+        assert heard == [said] * 3
+
+
+def test_what_earlier_processes_left_is_not_taken_for_ours(boards):
+    """A launch that is restarted meets at the same place, where its predecessor, which was killed, has left notes."""
+    for launch in range(3):
+        made = [Meeting(boards(), rank, 3, QUICK) for rank in range(3)]
+
+        def come(rank: int, made=made, launch=launch) -> list[bytes]:
+            time.sleep(0.05 * ((rank + launch) % 3))
+            made[rank].meet(20)
+            return made[rank].exchange(f"{launch} {rank}".encode(), 20)
+
+        expected = [f"{launch} {rank}".encode() for rank in range(3)]
+        assert together(*(lambda rank=rank: come(rank) for rank in range(3))) == [expected] * 3
+
+
+def test_a_rank_that_does_not_come_at_all_is_named(boards):
+    first = Meeting(boards(), 0, 3, QUICK)
+    second = Meeting(boards(), 1, 3, QUICK)
+    begun = time.monotonic()
+    one, other = together(lambda: first.meet(1.0), lambda: second.meet(1.0))
+    assert time.monotonic() - begun < 15
+    assert isinstance(one, StoreUnavailable) and "rank 2 of 3 did not come" in str(one)
+    assert isinstance(other, StoreUnavailable)
+
+
+def test_a_rank_that_does_something_else_ends_the_wait_of_all(boards):
+    made = meetings(boards, 3)
+    answers = together(*(lambda rank=rank: made[rank].exchange(b"", 1.0) for rank in (0, 2)))
+    for error in answers:
+        assert isinstance(error, StoreUnavailable) and "rank 1 (process" in str(error)
+        assert "did not come within" in str(error)
+    # The one who comes late is told the same, and all may try again.
+    with pytest.raises(StoreUnavailable, match="rank 1"):
+        made[1].exchange(b"", 1.0)
+    assert together(*(lambda one=one: one.exchange(b"x", 20) for one in made)) == [[b"x"] * 3] * 3
+
+
+def test_rank_0_that_does_something_else_is_named_too(boards):
+    made = meetings(boards, 2)
+    (error,) = together(lambda: made[1].exchange(b"", 1.0))
+    assert isinstance(error, StoreUnavailable) and "rank 0 (process" in str(error)
+
+
+def test_a_rank_that_works_is_waited_for_much_longer(boards):
+    made = meetings(boards, 2, silent_s=1.0)
+
+    def late() -> list[bytes]:
+        with made[1].attending():
+            time.sleep(4)
+            return made[1].exchange(b"1", 0.5)
+
+    begun = threading.Event()
+
+    def first() -> list[bytes]:
+        begun.set()
+        time.sleep(0.3)
+        return made[0].exchange(b"0", 0.5)
+
+    assert together(first, late) == [[b"0", b"1"]] * 2
+
+
+_PEER = """
+import sys, time
+from pathlib import Path
+from tierd.client.board import DirectoryBoard
+from tierd.client.meeting import Meeting
+board = DirectoryBoard(Path(sys.argv[1]), "launch")
+board.beat_s = 0.1
+rank = int(sys.argv[2])
+meeting = Meeting(board, rank, 2, float(sys.argv[3]))
+meeting.meet(30)
+with meeting.attending():
+    print("in", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_stopped_or_dies_is_named(tmp_path, how, victim):
+    """Stopped: after the silence. Dead on this node: at once, because its process is looked at."""
+    silent_s = 1.5 if how == signal.SIGSTOP else 60.0
+    peer = subprocess.Popen(
+        [sys.executable, "-c", _PEER, str(tmp_path), str(victim), str(silent_s)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        meeting = Meeting(_quick(DirectoryBoard(tmp_path, "launch")), 1 - victim, 2, silent_s)
+        meeting.meet(60)
+        assert peer.stdout.readline() == "in\n"
+        time.sleep(0.3)  # one more sign of life
+        os.kill(peer.pid, how)
+        if how == signal.SIGKILL:
+            peer.wait()
+        begun = time.monotonic()
+        word = "has given no sign of life" if how == signal.SIGSTOP else "has ended"
+        with pytest.raises(StoreUnavailable, match=rf"rank {victim} \(process {peer.pid} .*\) {word}"):
+            meeting.exchange(b"", 60)
+        assert time.monotonic() - begun < 30
+    finally:
+        peer.kill()
+        peer.wait()
+        peer.stdout.close()
+
+
+def test_a_board_that_hangs_ends_the_wait():
+    """As a store whose host was stopped: a call of it does not return."""
+
+    class Hanging:
+        what, poll_s, beat_s = "the store", 0.02, 0.1
+
+        def put(self, key: str, value: bytes) -> None:
+            threading.Event().wait(60)
+
+        get = remove = put
+
+    hanging = Meeting(Hanging(), 0, 2, silent_s=-4.0)  # and a grace of 5 s
+    with pytest.raises(StoreUnavailable, match="the store does not answer"):
+        hanging.meet(30)
+
+
+def test_a_board_that_fails_is_named(tmp_path):
+    board = DirectoryBoard(tmp_path, "launch")
+    (tmp_path / "meetings").chmod(0o700)
+    for path in (tmp_path / "meetings").iterdir():
+        path.rmdir()
+        path.write_text("no directory")
+    with pytest.raises((StoreUnavailable, SpoolUnusable), match="meetings"):
+        Meeting(board, 0, 2, QUICK).meet(2)
+
+
+def test_notes_of_launches_that_ended_long_ago_are_swept(tmp_path):
+    old = DirectoryBoard(tmp_path, "old")
+    old.put("a/b", b"x")
+    assert old.get("a/b") == b"x" and old.get("a/c") is None
+    room: Path = tmp_path / "meetings"
+    (path,) = room.iterdir()
+    os.utime(path, (0, 0))
+    DirectoryBoard(tmp_path, "new")
+    assert path not in set(room.iterdir())
+    old.put("a/b", b"y")  # one that still runs goes on
+    assert old.get("a/b") == b"y"
+    old.remove("a/b")
+    assert old.get("a/b") is None
+
+
+def test_the_room_of_meetings_is_no_link(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "meetings").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SpoolUnusable, match="a link"):
+        DirectoryBoard(tmp_path, "launch")
