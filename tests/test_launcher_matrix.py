@@ -29,20 +29,20 @@ def test_under_mpirun_a_killed_rank_and_a_restart_leave_no_trace(launcher, seed,
     cycle(launcher, seed, tmp_path)
 
 
-A, B = "000000000001-00000000", "000000000002-00000000"
+A, B, C = (f"00000000000{number}-00000000" for number in (1, 2, 3))
+FIRST = ["0 resumed 0 " + A, "1 resumed 0 " + A]
 
 
 @pytest.mark.parametrize(
     ("log", "fault"),
     [
-        (["0 resumed 0 " + A, "1 resumed 0 " + A, "0 resumed 3 " + B, "1 resumed 6 " + B], "do not go together"),
-        (["0 resumed 0 " + A, "1 resumed 0 " + B, "0 resumed 0 " + B, "1 resumed 0 " + B], "do not go together"),
-        (["0 resumed 0 " + A, "1 resumed 0 " + A, "0 resumed 0 " + A, "1 resumed 0 " + A], A),
-        (["0 resumed 0 " + A, "1 resumed 0 " + A, "0 resumed 0 " + B, "0 resumed 0 " + B], "Resumed"),
-        (
-            ["0 resumed 0 " + A, "1 resumed 0 " + A, "0 acked 3 " + A, "1 acked 3 " + A, "0 resumed 0 " + B],
-            "was durable",
-        ),
+        ([*FIRST, "0 resumed 3 " + B, "1 resumed 6 " + B], "do not go together"),
+        ([*FIRST, "0 resumed 0 " + B, "0 resumed 0 " + B], "do not go together"),
+        ([*FIRST, "0 resumed 3 " + B, "1 resumed 3 " + C], "2 launches"),
+        ([*FIRST, "0 resumed 0 " + A, "1 resumed 0 " + A], "2 launches"),
+        (["0 resumed 0 " + B, "1 resumed 0 " + B, *FIRST], "2 launches"),
+        ([*FIRST, "1 resumed 0 " + B], "not whole"),
+        ([*FIRST, "0 acked 3 " + A, "1 acked 3 " + A, "0 resumed 0 " + B], "was durable"),
     ],
 )
 def test_the_matrix_finds_what_it_is_for(log, fault):

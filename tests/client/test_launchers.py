@@ -143,9 +143,12 @@ def test_a_launchers_rank_and_size_are_read(environ, name):
 @pytest.mark.parametrize("name", ["OPEN_MPI_4", "HYDRA"])
 def test_two_launches_of_mpirun_mix_no_ranks(environ, spool, name):
     """Each rank took itself for rank 0 of 1, and after the second launch both held rank 1's data."""
+    rank, local = {
+        "OPEN_MPI_4": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        "HYDRA": ("PMI_RANK", "MPI_LOCALNRANKS"),
+    }[name]
     for number in range(2):
-        apart = {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MPI_LOCALNRANKS": "1", "PMI_LOCAL_SIZE": "1"}  # two nodes
-        environ({**ALL[name], **apart, ("OMPI_COMM_WORLD_RANK" if name == "OPEN_MPI_4" else "PMI_RANK"): str(number)})
+        environ({**ALL[name], rank: str(number), local: "1"})  # on two nodes
         with pytest.raises(ConfigError, match="2 ranks must share one attempt"):
             tierd.Checkpointer(spool.root, "run", to=[])
         with tierd.Checkpointer(spool.root, "run", attempt="01a000000000-00000001", to=[]) as checkpointer:

@@ -1,4 +1,4 @@
-"""The launchers of Accelerate and of Lightning, as tests/test_launcher_matrix.py tries the others."""
+"""The launchers of Accelerate, Lightning and Ray Train, as tests/test_launcher_matrix.py tries the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.launchers import LIBRARIES, SEEDS, cycle
 
 
 @pytest.mark.loaders
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("launcher", LIBRARIES, ids=str)
 def test_a_killed_rank_and_a_restart_leave_no_trace(launcher, seed, tmp_path):

@@ -4,7 +4,7 @@ What it is to do stands in the environment (`ORDERS`), what it did in files besi
 event (`resumed`, `acked`, `killed`), `final-RANK` the digest of everything that decided the last step. The rank is read
 from the variables that the orders name, and never from tierd, which is to find it by itself.
 
-    python launched.py [accelerate | lightning]     # who makes the process group, where the orders leave it to others
+    python launched.py [accelerate | lightning | ray]  # who makes the group, where the orders leave that to others
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -133,7 +134,6 @@ def train(orders: Orders, rank: int) -> None:
                 tell(f"killed {kill.step} {place}")
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    tell(f"pid {os.getpid()}")
     training = Training(rank)
     state = training.state
     checkpointer = tierd.Checkpointer(home / "spool", RUN, attempt=orders.attempt, to=[])
@@ -175,6 +175,38 @@ def spawned(rank: int) -> None:
     run(Orders.read(), rank, WORLD)
 
 
+def under_ray(orders: Orders) -> None:
+    """Ray Train starts both ranks, makes their group, and starts them again after a failure."""
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    def rank() -> None:
+        from support import launched  # this file, and not the script that Ray would take apart for its workers
+
+        launched.run(launched.Orders.read(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+    with tempfile.TemporaryDirectory(prefix="ray-") as room:  # a short path: Ray has sockets in there
+        ray.init(
+            num_cpus=WORLD,
+            include_dashboard=False,
+            object_store_memory=100 * 2**20,
+            log_to_driver=False,
+            _temp_dir=room,
+            _node_ip_address="127.0.0.1",
+        )
+        kept = RunConfig(
+            storage_path=f"{orders.home}/ray", failure_config=FailureConfig(max_failures=len(orders.kills))
+        )
+        TorchTrainer(
+            rank,
+            torch_config=TorchConfig(backend="gloo"),
+            scaling_config=ScalingConfig(num_workers=WORLD),
+            run_config=kept,
+        ).fit()
+        ray.shutdown()
+
+
 def main(library: str = "") -> None:
     """What every other launcher starts."""
     orders = Orders.read()
@@ -190,6 +222,8 @@ def main(library: str = "") -> None:
         accelerator = Accelerator(cpu=True)
         run(orders, accelerator.process_index, accelerator.num_processes)
         accelerator.end_training()
+    elif library == "ray":
+        under_ray(orders)
     else:
         rank, world = (int(os.environ[name]) for name in orders.numbers)
         run(orders, rank, world)

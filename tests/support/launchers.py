@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +36,7 @@ class Launcher:
         restarts: it starts the ranks again by itself.
         attempt: the ranks cannot talk, so each launch is given one, as the README says.
         variables: more of the environment.
+        timeout: seconds that one call may take.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Launcher:
     restarts: bool = False
     attempt: bool = False
     variables: tuple[tuple[str, str], ...] = ()
+    timeout: float = TIMEOUT
 
     def __str__(self) -> str:
         return self.name
@@ -97,6 +100,14 @@ LIBRARIES = (
         group="others",
     ),
     Launcher("lightning", python(SCRIPT, "lightning"), group="others"),
+    Launcher(
+        "ray",
+        python(SCRIPT, "ray"),
+        group="others",
+        restarts=True,
+        variables=(("RAY_TRAIN_V2_ENABLED", "1"), ("RAY_USAGE_STATS_ENABLED", "0")),
+        timeout=600.0,  # a dozen processes, each of which loads Ray
+    ),
 )
 
 
@@ -151,13 +162,14 @@ def judge(log: list[str], told: str, launches: int) -> None:
             # The other rank of this launch may have saved since, and nothing of that is whole without this one.
             attempt, whole = max(set.intersection(*acked))
             assert begun[-1].step >= whole, f"{told}: {begun[-1]}, and {whole} of {attempt} was durable on all ranks"
-    assert len(begun) == WORLD * launches, f"{told}: {begun}"
-    pairs = [sorted(begun[at : at + WORLD]) for at in range(0, len(begun), WORLD)]
-    for pair in pairs:
-        assert [one.rank for one in pair] == list(range(WORLD)), f"{told}: {pair}"
-        assert len({(one.step, one.attempt) for one in pair}) == 1, f"{told}: ranks do not go together: {pair}"
-    attempts = [pair[0].attempt for pair in pairs]
-    assert attempts == sorted(set(attempts)), f"{told}: {attempts}"
+    # Without a group, a rank may be killed before the other one has come to restore.
+    attempts = list(dict.fromkeys(one.attempt for one in begun))
+    assert len(attempts) == launches and attempts == sorted(attempts), f"{told}: {launches} launches: {begun}"
+    for attempt in attempts:
+        together = [one for one in begun if one.attempt == attempt]
+        ranks, steps = [one.rank for one in together], {one.step for one in together}
+        assert len(steps) == 1 and len(ranks) == len(set(ranks)), f"{told}: ranks do not go together: {together}"
+    assert len(together) == WORLD, f"{told}: the last launch is not whole: {together}"
 
 
 def call(launcher: Launcher, orders: Orders) -> tuple[int, str]:
@@ -169,7 +181,7 @@ def call(launcher: Launcher, orders: Orders) -> tuple[int, str]:
             launcher.command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=home
         )
         try:
-            status = process.wait(TIMEOUT)
+            status = process.wait(launcher.timeout)
         finally:
             process.kill()
             process.wait()
@@ -178,19 +190,22 @@ def call(launcher: Launcher, orders: Orders) -> tuple[int, str]:
 
 
 def end_all(home: Path) -> None:
-    """End the ranks that outlived their launcher, and wait until they are gone."""
-    log = (home / "log").read_text().splitlines() if (home / "log").exists() else []
-    left = [int(line.split()[2]) for line in log if line.split()[1] == "pid"]
-    for pid in left:
-        if ours(pid, home):
+    """End what outlived its launcher, and wait until it is gone: all of it was started with orders that name `home`."""
+
+    def left() -> list[int]:
+        return [int(one.name) for one in Path("/proc").iterdir() if one.name.isdecimal() and ours(one, home)]
+
+    for pid in left():
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    await_that(lambda: not any(ours(pid, home) for pid in left))
+    await_that(lambda: not left())
 
 
-def ours(pid: int, home: Path) -> bool:
-    """Whether a process of this number lives that was started for `home`: numbers come again."""
+def ours(process: Path, home: Path) -> bool:
     try:
-        return str(home).encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        return (
+            f"{ORDERS}={{".encode() in (given := (process / "environ").read_bytes()) and f'"{home}"'.encode() in given
+        )
     except OSError:
         return False
 
