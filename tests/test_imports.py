@@ -50,6 +50,7 @@ MAY = {
         "stage",
         "persist",
         "device",
+        "trust",
         "core",
         "",
     },
