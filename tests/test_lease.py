@@ -21,6 +21,7 @@ from tierd.core.wire import Status
 from tierd.core.world import Trainer
 from tierd.link import Link
 from tierd.spool import Spool
+from tierd.stores.memory import MemoryStore
 
 
 @pytest.fixture
@@ -168,3 +169,30 @@ def test_a_lock_tells_since_when_it_is_held(spool):
         assert isinstance(one, Trainer) and before - 1 <= one.since <= time.time()
         save(ckpt, 2)
         assert living.trainers(spool.control, ["run"])["run"] == (one,)
+
+
+# -- two nodes --------------------------------------------------------------------------------------------------------
+
+
+def rivals(spool: Spool) -> list[tuple[str, str]]:
+    with Link(spool) as link:
+        return [(one["attempt"], one["place"]) for one in link.ask(Status())["status"]["launches"]]
+
+
+def test_two_nodes_that_save_the_same_rank_of_one_attempt_are_told(tmp_path):
+    """The one whose part the tier did not take, or that is behind. The other one sees nothing that it cannot have
+    written."""
+    inner, attempt = MemoryStore(), tierd.new_attempt()
+    nodes = [Spool(tmp_path / name) for name in "ab"]
+    with (
+        Daemon(nodes[0].root, {"tier": Double(inner)}) as one,
+        Daemon(nodes[1].root, {"tier": Double(inner)}) as other,
+        made(nodes[0], to=None, attempt=attempt) as first,
+        made(nodes[1], to=None, attempt=attempt) as second,
+    ):
+        for ckpt, step in ((first, 1), (second, 2), (first, 3)):
+            save(ckpt, step)
+            one.settle()
+            other.settle()
+        wait_until(lambda: rivals(nodes[1]) == [(attempt, "local"), (attempt, "tier")], 60)
+        assert "two launches" in {event.what for event in other.reconciler.journal.events}

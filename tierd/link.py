@@ -248,6 +248,14 @@ def _holder(spool: Spool) -> int:
     return int(text) if text.isascii() and text.isdecimal() else 0
 
 
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger; False where it is gone, or in another pid namespace."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except (OSError, IndexError):
+        return False
+
+
 def _over() -> TimeoutError:
     return TimeoutError("the daemon did not answer in the time given")
 
@@ -298,7 +306,7 @@ def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
     with `EXIT_HELD`, and are started again as long as nobody answers: the one that holds the spool may be about to end.
 
     Raises:
-        DaemonSilent: one is there, and takes no callers.
+        DaemonSilent: one is there, and takes no callers, or was stopped before it listened.
         DaemonUnavailable: it ended or did not answer; the message holds the end of its log.
     """
     log = spool.control / "daemon.log"
@@ -316,6 +324,8 @@ def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
             raise
         except DaemonUnavailable:
             if ended == EXIT_HELD:
+                if _is_stopped(holder := _holder(spool)):
+                    raise DaemonSilent(f"spool {spool.root}: {_hung(holder, 'holds it and does not listen')}") from None
                 time.sleep(_AGAIN)
                 process = _start(command, log)
             elif ended is not None:

@@ -7,6 +7,8 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +21,7 @@ from support.world import wait_until
 
 import tierd
 from tierd import link
-from tierd.client import ranks
+from tierd.client import attachment, ranks, source
 from tierd.core.errors import DaemonSilent, DaemonUnavailable, StoreUnavailable, TierdError
 from tierd.core.wire import Status
 from tierd.link import Link
@@ -73,11 +75,13 @@ def test_what_lies_in_the_spool_is_restored_without_it_and_it_is_attached_to_whe
         ckpt = tierd.Checkpointer(spool.root, "run", to=[f"file://{tmp_path / 'tier'}"] if given else None)
         found = ckpt.restore(state)
     assert found is not None and found.step == 1 and found.tier == "local"
+    assert found.unreached[0].startswith(f"node {socket.gethostname()}: ")
     assert len(found.unreached) == 1 and names_it(found.unreached[0], stopped.pid)
     assert sum(names_it(one.message, stopped.pid) for one in caplog.records if one.levelname == "WARNING") == 2
     for step in (2, 3):
         ckpt.save(step, state).wait(timeout=30)
     stopped.send_signal(signal.SIGCONT)
+    wait_until(ckpt._daemon._link.heard, 60)  # it is awake
     ckpt.save(4, state).wait(timeout=30)
     wait_until(lambda: status(spool).get("trainers") == 1, 60)
     wait_until(lambda: len(list((tmp_path / "tier").glob("run/manifests/*/*.json"))) == 4, 60)
@@ -114,16 +118,17 @@ def test_what_the_spool_has_not_whole_is_an_error_soon_that_names_the_stopped_pr
     assert names_it(raised.value, stopped.pid)
 
 
-def test_one_that_is_stopped_between_two_questions_is_done_without(spool, stopped, monkeypatch):
+@pytest.mark.parametrize("asks", [attachment, source])
+def test_one_that_is_stopped_between_two_questions_is_done_without(spool, stopped, monkeypatch, asks):
     stopped.send_signal(signal.SIGCONT)
-    real = Link.greet
 
-    def greet(self) -> None:
-        real(self)
-        self._silence_s = 1.0
-        stopped.send_signal(signal.SIGSTOP)
+    class Stopping(Link):
+        def greet(self) -> None:
+            super().greet()
+            self._silence_s = 1.0
+            stopped.send_signal(signal.SIGSTOP)
 
-    monkeypatch.setattr(Link, "greet", greet)
+    monkeypatch.setattr(asks, "Link", Stopping)
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         found = ckpt.restore(tensors(0))
     assert found is not None and found.step == 1 and names_it(found.unreached[0], stopped.pid)
@@ -144,6 +149,26 @@ def test_one_that_takes_no_more_callers_is_not_started_a_second_time(spool, tmp_
     for one in callers:
         one.close()
     ckpt.close()
+
+
+def test_one_that_was_stopped_before_it_listened_is_done_without(spool, tmp_path):
+    """It holds the spool, so another one could not start for a minute, and each launch failed."""
+    script = (
+        f"import os; from tierd.spool import Spool\nwith Spool({str(spool.root)!r}).lock(): os.kill(os.getpid(), 19)"
+    )
+    (tmp_path / "tier").mkdir()
+    with subprocess.Popen([sys.executable, "-c", script]) as holder:
+        try:
+            assert os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT) is not None
+            with within(4 * MOST_S):  # a daemon is started, and ends
+                ckpt = tierd.Checkpointer(spool.root, "run", to=[f"file://{tmp_path / 'tier'}"])
+            assert names_it(ckpt._daemon.silent, holder.pid)
+            ckpt.save(1, tensors(1)).wait(timeout=30)
+        finally:
+            holder.kill()
+    ckpt._daemon._to = None  # none is started any more
+    ckpt.close()
+    assert restored(spool)[0].step == 1
 
 
 def test_every_rank_goes_on_where_one_nodes_daemon_is_stopped(spool, stopped, monkeypatch):

@@ -294,6 +294,13 @@ _ENCRYPTION = (
         f"{_SILENT} -k no_more_callers",
     ),
     Mutant(
+        "a daemon that was stopped before it listened is waited for",
+        "tierd/link.py",
+        "                if _is_stopped(holder := _holder(spool)):",
+        "                if False and (holder := 0):",
+        f"{_SILENT} -k before_it_listened",
+    ),
+    Mutant(
         "no launch begins beside a stopped daemon",
         "tierd/client/attachment.py",
         "            except DaemonSilent as error:\n                self._warn(error)\n            self._watch",

@@ -223,6 +223,7 @@ class Attachment:
         except (DaemonSilent, TimeoutError) as error:
             self._silence, self._not_before = str(error), time.monotonic() + _ALONE
             raise
+        self._not_before, self._warned = 0.0, ""
         tiers, self.keep_last = answer["tiers"], answer.get("keep_last")
         if config is not None and sorted(tiers.values()) != sorted(tier.url for tier in config.tier):
             log.warning("spool %s: its daemon has other tiers than `to` names: %s", self._spool.root, tiers)

@@ -7,6 +7,7 @@ could be in was asked; a place that cannot be asked is an error and no corruptio
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -101,7 +102,7 @@ class Source:
                 self.close()
                 self.link = None
         seen = see(World(self._look(), {}), self._run, self._metrics)
-        return msgspec.structs.replace(seen, alone=self.alone)
+        return msgspec.structs.replace(seen, alone=f"node {socket.gethostname()}: {self.alone}" if self.alone else "")
 
     def hand_over(self) -> Link | None:
         """The line, to be closed by the caller: while it is open, the daemon leaves what was obtained alone."""
