@@ -237,11 +237,11 @@ class _Plan:
         """Whether they have the forms that they had, and the same ones among them are one memory."""
         if not self._forms.fit(tensors):
             raise Doubt
-        addresses = list(map(_address, tensors))
-        if addresses == self._addresses:
+        if all(map(operator.eq, map(_address, tensors), self._addresses)):  # as many as there were: the forms fit
             if not self._extents.fit(tensors):
                 raise Doubt
             return
+        addresses = list(map(_address, tensors))
         others = list(compress(count(), map(operator.ne, addresses, self._addresses)))
         if not self._extents.fit(tensors, others):
             raise Doubt

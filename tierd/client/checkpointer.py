@@ -229,7 +229,8 @@ class Checkpointer:
 
     def _take(self, save: Save, capture: Capture, numbers: dict[str, float]) -> None:
         late = self._gate.late(capture)
-        snapshot = Snapshot(save, capture, self._launch.manifest(save.part, numbers), late, self._gate.distrust)
+        manifest = functools.partial(self._launch.manifest, save.part, numbers)
+        snapshot = Snapshot(save, capture, manifest, late, self._gate.distrust)
         self._launch.steps.add(save.step)
         try:
             if snapshot.late and self._pipeline.is_ready(capture.layout.size):

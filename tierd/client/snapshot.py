@@ -37,6 +37,7 @@ class Snapshot:
     """What is to be copied, and how far that is. Made by the thread that calls `save`.
 
     Args:
+        manifest: makes the part's, without files.
         late: the tensors that are copied behind training; none for a save that blocks until all is copied.
         torn: told the names of late tensors that something else than an attached optimizer changed.
     """
@@ -45,12 +46,12 @@ class Snapshot:
         self,
         save: Save,
         capture: Capture,
-        manifest: Manifest,
+        manifest: Callable[[], Manifest],
         late: Late,
         torn: Callable[[list[str]], None] = lambda names: None,
     ) -> None:
         self.save = save
-        self.manifest = manifest
+        self._make_manifest = manifest
         self.capture = capture
         self.late, self._late = late.names, late
         self.tree = b""
@@ -146,6 +147,11 @@ class Snapshot:
             self.confirm()
 
     # -- the thread that copies ---------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def manifest(self) -> Manifest:
+        """Of the part, without files. Asked for first by the thread that copies."""
+        return self._make_manifest()
 
     def claim(self) -> bool:
         """Whether the snapshot is still wanted; from here on it cannot be given up."""
