@@ -1037,7 +1037,36 @@ _STATE, _ANY, _CAPTURE = (
     "pytest tests/client/test_capture.py",
 )
 _VALUES, _STRUCTURE = "tierd/client/values.py", "tierd/client/structure.py"
+_CALL = "pytest tests/client/test_call.py"
 _STATES = (
+    Mutant(
+        "the tree is encoded by two threads",
+        "tierd/client/snapshot.py",
+        "            if self._encoder.setdefault(None, me) is me:",
+        "            if self._encoder.setdefault(None, me):",
+        f"{_CALL} -k encoded_once",
+    ),
+    Mutant(
+        "a step waits until a long list is encoded",
+        "tierd/client/snapshot.py",
+        "        if not self._events and self._is_soon:",
+        "        if not self._events:",
+        f"{_CALL} -k long_list",
+    ),
+    Mutant(
+        "what changes is streamed behind training",
+        "tierd/client/pipeline.py",
+        "            if snapshot.returned:  # the daemon",
+        "            if False:  # the daemon",
+        f"{_CALL} -k gone_meanwhile",
+    ),
+    Mutant(
+        "buffers are copied late",
+        "tierd/client/snapshot.py",
+        "            tensors[name] = tensors[name].clone()\n",
+        "            pass\n",
+        f"{_CALL} -k no_other_thread",
+    ),
     Mutant(
         "a slice of anything is stored",
         _VALUES,

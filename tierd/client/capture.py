@@ -15,7 +15,7 @@ now are one memory now; the last addresses only say whether that comparison woul
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress, count
@@ -33,6 +33,7 @@ from tierd.client.values import encode, plain
 from tierd.client.walk import Answers, Node, Walk, uncollected
 
 _MANY = 200_000  # values; a structure larger than that is not worth its memory between saves
+_FEW = 1 << 13  # values in sequences, and characters, that are encoded within a few milliseconds
 _address = torch.Tensor.data_ptr
 
 
@@ -47,6 +48,7 @@ class Capture:
             that it had.
         steady: another; it leaves the tensors in `restless` out.
         restless: names of the tensors that moved between captures of this structure (RNG states are made anew).
+        copies: names of the tensors that the capture made, of arrays and generators; nothing else holds them.
         devices: CUDA devices where tensors lie; from others a copy blocks, and needs no care.
     """
 
@@ -55,30 +57,42 @@ class Capture:
     places: object
     steady: object
     restless: frozenset[str]
+    copies: frozenset[str]
     devices: tuple[torch.device, ...]
     _skeleton: Skeleton
     _holes: Sequence[object]
 
-    def tree(self) -> bytes:
+    def tree(self, pause: Callable[[], None] | None = None) -> bytes:
         """Everything but the tensors as typed JSON, as it was when captured. Any thread may ask, at any time.
+
+        Args:
+            pause: called about every millisecond where that takes many.
 
         Raises:
             StateRefused: it is too large.
         """
-        return encode(self._skeleton.pieces, self._holes)
+        return encode(self._skeleton.pieces, self._holes, pause)
+
+    def is_encoded_soon(self) -> bool:
+        """Whether `tree` and `check` take no longer than a few milliseconds together."""
+        held = sum(len(hole) for hole in self._holes if isinstance(hole, tuple | str | bytes))
+        return held <= _FEW and self._skeleton.is_decoded_soon()
 
     def is_checked_soon(self, tree: bytes) -> bool:
         """Whether `check` takes no longer than a few milliseconds."""
         return self._skeleton.is_checked_soon(tree)
 
-    def check(self, tree: bytes) -> None:
+    def check(self, tree: bytes, pause: Callable[[], None] | None = None) -> None:
         """Decode what `tree()` gave as a restore does, quickly where the structure has been decoded before. Any thread
         may ask.
+
+        Args:
+            pause: as for `tree`.
 
         Raises:
             StateRefused: it would not come back; names the path.
         """
-        self._skeleton.check(tree)
+        self._skeleton.check(tree, pause)
 
 
 class Capturer:
@@ -101,12 +115,14 @@ class Capturer:
 
     def _capture(self, state: Mapping[str, object]) -> Capture:
         answers: Answers = {}
-        optimizers, trains = _optimizers_of(state)
-        if self._plan is not None and trains == self._trained:
-            try:
-                return self._plan.follow(state, answers)
-            except Exception:  # whatever it was: the full walk goes on from the answers, and names it or does not mind
-                self._plan = None
+        capture = None
+        if self._plan is not None:
+            with suppress(Exception):  # whatever it was: the full walk goes on from the answers, and names it
+                capture = self._plan.follow(state, answers)
+        optimizers, trains = _optimizers_of(state)  # behind the walk, because it leaves their parameters in the cache
+        if capture is not None and trains == self._trained:
+            return capture
+        self._plan = None
         walk = Walk(answers)
         root = walk.begin(state)
         layout = self._laid_out(walk.tensors, optimizers)
@@ -171,13 +187,21 @@ class _Plan:
         self._name_of = [names[node.index] for node in tensors]
         self._addresses = [node.detail[0].data_ptr() for node in tensors]
         self._places, self._steady = object(), object()
-        self._restless = frozenset(names[node.index] for node in stored)
+        self._restless = self._copies = frozenset(names[node.index] for node in stored)
         self._restless_at: list[int] = []
         self._resting: frozenset[int] = frozenset()
 
     def capture(self, tensors: dict[str, torch.Tensor], holes: Sequence[object]) -> Capture:
         return Capture(
-            tensors, self._layout, self._places, self._steady, self._restless, self._devices, self._skeleton, holes
+            tensors,
+            self._layout,
+            self._places,
+            self._steady,
+            self._restless,
+            self._copies,
+            self._devices,
+            self._skeleton,
+            holes,
         )
 
     def follow(self, state: Mapping[str, object], answers: Answers) -> Capture:
@@ -213,11 +237,11 @@ class _Plan:
         """Whether they have the forms that they had, and the same ones among them are one memory."""
         if not self._forms.fit(tensors):
             raise Doubt
-        addresses = list(map(_address, tensors))
-        if addresses == self._addresses:
+        if all(map(operator.eq, map(_address, tensors), self._addresses)):  # as many as there were: the forms fit
             if not self._extents.fit(tensors):
                 raise Doubt
             return
+        addresses = list(map(_address, tensors))
         others = list(compress(count(), map(operator.ne, addresses, self._addresses)))
         if not self._extents.fit(tensors, others):
             raise Doubt

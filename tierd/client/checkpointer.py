@@ -37,6 +37,7 @@ from tierd.client.snapshot import Snapshot
 from tierd.client.source import MEMORY
 from tierd.client.space import SpaceCheck
 from tierd.client.state import unflatten
+from tierd.client.turns import short_turns
 from tierd.core.choose import Goal, When, check_epoch
 from tierd.core.errors import ConfigError, SaveSkipped, StepRefused
 from tierd.core.ids import PartId, check_attempt, check_run, check_step
@@ -211,8 +212,9 @@ class Checkpointer:
 
         Nothing that training changes afterwards gets into the checkpoint. While the last save is still being persisted,
         this one does what `when_busy` says; a wait is counted (`stats.waited_s`). What an attached optimizer alone
-        changes is copied behind training; everything else before this returns. Once that is copied and a daemon
-        is there, killing this process loses nothing of it.
+        changes is copied behind training; everything else before this returns. Once that is copied, what is no
+        tensor is encoded (behind the next step where it is long) and a daemon is there, killing this process loses
+        nothing of it.
 
         Raises:
             StepRefused: no int, negative, or already committed by this attempt.
@@ -230,8 +232,9 @@ class Checkpointer:
         if skips:
             return self._skipped(save)
         try:
-            capture = self._capturer.capture(state)
-            self._take(save, capture, numbers)
+            with short_turns:
+                capture = self._capturer.capture(state)
+                self._take(save, capture, numbers)
         except BaseException:
             self._choice.ended(save.step, durable=False)
             raise
@@ -253,11 +256,14 @@ class Checkpointer:
 
     def _take(self, save: Save, capture: Capture, numbers: dict[str, float]) -> None:
         late = self._gate.late(capture)
-        snapshot = Snapshot(save, capture, self._launch.manifest(save.part, numbers), late, self._gate.distrust)
+        manifest = functools.partial(self._launch.manifest, save.part, numbers)
+        snapshot = Snapshot(save, capture, manifest, late, self._gate.distrust)
         self._launch.steps.add(save.step)
         try:
+            if snapshot.late and self._pipeline.is_ready(capture.layout.size):
+                snapshot.copy_little()
             self._pipeline.take(snapshot)
-            if late:
+            if snapshot.late:
                 self._gate.watch(snapshot)
                 save.asked = snapshot.reached
             else:

@@ -23,6 +23,7 @@ from tierd.client.owned import owned, place
 from tierd.client.sampling import NONE, Late
 from tierd.client.save import Stats
 from tierd.client.snapshot import Snapshot
+from tierd.client.turns import short_turns
 from tierd.core.errors import ConfigError
 
 _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
@@ -71,7 +72,10 @@ class Gate:
         sizes = [(len(o.state), *(len(group["params"]) for group in o.param_groups)) for o in self._optimizers]
         known = (capture.steady, tuple(sizes), self._others)
         if known != self._known:
-            self._late = Late({name: capture.tensors[name] for name in self._governed(capture)})
+            own = self._governed(capture)
+            late = {name: tensor for name, tensor in capture.tensors.items() if name in own}
+            names = capture.tensors.keys() - own - capture.copies
+            self._late = Late(late, {name: capture.tensors[name] for name in names})
             self._known = known
         return self._late
 
@@ -104,10 +108,13 @@ class Gate:
         if os.getpid() != self._pid:  # a forked child has a copy of all this, and nobody who copies
             return
         # A signal's handler may come at any line, and save: it adds one, and confirms those before it.
-        while (snapshot := next(iter(self._pending), None)) and (wait or snapshot.copied):
-            snapshot.confirm()
-            with suppress(ValueError):
-                self._pending.remove(snapshot)
+        if not self._pending:
+            return
+        with short_turns:
+            while (snapshot := next(iter(self._pending), None)) and (wait or snapshot.copied):
+                snapshot.confirm()
+                with suppress(ValueError):
+                    self._pending.remove(snapshot)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if os.getpid() == self._pid:

@@ -20,6 +20,7 @@ from tierd.client.save import Save, Stats
 from tierd.client.slots import Slot
 from tierd.client.snapshot import Snapshot
 from tierd.client.tensorfile import pieces
+from tierd.client.turns import give_way
 from tierd.client.worker import Worker
 from tierd.commit import Room, Source, Written, write_part, write_with_room
 from tierd.core.errors import DaemonUnavailable, SpoolUnusable, StateRefused, StepRefused
@@ -71,6 +72,10 @@ class Pipeline:
         """Whether a snapshot taken now would have to wait for a slot."""
         return len(self._unfinished) >= len(self._slots)
 
+    def is_ready(self, size: int) -> bool:
+        """Whether a snapshot of `size` bytes that is taken now finds a slot, and memory in it."""
+        return not self.busy and all(slot.has(size) for slot in self._slots)
+
     def behind(self, work: Callable[[], None]) -> None:
         """Do `work` after the snapshots that were taken are copied, in their thread."""
         self._copier.give(work)
@@ -117,7 +122,8 @@ class Pipeline:
 
     def _take(self, snapshot: Snapshot) -> None:
         slot = self._free.get()
-        self._stats.waited_s += time.perf_counter() - snapshot.asked
+        if not snapshot.returned:
+            self._stats.waited_s += time.perf_counter() - snapshot.asked
         error: Exception | None = None
         passed_on = False
         try:
@@ -138,11 +144,13 @@ class Pipeline:
         """Whether the slot went on to the thread that persists."""
         layout = snapshot.capture.layout
         if not slot.fit(layout.size):
+            if snapshot.returned:  # the daemon fell silent in between, and holds the arena that was there
+                raise MemoryError(f"no memory for a snapshot of {layout.size} bytes is left; save again")
             self._stream(snapshot, slot)
             return False
         snapshot.copy(slot)
         if snapshot.late:
-            snapshot.capture.check(snapshot.tree)  # beside forward and backward
+            snapshot.capture.check(snapshot.tree, give_way)  # beside forward and backward
             snapshot.await_confirmation()
         if not snapshot.claim():
             return False

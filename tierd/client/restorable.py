@@ -9,7 +9,7 @@ decoder holds the interpreter's lock.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NoReturn
 
@@ -39,12 +39,19 @@ class Skeleton:
         self._layout = layout
         self._known: json.JSONDecoder | None = None
 
+    def is_decoded_soon(self) -> bool:
+        """Whether decoding the structure takes no longer than a few milliseconds."""
+        return self._known is not None or sum(map(len, self.pieces)) <= _SOON_ANEW
+
     def is_checked_soon(self, tree: bytes) -> bool:
         """Whether `check` takes no longer than a few milliseconds."""
         return len(tree) <= (_SOON if self._known else _SOON_ANEW)
 
-    def check(self, tree: bytes) -> None:
+    def check(self, tree: bytes, pause: Callable[[], None] | None = None) -> None:
         """Decode a tree that has these pieces.
+
+        Args:
+            pause: called between windows of a long run, about every millisecond.
 
         Raises:
             StateRefused: it would not come back; names the path.
@@ -58,7 +65,7 @@ class Skeleton:
             at += len(piece)
             if number < last:
                 try:
-                    at = _end(self._known, text, at)
+                    at = _end(self._known, text, at, pause)
                 except DEFECTS as error:
                     _refuse(next(islice(places(self.pieces), number, None)), error)
         if at != len(text):
@@ -79,7 +86,7 @@ class Skeleton:
         return known
 
 
-def _end(known: json.JSONDecoder, text: str, at: int) -> int:
+def _end(known: json.JSONDecoder, text: str, at: int, pause: Callable[[], None] | None = None) -> int:
     """Decode the value that begins at `at`; where it ends."""
     begin = at + 1
     while text[at] == "[":
@@ -93,6 +100,8 @@ def _end(known: json.JSONDecoder, text: str, at: int) -> int:
         begin += cut + 1
         if last >= 0:
             return begin
+        if pause is not None:
+            pause()
     return known.raw_decode(text, at)[1]
 
 

@@ -15,17 +15,22 @@ each of a few hundred takes half as long as the rest of a `save` that copies beh
 from __future__ import annotations
 
 import ctypes
+import functools
 import operator
 import random
 from array import array
 from collections.abc import Callable, Mapping
 from itertools import compress, groupby
+from types import MappingProxyType
 
 import torch
 
 _WHOLE = 16 << 10  # bytes
 _POINTS = 16  # elements of what is read element by element
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # item size -> what shows a value's bits
+
+_FEW, _LITTLE = 256, 1 << 20  # tensors, and bytes of them, that are copied as quickly as another thread begins
+_NONE: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 _WORD = 8  # bytes
 _LINES, _NEIGHBOURS = 8, 2  # words that lie together are fetched together, and fetching takes most of the time
@@ -40,20 +45,24 @@ class Late:
     """Tensors that are copied behind training, and how each is looked at: good for as long as they lie where they lie.
 
     Args:
-        tensors: by name, of any device and strides.
+        tensors: by name, of any device and strides; in the order of the capture that they are in.
+        others: those of the capture that are copied before `save` returns, except copies that it made itself.
 
     Attributes:
-        names: of all of them.
-        addresses: of each, in the order of `names`.
+        names: of all that are copied late.
+        order: the same, in order.
+        addresses: of each, in this order.
+        before: names of the others where they are little, and on the host; None where they are not.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.names = frozenset(tensors)
-        self.addresses = [_address(tensors[name]) for name in self.names]
+    def __init__(self, tensors: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor] = _NONE) -> None:
+        self.names, self.order = frozenset(tensors), list(tensors)
+        self.addresses = list(map(_address, tensors.values()))
+        is_little = len(others) <= _FEW and sum(map(_nbytes, others.values())) <= _LITTLE
+        self.before = list(others) if is_little and all(one.is_cpu for one in others.values()) else None
         self.small, self.large, self.others = list[str](), list[str](), list[str]()
         first, last = array("q"), array("q")
-        for name, address in zip(self.names, self.addresses, strict=True):
-            tensor = tensors[name]
+        for (name, tensor), address in zip(tensors.items(), self.addresses, strict=True):
             is_flat = tensor.is_cpu and tensor.is_contiguous()
             if is_flat and tensor.nbytes <= _WHOLE:
                 self.small.append(name)
@@ -67,13 +76,18 @@ class Late:
         self._last = torch.tensor(last, dtype=torch.float64)
         self._ahead: torch.Tensor | None = None
 
+    def of(self, live: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors of these names, in order; `live` has them in this order, and maybe others between."""
+        found = live.values() if len(live) == len(self.order) else map(live.__getitem__, self.order)
+        return list(found)
+
     def draw(self) -> None:
         """Draw where the next sample looks, while nobody waits. Any thread."""
         if self._ahead is None:
             self._ahead = self._drawn()
 
     def drawn(self) -> torch.Tensor:
-        """Words of each large tensor, shape (tensors, `_LINES`, neighbours)."""
+        """Words of each large tensor, flat: `_LINES` times the neighbours for each, one tensor after the other."""
         ahead, self._ahead = self._ahead, None
         return self._drawn() if ahead is None else ahead
 
@@ -81,7 +95,7 @@ class Late:
         dice = torch.Generator().manual_seed(random.SystemRandom().getrandbits(63))
         part = torch.rand((len(self.large), _LINES), generator=dice, dtype=torch.float64)
         words = self._first[:, None] + (part * self._last[:, None]).long()
-        return words[:, :, None] + torch.arange(_NEIGHBOURS)
+        return (words[:, :, None] + torch.arange(_NEIGHBOURS)).flatten()
 
 
 NONE = Late({})
@@ -120,7 +134,8 @@ class Sample:
         mine, copied = [live[name] for name in small], [copies[name] for name in small]
         pairs = map(_address, mine), map(_address, copied), map(_nbytes, copied)
         changed = list(compress(small, map(_memcmp, *pairs)))
-        changed += compress(self._late.large, (_read(self._places) != self._words).any(dim=(1, 2)).tolist())
+        differ = (_read(self._places) != self._words).view(-1, _LINES * _NEIGHBOURS)
+        changed += compress(self._late.large, differ.any(dim=1).tolist())
         devices = sorted((str(live[name].device), name) for name in self._noted if live[name].is_cuda)
         for name in self._noted.keys() - {name for _, name in devices}:
             if not torch.equal(self._picked(live[name]), self._noted[name]):
@@ -152,8 +167,15 @@ class Sample:
 
 
 def _read(places: torch.Tensor) -> torch.Tensor:
-    """Words of this process's memory, which is one tensor for as long as that takes."""
-    return torch.take(torch.frombuffer(_Memory.from_address(_LOWEST), dtype=torch.int64), places)
+    """Words of this process's memory, by one call: after a training's step, each further operator of torch is fetched
+    from memory as well, which takes longer than what it does here."""
+    return torch.index_select(_memory(), 0, places)
+
+
+@functools.cache
+def _memory() -> torch.Tensor:
+    """The memory of this process as one tensor, which owns none of it."""
+    return torch.frombuffer(_Memory.from_address(_LOWEST), dtype=torch.int64)
 
 
 class _Read:

@@ -35,6 +35,10 @@ class Slot:
         self._backed = 0  # bytes of the arena that have pages
         self._pinned = 0  # address that CUDA was told of
 
+    def has(self, size: int) -> bool:
+        """Whether memory for `size` bytes is there already, touched. Any thread may ask."""
+        return self.arena is not None and not self.arena.shared and self._backed >= size
+
     def fit(self, size: int) -> bool:
         """Have memory for `size` bytes, touched; whether there is that much. If not, the arena is a small one."""
         if self.arena is not None and self.arena.shared:

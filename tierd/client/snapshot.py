@@ -21,6 +21,7 @@ from tierd.client.capture import Capture
 from tierd.client.sampling import Late, Sample
 from tierd.client.save import Save
 from tierd.client.slots import Slot
+from tierd.client.turns import give_way
 from tierd.client.worker import Latch
 from tierd.core.errors import TornSnapshot
 from tierd.core.manifest import Manifest
@@ -28,6 +29,7 @@ from tierd.core.manifest import Manifest
 _version = operator.attrgetter("_version")
 _YIELD = 100e-6  # seconds; a thread that was woken is running by then
 _TURN = 0.5  # seconds
+_HELD_UP = 5.0  # seconds
 _LONG_OVER = 10.0  # seconds after a copy, when a write that it met has ended, and shows
 
 
@@ -35,6 +37,7 @@ class Snapshot:
     """What is to be copied, and how far that is. Made by the thread that calls `save`.
 
     Args:
+        manifest: makes the part's, without files.
         late: the tensors that are copied behind training; none for a save that blocks until all is copied.
         torn: told the names of late tensors that something else than an attached optimizer changed.
     """
@@ -43,17 +46,17 @@ class Snapshot:
         self,
         save: Save,
         capture: Capture,
-        manifest: Manifest,
+        manifest: Callable[[], Manifest],
         late: Late,
         torn: Callable[[list[str]], None] = lambda names: None,
     ) -> None:
         self.save = save
-        self.manifest = manifest
+        self._make_manifest = manifest
         self.capture = capture
         self.late, self._late = late.names, late
         self.tree = b""
         self.asked = time.perf_counter()
-        self._versions = _versions(capture, late.names)
+        self._versions = _versions(late.of(capture.tensors))
         self._sample = Sample(late, capture.tensors)
         self._thread = threading.get_ident()
         self._torn = torn
@@ -65,6 +68,9 @@ class Snapshot:
         self._verdict: dict[None, Callable[[], list[str]]] = {}  # gives the names of what changed
         self._into: Mapping[str, torch.Tensor] | None = None
         self._error: Exception | None = None
+        self._encoder: dict[None, object] = {}
+        self._encoded = Latch()
+        self._is_soon = False  # whether what is left after the copy takes no longer than a few milliseconds
         self._returns = Latch()
         self._copied = Latch()
         self._confirmed = Latch()
@@ -73,8 +79,31 @@ class Snapshot:
     # -- the thread that trains ---------------------------------------------------------------------------------------
 
     def encode(self) -> None:
-        """Encode what is no tensor, unless that is done. Whichever thread has nothing else to do."""
-        self.tree = self.tree or self.capture.tree()
+        """Encode what is no tensor, once: the thread that comes first does it, and another one waits for it."""
+        me = object()
+        try:
+            if self._encoder.setdefault(None, me) is me:
+                self.tree = self._encoded_tree()
+        finally:
+            if self._encoder.get(None) is me:
+                self._encoded.open()
+        self._encoded.wait(_HELD_UP)
+        if not self.tree:  # whose turn it was is refused, or interrupted, or in a signal's handler that waits for this
+            self.tree = self._encoded_tree()
+
+    def _encoded_tree(self) -> bytes:
+        return self.capture.tree(give_way) if self.late else self.capture.tree()
+
+    def copy_little(self) -> bool:
+        """Copy what must be copied before `save` returns here and now, where it is little; whether it was. `save` then
+        waits for no other thread."""
+        if (names := self._late.before) is None:
+            return False
+        tensors = self.capture.tensors
+        for name in names:
+            tensors[name] = tensors[name].clone()
+        self._returns.open()
+        return True
 
     def wait(self) -> None:
         """Return when `save` may. Raises what copying raised."""
@@ -108,7 +137,7 @@ class Snapshot:
             torch.cuda.current_stream(event.device).wait_event(event)
         if not self._verdict and (into := self._into) is not None:
             self._judge(self._look(into, torch.cuda.current_stream))
-        if not self._events:  # what dies in its next step is not to lose what was copied: that takes no time
+        if not self._events and self._is_soon:  # what dies in its next step is not to lose what was copied
             self._passed_on.wait()
 
     def reached(self, timeout: float | None) -> None:
@@ -118,6 +147,11 @@ class Snapshot:
             self.confirm()
 
     # -- the thread that copies ---------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def manifest(self) -> Manifest:
+        """Of the part, without files. Asked for first by the thread that copies."""
+        return self._make_manifest()
 
     def claim(self) -> bool:
         """Whether the snapshot is still wanted; from here on it cannot be given up."""
@@ -129,14 +163,16 @@ class Snapshot:
         if self._marks:
             slot.pin()
         self._early_events = self._begin(into, [name for name in into if name not in self.late])
-        if self.late:
+        if self.late and not self._returns.is_open:
             self._returns.open()
             time.sleep(_YIELD)  # else the thread that trains would wait for the interpreter's lock
         try:
+            if self.late:  # first, because a step waits for it
+                self._begin(into, [name for name in into if name in self.late])
+                self._is_soon = self.capture.is_encoded_soon()
+                self._copied.open()  # a device's next work waits by itself
             self.encode()
             if self.late:
-                self._begin(into, [name for name in into if name in self.late])
-                self._copied.open()  # a device's next work waits by itself
                 self._late.draw()
         finally:  # refused or not, a device may still write into the slot
             for event in self._events:
@@ -214,8 +250,9 @@ class Snapshot:
     ) -> Callable[[], list[str]]:
         """What gives the names of the late tensors that are not what was copied. Of the host they are read now; of a
         device when `stream` comes to it."""
-        live = {name: self.capture.tensors[name] for name in self.late}
-        now = zip(_versions(self.capture, self.late), map(torch.Tensor.data_ptr, live.values()), strict=True)
+        tensors = self._late.of(self.capture.tensors)
+        live = dict(zip(self._late.order, tensors, strict=True))
+        now = zip(_versions(tensors), map(torch.Tensor.data_ptr, tensors), strict=True)
         was = zip(self._versions, self._late.addresses, strict=True)
         if moved := [name for name, before, after in zip(live, was, now, strict=True) if before != after]:
             return lambda: moved
@@ -229,12 +266,11 @@ def _raise(error: Exception) -> list[str]:
     raise error
 
 
-def _versions(capture: Capture, names: frozenset[str]) -> list[int]:
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
     """How often each tensor was written to in place, as autograd counts it; views and `detach()` share the count."""
     try:
-        return list(map(_version, map(capture.tensors.__getitem__, names)))
+        return list(map(_version, tensors))
     except RuntimeError:  # an inference tensor has no count
-        tensors = [capture.tensors[name] for name in names]
         return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 

@@ -112,9 +112,13 @@ class Forms:
         if len(tensors) != len(self._forms):
             return False
         if self._guard is not None:
-            with torch.enable_grad():  # without, it does not tell who requires a gradient
-                if self._guard(*tensors):
-                    return True
+            if torch.is_grad_enabled():
+                fits = self._guard(*tensors)
+            else:
+                with torch.enable_grad():  # without, it does not tell who requires a gradient
+                    fits = self._guard(*tensors)
+            if fits:
+                return True
         return [(form_of(tensor), tensor.requires_grad) for tensor in tensors] == self._forms
 
 

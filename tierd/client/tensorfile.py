@@ -19,8 +19,9 @@ import mmap
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from json.encoder import encode_basestring as quoted
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -58,8 +59,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Targets: TypeAlias = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor's place: `offset` and `nbytes` in bytes, the offset from the file's first byte."""
 
     offset: int
@@ -136,7 +136,15 @@ def targets(layout: Layout, buffer: Buffer) -> Targets:
     size = memoryview(buffer).nbytes
     if size < layout.size:
         raise ValueError(f"a buffer of {size} bytes for a layout of {layout.size}")
-    return {name: view(buffer, entry) for name, entry in layout.entries.items()}
+    found: Targets = {}
+    # The tensors of one dtype lie one behind the other, so one call of torch cuts all of them.
+    for dtype, run in groupby(layout.entries.items(), lambda item: item[1].dtype):
+        named = list(run)
+        counts = [entry.nbytes // dtype.itemsize for _, entry in named]
+        whole = view(buffer, Entry(named[0][1].offset, sum(counts) * dtype.itemsize, dtype, (sum(counts),)))
+        for (name, entry), part in zip(named, whole.split_with_sizes(counts), strict=True):
+            found[name] = part if len(entry.shape) == 1 else part.view(entry.shape)
+    return found
 
 
 def copy(into: Targets, tensors: Mapping[str, torch.Tensor], names: Iterable[str] | None = None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, TypeGuard, runtime_checkable
 
 import torch
@@ -24,6 +24,7 @@ TensorForm = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...], bool,
 
 IMMUTABLE = frozenset(SCALARS) - {bytearray}
 MOST_REPEATED = 256 * 1024 * 1024  # bytes that a tensor may take in a file beyond those that it has in memory
+_WINDOW = 1 << 11  # values that are encoded at once: a millisecond
 _STORABLE = frozenset((*DTYPE_NAMES, *STORED_AS))
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")).encode
@@ -255,16 +256,19 @@ def is_run(parts: tuple[object, ...]) -> bool:
 # ---- text
 
 
-def encode(pieces: Sequence[str], holes: Sequence[object]) -> bytes:
+def encode(pieces: Sequence[str], holes: Sequence[object], pause: Callable[[], None] | None = None) -> bytes:
     """Typed JSON in UTF-8: the pieces, and between them the JSON of what is in the holes: immutable values, tuples of
     them, and `Made`.
+
+    Args:
+        pause: called between windows of a long tuple, about every millisecond.
 
     Raises:
         StateRefused: it is larger than a reader takes, or holds more.
     """
     parts = [""] * (len(pieces) + len(holes))
     parts[::2] = pieces
-    parts[1::2] = map(_text, holes)
+    parts[1::2] = (_long(hole, pause) if type(hole) is tuple and len(hole) > _WINDOW else _text(hole) for hole in holes)
     whole = "".join(parts)
     if reason := budget.excess(whole):
         path, count = fullest(whole)
@@ -290,9 +294,22 @@ def _text(value: Any) -> str:
         return repr(value)
     if kind is not tuple:
         return dumps(SCALARS[kind](value))
-    if set(map(type, value)) == {int} and min(value) >= -EXACT and max(value) <= EXACT:
-        return dumps(value)  # a sampler's permutation is a million of them
+    kinds = set(map(type, value))  # JSON has most numbers as they are, and a sampler's permutation is a million of them
+    if kinds == {int} and min(value) >= -EXACT and max(value) <= EXACT:
+        return dumps(value)
+    if kinds == {float} and all(map(math.isfinite, value)):
+        return dumps(value)
     return dumps([SCALARS[type(part)](part) for part in value])
+
+
+def _long(run: tuple[Any, ...], pause: Callable[[], None] | None) -> str:
+    """As `_text`, window by window, because the encoder holds the interpreter's lock from end to end."""
+    windows = []
+    for begin in range(0, len(run), _WINDOW):
+        windows.append(_text(run[begin : begin + _WINDOW])[1:-1])
+        if pause is not None:
+            pause()
+    return f"[{','.join(windows)}]"
 
 
 # What stands around the parts of a sequence.
