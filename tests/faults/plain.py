@@ -3,6 +3,7 @@ copy, what was handed over before a death, and how a daemon and a trainer end.""
 
 from __future__ import annotations
 
+from faults.devices import DEVICES
 from faults.lines import LINES
 from faults.permissions import PERMISSIONS
 from faults.rounds import Mutant
@@ -1666,6 +1667,7 @@ PLAIN = (
     + PERMISSIONS
     + SPACE
     + LINES
+    + DEVICES
     + _POLICIES
     + _ENDING
     + _PLACES

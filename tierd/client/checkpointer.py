@@ -31,7 +31,7 @@ from tierd.client.pipeline import Pipeline
 from tierd.client.ranks import Ranks
 from tierd.client.restore import Found, Restored, Restorer
 from tierd.client.save import Save, Stats, checked_metrics
-from tierd.client.slots import estimate
+from tierd.client.slots import device_of, estimate
 from tierd.client.snapshot import Snapshot
 from tierd.client.source import MEMORY
 from tierd.client.space import SpaceCheck
@@ -394,7 +394,7 @@ class Checkpointer:
         if found is None:
             self._launch.go_on_from(None, restorer.resume.attempts, restorer.agreement.clocks)
             if state is not None:
-                self._pipeline.reserve(estimate(state))
+                self._pipeline.reserve(estimate(state), device_of(state))
                 self._check_space(estimate(state))
             return None
         self._hold, manifest = found.hold, found.manifest
@@ -406,7 +406,7 @@ class Checkpointer:
             if into is not state and isinstance(state, MutableMapping):  # another takes no values, as `fits` saw
                 state.update(into)
             self._pipeline.adopt(found.arena)
-            self._pipeline.reserve(size)
+            self._pipeline.reserve(size, device_of(state))
             self._check_space(size)
         if found.unreached:
             log.warning("restored step %d; not asked for newer ones: %s", manifest.step, ", ".join(found.unreached))
