@@ -449,6 +449,38 @@ def test_pieces_of_a_copy_are_all_of_it(monkeypatch):
             assert torch.equal(into, source)
 
 
+# -- small tensors ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_small_tensors_are_copied_together_to_the_bit(spool, seeded, seed, small_slices):
+    """Counters of an optimizer, say; of several dtypes and shapes, some of them views, beside large ones."""
+    fake, dice = seeded(seed), random.Random(seed)
+    kinds = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]
+    made, state = {}, {}
+    for number in range(300):
+        shape = dice.choice([(), (1,), (3, 5), (0, 2), (17,), (64,), (9000,)])
+        made[f"t{number}"] = torch.randint(0, 2, shape).to(dice.choice(kinds))
+        state[f"t{number}"] = fake.tensor(made[f"t{number}"])
+    made |= {f"step{number}": torch.tensor(float(number)) for number in range(500)}
+    state |= {name: fake.tensor(made[name]) for name in made if name.startswith("step")}
+    hosts = {
+        f"step{number}h": torch.tensor(-float(number)) for number in range(0, 500, 7)
+    }  # between those in the arena
+    made, state = made | hosts, state | hosts
+    made["turned"], state["turned"] = torch.arange(12.0).view(3, 4).t(), fake.tensor(torch.arange(12.0).view(3, 4)).t()
+    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        ready(checkpointer, state)
+        fake.copied_bytes.clear()
+        checkpointer.save(1, state).wait(timeout=20)
+    assert not fake.faults and len(fake.copied_bytes) < 300
+    found = dict.fromkeys(made)
+    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        checkpointer.restore(found)
+    for name, expected in made.items():
+        assert found[name].dtype == expected.dtype and torch.equal(found[name].float(), expected.float()), name
+
+
 # -- the bus ----------------------------------------------------------------------------------------------------------
 
 

@@ -146,6 +146,27 @@ DEVICES = (
         f"{_TEST} -k not_backed",
     ),
     Mutant(
+        "small tensors are joined that do not lie side by side",
+        _COPIES,
+        "is_next = bool(run) and begin == end and",
+        "is_next = bool(run) and",
+        f"{_TEST} -k small_tensors",
+    ),
+    Mutant(
+        "small tensors are joined over the end of a slice",
+        _COPIES,
+        "if joins and is_next and (end - 1)",
+        "if joins and is_next or False and (end - 1)",
+        f"{_TEST} -k small_tensors",
+    ),
+    Mutant(
+        "each small tensor is a copy of its own",
+        _COPIES,
+        "            if len(run) <= _FEW:\n",
+        "            if True:\n",
+        f"{_TEST} -k small_tensors",
+    ),
+    Mutant(
         "a late copy takes the bus at one go",
         _COPIES,
         "len(ahead) == _UNDER_WAY:",

@@ -79,6 +79,9 @@ class Block:
         self.content = content
 
 
+Pool = tuple[torch.device, Stream, int]
+
+
 class FakeCuda(cuda.Cuda):
     """The device. Its threads begin with device 0, as CUDA's do.
 
@@ -100,7 +103,7 @@ class FakeCuda(cuda.Cuda):
         self._threads = threading.local()
         self._streams: dict[torch.device, list[Stream]] = {}
         self._blocks: dict[int, tuple[torch.device, Block]] = {}
-        self._free: dict[tuple[torch.device, int], list[Block]] = {}
+        self._free: dict[Pool, list[Block]] = {}
         self._haste: dict[Stream, float] = {}  # how eagerly each runs
         self._pace = self._dice.choice(((0,), (0,), (0, 0, 1), (0, 1, 3), (30,)))  # ops that run while the host calls
         self.faults: list[str] = []
@@ -124,10 +127,11 @@ class FakeCuda(cuda.Cuda):
         shell = np.zeros(max(content.numel(), 1), dtype=np.uint8).repeat(content.element_size())
         handle = torch.from_numpy(shell).view(content.dtype)[: content.numel()].view(content.shape)
         with self._lock:
-            reused = self._free.get((where, shell.nbytes))
+            pool = where, self.current_stream(where), shell.nbytes  # a block goes to the stream that it was made on
+            reused = self._free.get(pool)
             block = reused.pop() if reused else Block(torch.empty(shell.nbytes, dtype=torch.uint8))
             self._blocks[shell.ctypes.data] = where, block
-        weakref.finalize(shell, self._freed, shell.ctypes.data, shell.nbytes)
+        weakref.finalize(shell, self._freed, shell.ctypes.data, pool)
         self.write(handle, content)
         return handle
 
@@ -197,9 +201,6 @@ class FakeCuda(cuda.Cuda):
         for target, source in zip(into, sources, strict=True):
             back = self.device_of(source) is None
             where, memory = self._memory(target if back else source)
-            if not back and self.device_of(target):
-                self._within(where, target, memory)
-                continue
             host = source if back else target
             pinned = self._is_pinned(host)
             stream = self.current_stream(where)
@@ -209,9 +210,21 @@ class FakeCuda(cuda.Cuda):
             if not pinned:  # CUDA copies through memory of its own, and the caller waits
                 self.run_until(lambda stream=stream: not stream.ops)
 
-    def empty(self, size: int, device: torch.device) -> torch.Tensor:
-        with self.on(self.side_stream(device)):
-            return self.tensor(torch.zeros(size, dtype=torch.uint8), device.index)
+    def join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        where = self.device_of(tensors[0])
+        assert {self.device_of(tensor) for tensor in tensors} == {where}
+        assert all(tensor.is_contiguous() for tensor in tensors) and len({tensor.dtype for tensor in tensors}) == 1
+        joined = self.tensor(torch.zeros(sum(t.numel() for t in tensors), dtype=tensors[0].dtype), where.index)
+        into = self._memory(joined)[1].split([tensor.numel() for tensor in tensors])
+        parts = [(part, self._memory(tensor)[1].view(-1)) for part, tensor in zip(into, tensors, strict=True)]
+
+        def run() -> bool:
+            for part, memory in parts:
+                part.copy_(memory)
+            return True
+
+        self.enqueue(self.current_stream(where), run)
+        return joined
 
     def register(self, address: int, size: int, device: torch.device) -> int:
         time.sleep(self.slow_s)
@@ -299,15 +312,6 @@ class FakeCuda(cuda.Cuda):
             )
         return where, bytes_
 
-    def _within(self, where: torch.device, target: torch.Tensor, memory: torch.Tensor) -> None:
-        into = self._memory(target)[1]
-
-        def run() -> bool:
-            into.copy_(memory)
-            return True
-
-        self.enqueue(self.current_stream(where), run)
-
     def _moved(self, host: torch.Tensor, memory: torch.Tensor, back: bool, pinned: bool) -> bool:
         if pinned and not self._is_pinned(host):
             self.faults.append("a copy ran into memory that is not pinned any more")
@@ -323,10 +327,9 @@ class FakeCuda(cuda.Cuda):
             self.faults.append(f"one copy of {host.nbytes} bytes spans memory that is pinned and memory that is not")
         return any(within)
 
-    def _freed(self, address: int, size: int) -> None:
+    def _freed(self, address: int, pool: Pool) -> None:
         with self._lock:
-            where, block = self._blocks.pop(address)
-            self._free.setdefault((where, size), []).append(block)
+            self._free.setdefault(pool, []).append(self._blocks.pop(address)[1])
 
 
 @pytest.fixture

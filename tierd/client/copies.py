@@ -6,6 +6,8 @@ the code that began it was left, so that nobody uses the arena, or lets a tensor
 
 A device's copies are cut at multiples of `GRAIN`, because memory is pinned in slices, and CUDA refuses a copy that lies
 partly in memory that is pinned; and so that what else wants to use the bus, a `loss.item()` say, waits for a part only.
+Small tensors that lie side by side in the arena are joined on the device and copied as one: an optimizer may have a
+counter of 4 bytes for each parameter, and a copy of its own for each would take longer than all the rest.
 """
 
 from __future__ import annotations
@@ -21,8 +23,14 @@ from tierd.client.capture import Capture
 from tierd.client.worker import Latch
 
 GRAIN = 16 << 20  # bytes, and a power of two
+_SMALL = 64 << 10  # bytes; a copy of less takes longer to begin than to make
+_FEW = 4  # of them are not worth a gathering
 _UNDER_WAY = 4  # batches of that size that are enqueued ahead of the device, so that it is never idle
 _GLANCE_S = 0.5e-3  # between two looks at the device; a batch takes longer
+
+# What torch joins on every device, in every version: not all can be joined that can be copied.
+_JOINED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+_JOINED |= {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # where to, from where
 
@@ -88,11 +96,18 @@ class Copies:
         if self.devices:
             self._api.enter(self.devices[0])
 
-    def begin(self, into: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], *, gently: bool) -> None:
+    def begin(
+        self,
+        arena: memoryview,
+        into: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        gently: bool,
+    ) -> None:
         """Enqueue the copies of tensors on devices.
 
         Args:
-            into: where they go, by name.
+            into: where in `arena` they go, by name.
             tensors: those of these names are copied; on the host, nothing happens.
             gently: leave gaps for others: with only so much ahead of the device, until somebody is in a `hurry`.
         """
@@ -106,7 +121,7 @@ class Copies:
             with self._api.on(side):
                 try:
                     self._order(device, side)
-                    self._enqueue(side, pairs, gently=gently)
+                    self._enqueue(side, self._joined(arena, pairs), gently=gently)
                 finally:
                     self._events.append((device, self._api.record(side)))
         self._first = self._first or list(self._events)
@@ -117,9 +132,20 @@ class Copies:
                 side.wait_event(mark)
             self._ordered.add(device)
 
-    def _enqueue(self, side: torch.cuda.Stream, pairs: list[Pair], *, gently: bool) -> None:
+    def _joined(self, arena: memoryview, pairs: list[Pair]) -> Iterator[Pair]:
+        """The copies to make. What they read is joined as they are asked for, in the order of the side stream."""
+        base = torch.frombuffer(arena, dtype=torch.uint8, count=1).data_ptr()
+        for run in _runs(pairs):
+            if len(run) <= _FEW:
+                yield from chain.from_iterable(cut(*pair) for pair in run)
+            else:
+                first, joined = run[0][0], self._api.join([source for _, source in run])
+                offset = first.data_ptr() - base
+                yield torch.frombuffer(arena, dtype=first.dtype, count=joined.numel(), offset=offset), joined
+
+    def _enqueue(self, side: torch.cuda.Stream, pairs: Iterator[Pair], *, gently: bool) -> None:
         ahead: deque[torch.cuda.Event] = deque()
-        for batch in _batches(chain.from_iterable(cut(*pair) for pair in pairs)):
+        for batch in _batches(pairs):
             if gently and not self._hurry.is_open and len(ahead) == _UNDER_WAY:
                 self._await(ahead.popleft())
             self._api.copy([into for into, _ in batch], [tensor for _, tensor in batch])
@@ -165,6 +191,29 @@ def cut(into: torch.Tensor, source: torch.Tensor) -> Iterator[Pair]:
             else:  # a row of its own goes beyond
                 yield from cut(into[done], source.detach()[done])
             done += count or 1
+
+
+def _runs(pairs: list[Pair]) -> Iterator[list[Pair]]:
+    """The pairs in their order; together those that can be one copy: small, side by side in the arena, of one dtype,
+    and not beyond a multiple of `GRAIN`."""
+    run: list[Pair] = []
+    end = 0
+    for into, source in pairs:
+        begin = into.data_ptr()
+        joins = into.nbytes <= _SMALL and source.dtype in _JOINED and source.is_contiguous()
+        is_next = bool(run) and begin == end and source.dtype == run[0][1].dtype
+        end = begin + into.nbytes
+        if joins and is_next and (end - 1) // GRAIN == run[0][0].data_ptr() // GRAIN:
+            run.append((into, source))
+            continue
+        if run:
+            yield run
+        run = [(into, source)]
+        if not joins:
+            yield run
+            run = []
+    if run:
+        yield run
 
 
 def _batches(pairs: Iterator[Pair]) -> Iterator[list[Pair]]:

@@ -93,6 +93,12 @@ class Cuda:
         with torch.no_grad():
             torch._foreach_copy_(into, sources, non_blocking=True)
 
+    def join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """A tensor of one dimension with the elements of all, made on the current stream. They are contiguous, of one
+        dtype, on one device."""
+        with torch.no_grad():
+            return torch.cat([tensor.view(-1) for tensor in tensors])
+
     def register(self, address: int, size: int, device: torch.device) -> int:
         """Pin `size` bytes of host memory for all devices. Returns 0, or CUDA's error."""
         with torch.cuda.device(device):

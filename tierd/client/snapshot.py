@@ -64,6 +64,7 @@ class Snapshot:
         self._fate: dict[None, str] = {}
         self._verdict: dict[None, Callable[[], list[str]]] = {}  # gives the names of what changed
         self._into: Mapping[str, torch.Tensor] | None = None
+        self._arena: memoryview | None = None
         self._error: Exception | None = None
         self._returns = Latch()
         self._copied = Latch()
@@ -126,6 +127,7 @@ class Snapshot:
     def copy(self, slot: Slot) -> None:
         """Copy all of it into the slot's arena; lets training go on as soon as the law allows."""
         self._into = into = slot.lay_out(self.capture.layout)
+        self._arena = slot.image(self.capture.layout)
         self.copies.enter()
         try:
             self._begin(into, [name for name in into if name not in self.late])
@@ -177,7 +179,7 @@ class Snapshot:
         may be the caller's only for this save, and persisting takes long."""
         if not self._returns.is_open:
             self._error = error
-        self._into = None  # what it shows is the next snapshot's
+        self._into = self._arena = None  # what it shows is the next snapshot's
         self._witness = None
         self.capture = dataclasses.replace(self.capture, tensors={})
         self._returns.open()
@@ -187,7 +189,8 @@ class Snapshot:
     def _begin(self, into: dict[str, torch.Tensor], names: list[str]) -> None:
         tensors = self.capture.tensors
         if self.copies:  # first, because they run beside the host's
-            self.copies.begin(into, {name: tensors[name] for name in names}, gently=self.returned)
+            assert self._arena is not None
+            self.copies.begin(self._arena, into, {name: tensors[name] for name in names}, gently=self.returned)
             names = [name for name in names if cuda.api.device_of(tensors[name]) is None]
         if names:
             with torch.no_grad():
