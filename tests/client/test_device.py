@@ -18,6 +18,7 @@ from tierd.arena import Arena
 from tierd.client import copies, cuda, pinning, pipeline, slots
 from tierd.client.copies import cut
 from tierd.client.slots import Slot
+from tierd.client.snapshot import Snapshot
 from tierd.core.errors import SaveFailed
 
 SEEDS = range(12)
@@ -224,6 +225,31 @@ def test_an_overlapped_save_does_not_wait_for_the_device(spool, fake):
         fake.held.clear()
         save.wait(timeout=20)
     assert holds(loaded(spool, 2)[:4], 1)
+
+
+def test_training_does_not_wait_on_the_device_for_what_is_copied_late(spool, fake, monkeypatch):
+    """Also where nothing is copied before `save` returns: only a step waits."""
+    job = Job(fake)
+    state = {"parameters": job.parameters, "buffer": 0, "average": 0}
+    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        ready(checkpointer, state)
+        checkpointer.attach(job.optimizer)
+        fake.finish()
+        fake.held.set()
+        real = fake.copy
+        begun = threading.Event()
+        fake.copy = lambda *pairs: (real(*pairs), begun.set())
+        wait = Snapshot.wait
+        monkeypatch.setattr(Snapshot, "wait", lambda taken: (begun.wait(20), time.sleep(0.1), wait(taken)))
+        save = checkpointer.save(1, state)
+        fake.write(job.buffer, values(5))
+        fake.run_until(lambda: not fake.current_stream(torch.device("cuda", 0)).ops)
+        assert not save.done()
+        fake.held.clear()
+        job.step()
+        save.wait(timeout=20)
+        job.step()
+        assert not checkpointer._gate._on_devices
 
 
 def test_a_write_while_the_device_copies_is_found_out(spool, fake, local):

@@ -90,6 +90,13 @@ DEVICES = (
         f"{_TEST} -k another_stream",
     ),
     Mutant(
+        "all streams wait for what is copied late",
+        _COPIES,
+        "        if self._first is None:\n",
+        "        if not self._first:\n",
+        f"{_TEST} -k training_does_not_wait_on_the_device",
+    ),
+    Mutant(
         "a copy does not wait for what was enqueued before it",
         _COPIES,
         "                side.wait_event(mark)\n",

@@ -44,8 +44,9 @@ class Copies:
         self._marks = {device: list(self._busy(device)) for device in self.devices}
         self._ordered: set[torch.device] = set()  # whose side streams wait for the marks
         self._events: list[tuple[torch.device, torch.cuda.Event]] = []  # behind all copies that were begun
-        self._first: list[tuple[torch.device, torch.cuda.Event]] = []  # those that `save` waits for
+        self._first: list[tuple[torch.device, torch.cuda.Event]] | None = None  # those that `save` waits for
         self._held: set[tuple[int, torch.cuda.Stream]] = set()  # numbers of events, and who waits for them
+        self._hurried: dict[None, object] = {}
         self._hurry = Latch()
         self._over = Latch()
 
@@ -69,7 +70,7 @@ class Copies:
 
     def hold_all(self) -> None:
         """Have every stream wait for what was begun first: any of them may write next, as soon as `save` returns."""
-        for device, event in [] if self.are_over else self._first:
+        for device, event in self._first if self._first is not None and not self.are_over else ():
             for stream in self._api.streams(device):
                 self._hold(event, stream)
             self._hold(event, self._api.current_stream(device))
@@ -87,7 +88,9 @@ class Copies:
 
     def hurry(self) -> None:
         """Training waits for the host to have enqueued all copies: leave the bus to nobody else."""
-        self._hurry.open()
+        mine = object()
+        if self._hurried.setdefault(None, mine) is mine:  # in one step: a signal's handler may be here as well
+            self._hurry.open()
 
     # -- the thread that copies ---------------------------------------------------------------------------------------
 
@@ -124,7 +127,8 @@ class Copies:
                     self._enqueue(side, self._joined(arena, pairs), gently=gently)
                 finally:
                     self._events.append((device, self._api.record(side)))
-        self._first = self._first or list(self._events)
+        if self._first is None:
+            self._first = list(self._events)
 
     def _order(self, device: torch.device, side: torch.cuda.Stream) -> None:
         if device not in self._ordered:
@@ -162,6 +166,11 @@ class Copies:
         for _, event in self._events:
             event.synchronize()
         self._over.open()
+
+    def close(self) -> None:
+        """No copy will be begun any more."""
+        if not self._events:
+            self._over.open()
 
     def catch_up(self) -> None:
         """Return when devices have done what was asked of them before the save; for who reads tensors by himself."""

@@ -181,6 +181,7 @@ class Snapshot:
             self._error = error
         self._into = self._arena = None  # what it shows is the next snapshot's
         self._witness = None
+        self.copies.close()
         self.capture = dataclasses.replace(self.capture, tensors={})
         self._returns.open()
         self._copied.open()
