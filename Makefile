@@ -3,6 +3,7 @@
 # make check   what every commit passes: ruff, mypy strict, the fast tests
 # make bench   measures what saving costs, beside its peers, an hour and a half on two cores; leaves benchmarks/overhead.*
 # make loaders installs the data loaders and training loops of others, kills loops over each, and compares
+# make gpu     the tests that need a GPU, then what saving costs on it; says so where there is none
 # make system  tests that need root or a real S3 server (.ci/run calls it)
 # make lock    writes the hashes of the versions in constraints*.txt, as the package index states them
 # make dist    builds a release twice, compares, and signs it: KEY=FILE names the ssh key; UNSIGNED=1 leaves the signature out
@@ -13,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint check bench loaders system faults gate format lock dist clean
+.PHONY: demo test lint check bench gpu loaders system faults gate format lock dist clean
 .DELETE_ON_ERROR:
 
 # pip checks the hashes of all that one call installs, or of nothing, and a checkout has none: so what is locked comes first,
@@ -43,6 +44,11 @@ check: lint
 
 bench: $(READY)
 	$(BIN)/tierd bench overhead --rounds 15,15,5 --dir . --out benchmarks
+
+gpu: $(READY)
+	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no CUDA device: nothing was tested")'
+	$(BIN)/python -m pytest -q tests/client/test_cuda.py tests/client/test_device.py tests/client/test_load.py
+	$(BIN)/tierd bench overhead --device cuda --sizes 1,4 --rounds 5 --dir . --out benchmarks/gpu
 
 loaders: $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints-loaders.txt

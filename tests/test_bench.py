@@ -267,6 +267,20 @@ def test_an_arm_that_fails_says_why(tmp_path):
     lane.close()
 
 
+@pytest.mark.parametrize(
+    ("device", "why"), [("tpu", "--device tpu: cpu or cuda"), ("cuda", "torch sees no CUDA device")]
+)
+def test_a_device_that_is_not_there_is_named(monkeypatch, device, why):
+    monkeypatch.setattr(overhead.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=why):
+        overhead.overhead([0.002], [1], ["none"], None, None, None, print, device)
+
+
+def test_a_step_on_a_gpu_has_more_to_do():
+    assert shape_for(1.0, "cuda").batch > shape_for(1.0).batch
+    assert shape_for(1.0, "cuda").width == shape_for(1.0).width
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("stays", [True, False])

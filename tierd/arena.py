@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 from tierd.device import PAGE, populate
@@ -22,9 +23,24 @@ _SPARE = 0.05  # of all memory, left to everybody else
 _open: weakref.WeakSet[Arena] = weakref.WeakSet()
 
 
+class _Mapping(mmap.mmap):
+    """A mapping that says when it is about to go. What has a view of its memory keeps it, so that is after the last;
+    and before the memory is unmapped, which a weak reference is not."""
+
+    before_unmapping: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self.before_unmapping is not None:
+            self.before_unmapping()
+
+
+_not_here: list[_Mapping] = []
+
+
 def _forget_in_child() -> None:
     # A DataLoader's worker must not keep a state's worth of memory alive.
     for arena in list(_open):
+        _not_here.append(arena._memory)  # not mapped in a child: unmapping would hit whatever has taken the address
         arena.close()
 
 
@@ -48,7 +64,7 @@ class Arena:
                 self.fd = os.memfd_create("tierd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
                 os.ftruncate(self.fd, self.size)
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            self._memory = mmap.mmap(self.fd, self.size)
+            self._memory = _Mapping(self.fd, self.size)
         except OSError as error:
             if self.fd >= 0:
                 os.close(self.fd)
@@ -97,6 +113,16 @@ class Arena:
                     number = error.errno or errno.ENOMEM
             if number:
                 raise MemoryError(f"an arena of {end} bytes: {os.strerror(number)}")
+
+    @property
+    def before_unmapping(self) -> Callable[[], None] | None:
+        """Called when nothing in this process has a view of the memory any more, and it is still mapped. It must not
+        hold the arena."""
+        return self._memory.before_unmapping
+
+    @before_unmapping.setter
+    def before_unmapping(self, call: Callable[[], None] | None) -> None:
+        self._memory.before_unmapping = call
 
     def trim(self, size: int) -> None:
         """Give the memory after the first `size` bytes back; it reads as zeros and is there again once written to."""

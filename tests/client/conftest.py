@@ -2,6 +2,7 @@
 
 import pytest
 from support.doubles import Double
+from support.fakecuda import fake  # noqa: F401
 from support.world import Daemon, hurry
 
 import tierd

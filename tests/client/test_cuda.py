@@ -1,11 +1,13 @@
-"""Snapshots of state on a device: copied by a side stream, ordered by events, and no wait for the device as a whole."""
+"""Snapshots of state on a device: copied by a side stream, ordered by events, and no wait for the device as a whole.
+
+All of this needs a GPU; `test_device.py` has what a device that is none can show.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
-import threading
+import time
 from typing import Any
 
 import pytest
@@ -14,9 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import tierd
-from tierd.client import slots, snapshot
-from tierd.client.capture import Capturer
-from tierd.client.snapshot import Snapshot
+from tierd.client import cuda, slots
 from tierd.core.errors import SaveFailed, TornSnapshot
 
 gpu = pytest.mark.skipif(
@@ -80,7 +80,7 @@ def check(expected: list[Any], found: list[Any]) -> None:
 
 def hold(device: Any = "cuda", cycles: int = MOMENT) -> None:
     """Have the stream that copies do something else first: what training enqueues now overtakes the copy."""
-    with torch.cuda.stream(snapshot._side_stream(torch.zeros(0, device=device).device)):
+    with torch.cuda.stream(cuda.api.side_stream(torch.zeros(0, device=device).device)):
         torch.cuda._sleep(cycles)
 
 
@@ -94,12 +94,15 @@ def busy(cycles: int) -> torch.cuda.Event:
 
 @pytest.fixture
 def warm(local):
-    """A training whose first save, which makes the arena and pins it, is over."""
+    """A training whose first saves, which make the arena and pin it, are over."""
     state = job()
     local.attach(state["optimizer"])
     for number in range(2):
         learn(state), step(state)
         local.save(number, state).wait(timeout=60)
+    end = time.monotonic() + 60
+    while local._pipeline._slots[0].pinned < local._pipeline._slots[0].arena.size and time.monotonic() < end:
+        time.sleep(0.01)
     return state
 
 
@@ -208,9 +211,9 @@ def test_nothing_waits_for_the_device_as_a_whole(local, spool, warm, monkeypatch
 def test_the_arena_is_pinned_as_long_as_it_is_there(local, spool, warm):
     slot = local._pipeline._slots[0]
     arena = torch.frombuffer(slot.arena.view, dtype=torch.uint8)
-    assert slot._pinned == arena.data_ptr() and arena.is_pinned()
+    assert slot.pinned == local.stats.pinned_bytes == arena.nbytes and arena.is_pinned()
     local.close()
-    assert slot._pinned == 0 and not arena.is_pinned()
+    assert slot.pinned == local.stats.pinned_bytes == 0 and not arena.is_pinned()
 
 
 @gpu
@@ -220,15 +223,18 @@ def test_a_device_that_pins_nothing_copies_all_the_same(local, spool, monkeypatc
             return 1
 
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
+    monkeypatch.setattr(cuda, "api", cuda.Cuda())
     state = job()
     local.attach(state["optimizer"])
-    reference = frozen(state)
-    hold()
-    save = local.save(1, state)
-    learn(state), step(state)
-    save.wait(timeout=60)
-    assert "does not pin the arena" in caplog.text
-    check(reference, loaded(spool, 1, state))
+    local.restore(state)
+    for number in (1, 2):
+        reference = frozen(state)
+        hold()
+        save = local.save(number, state)
+        learn(state), step(state)
+        save.wait(timeout=60)
+        assert "CUDA does not pin memory (error 1)" in caplog.text
+        check(reference, loaded(spool, number, state))
 
 
 @gpu
@@ -337,129 +343,54 @@ def test_a_write_while_the_device_copies_fails_the_save(local, spool, warm):
     check(reference, loaded(spool, 2, warm))
 
 
-# -- the order of things, told by a device that is none ---------------------------------------------------------------
+@gpu
+def test_a_moving_average_on_a_stream_of_its_own(local, spool, warm):
+    """What that stream has still to do is part of the state, and what it does next waits for the copy."""
+    own, average = torch.cuda.Stream(), torch.zeros(1 << 20, device="cuda")
+    for number in (2, 3):
+        with torch.cuda.stream(own):
+            torch.cuda._sleep(MOMENT)
+            average.fill_(number)
+        save = local.save(number, warm | {"average": average})
+        with torch.cuda.stream(own):
+            average.fill_(99)
+        learn(warm), step(warm)
+        save.wait(timeout=60)
+        found = dict.fromkeys([*warm, "average"])
+        with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+            checkpointer.restore(found, step=number)
+        assert bool((found["average"] == number).all())
 
 
-class Device:
-    """Notes in which order the snapshot asks streams and events for what. It takes host tensors for its own; a copy
-    is over at once, and an event only when `finish` says so."""
-
-    def __init__(self, monkeypatch) -> None:
-        self.log: list[str] = []
-        self.on_synchronize = lambda: None
-        device = self
-
-        class Event:
-            count = 0
-
-            def __init__(self, **_: object) -> None:
-                Event.count += 1
-                self.name, self.device = f"event {Event.count}", torch.device("cpu")
-
-            def synchronize(self) -> None:
-                device.on_synchronize()
-                device.log.append(f"host waits for {self.name}")
-
-        class Stream:
-            def __init__(self, name: object) -> None:
-                self.name = "training" if name == "training" else "side"
-
-            def record_event(self, event: Event | None = None) -> Event:
-                event = event or Event()
-                device.log.append(f"{self.name} records {event.name}")
-                return event
-
-            def wait_event(self, event: Event) -> None:
-                device.log.append(f"{self.name} waits for {event.name}")
-
-        monkeypatch.setattr(snapshot, "_streams", {})
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "Stream", Stream)
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream("training"))
-        monkeypatch.setattr(slots.Slot, "pin", lambda slot: None)
-        real = Capturer.capture
-        monkeypatch.setattr(
-            Capturer, "capture", lambda *a: dataclasses.replace(real(*a), devices=(torch.device("cpu"),))
-        )
+@gpu
+def test_a_refused_registration_leaves_no_error_for_the_next_kernel():
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    device, api = torch.device("cuda", torch.cuda.current_device()), cuda.Cuda()
+    at = -(-memory.data_ptr() // 4096) * 4096
+    assert api.register(at, 1 << 16, device) == 0
+    assert api.register(at, 1 << 16, device) != 0, "it is registered already"
+    torch.ones(8, 8, device="cuda").t().contiguous()
+    api.unregister(at, device)
+    api.unregister(at, device)
+    torch.ones(8, 8, device="cuda").t().contiguous()
 
 
-@pytest.fixture
-def device(monkeypatch):
-    return Device(monkeypatch)
+@gpu
+def test_every_stream_of_torch_is_known():
+    device = torch.device("cuda", torch.cuda.current_device())
+    known = {stream.cuda_stream for stream in cuda.Cuda().streams(device)}
+    for priority in (0, -1):
+        assert all(torch.cuda.Stream(priority=priority).cuda_stream in known for _ in range(100))
+    assert torch.cuda.default_stream().cuda_stream in known
 
 
-def test_the_streams_wait_for_each_other_and_the_host_for_the_copy_alone(device, local, spool, monkeypatch):
-    monkeypatch.setattr(snapshot, "_LONG_OVER", 0.1)
-    state = job("cpu", width=8)
-    local.attach(state["optimizer"])
-    save = local.save(1, state)
-    returned = len(device.log)
-    learn(state)
-    local._pipeline.drain()
-    step(state)
-    save.wait(timeout=20)
-    log = device.log
-    # Before save returns: the side stream waits for all that training had enqueued, then copies what training may
-    # change at once, and training's own stream waits for that.
-    assert log[:3] == ["training records event 1", "side waits for event 1", "side records event 2"]
-    assert log.index("training waits for event 2") < returned
-    # Behind it: the rest, whose event the step's stream waits for, the host only in the thread that copies.
-    assert "side records event 3" in log and log.index("side records event 3") > 2
-    assert [line for line in log if line.startswith("training waits")][-2:] == [
-        "training waits for event 2",
-        "training waits for event 3",
-    ]
-    assert [line for line in log if line.startswith("host")] == ["host waits for event 2", "host waits for event 3"]
-
-
-def test_a_write_while_the_device_copies_is_found_out(device, local, spool):
-    """The host has enqueued the copy and waits for the device: it is not over yet."""
-    state, reached, written = job("cpu", width=8), threading.Event(), threading.Event()
-    local.attach(state["optimizer"])
-    device.on_synchronize = lambda: (reached.set(), written.wait(20))
-    save = local.save(1, state)
-    assert reached.wait(20)
-    with torch.no_grad():
-        state["model"][0].weight.clamp_(-0.001, 0.001)
-    written.set()
-    with pytest.raises(SaveFailed, match="was changed"):
-        save.wait(timeout=20)
-    assert not spool.parts()
-
-
-def test_a_step_while_the_device_copies_is_no_such_write(device, local, spool):
-    """The gate lets it pass on the host: it is the device that waits."""
-    state, stepped = job("cpu", width=8), threading.Event()
-    local.attach(state["optimizer"])
-    learn(state)
-    device.on_synchronize = lambda: stepped.wait(20)
-    save = local.save(1, state)
-    state["optimizer"].step()
-    assert not save.done()
-    stepped.set()
-    save.wait(timeout=20)
-    assert local.stats.failed == 0
-
-
-def test_a_slot_is_free_only_when_the_device_is_done_with_it(device, local, spool, monkeypatch):
-    """Also of a snapshot that was refused: the device may still write into its arena."""
-    state = job("cpu", width=8)
-    local.attach(state["optimizer"])
-    real = Snapshot._begin
-
-    def begin(taken, into, names):
-        events = real(taken, into, names)
-        if taken.late.intersection(names):
-            with torch.no_grad():
-                state["model"][0].weight.add_(1)
-        return events
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Snapshot, "_begin", begin)
-        with pytest.raises(SaveFailed):
-            local.save(1, state).wait(timeout=20)
-        local._pipeline.drain()
-    recorded = {line for line in device.log if line.startswith("side records")}
-    waited = {line for line in device.log if line.startswith("host waits")}
-    assert len(recorded) == len(waited) == 2
+@gpu
+def test_slices_that_are_pinned_side_by_side_are_copied_to_the_bit(local, spool):
+    """Tensors that lie in several slices, some of which are not pinned yet when the first save comes."""
+    state = {"large": torch.randn(50_000_001, device="cuda"), "turned": torch.randn(5000, 3001, device="cuda").t()}
+    state |= {f"small {number}": torch.randn(number, device="cuda") for number in range(3000)}
+    expected = [tensor.cpu() for tensor in state.values()]
+    local.restore(state)
+    for number in range(3):
+        local.save(number, state).wait(timeout=60)
+        check(expected, loaded(spool, number, state))

@@ -67,14 +67,14 @@ def test_a_daemon_that_only_listens_gets_nothing_and_blocks_nobody(spool):
     assert len(spool.parts()) == 16
 
 
-def test_memory_that_a_device_writes_to_keeps_its_pages(spool):
+def test_memory_that_a_device_writes_to_keeps_its_pages(spool, fake):
     slot, layout = Slot(0), plan_layout({"x": torch.zeros(1000)})
     slot.fit(8 << 20)
-    slot._pinned = 1
+    slot.pin(torch.device("cuda", 0))
     for _ in range(3):
         slot.lay_out(layout)
     assert pages(slot.arena) == 8 << 20
-    slot._pinned = 0
+    slot._unpin()
     slot.lay_out(layout)
     assert pages(slot.arena) < 1 << 20
     assert slot.fit(8 << 20) and pages(slot.arena) == 8 << 20, "what is promised is there"

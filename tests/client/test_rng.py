@@ -64,6 +64,8 @@ def two_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(states))
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [state.clone() for state in states])
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda new: states.__setitem__(slice(None), new))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: len(states) - 1)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda new: states.__setitem__(-1, new))
     return states
 
 
@@ -77,20 +79,78 @@ def test_every_cuda_device(two_devices):
     assert all(torch.equal(a, b) for a, b in zip(two_devices, saved, strict=True))
 
 
-def test_another_number_of_devices_names_both_and_sets_nothing(two_devices):
+def bytes_of(states):
+    return [states.tolist()[0] for states in states]
+
+
+def test_a_process_that_sees_fewer_devices_gets_its_own(two_devices):
+    """The one that was current goes to the one that is; any other device has another state, or none."""
     state = {"rng": RngState()}
     restored = through(state)
-    two_devices.pop()
-    before = draw(), torch.get_rng_state()
+    assert restored["rng"]["cuda_device"] == 1
+    two_devices[:] = [torch.zeros(16, dtype=torch.uint8)]
+    load(state, restored)
+    assert bytes_of(two_devices) == [16]
+
+
+def test_a_process_that_sees_more_devices_leaves_the_others_alone(two_devices):
+    state = {"rng": RngState()}
+    restored = through(state)
+    two_devices[:] = [torch.full((16,), number, dtype=torch.uint8) for number in (7, 8, 9)]
+    load(state, restored)
+    assert bytes_of(two_devices) == [7, 8, 16]
+
+
+def test_a_rank_whose_device_has_another_number_gets_its_own(two_devices, monkeypatch):
+    state = {"rng": RngState()}
+    restored = through(state)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda new: two_devices.__setitem__(0, new))
+    load(state, restored)
+    assert bytes_of(two_devices) == [16, 16]
+
+
+def test_a_process_without_devices_leaves_them_out_and_says_so(two_devices, monkeypatch, caplog):
+    state = {"rng": RngState()}
+    restored = through(state)
+    expected = torch.rand(3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    two_devices.clear()
+    load(state, restored)
+    assert torch.equal(torch.rand(3), expected) and not two_devices
+    assert "generators of 2 CUDA devices are left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("visible", "refused"), [(0, False), (1, True), (2, False), (3, True)], ids=["none", "one", "both", "more"]
+)
+def test_an_older_checkpoint_does_not_say_which_device_was_in_use(two_devices, visible, refused):
+    state = {"rng": RngState()}
+    restored = through(state)
+    del restored["rng"]["cuda_device"]
+    two_devices[:] = [torch.full((16,), 7, dtype=torch.uint8)] * visible
+    before = torch.get_rng_state()
+    if not refused:
+        load(state, restored)
+        assert bytes_of(two_devices) == ([0, 16] if visible == 2 else [])
+        return
     for act in (check_fit, load):
         with pytest.raises(StateMismatch) as caught:
             act(state, restored)
-        assert str(caught.value) == 'state["rng"]: saved with 2 CUDA devices, this process sees 1'
-    with pytest.raises(
-        StateMismatch, match=r"^random number generators: saved with 2 CUDA devices, this process sees 1$"
-    ):
+        assert f'state["rng"]: saved with 2 CUDA devices, this process sees {visible}, and the' in str(caught.value)
+    with pytest.raises(StateMismatch, match=r"^random number generators: saved with 2 CUDA devices"):
         RngState().load_state_dict(restored["rng"])
-    assert torch.equal(torch.get_rng_state(), before[1])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("current", [2, -1, True, "0"])
+def test_a_device_number_that_is_none_is_refused(two_devices, current):
+    state = {"rng": RngState()}
+    restored = through(state)
+    restored["rng"]["cuda_device"] = current
+    with pytest.raises(StateMismatch, match="not what RngState gives"):
+        load(state, restored)
 
 
 def test_a_checkpoint_of_a_cpu_job_fits_a_cuda_job(two_devices, monkeypatch):

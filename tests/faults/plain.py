@@ -3,6 +3,7 @@ copy, what was handed over before a death, and how a daemon and a trainer end.""
 
 from __future__ import annotations
 
+from faults.devices import DEVICES
 from faults.identity import IDENTITY
 from faults.lines import LINES
 from faults.meetings import MEETINGS
@@ -1049,7 +1050,7 @@ _STATES = (
     Mutant(
         "a step waits until a long list is encoded",
         "tierd/client/snapshot.py",
-        "        if not self._events and self._is_soon:",
+        "        if not self.copies and self._is_soon:",
         "        if not self._events:",
         f"{_CALL} -k long_list",
     ),
@@ -1924,6 +1925,7 @@ PLAIN = (
     + SPACE
     + LINES
     + MEETINGS
+    + DEVICES
     + _POLICIES
     + _ENDING
     + _PLACES

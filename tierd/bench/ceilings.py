@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from tierd.bench.training import Training
+from tierd.client import cuda
 
 _PIECE = 16 << 20  # bytes of one pwrite
 
@@ -33,6 +34,11 @@ class Ceilings:
             flat = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
             self._targets.append(flat.view(tensor.shape))
             offset += -(-tensor.nbytes // 64) * 64
+        self._training = training
+        if training.device.type == "cuda":  # the floor is a copy into pinned memory
+            first = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
+            if failed := cuda.api.register(first, len(self._memory), training.device):
+                raise OSError(f"CUDA does not pin {len(self._memory)} bytes: error {failed}")
         self._copy()
         self._write(self._kept)
 
@@ -46,7 +52,8 @@ class Ceilings:
     @torch.no_grad()
     def _copy(self) -> float:
         begun = time.perf_counter()
-        torch._foreach_copy_(self._targets, self._tensors)
+        torch._foreach_copy_(self._targets, self._tensors, non_blocking=True)
+        self._training.finish()
         return time.perf_counter() - begun
 
     def _write(self, path: Path) -> float:

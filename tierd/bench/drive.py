@@ -36,11 +36,11 @@ _RESTORES = 5  # rounds of restoring; each is a fresh process
 class Lane:
     """One worker process and the pipe to it."""
 
-    def __init__(self, arm: str, gigabytes: float, directory: Path) -> None:
+    def __init__(self, arm: str, gigabytes: float, directory: Path, device: str = "cpu") -> None:
         self.arm, self._directory = arm, directory / arm
         shutil.rmtree(self._directory, ignore_errors=True)
         self._log = directory / f"{arm}.log"
-        command = [sys.executable, "-m", "tierd.bench.worker", arm, str(gigabytes), str(self._directory)]
+        command = [sys.executable, "-m", "tierd.bench.worker", arm, str(gigabytes), str(self._directory), device]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
@@ -92,15 +92,21 @@ class Lane:
 
 
 def measure(
-    gigabytes: float, arms: Sequence[str], rounds: int, every: int | None, directory: Path, say: Say
+    gigabytes: float,
+    arms: Sequence[str],
+    rounds: int,
+    every: int | None,
+    directory: Path,
+    say: Say,
+    device: str = "cpu",
 ) -> SizeResult:
     """All arms at one size, with the ceilings and the restores."""
-    run = _Run(gigabytes, arms, rounds, every, directory, say)
+    run = _Run(gigabytes, arms, rounds, every, directory, say, device)
     try:
         run.all_blocks()
     finally:
         run.close()
-    restores, dropped = _restores(gigabytes, _RESTORES, directory, say)
+    restores, dropped = _restores(gigabytes, _RESTORES, directory, say, device)
     ceilings = run.results.pop(CEILINGS).samples
     facts = run.facts
     return SizeResult(
@@ -123,8 +129,16 @@ class _Run:
     """One size's processes and what they have answered so far."""
 
     def __init__(
-        self, gigabytes: float, arms: Sequence[str], rounds: int, every: int | None, directory: Path, say: Say
+        self,
+        gigabytes: float,
+        arms: Sequence[str],
+        rounds: int,
+        every: int | None,
+        directory: Path,
+        say: Say,
+        device: str,
     ) -> None:
+        self._device = device
         self._gigabytes, self._rounds, self._directory, self._say = gigabytes, rounds, directory, say
         self._names = [CEILINGS, *arms]
         self.steps = every or 0
@@ -169,7 +183,7 @@ class _Run:
         result = self.results[name]
         if result.skipped is not None:
             return
-        lane = self._lanes[name] = Lane(name, self._gigabytes, self._directory)
+        lane = self._lanes[name] = Lane(name, self._gigabytes, self._directory, self._device)
         facts, self._before = lane.ask("base", watch=True, steps=self.steps)
         result.first.setdefault("memory_before_bytes", []).append(self._before)
         if not self.facts:
@@ -220,7 +234,9 @@ def _empty(name: str) -> ArmResult:
     return ArmResult(about.how, about.kind, about.durable) if about else ArmResult(name, "", "")
 
 
-def _restores(gigabytes: float, rounds: int, directory: Path, say: Say) -> tuple[dict[str, list[float]], bool]:
+def _restores(
+    gigabytes: float, rounds: int, directory: Path, say: Say, device: str
+) -> tuple[dict[str, list[float]], bool]:
     """Seconds by way, in turns."""
     place = directory / "restore"
     shutil.rmtree(place, ignore_errors=True)
@@ -228,12 +244,12 @@ def _restores(gigabytes: float, rounds: int, directory: Path, say: Say) -> tuple
     try:
         say(f"{gigabytes:g} GB: restores")
         command = [sys.executable, "-m", "tierd.bench.restoring"]
-        subprocess.run([*command, "make", str(gigabytes), str(place)], check=True)
+        subprocess.run([*command, "make", str(gigabytes), str(place), device], check=True)
         found: dict[str, list[float]] = {way: [] for way in WAYS}
         dropped = True
         for _ in range(rounds):
             for way in WAYS:
-                took, all_of_it = _restore([*command, way, str(gigabytes), str(place)], place)
+                took, all_of_it = _restore([*command, way, str(gigabytes), str(place), device], place)
                 found[way].append(took)
                 dropped = dropped and all_of_it
         return found, dropped

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import msgspec
+import torch
 
 from tierd.bench import drive, page, plot, procfs, training
 from tierd.bench.arms import ARMS
@@ -30,14 +31,19 @@ def overhead(
     directory: Path | None,
     out: Path | None,
     say: Callable[[str], None],
+    device: str = "cpu",
 ) -> Result:
     """Measure, and write the files to `out` after each size.
+
+    Args:
+        device: where training runs, `"cpu"` or `"cuda"`.
 
     Raises:
         ConfigError: an option cannot be used.
         ChildProcessError: an arm failed; says the end of its log.
     """
     each = _check(sizes, rounds, arms)
+    name = _check_device(device)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tierd-bench-", dir=directory) as made:
@@ -51,11 +57,12 @@ def overhead(
                 "rounds": ",".join(map(str, rounds)),
                 "arms": ",".join(arms),
                 "every": str(every or "by the step's time"),
+                "device": name,
             },
             sizes=[],
         )
         for size, count in zip(sizes, each, strict=True):
-            result.sizes.append(drive.measure(size, arms, count, every, place, say))
+            result.sizes.append(drive.measure(size, arms, count, every, place, say, device))
             result.advise = measured_cost(result.sizes)
             if out is not None:
                 write(result, out, say)
@@ -81,6 +88,17 @@ def _check(sizes: Sequence[float], rounds: Sequence[int], arms: Sequence[str]) -
     if unknown or not arms:
         raise ConfigError(f"--arms: {', '.join(unknown) or 'none given'}; there are {', '.join(ARMS)}")
     return list(rounds) * (len(sizes) // len(rounds))
+
+
+def _check_device(device: str) -> str:
+    """The device's name."""
+    if device == "cpu":
+        return device
+    if device != "cuda":
+        raise ConfigError(f"--device {device}: cpu or cuda")
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device here; leave it out to measure on the CPU")
+    return torch.cuda.get_device_name()
 
 
 def _versions() -> dict[str, str]:

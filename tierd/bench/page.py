@@ -66,8 +66,13 @@ def _about(result: Result) -> str:
         f"Written by `tierd bench overhead` on {result.created[:10]}. Believe the ratios: they are taken in one run, "
         f"arms interleaved.\nThe seconds are this machine's: {machine.processor}, {machine.cores} cores "
         f"({machine.training_threads} for training), {machine.memory_bytes / 2**30:.0f} GiB, {machine.filesystem}, "
-        f"Linux {machine.kernel}, Python {machine.python}, {packages}."
+        f"{_trained_on(result)}Linux {machine.kernel}, Python {machine.python}, {packages}."
     )
+
+
+def _trained_on(result: Result) -> str:
+    device = result.options.get("device", "cpu")
+    return "" if device == "cpu" else f"trained on one {device}, "
 
 
 def _targets(result: Result) -> str:

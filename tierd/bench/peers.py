@@ -90,12 +90,13 @@ class DcpAsyncReused(DcpAsync):
     """The stager keeps its buffers from save to save. Pinning and non-blocking copies need an accelerator."""
 
     def stager(self) -> DefaultStager:
+        pins = self.training.device.type == "cuda"
         return DefaultStager(
             StagingOptions(
-                use_pinned_memory=False,
+                use_pinned_memory=pins,
                 use_shared_memory=False,
                 use_async_staging=False,
-                use_non_blocking_copy=False,
+                use_non_blocking_copy=pins,
             )
         )
 
@@ -109,9 +110,10 @@ class DcpProcess(_Files):
         store = directory.with_name(f"{directory.name}.store")
         store.unlink(missing_ok=True)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+        pins = training.device.type == "cuda"
         self._stager = DefaultStager(
             StagingOptions(
-                use_pinned_memory=False, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=False
+                use_pinned_memory=pins, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=pins
             )
         )
         self._staged: Future[Any] | None = None

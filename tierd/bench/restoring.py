@@ -31,14 +31,16 @@ def restore(way: str, training: Training, directory: Path) -> float:
     if way == "torch.load":
         _ready()
         begun = time.perf_counter()
-        state = torch.load(directory / "state.pt", mmap=False, weights_only=True)
+        state = torch.load(directory / "state.pt", mmap=False, weights_only=True, map_location="cpu")
         training.load_state_dict(state)
+        training.finish()
         return time.perf_counter() - begun
     with tierd.Checkpointer(directory / "spool", run="bench", to=[]) as ckpt:
         state = training.state
         _ready()
         begun = time.perf_counter()
         found = ckpt.restore(state)
+        training.finish()
         took = time.perf_counter() - begun
     if found is None:
         raise FileNotFoundError(f"{directory}: no checkpoint in the spool")
@@ -56,8 +58,9 @@ def main() -> None:
     parser.add_argument("do", choices=("make", *WAYS))
     parser.add_argument("gigabytes", type=float)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("device")
     options = parser.parse_args()
-    training = Training(options.gigabytes)
+    training = Training(options.gigabytes, options.device)
     training.step()
     if options.do == "make":
         make(training, options.directory)

@@ -26,7 +26,8 @@ _BYTES = 256
 _HEAD = 32  # width of one attention head
 _CONTEXT = 32  # bytes a sample
 _TEXT = 4_000_000  # bytes of text
-_WORK = 4e9  # parameters x tokens of a step: some 0.3 s on one core
+_WORK = {"cpu": 4e9, "cuda": 1e12}  # parameters x tokens of a step: some 0.3 s on one core, 0.1 s on a large GPU
+_TOKENS = {"cpu": 512.0, "cuda": 4096.0}  # of a step, at most: their activations have to find memory
 _SEED = 20_240_229
 
 
@@ -44,7 +45,7 @@ class Shape:
     batch: int
 
 
-def shape_for(gigabytes: float) -> Shape:
+def shape_for(gigabytes: float, device: str = "cpu") -> Shape:
     """The shape whose state is as close to `gigabytes` as whole heads and blocks allow; width is about 64 x depth."""
     parameters = gigabytes * 1e9 / STATE_BYTES_PER_PARAMETER
     about = max(1, round((parameters / (12 * 64**2)) ** (1 / 3)))
@@ -52,7 +53,7 @@ def shape_for(gigabytes: float) -> Shape:
         ((depth, _width(parameters, depth)) for depth in range(max(1, about - 3), about + 4)),
         key=lambda pair: abs(12 * pair[0] * pair[1] ** 2 - parameters),
     )
-    tokens = min(512.0, max(float(_CONTEXT), _WORK / parameters))
+    tokens = min(_TOKENS[device], max(float(_CONTEXT), _WORK[device] / parameters))
     return Shape(width, depth, max(1, int(tokens / _CONTEXT)))
 
 
@@ -102,16 +103,22 @@ def _text() -> Tensor:
 
 
 class Training:
-    """Model, optimizer and data; `step` is one step of training, `state` what a checkpoint has to hold."""
+    """Model, optimizer and data; `step` is one step of training, `state` what a checkpoint has to hold.
 
-    def __init__(self, gigabytes: float) -> None:
+    Args:
+        gigabytes: of the state.
+        device: `"cpu"` or `"cuda"`. A step has ended on the device when it returns.
+    """
+
+    def __init__(self, gigabytes: float, device: str = "cpu") -> None:
+        self.device = torch.device(device)
         torch.set_num_threads(threads())
         torch.manual_seed(_SEED)
-        self.shape = shape_for(gigabytes)
-        self.model = _Model(self.shape)
+        self.shape = shape_for(gigabytes, device)
+        self.model = _Model(self.shape).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.number = 0
-        self._text = _text()
+        self._text = _text().to(self.device)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -131,13 +138,18 @@ class Training:
         moments = [value for held in self.optimizer.state.values() for value in held.values() if torch.is_tensor(value)]
         return [*self.model.state_dict().values(), *moments]
 
+    def finish(self) -> None:
+        """Return when the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def state_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def step(self, guard: Guard = nullcontext) -> float:
         """One step; `guard` is entered around the update of the weights. The loss."""
-        places = torch.arange(_CONTEXT + 1) + (
-            (torch.arange(self.shape.batch) + self.number * self.shape.batch)
+        places = torch.arange(_CONTEXT + 1, device=self.device) + (
+            (torch.arange(self.shape.batch, device=self.device) + self.number * self.shape.batch)
             * _CONTEXT
             % (len(self._text) - 2 * _CONTEXT)
         ).unsqueeze(1)

@@ -35,9 +35,9 @@ _LONGEST = 6  # times a window that one may grow to while a tier is being flushe
 class Worker:
     """Answers requests about one arm."""
 
-    def __init__(self, name: str, gigabytes: float, directory: Path) -> None:
+    def __init__(self, name: str, gigabytes: float, directory: Path, device: str = "cpu") -> None:
         self._name, self._directory = name, directory
-        self.training = Training(gigabytes)
+        self.training = Training(gigabytes, device)
         self._arm = Arm(self.training, directory)
         self._ceilings: Ceilings | None = None
 
@@ -172,10 +172,11 @@ def main() -> None:
     parser.add_argument("arm")
     parser.add_argument("gigabytes", type=float)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("device")
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    worker = Worker(options.arm, options.gigabytes, options.directory)
+    worker = Worker(options.arm, options.gigabytes, options.directory, options.device)
     verbs: dict[str, Callable[..., dict[str, Any]]] = {
         "base": worker.base,
         "start": worker.start,

@@ -41,6 +41,7 @@ def overhead(
         Path | None,
         typer.Option("--out", metavar="DIR", help="Write overhead.json, .md and .png there.", show_default=False),
     ] = None,
+    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="Train on it: cpu or cuda.")] = "cpu",
     json: JsonOption = False,
 ) -> None:
     """Blocking, added and durable time, CPU and memory of tierd's saves and of its peers', in one interleaved run."""
@@ -59,6 +60,7 @@ def overhead(
         directory,
         out,
         lambda text: print_lines(text, error=True),
+        device,
     )
     if json:
         print_json({"result": result, "verdicts": targets.verdicts(result)})

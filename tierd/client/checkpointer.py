@@ -32,7 +32,7 @@ from tierd.client.pipeline import Pipeline
 from tierd.client.ranks import SILENT_S, Ranks
 from tierd.client.restore import Found, Restored, Restorer
 from tierd.client.save import Save, Stats, checked_metrics
-from tierd.client.slots import estimate
+from tierd.client.slots import device_of, estimate
 from tierd.client.snapshot import Snapshot
 from tierd.client.source import MEMORY
 from tierd.client.space import SpaceCheck
@@ -431,7 +431,7 @@ class Checkpointer:
         if found is None:
             self._launch.go_on_from(None, restorer.resume.attempts, restorer.agreement.clocks)
             if state is not None:
-                self._pipeline.reserve(estimate(state))
+                self._pipeline.reserve(estimate(state), device_of(state))
                 self._check_space(estimate(state))
             return None
         manifest = found.manifest
@@ -439,7 +439,7 @@ class Checkpointer:
         if state is not None:
             size = len(found.files[TENSORS])
             self._pipeline.adopt(found.arena)
-            self._pipeline.reserve(size)
+            self._pipeline.reserve(size, device_of(state))
             self._check_space(size)
         if found.unreached:
             silent = ", ".join(found.unreached) + restorer.because()

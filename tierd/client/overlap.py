@@ -19,6 +19,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from tierd.client.capture import Capture
+from tierd.client.copies import Copies
 from tierd.client.owned import owned, place
 from tierd.client.sampling import NONE, Late
 from tierd.client.save import Stats
@@ -44,6 +45,7 @@ class Gate:
         self._optimizers: dict[Optimizer, list[Any]] = {}  # -> its hooks' handles
         self._stepping: set[Optimizer] = set()
         self._pending: list[Snapshot] = []
+        self._on_devices: list[Copies] = []  # that may still be under way; each optimizer has streams of its own
         self._late = NONE
         self._known: tuple[object, ...] = ()
         self._others: frozenset[str] = frozenset()  # names of what something else changes as well
@@ -94,6 +96,8 @@ class Gate:
     def watch(self, snapshot: Snapshot) -> None:
         """Hold the next step for this snapshot."""
         self._pending.append(snapshot)
+        if snapshot.copies:
+            self._on_devices.append(snapshot.copies)
 
     def distrust(self, names: Iterable[str]) -> None:
         """Something else changes these tensors as well. Any thread may say so."""
@@ -123,6 +127,17 @@ class Gate:
                 begun = time.perf_counter()
                 self.confirm()
                 self._stats.step_waited_s += time.perf_counter() - begun
+            self._hold()
+
+    def _hold(self) -> None:
+        """Have the stream of the optimizer that steps now wait for what devices still copy. The host has waited, once
+        for all optimizers; but they may have a stream each, and only those that were told wait."""
+        for copies in list(self._on_devices):  # a signal's handler may save, and add one
+            if copies.are_over:
+                with suppress(ValueError):
+                    self._on_devices.remove(copies)
+            else:
+                copies.hold_current()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping.discard(optimizer)

@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
+
 from tierd.arena import Arena, available
+from tierd.client import cuda
 from tierd.client.handoff import CALM_GREETING, Given, HandOff
 from tierd.client.save import Save, Stats
 from tierd.client.slots import Slot
@@ -23,7 +26,7 @@ from tierd.client.tensorfile import pieces
 from tierd.client.turns import give_way
 from tierd.client.worker import Worker
 from tierd.commit import Room, Source, Written, write_part, write_with_room
-from tierd.core.errors import DaemonUnavailable, SpoolUnusable, StateRefused, StepRefused
+from tierd.core.errors import ConfigError, DaemonUnavailable, SpoolUnusable, StateRefused, StepRefused
 from tierd.core.manifest import TENSORS, TREE, Manifest
 from tierd.device import LARGE
 from tierd.persist import sync_directory
@@ -80,9 +83,11 @@ class Pipeline:
         """Do `work` after the snapshots that were taken are copied, in their thread."""
         self._copier.give(work)
 
-    def reserve(self, size: int) -> None:
-        """Have memory for a tensor file of `size` bytes ready, touched behind training."""
+    def reserve(self, size: int, device: torch.device | None = None) -> None:
+        """Have memory for a tensor file of `size` bytes ready, touched behind training, and pinned for `device`."""
         self._copier.give(lambda: self._reserve(size))
+        if device is not None:
+            self._copier.give(lambda: self._pin(device))
 
     def take(self, snapshot: Snapshot) -> None:
         """Copy and persist; `snapshot.wait` says when training may go on."""
@@ -110,6 +115,7 @@ class Pipeline:
             self._line.close()
         for slot in self._slots:
             slot.drop()
+        self._stats.pinned_bytes = 0
 
     # -- the thread that copies ---------------------------------------------------------------------------------------
 
@@ -119,6 +125,25 @@ class Pipeline:
             _fit(slot, size)
         for slot in idle:
             self._free.put(slot)
+
+    def _pin(self, device: torch.device) -> None:
+        """Pin a slice of a slot that nobody uses, then give way to what was given meanwhile, such as a save."""
+        for _ in self._slots:
+            try:
+                slot = self._free.get_nowait()
+            except queue.Empty:
+                return  # who puts it back sees to it
+            try:
+                cuda.api.enter(device)
+                before = slot.pinned
+                left = slot.pin(device)
+                self._stats.pinned_bytes = sum(other.pinned for other in self._slots)
+            finally:
+                self._free.put(slot)
+            if left or slot.pinned > before:
+                with suppress(ConfigError):  # the pipeline is closing
+                    self._copier.give(lambda: self._pin(device))
+                return
 
     def _take(self, snapshot: Snapshot) -> None:
         slot = self._free.get()
@@ -137,8 +162,15 @@ class Pipeline:
         finally:
             if not passed_on:
                 snapshot.done(error)
-                self._unfinished.discard(snapshot)
-                self._free.put(slot)
+                self._free_again(snapshot, slot)
+
+    def _free_again(self, snapshot: Snapshot, slot: Slot) -> None:
+        self._unfinished.discard(snapshot)
+        self._free.put(slot)
+        if snapshot.copies:
+            device = snapshot.copies.devices[0]
+            with suppress(ConfigError):  # the pipeline is closing
+                self._copier.give(lambda: self._pin(device))
 
     def _copy(self, snapshot: Snapshot, slot: Slot) -> bool:
         """Whether the slot went on to the thread that persists."""
@@ -184,8 +216,7 @@ class Pipeline:
         try:
             self._end(snapshot.save, lambda: self._answer(manifest, slot, given, files))
         finally:
-            self._unfinished.discard(snapshot)
-            self._free.put(slot)
+            self._free_again(snapshot, slot)
 
     def _answer(self, manifest: Manifest, slot: Slot, given: Given | None, files: dict[str, memoryview]) -> Written:
         if given is None or self._line is None:

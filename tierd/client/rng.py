@@ -6,6 +6,7 @@ state.
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from typing import Any
@@ -14,12 +15,18 @@ import torch
 
 from tierd.core.errors import StateMismatch
 
+log = logging.getLogger("tierd")
+
 
 class RngState:
     """The process's global generators: Python, NumPy (if imported), torch CPU, and every CUDA device (if CUDA is in
     use).
 
     Put ``tierd.RngState()`` into the state. It holds nothing itself; it reads and sets the process's generators.
+
+    A process that sees as many CUDA devices as when it was saved gets the generators of all, by their numbers. In any
+    case its current device gets those of the device that was current then, because a rank's device may have another
+    number, or be the only one that it sees. A process without CUDA gets none of them.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -30,14 +37,15 @@ class RngState:
             state["numpy"] = numpy.random.get_state(legacy=False)
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             state["cuda"] = torch.cuda.get_rng_state_all()
+            state["cuda_device"] = torch.cuda.current_device()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set every generator that was saved.
 
         Raises:
-            StateMismatch: another number of CUDA devices than when saved, or NumPy's state is there and NumPy is not.
-                Nothing was set.
+            StateMismatch: NumPy's state is there and NumPy is not; or a checkpoint without the number of the device
+                that was current is of several devices, of which this process sees some only. Nothing was set.
         """
         misfit = self.misfit(state_dict)
         if misfit:
@@ -49,17 +57,39 @@ class RngState:
 
             np.random.set_state(state_dict["numpy"])
         if "cuda" in state_dict:
-            torch.cuda.set_rng_state_all(state_dict["cuda"])
+            _set_cuda(state_dict["cuda"], state_dict.get("cuda_device"))
 
     def misfit(self, state_dict: object) -> str | None:
         """Why `state_dict` cannot be loaded here; None if it can."""
         if not isinstance(state_dict, dict) or not {"python", "torch"} <= state_dict.keys():
             return "not the state of a RngState"
-        if "cuda" in state_dict and len(state_dict["cuda"]) != torch.cuda.device_count():
-            return f"saved with {len(state_dict['cuda'])} CUDA devices, this process sees {torch.cuda.device_count()}"
+        if "cuda" in state_dict and (reason := _cuda_misfit(state_dict["cuda"], state_dict.get("cuda_device"))):
+            return reason
         if "numpy" in state_dict:
             try:
                 import numpy  # noqa: F401
             except ImportError:
                 return "saved with NumPy, which is not installed here"
         return None
+
+
+def _cuda_misfit(states: object, current: object) -> str | None:
+    if not isinstance(states, list) or not (current is None or (type(current) is int and 0 <= current < len(states))):
+        return "the CUDA devices' states are not what RngState gives"
+    here = torch.cuda.device_count()
+    if current is None and len(states) > 1 and here not in (0, len(states)):
+        return (
+            f"saved with {len(states)} CUDA devices, this process sees {here}, and the checkpoint does not say which "
+            "was in use: show as many to this process (CUDA_VISIBLE_DEVICES), or leave RngState out"
+        )
+    return None
+
+
+def _set_cuda(states: list[torch.Tensor], current: int | None) -> None:
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if here == len(states):
+        torch.cuda.set_rng_state_all(states)
+    elif here == 0:
+        log.warning("generators of %d CUDA devices are left out: this process sees none", len(states))
+    if here and states and (here != len(states) or (current is not None and torch.cuda.is_initialized())):  # type: ignore[no-untyped-call]
+        torch.cuda.set_rng_state(states[current or 0])  # of the current device

@@ -35,6 +35,7 @@ class Stats:
         handed_over: saves that the daemon persisted from this process's memory.
         direct: saves written past the page cache (O_DIRECT).
         recycled: of those, over the extents of a pruned checkpoint.
+        pinned_bytes: memory that is pinned for a GPU now: snapshots are copied there beside the host.
     """
 
     saves: int = 0
@@ -48,6 +49,7 @@ class Stats:
     handed_over: int = 0
     direct: int = 0
     recycled: int = 0
+    pinned_bytes: int = 0
 
 
 class Save:

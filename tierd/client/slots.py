@@ -7,14 +7,15 @@ memory that is there: a state that does not fit goes through a small arena piece
 from __future__ import annotations
 
 import logging
-import mmap
 from collections.abc import Iterable, Mapping
-from typing import Any
+from itertools import chain
 
 import torch
 
 from tierd.arena import Arena, available
+from tierd.client import cuda
 from tierd.client.owned import leaves, tensors_in
+from tierd.client.pinning import Pinning
 from tierd.client.tensorfile import Layout, Targets, targets
 
 log = logging.getLogger("tierd")
@@ -33,7 +34,7 @@ class Slot:
         self._layout: Layout | None = None
         self._targets: Targets = {}
         self._backed = 0  # bytes of the arena that have pages
-        self._pinned = 0  # address that CUDA was told of
+        self._pinning: Pinning | None = None
 
     def has(self, size: int) -> bool:
         """Whether memory for `size` bytes is there already, touched. Any thread may ask."""
@@ -44,10 +45,12 @@ class Slot:
         if self.arena is not None and self.arena.shared:
             self.drop()
         if self.arena is not None and self.arena.size < size:
+            self._unpin()
             self.arena.trim(0)  # the daemon's mapping would keep the memory from the next one
             self.drop()
         if self._backed >= size:
             return True
+        self._unpin()  # a copy must not lie in what was pinned at two times
         spare = available()
         if size <= spare + self._backed:
             try:
@@ -87,7 +90,7 @@ class Slot:
         if self._layout is not layout:
             self._targets = targets(layout, self.arena.view)
             self._layout = layout
-        elif self._backed - layout.size >= _SPARE and not self._pinned:
+        elif self._backed - layout.size >= _SPARE and not self.pinned:
             # The second save of one structure: an optimizer has all that it will have. Not what a device writes to.
             self.arena.trim(layout.size)
             self._backed = layout.size
@@ -98,24 +101,25 @@ class Slot:
         assert self.arena is not None
         return self.arena.view[: layout.size]
 
-    def pin(self) -> None:
-        """Have CUDA know the arena, so that copies into it run beside the host; without, they block it."""
-        if self._pinned or self.arena is None:
-            return
-        first = torch.frombuffer(self.arena.view, dtype=torch.uint8, count=mmap.PAGESIZE).data_ptr()
-        if int(_cuda().cudaHostRegister(first, self.arena.size, 0)) == 0:
-            self._pinned = first
-        else:
-            log.warning("CUDA does not pin the arena of %d bytes: copies will block the host", self.arena.size)
+    def pin(self, device: torch.device) -> bool:
+        """Have CUDA know the next slice of the arena; whether another is left."""
+        if self.arena is None:
+            return False
+        if self._pinning is None:
+            self._pinning = Pinning(self.arena, self._backed, device)
+        if self._pinning.left:
+            self._pinning.go_on()
+        return self._pinning.left
+
+    @property
+    def pinned(self) -> int:
+        """Bytes of the arena that a device may write to beside the host."""
+        return self._pinning.size if self._pinning is not None else 0
 
     def _unpin(self) -> None:
-        if self._pinned:
-            _cuda().cudaHostUnregister(self._pinned)
-            self._pinned = 0
-
-
-def _cuda() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if self._pinning is not None:
+            self._pinning.undo()
+            self._pinning = None
 
 
 def estimate(state: Mapping[str, object]) -> int:
@@ -136,6 +140,17 @@ def estimate(state: Mapping[str, object]) -> int:
             tensors = (value,)
         seen |= {tensor.data_ptr() if not tensor.is_meta else id(tensor): tensor.nbytes for tensor in tensors}
     return sum(seen.values()) + extra + _HEADER
+
+
+def device_of(state: Mapping[str, object]) -> torch.device | None:
+    """The CUDA device that a state lies on, or the first of them; None without one."""
+    for value in leaves(state):
+        tensors: Iterable[torch.Tensor] = (value,) if isinstance(value, torch.Tensor) else ()
+        if isinstance(value, torch.nn.Module):
+            tensors = chain(value.parameters(), value.buffers())
+        if device := cuda.api.device_in(tensors):
+            return device
+    return None
 
 
 def _moments(defaults: Mapping[str, object]) -> int:

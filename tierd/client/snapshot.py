@@ -9,15 +9,18 @@ the snapshot is refused, because it may be a mixture.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
+from tierd.client import cuda
 from tierd.client.capture import Capture
+from tierd.client.copies import Copies
 from tierd.client.sampling import Late, Sample
 from tierd.client.save import Save
 from tierd.client.slots import Slot
@@ -56,17 +59,15 @@ class Snapshot:
         self.late, self._late = late.names, late
         self.tree = b""
         self.asked = time.perf_counter()
-        self._versions = _versions(late.of(capture.tensors))
-        self._sample = Sample(late, capture.tensors)
+        self._witness: _Witness | None = _Witness(capture, late)
         self._thread = threading.get_ident()
         self._torn = torn
-        self._marks = {device: torch.cuda.current_stream(device).record_event() for device in capture.devices}
-        self._events: list[torch.cuda.Event] = []  # of all copies from devices that were begun
-        self._early_events: list[torch.cuda.Event] = []
+        self.copies = Copies(capture)
         # What was settled first counts: `setdefault` is one step for every thread and handler.
         self._fate: dict[None, str] = {}
         self._verdict: dict[None, Callable[[], list[str]]] = {}  # gives the names of what changed
         self._into: Mapping[str, torch.Tensor] | None = None
+        self._arena: memoryview | None = None
         self._error: Exception | None = None
         self._encoder: dict[None, object] = {}
         self._encoded = Latch()
@@ -110,8 +111,7 @@ class Snapshot:
         self._returns.wait()
         if self._error is not None:
             raise self._error
-        for event in self._early_events:
-            torch.cuda.current_stream(event.device).wait_event(event)
+        self.copies.hold_all()
 
     def give_up(self) -> bool:
         """`save` was interrupted: what training changes from then on must not get in. Whether it is not too late."""
@@ -132,12 +132,13 @@ class Snapshot:
         work waits. What was copied is held against what is there now: whatever the calling thread did before shows."""
         if not self.late:
             return
+        self.copies.hurry()
         self._copied.wait()
-        for event in self._events:  # whatever is enqueued from now on, the device does after the copy
-            torch.cuda.current_stream(event.device).wait_event(event)
-        if not self._verdict and (into := self._into) is not None:
-            self._judge(self._look(into, torch.cuda.current_stream))
-        if not self._events and self._is_soon:  # what dies in its next step is not to lose what was copied
+        self.copies.hold_current()  # whatever is enqueued from now on, the device does after the copy
+        witness, into = self._witness, self._into  # `done` takes both away, in the other order
+        if not self._verdict and witness is not None and into is not None:
+            self._judge(witness.look(into, cuda.api.current_stream))
+        if not self.copies and self._is_soon:  # what dies in its next step is not to lose what was copied
             self._passed_on.wait()
 
     def reached(self, timeout: float | None) -> None:
@@ -160,13 +161,13 @@ class Snapshot:
     def copy(self, slot: Slot) -> None:
         """Copy all of it into the slot's arena; lets training go on as soon as the law allows."""
         self._into = into = slot.lay_out(self.capture.layout)
-        if self._marks:
-            slot.pin()
-        self._early_events = self._begin(into, [name for name in into if name not in self.late])
-        if self.late and not self._returns.is_open:
-            self._returns.open()
-            time.sleep(_YIELD)  # else the thread that trains would wait for the interpreter's lock
+        self._arena = slot.image(self.capture.layout)
+        self.copies.enter()
         try:
+            self._begin(into, [name for name in into if name not in self.late])
+            if self.late and not self._returns.is_open:
+                self._returns.open()
+                time.sleep(_YIELD)  # else the thread that trains would wait for the interpreter's lock
             if self.late:  # first, because a step waits for it
                 self._begin(into, [name for name in into if name in self.late])
                 self._is_soon = self.capture.is_encoded_soon()
@@ -175,8 +176,7 @@ class Snapshot:
             if self.late:
                 self._late.draw()
         finally:  # refused or not, a device may still write into the slot
-            for event in self._events:
-                event.synchronize()
+            self.copies.synchronize()
 
     def await_confirmation(self) -> None:
         """Return when the copy is known to be no mixture: at once for one that was made before `save` returned.
@@ -192,7 +192,8 @@ class Snapshot:
             if (left := end - time.monotonic()) > 0:
                 self._confirmed.wait(min(left, _TURN))
                 continue
-            later = self._look(self._into, _side_stream)
+            assert self._witness is not None
+            later = self._witness.look(self._into, _side_stream)
             if not later():  # it counts only if nothing changed: a step may have begun meanwhile, which looked before
                 self._judge(later)
             end = time.monotonic() + _LONG_OVER
@@ -206,58 +207,57 @@ class Snapshot:
 
     def catch_up(self) -> None:
         """Return when devices have done what was asked of them before the save; for who reads tensors by himself."""
-        for mark in self._marks.values():
-            mark.synchronize()
+        self.copies.enter()
+        self.copies.catch_up()
 
     def done(self, error: Exception | None = None) -> None:
-        """The snapshot is taken, or why not: nobody needs to wait for it any more."""
+        """The snapshot is taken, or why not: nobody needs to wait for it any more. Its tensors are let go, because some
+        may be the caller's only for this save, and persisting takes long."""
         if not self._returns.is_open:
             self._error = error
-        self._into = None  # what it shows is the next snapshot's
+        self._into = self._arena = None  # what it shows is the next snapshot's
+        self._witness = None
+        self.copies.close()
+        self.capture = dataclasses.replace(self.capture, tensors={})
         self._returns.open()
         self._copied.open()
         self._passed_on.open()
 
-    def _begin(self, into: dict[str, torch.Tensor], names: Iterable[str]) -> list[torch.cuda.Event]:
+    def _begin(self, into: dict[str, torch.Tensor], names: list[str]) -> None:
         tensors = self.capture.tensors
-        groups: dict[torch.device, list[str]] = {}
-        for name in names:
-            groups.setdefault(tensors[name].device, []).append(name)
-        begun = []
-        # Devices first: their copies run beside the host's.
-        for device, own in sorted(groups.items(), key=lambda item: item[0].type == "cpu"):
-            mark = self._marks.get(device)
+        if self.copies:  # first, because they run beside the host's
+            assert self._arena is not None
+            self.copies.begin(self._arena, into, {name: tensors[name] for name in names}, gently=self.returned)
+            names = [name for name in names if cuda.api.device_of(tensors[name]) is None]
+        if names:
             with torch.no_grad():
-                if mark is None:
-                    torch._foreach_copy_([into[name] for name in own], [tensors[name] for name in own])
-                    continue
-                side = _side_stream(device)
-                with torch.cuda.stream(side):
-                    side.wait_event(mark)
-                    for name in own:
-                        into[name].copy_(tensors[name], non_blocking=True)
-                    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                    begun.append(side.record_event(event))
-        self._events += begun
-        return begun
+                torch._foreach_copy_([into[name] for name in names], [tensors[name] for name in names])
 
     def _judge(self, changed: Callable[[], list[str]]) -> None:
         if self._verdict.setdefault(None, changed) is changed:
             self._confirmed.open()
 
-    def _look(
+
+class _Witness:
+    """What the tensors that are copied late were when `save` was called."""
+
+    def __init__(self, capture: Capture, late: Late) -> None:
+        self._late, self._tensors = late, late.of(capture.tensors)
+        self._versions = _versions(self._tensors)
+        self._sample = Sample(late, capture.tensors)
+
+    def look(
         self, into: Mapping[str, torch.Tensor], stream: Callable[[torch.device], torch.cuda.Stream]
     ) -> Callable[[], list[str]]:
         """What gives the names of the late tensors that are not what was copied. Of the host they are read now; of a
         device when `stream` comes to it."""
-        tensors = self._late.of(self.capture.tensors)
-        live = dict(zip(self._late.order, tensors, strict=True))
+        tensors, names = self._tensors, self._late.order
         now = zip(_versions(tensors), map(torch.Tensor.data_ptr, tensors), strict=True)
         was = zip(self._versions, self._late.addresses, strict=True)
-        if moved := [name for name, before, after in zip(live, was, now, strict=True) if before != after]:
+        if moved := [name for name, before, after in zip(names, was, now, strict=True) if before != after]:
             return lambda: moved
         try:
-            return self._sample.look(live, into, stream)
+            return self._sample.look(dict(zip(names, tensors, strict=True)), into, stream)
         except Exception as error:  # training is not to die of it
             return functools.partial(_raise, error)
 
@@ -274,10 +274,5 @@ def _versions(tensors: list[torch.Tensor]) -> list[int]:
         return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _streams[device]
+    return cuda.api.side_stream(device)

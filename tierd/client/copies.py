@@ -1,0 +1,239 @@
+"""Copies from devices into an arena: enqueued on side streams, ordered by events; nothing waits for a whole device.
+
+Law: a copy reads what every stream had been given when `save` was called, because all of them may have written: a
+moving average is often kept on a stream of its own. Every copy that was begun is followed by an event, on whatever way
+the code that began it was left, so that nobody uses the arena, or lets a tensor go, while a device is at it.
+
+A device's copies are cut at multiples of `GRAIN`, because memory is pinned in slices, and CUDA refuses a copy that lies
+partly in memory that is pinned; and so that what else wants to use the bus, a `loss.item()` say, waits for a part only.
+Small tensors that lie side by side in the arena are joined on the device and copied as one: an optimizer may have a
+counter of 4 bytes for each parameter, and a copy of its own for each would take longer than all the rest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import chain
+
+import torch
+
+from tierd.client import cuda
+from tierd.client.capture import Capture
+from tierd.client.worker import Latch
+
+GRAIN = 16 << 20  # bytes, and a power of two
+_SMALL = 64 << 10  # bytes; a copy of less takes longer to begin than to make
+_FEW = 4  # of them are not worth a gathering
+_UNDER_WAY = 4  # batches of that size that are enqueued ahead of the device, so that it is never idle
+_GLANCE_S = 0.5e-3  # between two looks at the device; a batch takes longer
+
+# What torch joins on every device, in every version: not all can be joined that can be copied.
+_JOINED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+_JOINED |= {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # where to, from where
+
+
+class Copies:
+    """One snapshot's copies. Made by the thread that calls `save`, at that moment; then used by the one that copies."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._api = cuda.api
+        self.devices = self._api.devices_of(capture)
+        self._marks = {device: list(self._busy(device)) for device in self.devices}
+        self._ordered: set[torch.device] = set()  # whose side streams wait for the marks
+        self._events: list[tuple[torch.device, torch.cuda.Event]] = []  # behind all copies that were begun
+        self._first: list[tuple[torch.device, torch.cuda.Event]] | None = None  # those that `save` waits for
+        self._held: set[tuple[int, torch.cuda.Stream]] = set()  # numbers of events, and who waits for them
+        self._hurried: dict[None, object] = {}
+        self._hurry = Latch()
+        self._over = Latch()
+
+    def __bool__(self) -> bool:
+        """Whether any tensor lies on a device."""
+        return bool(self.devices)
+
+    def _busy(self, device: torch.device) -> Iterator[torch.cuda.Event]:
+        current = self._api.current_stream(device)
+        for stream in self._api.streams(device):
+            if stream != current and not stream.query():
+                yield self._api.record(stream)
+        yield self._api.record(current)
+
+    # -- the thread that trains ---------------------------------------------------------------------------------------
+
+    @property
+    def are_over(self) -> bool:
+        """Whether devices have done all copies."""
+        return self._over.is_open
+
+    def hold_all(self) -> None:
+        """Have every stream wait for what was begun first: any of them may write next, as soon as `save` returns."""
+        for device, event in self._first if self._first is not None and not self.are_over else ():
+            for stream in self._api.streams(device):
+                self._hold(event, stream)
+            self._hold(event, self._api.current_stream(device))
+
+    def hold_current(self) -> None:
+        """Have what this thread enqueues from now on wait for all copies."""
+        for device, event in [] if self.are_over else self._events:
+            self._hold(event, self._api.current_stream(device))
+
+    def _hold(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+        key = id(event), stream  # the event lives as long as this does
+        if key not in self._held:
+            stream.wait_event(event)
+            self._held.add(key)
+
+    def hurry(self) -> None:
+        """Training waits for the host to have enqueued all copies: leave the bus to nobody else."""
+        mine = object()
+        if self._hurried.setdefault(None, mine) is mine:  # in one step: a signal's handler may be here as well
+            self._hurry.open()
+
+    # -- the thread that copies ---------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Make this thread one of the rank's device."""
+        if self.devices:
+            self._api.enter(self.devices[0])
+
+    def begin(
+        self,
+        arena: memoryview,
+        into: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        gently: bool,
+    ) -> None:
+        """Enqueue the copies of tensors on devices.
+
+        Args:
+            into: where in `arena` they go, by name.
+            tensors: those of these names are copied; on the host, nothing happens.
+            gently: leave gaps for others: with only so much ahead of the device, until somebody is in a `hurry`.
+        """
+        groups: dict[torch.device, list[Pair]] = {}
+        for name, tensor in tensors.items():
+            device = self._api.device_of(tensor)
+            if device is not None and tensor.nbytes:
+                groups.setdefault(device, []).append((into[name], tensor))
+        for device, pairs in groups.items():
+            side = self._api.side_stream(device)
+            with self._api.on(side):
+                try:
+                    self._order(device, side)
+                    self._enqueue(side, self._joined(arena, pairs), gently=gently)
+                finally:
+                    self._events.append((device, self._api.record(side)))
+        if self._first is None:
+            self._first = list(self._events)
+
+    def _order(self, device: torch.device, side: torch.cuda.Stream) -> None:
+        if device not in self._ordered:
+            for mark in self._marks[device]:
+                side.wait_event(mark)
+            self._ordered.add(device)
+
+    def _joined(self, arena: memoryview, pairs: list[Pair]) -> Iterator[Pair]:
+        """The copies to make. What they read is joined as they are asked for, in the order of the side stream."""
+        base = torch.frombuffer(arena, dtype=torch.uint8, count=1).data_ptr()
+        for run in _runs(pairs):
+            if len(run) <= _FEW:
+                yield from chain.from_iterable(cut(*pair) for pair in run)
+            else:
+                first, joined = run[0][0], self._api.join([source for _, source in run])
+                offset = first.data_ptr() - base
+                yield torch.frombuffer(arena, dtype=first.dtype, count=joined.numel(), offset=offset), joined
+
+    def _enqueue(self, side: torch.cuda.Stream, pairs: Iterator[Pair], *, gently: bool) -> None:
+        ahead: deque[torch.cuda.Event] = deque()
+        for batch in _batches(pairs):
+            if gently and not self._hurry.is_open and len(ahead) == _UNDER_WAY:
+                self._await(ahead.popleft())
+            self._api.copy([into for into, _ in batch], [tensor for _, tensor in batch])
+            if gently and not self._hurry.is_open:
+                ahead.append(self._api.record(side))
+
+    def _await(self, event: torch.cuda.Event) -> None:
+        # Waiting for the event itself could not be cut short.
+        while not event.query() and not self._hurry.wait(_GLANCE_S):  # type: ignore[no-untyped-call]
+            pass
+
+    def synchronize(self) -> None:
+        """Return when devices have done all copies that were begun."""
+        for _, event in self._events:
+            event.synchronize()
+        self._over.open()
+
+    def close(self) -> None:
+        """No copy will be begun any more."""
+        if not self._events:
+            self._over.open()
+
+    def catch_up(self) -> None:
+        """Return when devices have done what was asked of them before the save; for who reads tensors by himself."""
+        for mark in chain.from_iterable(self._marks.values()):
+            mark.synchronize()
+
+
+def cut(into: torch.Tensor, source: torch.Tensor) -> Iterator[Pair]:
+    """A copy as several, none of which goes beyond a multiple of `GRAIN` in `into`, which is contiguous."""
+    begin = into.data_ptr()
+    room = GRAIN - begin % GRAIN
+    if into.nbytes <= room:
+        yield into, source
+    elif source.is_contiguous():
+        into, source, done = into.view(-1), source.detach().view(-1), 0
+        while done < into.numel():
+            count = min(into.numel() - done, room // into.element_size())
+            yield into[done : done + count], source[done : done + count]
+            done, room = done + count, GRAIN
+    else:
+        row, done = into[0].nbytes, 0
+        while done < len(into):
+            room = GRAIN - (begin + done * row) % GRAIN
+            count = min(len(into) - done, room // row)
+            if count:
+                yield into[done : done + count], source.detach()[done : done + count]
+            else:  # a row of its own goes beyond
+                yield from cut(into[done], source.detach()[done])
+            done += count or 1
+
+
+def _runs(pairs: list[Pair]) -> Iterator[list[Pair]]:
+    """The pairs in their order; together those that can be one copy: small, side by side in the arena, of one dtype,
+    and not beyond a multiple of `GRAIN`."""
+    run: list[Pair] = []
+    end = 0
+    for into, source in pairs:
+        begin = into.data_ptr()
+        joins = into.nbytes <= _SMALL and source.dtype in _JOINED and source.is_contiguous()
+        is_next = bool(run) and begin == end and source.dtype == run[0][1].dtype
+        end = begin + into.nbytes
+        if joins and is_next and (end - 1) // GRAIN == run[0][0].data_ptr() // GRAIN:
+            run.append((into, source))
+            continue
+        if run:
+            yield run
+        run = [(into, source)]
+        if not joins:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _batches(pairs: Iterator[Pair]) -> Iterator[list[Pair]]:
+    """Pairs together until they come to `GRAIN` bytes."""
+    batch: list[Pair] = []
+    size = 0
+    for pair in pairs:
+        batch.append(pair)
+        size += pair[0].nbytes
+        if size >= GRAIN:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
