@@ -25,6 +25,8 @@ from types import MappingProxyType
 
 import torch
 
+from tierd.client import cuda
+
 _WHOLE = 16 << 10  # bytes
 _POINTS = 16  # elements of what is read element by element
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # item size -> what shows a value's bits
@@ -59,7 +61,8 @@ class Late:
         self.names, self.order = frozenset(tensors), list(tensors)
         self.addresses = list(map(_address, tensors.values()))
         is_little = len(others) <= _FEW and sum(map(_nbytes, others.values())) <= _LITTLE
-        self.before = list(others) if is_little and all(one.is_cpu for one in others.values()) else None
+        on_host = all(one.is_cpu and cuda.api.device_of(one) is None for one in others.values())
+        self.before = list(others) if is_little and on_host else None
         self.small, self.large, self.others = list[str](), list[str](), list[str]()
         first, last = array("q"), array("q")
         for (name, tensor), address in zip(tensors.items(), self.addresses, strict=True):

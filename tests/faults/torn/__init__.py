@@ -158,7 +158,7 @@ MUTANTS = (
     Mutant(
         "only writes that a version counter shows are noticed",
         "tierd/client/snapshot.py",
-        "            return self._sample.look(live, into, stream)\n",
+        "            return self._sample.look(dict(zip(names, tensors, strict=True)), into, stream)\n",
         "            return list\n",
         "torn --trials 100",
         "is a mixture",
@@ -166,7 +166,7 @@ MUTANTS = (
     Mutant(
         "only writes that a sample shows are noticed",
         "tierd/client/snapshot.py",
-        "        if moved := [name for name, before, after in zip(live, was, now, strict=True) if before != after]:\n",
+        "        if moved := [name for name, before, after in zip(names, was, now, strict=True) if before != after]:\n",
         "        if moved := []:\n",
         "pytest tests/client/test_torn.py -k one_element",
     ),
