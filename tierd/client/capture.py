@@ -135,8 +135,9 @@ class Capturer:
         with suppress(Exception):  # as `_optimizers_of`
             moved = moving(optimizers, tensors)
         known = self._layout.entries if self._layout else {}
-        described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        same = described == {name: (entry.dtype, entry.shape) for name, entry in known.items()}
+        same = tensors.keys() == known.keys() and all(
+            (tensor.dtype, tensor.shape) == (known[name].dtype, known[name].shape) for name, tensor in tensors.items()
+        )
         if self._layout is None or not same or moved != self._moving:
             self._layout, self._moving = plan_layout(tensors, moved), moved
         return self._layout
@@ -179,8 +180,7 @@ class _Plan:
         self._odd = [index for index in first.values() if _is_odd(*tensors[index].detail)]
         self._tied = [(index, first[node.index]) for index, node in enumerate(tensors) if first[node.index] != index]
         seen = [index for index in first.values() if 0 not in forms[index][2]]  # an empty tensor is tied to none
-        numbers: dict[object, int] = {}
-        self._seen, self._seen_forms = picker(seen), [numbers.setdefault(forms[at], len(numbers)) for at in seen]
+        self._seen, self._seen_forms = picker(seen), [forms[at] for at in seen]
         names = list(walk.tensors)
         places = first | {node.index: len(tensors) + index for index, node in enumerate(stored)}
         self._names, self._stored = names, picker([places[index] for index in range(len(names))])

@@ -26,7 +26,7 @@ IMMUTABLE = frozenset(SCALARS) - {bytearray}
 MOST_REPEATED = 256 * 1024 * 1024  # bytes that a tensor may take in a file beyond those that it has in memory
 _WINDOW = 1 << 11  # values that are encoded at once: a millisecond
 _STORABLE = frozenset((*DTYPE_NAMES, *STORED_AS))
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")).encode
 
 
@@ -83,7 +83,7 @@ def refuse(path: Path, reason: str, cause: Exception | None = None) -> NoReturn:
 def is_storable(tensor: torch.Tensor) -> bool:
     """Whether `why_refused` has nothing to say; quick."""
     return (
-        type(tensor) in _PLAIN
+        type(tensor) in PLAIN
         and tensor.dtype in _STORABLE
         and tensor.layout is torch.strided
         and not tensor.is_nested
@@ -127,7 +127,7 @@ def _repeated(kind: str, nbytes: int, span: int) -> str:
 
 def why_refused(tensor: torch.Tensor) -> str | None:
     """Why the tensor cannot be stored, and the way out; None if it can."""
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN:
         if hasattr(tensor, "full_tensor"):
             kind = type_name(tensor)
             return f"{kind}, a sharded tensor; pass .full_tensor(), or save it through tierd.dcp.StorageWriter"

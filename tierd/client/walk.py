@@ -26,6 +26,7 @@ from tierd.client.tree import FACTORIES, MAX_DEPTH, STORED_AS
 from tierd.client.values import (
     BRACKETS,
     IMMUTABLE,
+    PLAIN,
     Path,
     check_alike,
     dumps,
@@ -143,6 +144,8 @@ class Walk:
             return self._hole(Form.SCALAR, kind, value)
         if kind is bytearray:
             return self._hole(Form.MADE, kind, made(value, path))
+        if kind in PLAIN and len(self._open) < MAX_DEPTH:  # the most of a state, and no container
+            return self.tensor(value, path)
         if id(value) in self._open:
             refuse(path, f"{type_name(value)}, a cycle back to {show(self._open[id(value)])}")
         if len(self._open) >= MAX_DEPTH:
