@@ -2,6 +2,7 @@
 
     python -m faults KIND [--trials N] [--seed S]    trials of one kind
     python -m faults KIND --only S                   one trial again
+    python -m faults KIND --seed S --keep FILE       goes on from what FILE keeps, if that ended at seed S - 1
     python -m faults short | gate                    a round of every kind, as `make faults` and `make gate`
     python -m faults page                            the last gate's results into the README
 
@@ -21,7 +22,7 @@ from typing import cast
 
 from faults import page
 from faults.page import RESULTS
-from faults.rounds import Kit, Round, save, say
+from faults.rounds import Kit, Round, joined, kept_in, save, say
 
 KINDS = ("simulation", "power", "kills", "disk", "s3", "corruption", "hostile", "torn", "host", "sabotage")
 
@@ -43,9 +44,12 @@ def trials(kind: str, number: int, seed: int, only: int | None = None, kept: Pat
         which.run(work)
     finally:
         shutil.rmtree(room, ignore_errors=True)
-    if only is None and number >= which.GATE and (unmet := [note for note in which.MET if not work.notes[note]]):
+    before = kept_in(kept).get(kind) if kept else None
+    result = joined(before, work.result())
+    full = only is None and result["asked"] >= which.GATE
+    if full and (unmet := [note for note in which.MET if not result["notes"].get(note)]):
         work.lost(seed, f"never happened in a full round: {', '.join(unmet)}", units=0)
-    result = work.result()
+        result = joined(before, work.result())
     say(f"   {work.done:,} {which.UNIT}, {len(work.losses)} lost, {result['seconds']} s, {result['notes']}")
     if kept:
         save(kept, result)

@@ -167,11 +167,33 @@ def bound(trials: int, losses: int = 0) -> float:
     return float(1 - 0.05 ** (1 / trials))
 
 
+def kept_in(path: Path) -> dict[str, dict[str, Any]]:
+    """The results that are kept, by kind."""
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def joined(kept: dict[str, Any] | None, result: dict[str, Any]) -> dict[str, Any]:
+    """A round and the one that it goes on from: of the same committed tierd/, which ended at the seed before with no
+    loss and nothing skipped. Else the round alone. So a long round may be played in pieces."""
+    if (
+        kept is None
+        or kept["tierd"] is None
+        or kept["tierd"] != result["tierd"]
+        or kept["seeds"][1] + 1 != result["seeds"][0]
+        or kept["losses"]
+        or kept["skipped"]
+    ):
+        return result
+    sums = {name: kept[name] + result[name] for name in ("asked", "trials")}
+    notes = Counter(kept["notes"]) + Counter(result["notes"])
+    seconds = round(kept["seconds"] + result["seconds"], 1)
+    seeds = [kept["seeds"][0], result["seeds"][1]]
+    return result | sums | {"notes": dict(sorted(notes.items())), "seconds": seconds, "seeds": seeds}
+
+
 def save(path: Path, result: dict[str, Any]) -> None:
     """Keep a round's result beside those of other kinds."""
-    results = json.loads(path.read_text()) if path.exists() else {}
-    results[result["kind"]] = result
-    path.write_text(json.dumps(dict(sorted(results.items())), indent=2) + "\n")
+    path.write_text(json.dumps(dict(sorted((kept_in(path) | {result["kind"]: result}).items())), indent=2) + "\n")
 
 
 def say(line: str) -> None:

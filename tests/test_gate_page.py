@@ -1,0 +1,54 @@
+"""What the gate's table is made of: rounds in full, of one tierd, and pieces of a round that belong together."""
+
+from __future__ import annotations
+
+import pytest
+from faults import page
+from faults.rounds import joined
+
+
+def result(first: int, last: int, **more: object) -> dict:
+    trials = last - first + 1
+    known = {
+        "kind": "sabotage",
+        "unit": "mutants",
+        "seeds": [first, last],
+        "asked": trials,
+        "trials": trials,
+        "losses": [],
+        "skipped": [],
+        "tierd": "a" * 40,
+        "seconds": 1.5,
+        "notes": {"by pytest": trials},
+    }
+    return known | more
+
+
+def test_pieces_of_a_round_are_joined():
+    whole = joined(result(0, 9), result(10, 19, notes={"by power": 10}))
+    assert (whole["seeds"], whole["asked"], whole["trials"], whole["seconds"]) == ([0, 19], 20, 20, 3.0)
+    assert whole["notes"] == {"by power": 10, "by pytest": 10}
+    assert page.refused({"sabotage": whole}, {"sabotage": 20}) == []
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        None,
+        result(0, 8),
+        result(0, 10),
+        result(0, 9, tierd="b" * 40),
+        result(0, 9, tierd=None),
+        result(0, 9, losses=[{"seed": 3, "why": "lost"}]),
+        result(0, 9, skipped=["no root"]),
+    ],
+    ids=["none", "a gap", "twice", "another tierd", "not committed", "a loss", "skipped"],
+)
+def test_what_does_not_belong_together_is_not(before):
+    piece = result(10, 19)
+    assert joined(before, piece) == piece
+    assert page.refused({"sabotage": piece}, {"sabotage": 20}) == ["sabotage: 10 mutants of 20"]
+
+
+def test_two_pieces_without_a_commit_are_not_joined():
+    assert joined(result(0, 9, tierd=None), result(10, 19, tierd=None))["seeds"] == [10, 19]
