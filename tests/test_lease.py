@@ -15,7 +15,7 @@ from support.world import Daemon, wait_until
 
 import tierd
 from tierd import living
-from tierd.client.ranks import slurm_attempt
+from tierd.client.launchers import slurm_attempt
 from tierd.core.errors import ConfigError
 from tierd.core.wire import Status
 from tierd.core.world import Trainer

@@ -151,7 +151,7 @@ def test_ranks_of_one_launch_go_by_the_same_policy(spool, group):
 def test_steps_need_no_talk_and_what_one_rank_did_not_save_is_due_on_none(spool, group):
     def work(number: int):
         with made(spool, tierd.When(steps=2)) as checkpointer:
-            group._barrier.wait()
+            group.together.wait()
             group.deaf = True
             found = []
             for step in range(9):
@@ -193,9 +193,9 @@ def test_rank_0s_metrics_decide_and_are_asked_for_only_where_something_may_be_du
                     found.append(step)
                     checkpointer.save(step, tensors(step), {"val": value} if number == 0 else None)
                 assert not checkpointer.due(step + 1), "no value, and no talk"
-                group._barrier.wait()
+                group.together.wait()
                 assert (group.exchanges > before) == (step not in (5, 15))
-                group._barrier.wait()
+                group.together.wait()
             return found
 
     assert group.run(work) == [[10, 25, 40]] * 2

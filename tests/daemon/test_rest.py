@@ -14,6 +14,7 @@ from support.world import commit, converge, part, reconciler, running, settle, u
 from tierd.daemon import observe
 from tierd.daemon.flush import Way, flush
 from tierd.daemon.lane import Lane
+from tierd.daemon.scrub import Scrubber
 
 RUNS, HOURS = 20, 24
 
@@ -38,6 +39,7 @@ class Resting:
             await asyncio.sleep(0)
 
         monkeypatch.setattr(Lane, "rest", rest)
+        monkeypatch.setattr(Scrubber, "run", lambda scrubber: asyncio.sleep(3600))  # its lanes ask no tier at rest
         monkeypatch.setattr(observe, "time", SimpleNamespace(monotonic=lambda: 3600 * max(map(self.now, self.rests))))
 
     def now(self, name: str) -> float:
