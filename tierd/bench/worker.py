@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("arm")
     parser.add_argument("gigabytes", type=float)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("device")
+    parser.add_argument("device", nargs="?", default="cpu")
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
