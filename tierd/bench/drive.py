@@ -40,7 +40,8 @@ class Lane:
         self.arm, self._directory = arm, directory / arm
         shutil.rmtree(self._directory, ignore_errors=True)
         self._log = directory / f"{arm}.log"
-        on = [device] if device != "cpu" else []  # a worker of another checkout (benchmarks/before.py) may know no other
+        # A worker of an older checkout (benchmarks/before.py) knows no device.
+        on = [device] if device != "cpu" else []
         command = [sys.executable, "-m", "tierd.bench.worker", arm, str(gigabytes), str(self._directory), *on]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
