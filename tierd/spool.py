@@ -9,6 +9,7 @@ layer of overlayfs loses its manifest first, because no directory can be renamed
     <spool>/.tierd/{lock, control.sock, stage/, trash/, recycle/<lane>, quarantine/<run>/<checkpoint>/<part>/}
     <spool>/.tierd/fetch/<run>.<checkpoint>.<part>/, on its way from a tier, or left there half-way
     <spool>/.tierd/{saved, retention, timeline}/, what `records` keeps of runs; alive/, whose trainers live (`living`)
+    <spool>/.tierd/meetings/<launch>/, what the ranks of a launch on this node tell each other (client/meeting.py)
 """
 
 from __future__ import annotations
