@@ -37,7 +37,7 @@ def collect() -> tuple[Mutant, ...]:
 MUTANTS: tuple[Mutant, ...] = ()
 MET = tuple(f"by {kind}" for kind in (*KITS, "pytest"))
 GATE = len(collect())
-SHORT = GATE // 19  # ten minutes
+SHORT = GATE // 32  # five minutes
 
 
 def missing() -> str | None:
