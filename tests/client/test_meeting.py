@@ -27,6 +27,7 @@ def boards(request, tmp_path):
     if request.param == "directory":
         return lambda name="launch": _quick(DirectoryBoard(tmp_path, name))
     store = torch.distributed.HashStore()
+    request.addfinalizer(store.num_keys)  # a board does not keep it
     return lambda name="launch": _quick(StoreBoard(store, name, "the store"))
 
 
@@ -110,6 +111,67 @@ def test_rank_0_that_does_something_else_is_named_too(boards):
     assert isinstance(error, StoreUnavailable) and "rank 0 (process" in str(error)
 
 
+def test_rank_0_that_comes_late_does_not_go_on_alone(boards):
+    """Who gave up waiting takes back what it said: else rank 0 would find it, and succeed where the others failed."""
+    made = meetings(boards, 3)
+    for error in together(*(lambda rank=rank: made[rank].exchange(b"x", 0.5) for rank in (1, 2))):
+        assert isinstance(error, StoreUnavailable) and "rank 0 (process" in str(error)
+    with pytest.raises(StoreUnavailable, match=r"rank 1 \(process .*gave up waiting.*rank 2 .*gave up waiting"):
+        made[0].exchange(b"x", 20)
+    said = [f"{rank}".encode() for rank in range(3)]
+    assert together(*(lambda rank=rank: made[rank].exchange(said[rank], 20) for rank in range(3))) == [said] * 3
+
+
+def test_an_exchange_succeeds_on_all_ranks_or_on_none(boards):
+    """Rank 1 gives up at about the moment at which rank 0 comes: whoever is first, they agree."""
+    both = 0
+    for seed in range(25):
+        first, second = meetings(lambda seed=seed: boards(f"launch {seed}"), 2)
+
+        def late(first=first, seed=seed) -> list[bytes]:
+            time.sleep(0.1 + seed * 0.008)
+            return first.exchange(b"0", 20)
+
+        answers = together(late, lambda second=second: second.exchange(b"1", 0.2))
+        assert len({isinstance(one, StoreUnavailable) for one in answers}) == 1, f"seed {seed}: {answers}"
+        both += answers == [[b"0", b"1"]] * 2
+    assert both, "no exchange came to its end"
+
+
+def test_one_that_died_while_all_begin_is_named(tmp_path):
+    script = _PEER.replace(
+        "meeting.meet(30)", "meeting._board.put('hello/1', __import__('msgspec').json.encode(meeting._me)); sys.exit()"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path), "1", "5"], env=environment(), check=True, timeout=60)
+    with pytest.raises(StoreUnavailable, match=r"rank 1 \(process \d+ on .*\) has ended"):
+        Meeting(_quick(DirectoryBoard(tmp_path, "launch")), 0, 2, QUICK).meet(1.0)
+
+
+def test_the_thread_ends_with_its_meeting(boards):
+    made = meetings(boards, 2)
+    assert together(*(lambda one=one: one.exchange(b"", 20) for one in made)) == [[b"", b""]] * 2
+    threads = [one._thread for one in made]
+    for one in made:
+        one.close()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert together(*(lambda one=one: one.exchange(b"", 20) for one in made)) == [[b"", b""]] * 2, (
+        "it can be used again"
+    )
+
+
+def test_a_store_is_not_kept_alive():
+    """Else a group that is made again at the same address finds the server of the one before, with its keys."""
+    store = torch.distributed.HashStore()
+    board = StoreBoard(store, "launch", "the store")
+    board.put("key", b"value")
+    assert board.get("key") == b"value"
+    del store
+    with pytest.raises(RuntimeError, match="make a new Checkpointer"):
+        board.get("key")
+
+
 def test_a_rank_that_works_is_waited_for_much_longer(boards):
     made = meetings(boards, 2, silent_s=1.0)
 
@@ -185,7 +247,7 @@ def test_a_board_that_hangs_ends_the_wait():
 
         get = remove = put
 
-    hanging = Meeting(Hanging(), 0, 2, silent_s=-4.0)  # and a grace of 5 s
+    hanging = Meeting(Hanging(), 0, 2, silent_s=1.0)
     with pytest.raises(StoreUnavailable, match="the store does not answer"):
         hanging.meet(30)
 

@@ -37,6 +37,13 @@ MEETINGS = (
         f"{_TESTS} -k works_is_waited",
     ),
     Mutant(
+        "who gives up waiting leaves what it said to a late rank 0",
+        _MEETING,
+        '                self._put(f"{turn}/{self._rank}", b"")\n',
+        "",
+        f"{_TESTS} -k does_not_go_on_alone",
+    ),
+    Mutant(
         "a restore ends before every rank has loaded",
         "tierd/client/checkpointer.py",
         "            restorer.agreement.loaded(found.part.checkpoint, failure)\n",

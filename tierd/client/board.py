@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,23 +42,31 @@ class Board(Protocol):
 class StoreBoard:
     """A `torch.distributed.Store`: the default process group's, or the one of torchrun's agent.
 
-    Only calls that return at once are made, because a store's lock is shared with the process group's own threads.
+    Only calls that return at once are made, because a store's lock is shared with the process group's own threads. It
+    is not kept alive: a group that is made anew at the same address would find the server of the one before.
     """
 
     poll_s, beat_s = 0.05, 2.0
 
     def __init__(self, store: Any, prefix: str, what: str) -> None:
-        self._store, self._prefix, self.what = store, prefix, what
+        self._weak, self._prefix, self.what = weakref.ref(store), prefix, what
 
     def put(self, key: str, value: bytes) -> None:
         self._store.set(f"{self._prefix}/{key}", value)
 
     def get(self, key: str) -> bytes | None:
-        name = f"{self._prefix}/{key}"
-        return bytes(self._store.get(name)) if self._store.check([name]) else None
+        name, store = f"{self._prefix}/{key}", self._store
+        return bytes(store.get(name)) if store.check([name]) else None
 
     def remove(self, key: str) -> None:
         self._store.delete_key(f"{self._prefix}/{key}")
+
+    @property
+    def _store(self) -> Any:
+        store = self._weak()
+        if store is None:
+            raise RuntimeError("it is gone, because the process group was destroyed: make a new Checkpointer")
+        return store
 
 
 class DirectoryBoard:

@@ -567,6 +567,7 @@ class Checkpointer:
                 self._closed = True
                 self._pipeline.close()
             self._let_go()
+            self._ranks.close()
             self._beside.close()
             self._daemon.close(patience_s)
 

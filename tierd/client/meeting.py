@@ -4,16 +4,19 @@
     welcome               rank 0's: the tokens of all, which name the meeting
     <meeting>/here/<rank>       it has read the welcome
     <meeting>/beat/<rank>       a counter, and whether the rank is `in` what the others may wait for, or `out`
-    <meeting>/<turn>/<rank>     what the rank says at this exchange
+    <meeting>/<turn>/<rank>     what the rank says at this exchange; empty once it has given up
+    <meeting>/<turn>/closing    rank 0's: all were heard, and who gives up from now on waits for what it decides
     <meeting>/<turn>/all        rank 0's: what all said, or who did not come
 
 Law: every note is written before anybody is waited for. A rank that works is waited for as long as it gives signs of
-life; one that did not come, and one that gives none, for a bounded time, and all ranks are told which. Time is each
+life; one that did not come, and one that gives none, for a bounded time, and all ranks are told which. No exchange
+succeeds on some ranks alone: who gives up takes back what it said, before rank 0 closes it or not at all. Time is each
 process's own: nothing hangs on two clocks.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import secrets
@@ -21,7 +24,7 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,10 +34,13 @@ import msgspec
 from tierd.client.board import Board
 from tierd.core.errors import StoreUnavailable, TierdError
 
+log = logging.getLogger("tierd")
+
+_SAID = b"+"  # before what a rank says: what is empty was taken back
 _QUICK_S = 0.002  # the first pause between two looks for a note
 _PATIENT_S = 1.0  # that a rank is waited for before its signs of life are looked at
 _IDLE_S = 5.0  # after which the thread ends
-_GRACE_S = 5.0  # more than a rank is waited for, the board may take for one call
+_LAST_S = 2.0  # that the last sign of life is waited for, so that no call of the board meets the interpreter's end
 _LIMIT = 1 << 28  # bytes of all that is said in one exchange
 
 
@@ -84,7 +90,7 @@ class Meeting:
         self._me = _this_process()
         self._mates: list[Mate] = []
         self._name, self._turn, self._beats = "", 0, 0
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._inside = 0  # how many `attending` blocks are open
@@ -121,11 +127,21 @@ class Meeting:
         finally:
             self._inside -= 1
             if not self._inside:
+                done = threading.Event()
                 self._submit(self._beat)
+                self._submit(done.set)
+                done.wait(_LAST_S)
+
+    def close(self) -> None:
+        """End the thread. Whoever uses this again begins another one."""
+        with self._lock:
+            if self._thread is not None:
+                self._jobs.put(None)
+                self._thread = None
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
-    def _submit(self, job: Callable[[], None]) -> None:
+    def _submit(self, job: Callable[[], object]) -> None:
         with self._lock:
             self._jobs.put(job)
             if self._thread is None:
@@ -142,6 +158,8 @@ class Meeting:
                         self._thread = None
                         return
                 job = self._beat
+            if job is None:
+                return
             job()
 
     def _run(self, work: Callable[[], Any]) -> Any:
@@ -160,13 +178,15 @@ class Meeting:
         quiet, moved = 0, self._moved  # counted, not timed: this process may have been stopped itself
         while not ended.wait(1.0):
             quiet, moved = (quiet + 1 if moved == self._moved else 0), self._moved
-            if quiet > self._silent_s + _GRACE_S:
+            if quiet > self._silent_s:
                 raise StoreUnavailable(f"{self._board.what} does not answer")
         value, error = result[0]
         if isinstance(error, _Absent):
             raise StoreUnavailable(str(error)) from None
         if isinstance(error, RuntimeError | OSError | msgspec.MsgspecError | zlib.error | ValueError):
-            raise StoreUnavailable(f"{self._board.what}: {error}") from error
+            raise StoreUnavailable(
+                f"{self._board.what}: {str(error).splitlines()[0] if str(error) else error!r}"
+            ) from error
         if error is not None:
             raise error
         return value
@@ -199,7 +219,7 @@ class Meeting:
     # -- finding each other -----------------------------------------------------------------------------------------
 
     def _meet(self, late_s: float) -> None:
-        board, begun, pause_s = self._board, time.monotonic(), _QUICK_S
+        board, begun, pause_s, told = self._board, time.monotonic(), _QUICK_S, False
         board.put(f"hello/{self._rank}", msgspec.json.encode(self._me))
         while True:
             mates = self._hellos() if self._rank == 0 else self._welcome()
@@ -208,11 +228,24 @@ class Meeting:
                 self._name = mates[0].token
                 self._beat()
                 return
-            if time.monotonic() - begun > late_s:
-                missing = [rank for rank, mate in enumerate(mates) if mate is None] if mates else [0]
-                who = f"{_listed(missing)} of {self._world} did not come" if missing else "not all saw each other"
-                raise _Absent(f"{who} within {late_s:g} s ({board.what})")
+            waited_s = time.monotonic() - begun
+            if waited_s > late_s:
+                raise _Absent(f"{self._missing(mates)} within {late_s:g} s ({board.what})")
+            if waited_s > self._silent_s and not told:
+                told = True
+                log.warning("rank %d waits for the others: %s", self._rank, self._missing(mates))
             pause_s = self._pause(pause_s)
+
+    def _missing(self, mates: list[Any]) -> str:
+        """Who is not there, for people. `mates`: as far as they are known; empty where rank 0 is not heard."""
+        if not mates:
+            return "rank 0 did not come"
+        gone = [f"rank {rank} ({mate}) has ended" for rank, mate in enumerate(mates) if mate and self._is_dead(mate)]
+        absent = [rank for rank, mate in enumerate(mates) if mate is None]
+        if not absent and not gone and self._rank == 0:
+            absent = [r for r in range(1, self._world) if not self._board.get(f"{mates[0].token}/here/{r}")]
+        absent_text = [f"{_listed(absent)} of {self._world} did not come"] if absent else []
+        return "; ".join(gone + absent_text) or "not all saw each other"
 
     def _hellos(self) -> list[Any]:
         """Rank 0's look at who is there, which it tells the others."""
@@ -239,10 +272,10 @@ class Meeting:
 
     def _exchange(self, said: bytes, late_s: float) -> list[bytes]:
         turn, self._turn = self._turn, self._turn + 1
-        self._put(f"{turn}/{self._rank}", said)
+        self._put(f"{turn}/{self._rank}", _SAID + said)
         if self._rank == 0:
             self._collect(turn, late_s)
-        found = self._await(f"{turn}/all", late_s)
+        found = self._answer(turn, late_s)
         unpacker = zlib.decompressobj()
         answer = msgspec.msgpack.decode(unpacker.decompress(found, _LIMIT), type=_All)
         if answer.why:
@@ -253,27 +286,39 @@ class Meeting:
         """Rank 0's: gather what all say, and publish it, or who did not come."""
         heard: dict[int, bytes] = {}
         watch, pause_s, why = _Watch(self, late_s), _QUICK_S, ""
-        while not why:
-            for rank in set(range(self._world)) - heard.keys():
+        while not why and (absent := set(range(self._world)) - heard.keys()):
+            for rank in absent:
                 if (said := self._get(f"{turn}/{rank}")) is not None:
                     heard[rank] = said
-            absent = set(range(self._world)) - heard.keys()
-            if not absent:
-                break
-            why = watch.given_up(absent)
-            pause_s = pause_s if why else self._pause(pause_s)
-        answer = _All(why=why) if why else _All(tuple(heard[rank] for rank in range(self._world)))
+            why = watch.given_up(set(range(self._world)) - heard.keys()) or self._gave_up(heard)
+            pause_s = pause_s if why or len(heard) == self._world else self._pause(pause_s)
+        if not why:
+            self._put(f"{turn}/closing", b"1")
+            why = self._gave_up({rank: self._get(f"{turn}/{rank}") or b"" for rank in heard})
+        answer = _All(why=why) if why else _All(tuple(heard[rank][1:] for rank in range(self._world)))
         # As what ranks say is much the same, all of it together is hardly longer than one.
         self._put(f"{turn}/all", zlib.compress(msgspec.msgpack.encode(answer), 1))
-        for rank in heard:
-            self._board.remove(f"{self._name}/{turn}/{rank}")
+        for what in (*heard, "closing"):
+            self._board.remove(f"{self._name}/{turn}/{what}")
         if turn and not why:
             self._board.remove(f"{self._name}/{turn - 1}/all")  # whoever is in this turn has read it
 
-    def _await(self, key: str, late_s: float) -> bytes:
+    def _gave_up(self, heard: Mapping[int, bytes]) -> str:
+        """Which ranks waited in vain for this one, and took back what they had said; empty if none did."""
+        gone = "; ".join(f"{self.name(rank)} gave up waiting" for rank, said in sorted(heard.items()) if not said)
+        return gone and f"{gone} for {self.name(0)}"
+
+    def _answer(self, turn: int, late_s: float) -> bytes:
+        """What rank 0 publishes."""
         watch, pause_s = _Watch(self, late_s), _QUICK_S
-        while (found := self._get(key)) is None:
-            if why := watch.given_up({0}):
+        why = ""
+        while (found := self._get(f"{turn}/all")) is None:
+            if not why and (why := watch.given_up({0})):
+                self._put(f"{turn}/{self._rank}", b"")
+                if self._get(f"{turn}/closing") is None and self._get(f"{turn}/all") is None:
+                    raise _Absent(why)
+                watch = _Watch(self, self._silent_s)  # it is about to decide, and has seen that or not
+            elif why and watch.given_up({0}):
                 raise _Absent(why)
             pause_s = self._pause(pause_s)
         return found
@@ -287,7 +332,9 @@ class Meeting:
 
     def died(self, rank: int) -> bool:
         """Whether it is known that a rank's process has ended: where this one can see it."""
-        mate = self._mates[rank]
+        return self._is_dead(self._mates[rank])
+
+    def _is_dead(self, mate: Mate) -> bool:
         if not mate.scope or mate.scope != self._me.scope:
             return False
         try:

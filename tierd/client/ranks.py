@@ -92,7 +92,7 @@ class Ranks:
             self._first_s = min(_FIRST_S, store.timeout.total_seconds())
             self._silent_s = min(self._silent_s, self._first_s)
             number = next(_made.setdefault(store, count()))
-            return StoreBoard(store, f"{_TAG}/{number}", "the process group's store")
+            return StoreBoard(store, f"{_TAG}/{number}", "the process group's store, which rank 0 hosts")
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and torchrun_ranks() == me:
             return StoreBoard(_agent_store(), f"{_TAG}/{next(_meetings)}", "the store of torchrun's agent")
         if spool is not None and _launched() == me and all_here():
@@ -137,6 +137,11 @@ class Ranks:
             raise StoreUnavailable(
                 f"rank {self.rank} of {self.world}: the other ranks cannot be heard: {error}"
             ) from error
+
+    def close(self) -> None:
+        """End the thread by which ranks talk; they still can."""
+        if self._meeting is not None:
+            self._meeting.close()
 
     def check_group(self) -> None:
         """Raise `ConfigError` where a process group that came later makes this another rank."""
