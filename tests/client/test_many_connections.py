@@ -126,6 +126,7 @@ def test_who_lent_something_gives_way_last_and_loses_nothing(spool, daemon, monk
             newcomer()
         ckpt.save(2, tensors(2)).wait(timeout=20)
         assert ckpt.stats.handed_over == 2
+        wait_until(lambda: not any(line.working for line in daemon.handoff._lines))
         with daemon.handoff._changed:
             (mine,) = [line for line in daemon.handoff._lines if line.lane]
             for line in daemon.handoff._lines:

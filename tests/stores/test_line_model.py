@@ -11,6 +11,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
 from unittest import mock
@@ -65,6 +66,7 @@ class Server(threading.Thread):
         self.port = self.listener.getsockname()[1]
         self.script = "answer"
         self.over = threading.Event()
+        self.hanging_up: set[socket.socket] = set()
 
     def run(self) -> None:
         while True:
@@ -78,6 +80,7 @@ class Server(threading.Thread):
         with contextlib.suppress(OSError, ValueError), client, client.makefile("rb") as file:
             while self._one(client, file):
                 pass
+        self.hanging_up.discard(client)
 
     def _one(self, client: socket.socket, file: Any) -> bool:
         first, size = file.readline(), 0
@@ -109,6 +112,8 @@ class Server(threading.Thread):
             body = (sizes + b"\r\n" + body + b"\r\n" if body or how == "bad chunk" else b"") + b"0\r\n\r\n"
         head = b'HTTP/1.1 200 OK\r\nETag: "e"\r\n' + more + framing + b"\r\n"
         whole = head + body
+        if how == "answer and hang up":
+            self.hanging_up.add(client)
         match how:
             case "reset after the request":
                 reset(client)
@@ -265,6 +270,11 @@ class Life(RuleBasedStateMachine):
     def _begin(self, how: str) -> None:
         self.server.over.set()  # whoever stalls of an earlier step goes away
         self.server.over = threading.Event()
+        end = time.monotonic() + 5
+        while (
+            self.server.hanging_up and time.monotonic() < end
+        ):  # else the next request meets the end that is under way
+            time.sleep(0.001)
         self.server.script = how
         # Only who is to be given up needs to be given up soon: the machine may be busy.
         patience_s = self.session._read_timeout_s = 0.15 if "stall" in how or how == "too long" else 10.0
