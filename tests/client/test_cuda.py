@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import subprocess
+import sys
+import threading
 import time
 from typing import Any
 
@@ -16,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import tierd
-from tierd.client import cuda, slots
+from tierd.client import cuda, pipeline, slots
 from tierd.core.errors import SaveFailed, TornSnapshot
 
 gpu = pytest.mark.skipif(
@@ -394,3 +398,73 @@ def test_slices_that_are_pinned_side_by_side_are_copied_to_the_bit(local, spool)
     for number in range(3):
         local.save(number, state).wait(timeout=60)
         check(expected, loaded(spool, number, state))
+
+
+@gpu
+def test_two_optimizers_on_two_streams(local, spool, warm):
+    """The first one's gate is passed on the host; the second one's stream has to wait as well."""
+    other = job()
+    state = {"one": warm["model"], "other": other["model"]}
+    local.attach(other["optimizer"])
+    learn(warm), learn(other)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    reference = frozen(state)
+    hold()
+    save = local.save(2, state)
+    for one, stream in zip((warm, other), streams, strict=True):
+        with torch.cuda.stream(stream):
+            step(one)
+    save.wait(timeout=60)
+    torch.cuda.synchronize()
+    check(reference, loaded(spool, 2, state))
+
+
+@gpu
+def test_a_tensor_made_for_one_save_is_let_go_while_it_is_persisted(local, monkeypatch, warm):
+    go, real = threading.Event(), pipeline.write_part
+    monkeypatch.setattr(pipeline, "write_part", lambda *a: go.wait(60) and real(*a))
+    before = torch.cuda.memory_allocated()
+    save = local.save(2, {"whole": torch.ones(1 << 26, device="cuda")})
+    end = time.monotonic() + 30
+    while torch.cuda.memory_allocated() - before > 1 << 20 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert torch.cuda.memory_allocated() - before <= 1 << 20 and not save.done()
+    go.set()
+    save.wait(timeout=60)
+
+
+@gpu
+def test_a_checkpointer_that_nobody_closed_leaves_nothing_registered(spool):
+    for number in range(4):
+        checkpointer = tierd.Checkpointer(spool.root, "run", to=[])
+        tensor = torch.full((16 << 20,), float(number), device="cuda")
+        checkpointer.save(number, {"a": tensor}).wait(timeout=60)
+        end = time.monotonic() + 30
+        while not checkpointer.stats.pinned_bytes and time.monotonic() < end:
+            time.sleep(0.01)
+        assert checkpointer.stats.pinned_bytes
+        del checkpointer
+        gc.collect()
+        time.sleep(0.5)
+        assert bool((loaded(spool, number, ["a"])[0] == number).all())
+
+
+@gpu
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="fewer than two GPUs: another rank's context is untested here"
+)
+def test_a_rank_on_gpu_1_makes_no_context_on_gpu_0(spool):
+    script = f"""
+import torch, tierd
+torch.cuda.set_device(1)
+x = torch.ones(9, device="cuda")
+checkpointer = tierd.Checkpointer({str(spool.root)!r}, "run", to=[])
+for number in range(3):
+    checkpointer.save(number, {{"x": x}}).wait(timeout=60)
+print(torch._C._cuda_hasPrimaryContext(0))
+checkpointer.close()
+print(torch._C._cuda_hasPrimaryContext(0))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["False", "False"], done.stderr
