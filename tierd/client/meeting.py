@@ -251,7 +251,7 @@ class Meeting:
         """Rank 0's look at who is there, which it tells the others."""
         found = [self._board.get(f"hello/{rank}") for rank in range(self._world)]
         mates = [None if one is None else msgspec.json.decode(one, type=Mate) for one in found]
-        if None not in mates:
+        if None not in mates:  # at each look, because a rank 0 that is about to die may write over it
             self._board.put("welcome", msgspec.json.encode(mates))
         return mates
 

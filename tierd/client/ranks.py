@@ -77,9 +77,9 @@ class Ranks:
                 self._meeting.meet(self._first_s)
             except StoreUnavailable as error:
                 raise ConfigError(
-                    f"rank {self.rank} of {self.world}: the ranks do not find each other: {error}. Every rank makes a "
-                    "Checkpointer (for one alone: rank=0, world_size=1); where they have no such way to talk, give "
-                    "every rank the same attempt= (tierd.new_attempt() makes one), with rank= and world_size="
+                    f"the ranks do not find each other, says rank {self.rank} of {self.world}: {error}. Every rank "
+                    "makes a Checkpointer (for one alone: rank=0, world_size=1); where they have no such way to talk, "
+                    "give every rank the same attempt= (tierd.new_attempt() makes one), with rank= and world_size="
                 ) from error
 
     def _board(self, spool: Path | None, run: str) -> Board | None:

@@ -32,7 +32,13 @@ _WRITERS = ("tell", "tell", "send", "send", "copy", "copy", "mkdir", "rename")
 
 # Why a writer may end by itself where its daemon or another rank was killed: its launcher tries again.
 _EXCUSED = ("DaemonUnavailable", "StoreUnavailable")
-_EXCUSED_RANKS = (*_EXCUSED, "ConfigError: rank ", "RuntimeError", "DistNetworkError", "DistStoreError")
+_EXCUSED_RANKS = (
+    *_EXCUSED,
+    "ConfigError: the ranks do not find each other",
+    "RuntimeError",
+    "DistNetworkError",
+    "DistStoreError",
+)
 
 
 @dataclass
