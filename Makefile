@@ -1,9 +1,11 @@
-# make demo    sets itself up and runs the main job, about two minutes
+# make demo    sets itself up and runs the main job, about a minute and a half after set-up
 # make test    sets itself up and runs every test that needs no root
 # make check   what every commit passes: ruff, mypy strict, the fast tests
 # make bench   measures what saving costs, beside its peers, an hour and a half on two cores; leaves benchmarks/overhead.*
 # make loaders installs the data loaders and training loops of others, kills loops over each, and compares
 # make gpu     the tests that need a GPU, then what saving costs on it; says so where there is none
+# make lowest  the tests of most libraries' uses, with the oldest versions that pyproject.toml allows; torch's is the newest
+# make docs    builds the site of docs/ into build/docs, with warnings as errors, after writing its generated tables anew
 # make system  tests that need root or a real S3 server (.ci/run calls it)
 # make lock    writes the hashes of the versions in constraints*.txt, as the package index states them
 # make dist    builds a release twice, compares, and signs it: KEY=FILE names the ssh key; UNSIGNED=1 leaves the signature out
@@ -13,8 +15,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Hundreds of processes load tierd, and each would compile it anew where no bytecode is written.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint check bench gpu loaders system faults gate format lock dist clean
+.PHONY: demo test lint check bench gpu loaders docs lowest system faults gate format lock dist clean
 .DELETE_ON_ERROR:
 
 # pip checks the hashes of all that one call installs, or of nothing, and a checkout has none: so what is locked comes first,
@@ -30,14 +34,14 @@ $(READY): pyproject.toml constraints.txt constraints-torch.txt
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
-# Hundreds of processes load tierd, and each would compile it anew where no bytecode is written.
 test: $(READY)
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not system and not loaders'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not system and not loaders'
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tools.prose
 
 check: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m 'not system and not loaders and not slow'
@@ -47,12 +51,28 @@ bench: $(READY)
 
 gpu: $(READY)
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no CUDA device: nothing was tested")'
-	$(BIN)/python -m pytest -q tests/client/test_cuda.py tests/client/test_device.py tests/client/test_load.py
+	$(BIN)/python -m pytest -q tests/client/saving/test_cuda.py tests/client/saving/test_device_copies.py tests/state/test_load.py \
+	  tests/client/restoring/test_device_uploads.py tests/client/saving/test_numa.py
 	$(BIN)/tierd bench overhead --device cuda --sizes 1,4 --rounds 5 --dir . --out benchmarks/gpu
 
 loaders: $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints-loaders.txt
-	TIERD_LOADERS=all $(BIN)/python -m pytest -m loaders tests/loaders
+	TIERD_LOADERS=all $(BIN)/python -m pytest -m loaders tests/loaders tests/formats tests/watching
+
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints-docs.txt
+	$(BIN)/python -m tools.reference
+	$(BIN)/python -m sphinx -W --keep-going -q -j auto -d build/doctrees docs build/docs
+
+# What the oldest versions do not name, such as torch, comes from the environment that the other tests have.
+lowest: $(READY)
+	$(PYTHON) -m venv $(VENV)/lowest
+	$(VENV)/lowest/bin/python -m pip install --quiet --no-deps --requirement constraints-lowest.txt
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$(echo $(VENV)/lowest/lib/python3*/site-packages)/rest.pth
+	$(VENV)/lowest/bin/python -m tools.locked
+	$(VENV)/lowest/bin/python -m pytest -n 2 -q -m 'not system and not slow' tests/core/test_ids.py tests/core/test_manifest.py \
+	  tests/core/test_config.py tests/wire tests/stores/s3/test_s3_store.py tests/stores/test_file.py tests/cli/test_cli.py tests/codec/test_codec.py
 
 system: $(READY)
 	$(BIN)/python -m pytest -m system
@@ -63,11 +83,12 @@ faults: $(READY)
 gate: $(READY)
 	PYTHONPATH=tests:. $(BIN)/python -m faults gate
 	TIERD_HISTORIES=1000 $(BIN)/python -m pytest -n 2 tests/reading/test_beside_writers.py
-	TIERD_STATES=20000 $(BIN)/python -m pytest -n 2 tests/client/test_any_state.py
-	TIERD_SEEDS=100 $(BIN)/python -m pytest -n 2 tests/daemon/test_turns.py tests/daemon/test_nodes.py \
-	  tests/daemon/test_restart.py tests/client/test_torn.py
-	TIERD_KILLS=24 $(BIN)/python -m pytest -n 2 tests/test_acceptance.py
-	TIERD_CORRUPTIONS=400 $(BIN)/python -m pytest tests/test_corruption.py
+	TIERD_STATES=20000 $(BIN)/python -m pytest -n 2 tests/state/test_any_state.py
+	TIERD_SEEDS=100 $(BIN)/python -m pytest -n 2 tests/daemon/tiers/test_intents.py tests/daemon/test_nodes.py \
+	  tests/daemon/test_restart.py tests/client/saving/test_torn.py
+	TIERD_KILLS=24 $(BIN)/python -m pytest -n 2 tests/end_to_end/test_acceptance.py
+	TIERD_LAUNCHES=20 $(BIN)/python -m pytest tests/end_to_end/test_launcher_matrix.py tests/end_to_end/test_elastic.py
+	TIERD_CORRUPTIONS=400 $(BIN)/python -m pytest tests/end_to_end/test_corruption.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

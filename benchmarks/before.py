@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from tierd.bench import procfs
-from tierd.bench.drive import Lane, steps_for
+from tierd.bench.drive import ArmWorker, steps_for
 
 HERE = Path(__file__).resolve().parent
 ARMS = ("tierd", "tierd-overlapped")
@@ -39,7 +39,7 @@ def measure(checkouts: dict[str, Path], gigabytes: float, rounds: int, room: Pat
                 os.environ["PYTHONPATH"] = str(path)  # the process is started elsewhere, so this decides
                 which = f"{name} {arm}"
                 (room / name).mkdir(exist_ok=True)
-                lanes[which] = Lane(arm, gigabytes, room / name)
+                lanes[which] = ArmWorker(arm, gigabytes, room / name)
                 facts, _ = lanes[which].ask("base", steps=steps)
                 steps = steps or steps_for(gigabytes, facts["step_s"])
                 lanes[which].ask("start")

@@ -74,7 +74,7 @@ async def tierd(job: Job, operation: str) -> dict:
     """S3Store: one request an object, a verified CRC-64/NVME where the server has it."""
     sys.path.insert(0, str(HERE.parent))
     from tierd.core.urls import parse_url
-    from tierd.stores.s3 import S3Store
+    from tierd.stores.s3.s3_store import S3Store
 
     store = S3Store(parse_url(f"s3://{BUCKET}/t?endpoint={job.endpoint}&addressing=path&region=us-east-1"))
     if operation == "put":

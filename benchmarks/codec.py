@@ -26,11 +26,11 @@ import torch
 import zipnn
 import zstandard
 
-from tierd import codec
 from tierd.bench.training import Training
+from tierd.codec import codec
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Chunk
-from tierd.persist import digest
+from tierd.spool.file_io import digest
 
 PART = PartId(CheckpointId("bench", "0123456789ab-01234567", 1), 0, 1)
 SIZE = 32 << 20  # raw bytes of a sample

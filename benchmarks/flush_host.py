@@ -25,9 +25,9 @@ from flush_pipe import ArmFailed, end_process, until
 import tierd
 from tierd.bench import procfs
 from tierd.core.errors import TierdError
-from tierd.core.wire import Status
-from tierd.link import Link
-from tierd.spool import Spool
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Status
+from tierd.spool.spool import Spool
 
 RSS = ("RssAnon", "RssFile", "RssShmem")
 _PROC = Path("/proc")

@@ -1,4 +1,4 @@
-"""What a shared tier of many ranks' checkpoints costs a daemon: looking, planning, reporting, and memory.
+"""The costs of a shared tier of many ranks' checkpoints to a daemon: observing, planning, reporting, and memory.
 
     python benchmarks/scale.py [--worlds 8x1000,128x1000,1024x1000] [--out benchmarks]
 
@@ -26,12 +26,12 @@ import zstandard
 from tierd.core.config import Config, TierConfig
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import CHUNK_SIZE, TENSORS, VERSION, Chunk, File, Manifest, Origin, Stored, encode
-from tierd.core.plan import plan
+from tierd.core.planning.inventory import Inventory, ManifestFacts, Place
+from tierd.core.planning.plan import plan
 from tierd.core.report import report
-from tierd.core.resume import restore_candidates
-from tierd.core.retention import Best, RetentionPolicy
-from tierd.core.world import Facts, Place, World
-from tierd.daemon.observe import TierEye
+from tierd.core.retention.policy import Best, RetentionPolicy
+from tierd.core.timeline.candidates import restore_candidates
+from tierd.daemon.tiers.observe import TierObserver
 from tierd.stores.memory import MemoryStore
 
 RUN, LOCAL, FEW, LAUNCH = "run", 8, 3, 100  # ranks of a node; checkpoints in its spool; checkpoints of an attempt
@@ -72,7 +72,7 @@ def manifest(part: PartId, size: int) -> Manifest:
 
 
 def filled(ranks: int, checkpoints: int) -> MemoryStore:
-    """A tier with every part's manifest; readable are those that a daemon of ranks 0 to 7 looks at."""
+    """A tier with every part's manifest; readable are those that a daemon of ranks 0 to 7 reads."""
     store = MemoryStore()
     for step in range(checkpoints):
         for rank in range(ranks):
@@ -95,26 +95,26 @@ def seconds(call: Callable[..., Any], *args: object) -> tuple[float, Any]:
 
 def spool(ranks: int, steps: range) -> Place:
     parts = [PartId(checkpoint(step), rank, ranks) for step in steps for rank in range(min(LOCAL, ranks))]
-    return Place.of({part: Facts.of(manifest(part, CHUNK_SIZE)) for part in parts})
+    return Place.of({part: ManifestFacts.of(manifest(part, CHUNK_SIZE)) for part in parts})
 
 
 def measured(ranks: int, checkpoints: int) -> dict[str, object]:
-    """One world's figures: seconds, and bytes of memory at the peak of a look and of what it leaves."""
+    """One inventory's figures: seconds, and bytes of memory at the peak of an observation and after it."""
     store, mine = filled(ranks, checkpoints), {RUN: frozenset(range(LOCAL))}
-    eye = TierEye(store)
+    eye = TierObserver(store)
     first, tier = seconds(lambda: asyncio.run(eye.look({RUN}, mine)))
     again, _ = seconds(lambda: asyncio.run(eye.look({RUN}, mine)))
     few = range(checkpoints - FEW, checkpoints)
     tracemalloc.start()
-    seen = asyncio.run(TierEye(store).look({RUN}, mine))
-    plan(World(spool(ranks, few), {"tier": seen}), config(RetentionPolicy(keep_last=checkpoints)), {}, 0.0)
+    seen = asyncio.run(TierObserver(store).look({RUN}, mine))
+    plan(Inventory(spool(ranks, few), {"tier": seen}), config(RetentionPolicy(keep_last=checkpoints)), {}, 0.0)
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     unsent = replace(tier, checkpoints={own: seen for own, seen in tier.checkpoints.items() if own.step % 2})
     spools = {
-        "few": World(spool(ranks, few), {"tier": tier}),
-        "all": World(spool(ranks, range(checkpoints)), {"tier": tier}),
-        "half unsent": World(spool(ranks, range(checkpoints)), {"tier": unsent}),
+        "few": Inventory(spool(ranks, few), {"tier": tier}),
+        "all": Inventory(spool(ranks, range(checkpoints)), {"tier": tier}),
+        "half unsent": Inventory(spool(ranks, range(checkpoints)), {"tier": unsent}),
     }
     policies = {
         "keep all": RetentionPolicy(keep_last=checkpoints),
@@ -158,12 +158,12 @@ def sizes() -> list[dict[str, int]]:
 
 ABOUT = """# A tier of many ranks
 
-`python benchmarks/scale.py`, {created}: {machine}. The tier is in memory, so a
-look's seconds are the daemon's own work and the dictionary's, without a network. The spool holds 8 ranks. Memory is
-what Python allocated: `held` by the spool's and the tier's places and what is remembered of manifests, `peak` at most
-during a first look and a plan.
+`python benchmarks/scale.py`, {created}: {machine}. The tier is in memory, so the
+seconds of an observation are the daemon's own work and the dictionary's, without a network. The spool holds 8 ranks.
+Memory counts Python's allocations. `held`: by the places of spool and tier and the facts of manifests. `peak`: the most
+during a first observation and a plan.
 
-| ranks x checkpoints | first look | a later one | held | peak |
+| ranks x checkpoints | first observation | a later one | held | peak |
 | --- | --- | --- | --- | --- |
 """
 PLANS = """
@@ -171,10 +171,10 @@ PLANS = """
 | --- | --- | --- | --- | --- | --- |
 """
 NOTES = f"""
-*few*: {FEW} checkpoints; *all*: every one; *half unsent*: every one, of which the tier lacks each second. *keep all*:
-`keep_last` of them all; *keep some*: the last 3, every tenth, the best 3.
+*few*: {FEW} checkpoints; *all*: every one; *half unsent*: every one, and the tier lacks every second one. *keep all*:
+`keep_last` of the total number; *keep some*: the last 3, every tenth, the best 3.
 
-A manifest on a tier, of one file in chunks of 32 MiB, and what zstd would make of it (it is stored as it is):
+A manifest's size on a tier, of one file in chunks of 32 MiB, and its size with zstd (manifests are not compressed):
 
 | part | chunks | manifest | zstd |
 | --- | --- | --- | --- |

@@ -26,13 +26,13 @@ from typing import TypeAlias
 from tierd.core.config import Config, TierConfig
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
 from tierd.core.manifest import VERSION, Manifest, decode
-from tierd.core.retention import RetentionPolicy
-from tierd.core.scrub import Copy
-from tierd.core.world import SPOOL
-from tierd.daemon.flush import Twin, Way, flush
+from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.scrub_schedule import ScrubbedCopy
+from tierd.core.retention.policy import RetentionPolicy
 from tierd.daemon.reconcile import Reconciler
-from tierd.persist import write_file
-from tierd.spool import Spool
+from tierd.daemon.transfer.flush import Route, Twin, flush
+from tierd.spool.file_io import write_file
+from tierd.spool.spool import Spool
 from tierd.stores.base import Buffer
 from tierd.stores.file import FileStore
 
@@ -146,7 +146,7 @@ class Trial:
         for part in self.parts:
             twin: Twin | None = None
             for store in self.stores.values():
-                await flush(self.spool, part, Way(store), twin=twin)
+                await flush(self.spool, part, Route(store), twin=twin)
                 twin = Twin(store, decode(bytes(await store.get(part.manifest_key)), part))
         for part in self.parts:
             for number, file in enumerate(self.spool.manifest(part).files):
@@ -174,12 +174,12 @@ class Trial:
                 told[event.place, event.subject] += int(match[1]) if match else 0
 
         daemon = Reconciler(self.config, self.spool, self.stores, listen)
-        for name in daemon.lanes:
+        for name in daemon.workers:
             await daemon.look(name)
-        world = daemon.world()
+        world = daemon.inventory()
         for place, held in {**world.tiers, SPOOL: world.spool}.items():
             for part in sorted(held.parts()) if held else ():
-                await daemon.scrubber.scrub(Copy(place, part))
+                await daemon.scrubber.scrub(ScrubbedCopy(place, part))
         return daemon, told
 
 

@@ -1,9 +1,10 @@
-"""What bounded sharing costs: the figures behind the two constants of `tierd/core/sharing.py`.
+"""What bounded sharing costs: the figures behind the two constants of `tierd/core/planning/sharing.py`.
 
     python -m benchmarks.sharing                   tables in Markdown; no bytes of a state are made
 
 Chunk sizes are those of the files that `save` writes, cut by the code that cuts them, of states that have only shapes.
-The bound is played by the code that decides, over 100 checkpoints of which nothing changes but an adapter.
+The bound is played by the code that decides, over 100 checkpoints of which nothing changes but an adapter. The last
+table plays a training step on an embedding: which of its bytes lie in a chunk of which nothing changed.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from unittest import mock
 
+import numpy as np
 import torch
 
-from tierd.client.tensorfile import plan_layout
-from tierd.core import sharing
-from tierd.core.cuts import cut
+from tierd.core.chunking import cut
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.world import Facts, Place
+from tierd.core.planning import sharing
+from tierd.core.planning.inventory import ManifestFacts, Place
+from tierd.state.tensor_file import plan_layout
 
 _CHECKPOINTS = 100
 _SMALLEST = (64 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20)  # bytes
@@ -60,16 +62,43 @@ def chunks(shapes: Iterator[tuple[str, tuple[int, ...]]], dtype: torch.dtype, ti
 def sent(bound: float, keep: int) -> int:
     """How often the frozen bytes are sent in 100 checkpoints of which each shares with the one before."""
     times, owner = 0, None
-    there: dict[PartId, Facts | None] = {}
+    there: dict[PartId, ManifestFacts | None] = {}
     with mock.patch.object(sharing, "MOST_SHARERS", bound):
         for step in range(_CHECKPOINTS):
             part = PartId(CheckpointId("run", "0" * 12 + "-" + "0" * 8, step), 0, 1)
             if owner is None or owner in sharing.worn(Place.of(there), part):
                 owner, times = part.checkpoint, times + 1
             borrowed = frozenset({owner} - {part.checkpoint})
-            there[part] = Facts(datetime.now(UTC), {}, None, 0, 0, borrowed)
+            there[part] = ManifestFacts(datetime.now(UTC), {}, None, 0, 0, borrowed)
             there = dict(list(there.items())[-keep:])
     return times
+
+
+_ROWS, _ROW_BYTES, _CHANGED = 50257, 3072, 0.05  # GPT-2 small's embedding in fp32, and what of its rows changed
+_PIECES = (32 << 20, 1 << 20, 256 << 10, 64 << 10, 16 << 10, 8 << 10, _ROW_BYTES)  # bytes
+
+
+def changed_rows(by_frequency: bool) -> np.ndarray:
+    """Which rows a step has changed: any 5 % of them, or those of the tokens of a text whose frequencies are Zipf's and
+    whose numbers are in their order."""
+    rng = np.random.default_rng(0)
+    wanted = round(_CHANGED * _ROWS)
+    rows = np.zeros(_ROWS, bool)
+    if not by_frequency:
+        rows[rng.choice(_ROWS, wanted, replace=False)] = True
+        return rows
+    shares = 1 / np.arange(1, _ROWS + 1)
+    while rows.sum() < wanted:
+        rows[rng.choice(_ROWS, 256, p=shares / shares.sum())] = True
+    return rows
+
+
+def sent_again(rows: np.ndarray, piece: int) -> float:
+    """The share of the table's bytes that lie in a chunk of `piece` bytes of which some row has changed."""
+    size = _ROWS * _ROW_BYTES
+    starts = np.flatnonzero(rows) * _ROW_BYTES
+    touched = np.unique(np.concatenate([starts // piece, (starts + _ROW_BYTES - 1) // piece]))
+    return float(np.minimum(piece, size - touched * piece).sum() / size)
 
 
 def main() -> None:
@@ -88,6 +117,15 @@ def main() -> None:
     for keep in (3, _CHECKPOINTS):
         times = [sent(bound, keep) for bound in (4, 8, 16, 32, float("inf"))]
         print(f"| frozen bytes sent, keep_last = {keep} | {' | '.join(f'{number}x' for number in times)} |")
+
+    print()
+    print("| chunks of at most | " + " | ".join(f"{piece / 1024:g} KiB" for piece in _PIECES) + " |")
+    print("| --- " * (len(_PIECES) + 1) + "|")
+    for name, by_frequency in (("any 5 % of the rows", False), ("the rows of a text's tokens", True)):
+        rows = changed_rows(by_frequency)
+        print(f"| sent again, {name} | " + " | ".join(f"{sent_again(rows, piece):.0%}" for piece in _PIECES) + " |")
+    puts = [-(-_ROWS * _ROW_BYTES // piece) for piece in _PIECES]
+    print("| puts of the first save | " + " | ".join(f"{count}" for count in puts) + " |")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The README's quickstart, whole: `tierd check-resume examples.quickstart:train --steps 40 --kill-at 8,14+save,33`."""
+"""The tutorial's loop, whole: `tierd check-resume examples.quickstart:train --steps 40 --kill-at 8,14+save,33`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def train(spool: Path) -> None:
         range(160), batch_size=16, shuffle=True, num_workers=2, generator=torch.Generator().manual_seed(0)
     )
 
-    # -- the README shows from here
+    # -- the docs show from here
     # spool: a directory on local disk; to=["s3://bucket/checkpoints"] starts the daemon that copies there
     ckpt = tierd.Checkpointer(spool, run="quickstart", to=[])
     state = {

@@ -16,15 +16,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tierd import codec, persist
+from tierd.codec import codec
 from tierd.core import manifest as manifest_module
 from tierd.core import seal as seal_module
-from tierd.core.head import Known, successor
-from tierd.core.head import encode as encode_head
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Chunk, File, Manifest, Origin, Stored, Wrapped, chunk_sizes, decode, encode, seal
-from tierd.core.world import Facts
-from tierd.spool import Spool
+from tierd.core.planning.inventory import ManifestFacts
+from tierd.core.timeline.head import Known, successor
+from tierd.core.timeline.head import encode as encode_head
+from tierd.spool import file_io
+from tierd.spool.spool import Spool
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.file import FileStore
 from tierd.stores.keys import Key
@@ -35,6 +36,7 @@ PLANES = HERE / "v1-planes"  # a tier whose one checkpoint shows the codec `plan
 TIER = V1 / "tier"
 FORMAT = (Path(__file__).parent.parent / "tierd" / "FORMAT.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", FORMAT, re.DOTALL)
+VALUES = HERE / "v1-values"  # the files of a part with packed runs; see make_v1_values.py
 ENCRYPTED = HERE / "v1-encrypted"  # the tier of v1, encrypted; see make_v1_encrypted.py
 A = CheckpointId("demo", "01941f297c00-0a0b0c0d", 100)
 B = CheckpointId("demo", "01941f3ad400-1a1b1c1d", 200)
@@ -69,7 +71,7 @@ def test_the_fixture_shows_what_the_format_has():
     assert {name.rsplit(".", 1)[1] for name in names if "/chunks/" in name} == {"raw", "zst"}
     first, second = map(on_tier, PARTS)
     assert max(len(file.chunks) for file in second.files) == 3
-    assert Facts.of(second).borrowed == {A}
+    assert ManifestFacts.of(second).borrowed == {A}
     assert (first.origin, second.origin) == (None, A)
     assert math.isnan(second.numbers["loss"])
     assert second.numbers["accuracy"] == math.inf
@@ -96,7 +98,7 @@ def test_a_spool_of_version_1_is_read_and_verified(tmp_path):
 @pytest.mark.parametrize("part", PARTS, ids=str)
 def test_a_state_of_version_1_is_restored(part):
     torch = pytest.importorskip("torch")
-    from tierd.client.state import unflatten
+    from tierd.state.flatten import unflatten
 
     files = restored(part)
     found = unflatten(files["state.json"], bytearray(files["tensors.safetensors"]))
@@ -133,11 +135,37 @@ def test_the_objects_of_the_codec_planes_are_read_and_verified():
         assert codec.decode(chunk, data, "v1") == expected[file.path], file.path
 
 
+def test_packed_runs_are_read():
+    pytest.importorskip("torch")
+    from support.exact import told
+
+    from tierd.state.flatten import unflatten
+
+    files, expected = tree(VALUES), _maker("make_v1_values").state()
+    found = unflatten(files["state.json"], bytearray(files["tensors.safetensors"]))
+    assert told(found) == told(expected)
+    assert files == _maker("make_v1_values").files()
+
+
+def test_packed_runs_are_read_by_nothing_but_the_tables_of_the_format():
+    pytest.importorskip("torch")
+    from support.by_hand import values
+    from support.exact import told
+
+    files, expected = tree(VALUES), _maker("make_v1_values").state()
+    found = values(files["state.json"], files["tensors.safetensors"])
+    assert list(found) == list(expected)
+    found["done"] = type(expected["done"])(found["done"], 2000)
+    found["seen"]["by number"] = type(expected["seen"]["by number"])(found["seen"]["by number"])
+    assert told(found) == told(expected)
+
+
 # -- written the same by today's code ---------------------------------------------------------------------------------
 
 
 def _maker(name="make_v1"):
-    pytest.importorskip({"make_v1": "torch", "make_v1_encrypted": "cryptography"}.get(name, "numpy"))
+    needed = {"make_v1": "torch", "make_v1_values": "torch", "make_v1_encrypted": "cryptography"}
+    pytest.importorskip(needed.get(name, "numpy"))
     spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -147,7 +175,7 @@ def _maker(name="make_v1"):
 def test_the_same_input_is_still_written_as_the_same_bytes(tmp_path, monkeypatch):
     """A zstd chunk may be packed otherwise by another libzstd: there the raw bytes count, and what its manifest says of
     the packed ones is put aside before manifests are compared. Where files are cut is free, and here as it was then."""
-    monkeypatch.setattr(persist, "cut", lambda read, size, limit: chunk_sizes(size, limit))
+    monkeypatch.setattr(file_io, "cut", lambda read, size, limit: chunk_sizes(size, limit))
     _maker().build(tmp_path, lambda step: restored(PARTS[step == 200]))
     old, new = tree(V1), tree(tmp_path)
     assert sorted(new) == sorted(old)
@@ -437,8 +465,8 @@ def test_every_bound_of_the_seal_is_written_down(bound):
 
 
 def test_every_tag_of_the_state_tree_is_in_the_table_and_no_other():
-    tags = pytest.importorskip("tierd.client.tree")
+    tags = pytest.importorskip("tierd.state.json_tree")
     table = FORMAT.split("an object with one key, a tag:")[1].split("A *mapping*")[0]
     named = set(re.findall(r"`(\$\w+)`", "".join(re.findall(r"^\|([^|]*)\|", table, re.M))))
-    assert named == set(tags._TAGS) | set(tags.NAMING)
+    assert named == set(tags._TAGS) | set(tags.NAMING) | {"$dtensor"}
     assert named == set(re.findall(r"\$[a-z]+", tags.__doc__)) - {"$"}

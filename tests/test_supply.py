@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from tools import lock, locked
-from tools.locked import ENVIRONMENTS, LOADERS, LOCK, ROOT, TORCH, Pin, active, closure
+from tools.locked import DOCS, ENVIRONMENTS, LOADERS, LOCK, LOWEST, ROOT, TORCH, Pin, active, closure
 
-LOCKS = {path: path.read_text() for path in (LOCK, LOADERS)}
+LOCKS = {path: path.read_text() for path in (LOCK, LOADERS, DOCS)}
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NUMPY, GLIBC = "numpy-2.4.6", "manylinux_2_28_x86_64"
 
@@ -58,9 +59,9 @@ def without(name: str) -> str:
     return locked.header(LOCKS[LOCK]) + "".join(pin.lines() + "\n" for pin in pins)
 
 
-@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*LOCKS, LOWEST], ids=lambda path: path.name)
 def test_everything_that_is_pinned_has_hashes(path: Path) -> None:
-    assert lacking(LOCKS[path]) == []
+    assert lacking(path.read_text()) == []
 
 
 def test_torch_alone_is_pinned_without_hashes() -> None:
@@ -72,12 +73,31 @@ def test_everything_that_pyproject_names_is_pinned_in_a_version_that_it_allows()
     assert unpinned(PROJECT, *LOCKS.values(), TORCH.read_text()) == []
 
 
+def test_the_oldest_versions_are_those_of_pyproject() -> None:
+    parts = ("the base install", "torch", "daemon", "s3", "crypt")
+    wanted = [Requirement(it) for part in parts for it in named(PROJECT)[part]]
+    oldest = {it.name: next(iter(it.specifier)).version for it in wanted if it.name != "torch"}
+    pinned = {pin.name: pin.version for pin in locked.read(LOWEST).values() if pin.name not in ("botocore", "click")}
+    assert {name: Version(it) for name, it in pinned.items()} == {name: Version(it) for name, it in oldest.items()}
+
+
+def test_what_the_oldest_versions_lack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here newer versions are installed than the oldest, so the metadata of one of those stands in."""
+    monkeypatch.setattr(
+        locked, "_declared", lambda name: ("click>=8", "gone; extra == 'more'") if name == "typer" else ()
+    )
+    lowest = locked.read(LOWEST)
+    assert locked.lacking(lowest, locked.read(LOCK, TORCH)) == []
+    del lowest["click"]
+    assert locked.lacking(lowest, locked.read(LOCK, TORCH)) == ["typer needs click>=8"]
+
+
 def test_what_is_missing_is_found() -> None:
     assert lacking(re.sub(r"(msgspec==\S+) \\\n( +--hash=\S+( \\)?\n)+", r"\1\n", LOCKS[LOCK])) == [
         "msgspec has no hash"
     ]
     assert lacking(LOCKS[LOCK].replace("--require-hashes\n", "")) == ["it does not make pip check"]
-    rest = (LOCKS[LOADERS], TORCH.read_text())
+    rest = (LOCKS[LOADERS], LOCKS[DOCS], TORCH.read_text())
     assert unpinned(PROJECT, without("zstandard"), *rest) == ["daemon: zstandard>=0.23"]
     assert unpinned(PROJECT, without("setuptools"), *rest) == ["the build backend: setuptools>=77"]
     older = re.sub(r"(?m)^aiobotocore==\S+", "aiobotocore==3.7.0", LOCKS[LOCK])
@@ -90,7 +110,7 @@ def test_what_is_missing_is_found() -> None:
 def test_the_lock_holds_all_that_its_packages_need(environment: dict[str, str]) -> None:
     """pip is told to install no dependencies, so what the lock lacks would be missed only where it is imported."""
     pins = locked.read(LOCK, TORCH)
-    wanted = [it for where, names in named(PROJECT).items() if where != "loaders" for it in names]
+    wanted = [it for where, names in named(PROJECT).items() if where not in ("loaders", "docs") for it in names]
     for by, requirement in closure(active(wanted, (), environment), environment):
         pin = pins.get(canonicalize_name(requirement.name))
         assert pin and pin.applies(environment), f"{by or 'tierd'} needs {requirement}: add it to constraints.txt"
@@ -98,7 +118,7 @@ def test_the_lock_holds_all_that_its_packages_need(environment: dict[str, str]) 
 
 
 def test_nothing_is_locked_that_nothing_needs() -> None:
-    wanted = [it for where, names in named(PROJECT).items() if where != "loaders" for it in names]
+    wanted = [it for where, names in named(PROJECT).items() if where not in ("loaders", "docs") for it in names]
     needed = {
         canonicalize_name(requirement.name)
         for environment in ENVIRONMENTS
@@ -106,11 +126,20 @@ def test_nothing_is_locked_that_nothing_needs() -> None:
     }
     assert locked.read(LOCK).keys() - needed == set()
     assert locked.read(LOADERS).keys() & locked.read(LOCK).keys() == set()
+    assert locked.read(DOCS).keys() & locked.read(LOCK).keys() == set()
+
+
+def test_the_docs_and_the_loaders_agree_on_what_both_need() -> None:
+    """Both are installed into one environment, so one would replace what the other needs."""
+    docs, loaders = locked.read(DOCS), locked.read(LOADERS)
+    assert {name: docs[name] for name in docs.keys() & loaders} == {
+        name: loaders[name] for name in docs.keys() & loaders
+    }
 
 
 def test_make_installs_the_locks_without_dependencies() -> None:
     done = subprocess.run(
-        ["make", "-n", "-W", "pyproject.toml", "loaders"],
+        ["make", "-n", "-W", "pyproject.toml", "loaders", "docs"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -125,6 +154,7 @@ def test_make_installs_the_locks_without_dependencies() -> None:
         "--requirement constraints-torch.txt",
         "--no-deps --no-build-isolation --editable .",
         "--no-deps --requirement constraints-loaders.txt",
+        "--no-deps --requirement constraints-docs.txt",
     ]
 
 
@@ -183,6 +213,8 @@ def test_the_hashes_are_the_index_s(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     (tmp_path / "loaders.txt").write_text("")
     monkeypatch.setattr(locked, "LOCK", tmp_path / "constraints.txt")
     monkeypatch.setattr(locked, "LOADERS", tmp_path / "loaders.txt")
+    monkeypatch.setattr(locked, "DOCS", tmp_path / "loaders.txt")
+    monkeypatch.setattr(locked, "LOWEST", tmp_path / "loaders.txt")
     lock.main()
     hashes = " \\\n".join(f"    --hash=sha256:{it * 64}" for it in "ab")
     pinned = f'numpy==2.4.6; python_version < "3.14" \\\n{hashes}\n'

@@ -31,17 +31,17 @@ from support.writers import (
 )
 
 import tierd
-from tierd import living
-from tierd.client import ranks
+from tierd.client.ranks import ranks
 from tierd.core.errors import CheckpointNotFound, ManifestError, StoreFull, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, flushing_prefix, head_key, pin_key, pruning_prefix, retention_key
 from tierd.core.manifest import decode, seal
-from tierd.core.retention import RetentionPolicy
-from tierd.core.run_retention import StoredRetention, encode
+from tierd.core.retention.policy import RetentionPolicy
+from tierd.core.retention.stored import StoredRetention, encode
 from tierd.core.urls import parse_url
-from tierd.daemon import turns
-from tierd.daemon.prune import verify
-from tierd.spool import Spool
+from tierd.daemon.tiers import intents
+from tierd.daemon.tiers.prune import verify
+from tierd.spool import leases
+from tierd.spool.spool import Spool
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.keys import Key
 from tierd.stores.memory import MemoryStore
@@ -254,15 +254,15 @@ def steps_seen(daemon) -> set[int]:
 
 
 def test_no_key_held_up(tier, bucket, spool, monkeypatch, caplog):
-    monkeypatch.setattr("tierd.daemon.turns._LOOKS", 2)
+    monkeypatch.setattr("tierd.daemon.tiers.intents._LOOKS", 2)
     asyncio.run(bucket.put(pin_key(part(1).checkpoint), b""))
-    asyncio.run(bucket.put(f"{pruning_prefix(RUN)}{part(4).checkpoint.name}.{turns._stamp('deadbeef')}", b""))
+    asyncio.run(bucket.put(f"{pruning_prefix(RUN)}{part(4).checkpoint.name}.{intents._stamp('deadbeef')}", b""))
     commit(spool, part(4))
     daemon = daemon_until(tier, spool, failing)
     assert "are being deleted" in failing(daemon) and "failing" in kinds(daemon)
     assert steps(bucket) == [1, 2, 3]
     asyncio.run(bucket.delete([key for key in raw(bucket) if "/pruning/" in key]))
-    intent = f"{flushing_prefix(RUN)}{part(9).checkpoint.name}/{part(9).name}.{turns._stamp('deadbeef')}"
+    intent = f"{flushing_prefix(RUN)}{part(9).checkpoint.name}/{part(9).name}.{intents._stamp('deadbeef')}"
     asyncio.run(bucket.put(intent, b""))
     daemon_until(tier, spool, lambda daemon: 4 in steps_seen(daemon) and "not pruned yet" in caplog.text, keep=1)
     assert steps(bucket) == [1, 2, 3, 4]
@@ -302,10 +302,10 @@ def test_key_newest(plain, tmp_path, spool):
     assert restored(plain) == (500, 666.0, [])
     quiet = daemon_until(plain, spool, lambda daemon: 500 in steps_seen(daemon), keep=1)
     assert not kinds(quiet) and not quiet.journal.alerts()  # without a trainer nothing notices it
-    living.hold(spool.control, part(3))
+    leases.hold(spool.control, part(3))
     daemon = daemon_until(plain, spool, lambda daemon: "two launches" in kinds(daemon), keep=1)
     assert "pruned" not in kinds(daemon) and steps(plain) == [1, 2, 3, 500]  # it is no janitor any more
-    living.release(spool.control, part(3))
+    leases.release(spool.control, part(3))
     assert on_a_node(plain, spool) == (500, 666.0, [])
 
 

@@ -19,14 +19,14 @@ from support.world import RUN, Daemon, attempt, hurry, part, wait_until
 from support.writers import daemon_until, forge, kinds, lie, restored, state
 
 import tierd
-from tierd.client import ranks
+from tierd.client.ranks import ranks
 from tierd.core.errors import CheckpointNotFound, SaveFailed, StateMismatch
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.resume import Resume, agree
-from tierd.core.sight import Sight
-from tierd.core.wire import Pause, Status
-from tierd.link import Link
-from tierd.spool import Spool
+from tierd.core.timeline.candidates import RestoreOrder, agree
+from tierd.core.timeline.run_view import RunView
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Pause, Status
+from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
 
@@ -171,22 +171,22 @@ def test_rank_metrics(spool, both, liar):
     assert [found[0] for found in both(best="loss")] == [4, 4] if liar == 0 else [3, 3]
 
 
-WHOLE = Sight(whole={2: {attempt(1): [1, 2]}}, origins={attempt(1): None})
+WHOLE = RunView(whole={2: {attempt(1): [1, 2]}}, origins={attempt(1): None})
 
 
 @pytest.mark.parametrize("liar", [0, 1])
 @pytest.mark.parametrize(
     ("sight", "lost"),
     [
-        (Sight(whole={2: {attempt(1): [1, 2, 3]}}, origins={attempt(1): None}), "lacking"),
-        (Sight(origins={attempt(1): None, attempt(5): None}), "nothing"),
-        (Sight(aside={attempt(1): [9]}, gone={attempt(4): [9]}, unreached=("tier",)), "said"),
+        (RunView(whole={2: {attempt(1): [1, 2, 3]}}, origins={attempt(1): None}), "lacking"),
+        (RunView(origins={attempt(1): None, attempt(5): None}), "nothing"),
+        (RunView(aside={attempt(1): [9]}, gone={attempt(4): [9]}, unreached=("tier",)), "said"),
     ],
 )
 def test_rank_says(sight, lost, liar):
     """What one rank says of what it sees: the others never take for theirs what they do not see themselves."""
     sights = [sight, WHOLE] if liar == 0 else [WHOLE, sight]
-    found: Resume = agree(sights, RUN, world=2)
+    found: RestoreOrder = agree(sights, RUN, world=2)
     first = found.candidates[0] if found.candidates else None
     if lost == "lacking":  # what it made up is waited for, and the restore says that no copy is seen
         assert first and first.checkpoint.step == 3 and 1 - liar in first.lacking

@@ -1,7 +1,7 @@
-"""tierd: training saves to local NVMe and goes on; a daemon verifies, compresses, uploads, retains and restores.
+"""tierd: training saves to local NVMe and continues; a daemon verifies, compresses, uploads, retains and restores.
 
-Law: importing this package loads nothing of the daemon (no asyncio, no S3 client, no zstd, no watchdog), and torch only
-when the first name that needs it is used.
+Invariant: importing this package loads nothing of the daemon (no asyncio, no S3 client, no zstd, no watchdog). It loads
+torch only when a name that needs torch is first used.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from tierd import logs
 if TYPE_CHECKING:
     from tierd import dcp as dcp
     from tierd.client.checkpointer import Checkpointer
-    from tierd.client.launch import new_attempt
-    from tierd.client.restore import Restored
-    from tierd.client.rng import RngState
-    from tierd.client.save import Save
-    from tierd.client.search import Skipped
-    from tierd.core.choose import EarlyStopping, When
+    from tierd.client.ranks.launch import new_attempt
+    from tierd.client.restoring.restorer import Restored
+    from tierd.client.restoring.search import Skipped
+    from tierd.client.sample_watch import SampleWatch
+    from tierd.client.saving.save import Save
     from tierd.core.errors import (
         CheckpointNotFound,
         ConfigError,
@@ -36,33 +35,36 @@ if TYPE_CHECKING:
         TierdError,
         TornSnapshot,
     )
-    from tierd.core.retention import Best
-    from tierd.core.retention import RetentionPolicy as Retention
+    from tierd.core.retention.policy import Best
+    from tierd.core.retention.policy import RetentionPolicy as Retention
+    from tierd.core.save_policy import EarlyStopping, When
     from tierd.observing import observe
     from tierd.reading import Loaded as Loaded
     from tierd.reading import Reader as Reader
     from tierd.reading import open as open
+    from tierd.state.kinds.rng import RngState
 
 __version__ = "0.1.0"
 
 logs.install()
 
 _HOMES = {
-    "Best": "tierd.core.retention",
+    "Best": "tierd.core.retention.policy",
     "Checkpointer": "tierd.client.checkpointer",
-    "EarlyStopping": "tierd.core.choose",
+    "EarlyStopping": "tierd.core.save_policy",
     "Loaded": "tierd.reading",
     "Reader": "tierd.reading",
-    "Restored": "tierd.client.restore",
-    "Retention": "tierd.core.retention",
-    "Save": "tierd.client.save",
-    "Skipped": "tierd.client.search",
-    "new_attempt": "tierd.client.launch",
-    "RngState": "tierd.client.rng",
-    "When": "tierd.core.choose",
+    "Restored": "tierd.client.restoring.restorer",
+    "Retention": "tierd.core.retention.policy",
+    "Save": "tierd.client.saving.save",
+    "Skipped": "tierd.client.restoring.search",
+    "new_attempt": "tierd.client.ranks.launch",
+    "RngState": "tierd.state.kinds.rng",
+    "SampleWatch": "tierd.client.sample_watch",
+    "When": "tierd.core.save_policy",
     "observe": "tierd.observing",
     "open": "tierd.reading",
-    # what a trainer catches
+    # the errors that a trainer may catch
     "CheckpointNotFound": "tierd.core.errors",
     "ConfigError": "tierd.core.errors",
     "DaemonUnavailable": "tierd.core.errors",
@@ -79,12 +81,13 @@ _HOMES = {
     "TornSnapshot": "tierd.core.errors",
 }
 
-# Without `open`, `Reader` and `Loaded`: `from tierd import *` must not load the daemon's packages in a trainer.
+# `open`, `Reader` and `Loaded` are left out, because `from tierd import *` must not load the daemon's packages.
 __all__ = [
     "Best",
     "Checkpointer",
     "EarlyStopping",
     "RngState",
+    "SampleWatch",
     "Restored",
     "Retention",
     "Save",
@@ -111,8 +114,20 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "dcp":
-        return import_module("tierd.dcp")
-    if name not in _HOMES:
+    if name != "dcp" and name not in _HOMES:
         raise AttributeError(f"module 'tierd' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), {"Retention": "RetentionPolicy"}.get(name, name))
+    try:
+        if name == "dcp":
+            return import_module("tierd.dcp")
+        return getattr(import_module(_HOMES[name]), {"Retention": "RetentionPolicy"}.get(name, name))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("tierd"):
+            raise
+        extras = "torch,daemon" if _HOMES.get(name) == "tierd.reading" else "torch"
+        raise ImportError(
+            f"tierd.{name} needs the package {error.name}: pip install 'tierd[{extras}]'", name=error.name
+        ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*_HOMES, "dcp", "__version__", "__doc__"})

@@ -1,4 +1,4 @@
-"""`tierd` and `python -m tierd`: the command line, or one line on how to install it."""
+"""The entry point of `tierd` and `python -m tierd`: the command line, or one line that says how to install it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> int:
-    """Run the command line; the process's exit code."""
+    """Run the command line and return the process's exit code."""
     try:
         from tierd.cli import run
     except ModuleNotFoundError as error:
@@ -18,14 +18,14 @@ def main() -> int:
             file=sys.stderr,
         )
         return 3
-    except (MemoryError, ImportError) as error:  # a library that cannot be mapped is an ImportError
+    except (MemoryError, ImportError) as error:  # a library that cannot be mapped raises ImportError
         if isinstance(error, ImportError) and "memory" not in str(error) and "map segment" not in str(error):
             raise
         print(
             "tierd: no more memory for this process: raise its limit (ulimit -v, or the container's)", file=sys.stderr
         )
         return 1
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what the locale cannot write is written as an escape
+    if isinstance(sys.stdout, io.TextIOWrapper):  # characters that the locale cannot encode are escaped
         sys.stdout.reconfigure(errors="backslashreplace")
     return run()
 

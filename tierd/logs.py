@@ -1,4 +1,4 @@
-"""What tierd logs: each line is made safe to look at, whoever's handlers it goes to."""
+"""Logging: every line that tierd logs is escaped, so that it is safe to print by any handler."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ LOGGERS = (
     "tierd",
     "tierd.daemon",
     "tierd.stores.retry",
-    "tierd.stores.s3",
-)  # a logger's filter sees its own lines only
+    "tierd.stores.s3.s3_store",
+)  # each of them, because a logger's filter does not see the lines of its child loggers
 
 
 def escape(record: logging.LogRecord) -> bool:
-    """A filter that lets everything pass, escaped."""
+    """A logging filter that escapes every record and drops none."""
     said = record.getMessage()
     shown = printable(said)
     if shown != said:
@@ -25,7 +25,7 @@ def escape(record: logging.LogRecord) -> bool:
 
 
 class Formatter(logging.Formatter):
-    """For the command line's own handler: escapes what other libraries log, too, and indents tracebacks."""
+    """The formatter of the command line's own handler: also escapes other libraries' lines, and indents tracebacks."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         record.message = printable(record.message)
@@ -36,6 +36,6 @@ class Formatter(logging.Formatter):
 
 
 def install() -> None:
-    """Have all of tierd's loggers escape; done once, when tierd is imported."""
+    """Add the escaping filter to all of tierd's loggers. Called once, when tierd is imported."""
     for name in LOGGERS:
         logging.getLogger(name).addFilter(escape)

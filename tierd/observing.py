@@ -1,6 +1,6 @@
-"""`tierd.observe`: what a training loop tells `tierd check-resume` about each step.
+"""`tierd.observe`: a training loop's report of each step to `tierd check-resume`.
 
-Law: outside a check it is one `is None` test, and nothing is loaded for it.
+Invariant: outside a check, `observe` costs one `is None` test and loads no module.
 """
 
 from __future__ import annotations
@@ -8,27 +8,36 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from typing import SupportsFloat
 
-Record = Callable[[int, Iterable[Hashable], "SupportsFloat | None"], None]
+Record = Callable[[int, Iterable[Hashable], "SupportsFloat | None", "int | None", Iterable[Hashable]], None]
 _record: Record | None = None
 
 
-def observe(step: int, samples: Iterable[Hashable], loss: SupportsFloat | None = None) -> None:
-    """Say what one optimizer step of this rank was made of. Does nothing unless `tierd check-resume` runs the loop.
+def observe(
+    step: int,
+    samples: Iterable[Hashable],
+    loss: SupportsFloat | None = None,
+    *,
+    epoch: int | None = None,
+    validation: Iterable[Hashable] = (),
+) -> None:
+    """Report the samples and the loss of one optimizer step of this rank. Does nothing outside `tierd check-resume`.
 
     Args:
-        step: rises by one from step to step; after a resume it goes on where the checkpoint ended.
-        samples: what tells this step's samples apart from others, in their order: indices, ids, hashes of the bytes; or
-            a 1-d integer tensor.
-        loss: this step's, as a number or a 0-d tensor; compared bit for bit.
+        step: the step's number. It grows by one with each step, and after a resume continues from the checkpoint's.
+        samples: identifiers of this step's samples in order: indices, ids or hashes of the bytes; or a 1-d integer
+            tensor.
+        loss: this step's loss as a number or a 0-d tensor, compared bit for bit.
+        epoch: the epoch of the samples, so that a repeated sample can be distinguished from the next epoch.
+        validation: identifiers of the samples on which the model was evaluated since the last call.
 
     Raises:
-        ConfigError: inside a check, when `step` does not rise, or `loss` is no number.
+        ConfigError: inside a check, if `step` does not grow, or if `loss` is no number.
     """
     if _record is not None:
-        _record(step, samples, loss)
+        _record(step, samples, loss, epoch, validation)
 
 
 def begin(record: Record) -> None:
-    """From now on every `observe` of this process is given to `record`."""
+    """Pass every later `observe` of this process to `record`."""
     global _record
     _record = record

@@ -1,9 +1,9 @@
-"""Training owns the machine: what nobody waits for yields to it.
+"""Priorities of threads: background work yields to training.
 
-Law: haste is a context's, and of every task begun in it; who says nothing is in no hurry. On Linux a priority is a
-thread's and, without privilege, never raised again: so what is not hasty has threads of its own, which lower
-themselves, and what a save's durability or a restore waits for never runs on them. A system that refuses costs
-politeness only.
+Invariant: work that a save's durability or a restore waits for never runs on a low-priority thread. Such work is marked
+as hasty in its context, and the mark passes to every task begun there; unmarked work is background work. On Linux a
+priority belongs to a thread, and without privilege can only be lowered. So background work has its own threads, which
+lower their own priority. If the system refuses this, background work only runs at normal priority.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ log = logging.getLogger("tierd.daemon")
 _hasty: ContextVar[bool] = ContextVar("hasty", default=False)
 
 _NICE = 19
-_IDLE = 3 << 13  # IOPRIO_CLASS_IDLE: the disk's turn comes when nobody else wants it
-_THREAD = 1  # IOPRIO_WHO_PROCESS, which is a thread
+_IDLE = 3 << 13  # IOPRIO_CLASS_IDLE: gets the disk only while no other thread uses it
+_THREAD = 1  # IOPRIO_WHO_PROCESS, which means one thread
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "loongarch64": 30, "ppc64le": 273, "s390x": 282}
 _STACK = 1 << 20  # bytes
 _ARENA_MAX = -8  # mallopt(3)
@@ -31,17 +31,17 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def hasten() -> None:
-    """From here on in this context: training, or somebody at a terminal, waits for it."""
+    """Mark the rest of this context as hasty, because training or a person waits for it."""
     _hasty.set(True)
 
 
 def is_hasty() -> bool:
-    """Whether somebody waits for what is done in this context."""
+    """Whether this context is marked as hasty."""
     return _hasty.get()
 
 
 def lower() -> None:
-    """Lower the calling thread: nice to 19, I/O class to idle. What is refused is logged."""
+    """Set the calling thread to nice 19 and I/O class idle. A refusal is logged."""
     try:
         os.setpriority(os.PRIO_PROCESS, 0, _NICE)
     except OSError as error:
@@ -59,23 +59,23 @@ def _set_idle() -> str:
 
 
 def spare_address_space() -> None:
-    """Where this process's address space is limited, have each thread take little of it.
+    """Let each thread reserve little address space, if this process's address space is limited.
 
-    By default a stack of 8 MiB and a heap of 64 MiB are set apart for each, and most of that is never used. To be
-    called before there are threads.
+    By default the C library reserves a stack of 8 MiB and a heap of 64 MiB per thread, most of which is never used.
+    Call this before any thread starts.
     """
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         threading.stack_size(_STACK)
-        with suppress(AttributeError):  # another C library, which has no such heaps
+        with suppress(AttributeError):  # another C library than glibc, without such heaps
             _libc.mallopt(_ARENA_MAX, 2)
 
 
 class Pools:
-    """Threads for calls that block: `hasty` ones at normal priority, and as many polite ones.
+    """Two pools of threads for blocking calls: hasty ones at normal priority, and as many polite ones at low priority.
 
     Args:
-        count: of each.
-        name: what they are called.
+        count: the number of threads in each pool.
+        name: the prefix of the threads' names.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -83,14 +83,15 @@ class Pools:
         self._polite = ThreadPoolExecutor(count, thread_name_prefix=f"{name}-polite", initializer=lower)
 
     def here(self) -> ThreadPoolExecutor:
-        """The pool for what is done in this context."""
+        """The pool for calls of this context."""
         return self._hasty if is_hasty() else self._polite
 
     def shutdown(self) -> None:
-        """Begin nothing more; what runs is left to itself."""
+        """Cancel queued calls without waiting for running ones."""
         for pool in (self._hasty, self._polite):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-# What computes: on one core fewer than there are, since training beside it must not be interrupted for it.
-POLITE = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1), thread_name_prefix="tierd-polite", initializer=lower)
+# Background computation uses one core fewer than the machine has, because it must not interrupt training.
+POLITE_THREADS = max(1, (os.cpu_count() or 2) - 1)
+POLITE = ThreadPoolExecutor(POLITE_THREADS, thread_name_prefix="tierd-polite", initializer=lower)

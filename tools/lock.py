@@ -55,7 +55,7 @@ def hashed(pin: locked.Pin) -> locked.Pin:
 
 
 def main() -> None:
-    for path in (locked.LOCK, locked.LOADERS):
+    for path in (locked.LOCK, locked.LOADERS, locked.DOCS, locked.LOWEST):
         text = path.read_text()
         pins = sorted(map(hashed, locked.parse(text)), key=lambda pin: pin.key)
         path.write_text(locked.header(text) + "".join(pin.lines() + "\n" for pin in pins))

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from packaging.markers import Marker
+from packaging.markers import Marker, default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 LOCK = ROOT / "constraints.txt"  # all that `make test` and `make bench` import, and the build backend
 LOADERS = ROOT / "constraints-loaders.txt"  # what `make loaders` adds
+DOCS = ROOT / "constraints-docs.txt"  # what `make docs` adds
+LOWEST = ROOT / "constraints-lowest.txt"  # the oldest versions that pyproject.toml allows, for `make lowest`
 TORCH = ROOT / "constraints-torch.txt"  # torch alone, by version; the file says why
 
 # What torch's build for CUDA needs besides; it is installed with torch, and torch's build for CPUs does not name it.
@@ -119,3 +122,32 @@ def closure(wanted: Iterable[Requirement], environment: dict[str, str]) -> Itera
         seen.add(found)
         needs = active(_declared(name), requirement.extras, environment)
         todo += [(name, it) for it in needs if not (name == "torch" and ACCELERATOR.match(it.name))]
+
+
+def lacking(pins: dict[str, Pin], others: dict[str, Pin]) -> list[str]:
+    """What `pins` need by the metadata of what is installed here, and what neither they nor `others` install."""
+    environment = {key: str(value) for key, value in default_environment().items()}
+    here = {key: active(_declared(pin.name), (), environment) for key, pin in pins.items()}
+    return [
+        f"{by} needs {need}"
+        for by, needs in here.items()
+        for need in needs
+        if canonicalize_name(need.name) not in {**pins, **others}
+    ]
+
+
+def main() -> None:
+    """Say whether this interpreter runs with the oldest versions, because tests of any others would show nothing.
+
+    What they need is looked for in the locks, because an environment may happen to hold it from an earlier command.
+    """
+    lowest = read(LOWEST)
+    here = {pin.name: importlib.metadata.version(pin.name) for pin in lowest.values()}
+    if others := [f"{pin.name} {here[pin.name]}" for pin in lowest.values() if here[pin.name] != pin.version]:
+        sys.exit(f"not the oldest versions: {', '.join(others)}")
+    if missing := lacking(lowest, read(LOCK, TORCH)):
+        sys.exit(f"add to {LOWEST.name}: {', '.join(missing)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -24,10 +24,10 @@ from examples.demo.compare import Launch
 from examples.demo.processes import Child, DemoFailed, started, wait_until
 from tierd.core.errors import DaemonUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.wire import Report, Status, Wait
-from tierd.core.world import SPOOL
-from tierd.link import Link
-from tierd.spool import Spool
+from tierd.core.planning.inventory import SPOOL
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Report, Status, Wait
+from tierd.spool.spool import Spool
 
 RUN = "demo"
 TIER = "disk"

@@ -79,11 +79,11 @@ def train(options: argparse.Namespace) -> None:
 def make_loader(options: argparse.Namespace) -> Any:
     """Shuffled batches from two workers, resumable at any step.
 
-    What torchdata 0.11 resumes exactly, tried at every step of three epochs (tests/test_demo.py): a loader with workers
-    *and* a generator of its own. Without `generator=`, a new iterator draws its workers' seed from torch's global
-    generator, after `RngState` has set it, and dropout goes another way. Without workers, a resumed loader leaves out
-    that draw, and the shuffles of later epochs differ. A state taken after an epoch's last batch resumes as an epoch
-    without any more batches, so the `else` of the loop above counts it, as it would have been.
+    What torchdata 0.11 resumes exactly, tried at every step of three epochs (tests/examples/test_demo.py): a loader
+    with workers *and* a generator of its own. Without `generator=`, a new iterator draws its workers' seed from torch's
+    global generator, after `RngState` has set it, and dropout goes another way. Without workers, a resumed loader
+    leaves out that draw, and the shuffles of later epochs differ. A state taken after an epoch's last batch resumes as
+    an epoch without any more batches, so the `else` of the loop above counts it, as it would have been.
     """
     windows = Windows(standard_library(), options.batch * options.epoch_steps, options.context)
     return StatefulDataLoader(

@@ -13,11 +13,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import tierd
 from tierd import observing
 from tierd.check import Report, assert_resumes, check_resume
+from tierd.check.child import Orders
+from tierd.check.history import RecordLine
 from tierd.cli import run
 from tierd.core.errors import ConfigError, LoopFailed
 
@@ -86,12 +89,46 @@ def test_a_save_that_the_daemon_has_survives_the_kill():
     assert report.exact and [one.began for one in report.launches] == [1, 3, 7]
 
 
-def test_the_readmes_quickstart_is_the_one_that_is_checked():
-    shown = (ROOT / "examples" / "quickstart.py").read_text().split("# -- the README shows from here\n")[1]
+def test_the_tutorial_s_loop_is_the_one_that_is_checked():
+    shown = (ROOT / "examples" / "quickstart.py").read_text().split("# -- the docs show from here\n")[1]
     lines = [line.removeprefix("    ") for line in shown.rstrip().splitlines()]
-    assert "```python\nimport tierd\n\n" + "\n".join(lines) + "\n```" in (ROOT / "README.md").read_text()
+    assert (
+        "```python\nimport tierd\n\n" + "\n".join(lines) + "\n```"
+        in (ROOT / "docs" / "tutorial" / "quickstart.md").read_text()
+    )
     for wanted in ("model", "optimizer", "scheduler", "scaler", "data", "rng", "step", "epoch", "losses", "best"):
         assert f'"{wanted}": ' in shown
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_state_is_that_after_the_last_step_however_long_it_takes_to_look_at():
+    """A launch was stopped as soon as its last step was told; where its state came later, another moment's stood in."""
+    report = assert_resumes("support.loops:adapted_slow_at_step_9", steps=9, kill_at=(4,))
+    assert report.exact and report.entries == 4  # drift, its two values, and the note
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("loop", "entries"), [("adapted", 0), ("adapted_other", 0), ("adapted_itself", 4)])
+def test_what_a_loop_restores_into_is_not_taken_for_what_it_trains_with(loop, entries):
+    """It has saved nothing since it was resumed when the last step comes, so what it would save is not known; unless
+    an uninterrupted run saves the very thing that it restores into."""
+    report = assert_resumes(f"support.loops:{loop}", steps=8, kill_at=(7,))
+    assert [one.began for one in report.launches] == [1, 7] and report.entries == entries
+
+
+def test_a_launch_that_goes_on_past_the_last_step_says_which_step_its_state_is_of(room: Path):
+    (room / "state").write_text('{"step": 2, "position": 8}')
+    orders = Orders("support.loops:ends_early", str(room), str(room / "record"), os.getpid(), steps=2)
+    code = "import sys; sys.path[:] = {path!r}; from tierd.check.child import main; main(sys.argv[1])"
+    command = [sys.executable, "-c", code.format(path=sys.path), msgspec.json.encode(orders).decode()]
+    subprocess.run(command, cwd=ROOT, check=True)
+    record = (room / "record").read_bytes()
+    for name in ("state", "record"):
+        (room / name).unlink()
+    lines = [msgspec.json.decode(one, type=RecordLine) for one in record.splitlines()]
+    assert [(one.taken.step, one.taken.at) for one in lines if one.taken] == [(3, "end")]
 
 
 # -- what was planted -------------------------------------------------------------------------------------------------
@@ -106,6 +143,7 @@ def test_a_naive_dataset_is_caught():
         assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_random_numbers_that_are_not_saved_are_caught():
     report = check_resume("support.loops:without_rng", steps=7, kill_at=("3+save",))
     [found] = report.ranks

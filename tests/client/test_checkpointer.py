@@ -13,7 +13,7 @@ from support.training import fresh, restored, same, tensors, train
 from support.world import listing
 
 import tierd
-from tierd.client import pipeline
+from tierd.client.saving import pipeline
 from tierd.core.errors import (
     ConfigError,
     ManifestError,
@@ -37,6 +37,26 @@ def test_training_goes_on_exactly_where_it_was_saved(spool):
         assert found.metrics["loss"] == 0.5 and found.metrics["nan"] != found.metrics["nan"]
         assert state["epoch"] == 3 and len(state["seen"]["samples"]) == 3
         assert train(state, 4) == expected
+
+
+def test_a_save_says_how_it_stands(spool, monkeypatch):
+    go = threading.Event()
+
+    def refused(*arguments, **options):
+        assert go.wait(60)
+        raise OSError("no")
+
+    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        save = checkpointer.save(1, {"x": torch.ones(3)})
+        save.wait()
+        assert repr(save) == f"<Save of {save.part}: durable>"
+        monkeypatch.setattr(pipeline, "write_part", refused)
+        save = checkpointer.save(2, {"x": torch.ones(3)})
+        assert repr(save) == f"<Save of {save.part}: running>"
+        go.set()
+        with pytest.raises(tierd.SaveFailed):
+            save.wait()
+        assert repr(save) == f"<Save of {save.part}: failed: SpoolUnusable>"
 
 
 def test_nothing_that_training_changes_after_save_gets_into_the_checkpoint(spool, monkeypatch):

@@ -21,7 +21,7 @@ from tierd.client import acceptance, closing, outliving
 from tierd.client.acceptance import Acceptance
 from tierd.client.outliving import namespace_ends_with_us, would_end
 from tierd.core.errors import ConfigError, DaemonUnavailable, SaveFailed, StoreRefused, StoreUnavailable
-from tierd.core.remaining import Backlog, Remaining, TierTrouble
+from tierd.core.planning.unflushed import Remaining, TierTrouble, Unflushed
 
 
 def failing(error: Exception) -> Double:
@@ -127,7 +127,7 @@ def test_after_a_mistyped_wait_the_right_one_waits(spool, caplog):
     refused = failing(StoreRefused("/mnt/typo does not exist"))
     with Daemon(spool.root, {"s3": refused}) as daemon:
         checkpointer = saved(spool, 1, 2)
-        wait_until(lambda: daemon.reconciler.lanes["s3"].last_error)
+        wait_until(lambda: daemon.reconciler.workers["s3"].last_error)
         with pytest.raises(ConfigError, match="it has s3"):
             checkpointer.close(wait="s4")
         assert warnings(caplog) == [
@@ -135,7 +135,7 @@ def test_after_a_mistyped_wait_the_right_one_waits(spool, caplog):
             "no tier accepts checkpoints (s3: /mnt/typo does not exist)"
         ]
         refused.error = None
-        wait_until(lambda: not daemon.reconciler.lanes["s3"].last_error)
+        wait_until(lambda: not daemon.reconciler.workers["s3"].last_error)
         checkpointer.close(wait="s3", timeout=60)
         assert all(daemon.reconciler.tiers.has(one, "s3") for one in spool.parts())
 
@@ -184,7 +184,7 @@ def test_a_close_that_waits_for_no_tier_says_that_nobody_waited(spool, caplog, m
     with Daemon(spool.root, {"nfs": Double(), "s3": Double()}) as daemon:
         checkpointer = saved(spool, 1)
         daemon.settle()
-        stale = Backlog(left=(Remaining(part=spool.parts()[0], size_bytes=1, on=(), lacks=("s3",)),), tiers={})
+        stale = Unflushed(left=(Remaining(part=spool.parts()[0], size_bytes=1, on=(), lacks=("s3",)),), tiers={})
         daemon.reconciler.backlog_now = lambda: stale
         checkpointer.close(wait="local")
     assert "only in the spool: this close waited for no tier; the daemon ends with" in warnings(caplog)[0]
@@ -202,7 +202,7 @@ def test_a_plain_close_says_nothing_and_waits_for_no_tier_where_the_daemon_flush
 def test_close_repeats_that_no_tier_accepts_checkpoints_with_the_count(spool, caplog):
     with Daemon(spool.root, {"nfs": failing(StoreRefused("/mnt/typo does not exist"))}) as daemon:
         checkpointer = saved(spool, *range(12))
-        wait_until(lambda: daemon.reconciler.lanes["nfs"].last_error)
+        wait_until(lambda: daemon.reconciler.workers["nfs"].last_error)
         checkpointer.close()
     [said] = warnings(caplog)
     assert said == (
@@ -363,9 +363,9 @@ def test_a_mistyped_tier_is_told_within_seconds_and_again_by_close(spool, caplog
     (tmp_path / "typo").mkdir()  # so that the daemon, which outlives the trainer, ends
 
 
-DOWN = Backlog(tiers={"nfs": TierTrouble(reached=False, error="503")})
-REFUSED = Backlog(tiers={"nfs": TierTrouble(reached=False, error="403", refused=True)})
-FINE = Backlog(tiers={"nfs": TierTrouble(reached=True), "s3": TierTrouble(reached=False, error="503")})
+DOWN = Unflushed(tiers={"nfs": TierTrouble(reached=False, error="503")})
+REFUSED = Unflushed(tiers={"nfs": TierTrouble(reached=False, error="403", refused=True)})
+FINE = Unflushed(tiers={"nfs": TierTrouble(reached=True), "s3": TierTrouble(reached=False, error="503")})
 
 
 def test_trouble_that_may_pass_is_told_when_it_lasts_and_then_rarely(caplog):

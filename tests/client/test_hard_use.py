@@ -14,10 +14,10 @@ from support.training import restored, same, tensors
 from support.world import Daemon, hurry
 
 import tierd
-from tierd.client import source
-from tierd.client.snapshot import Snapshot
+from tierd.client.restoring import source
+from tierd.client.saving.snapshot import Snapshot
 from tierd.core.errors import ConfigError, SaveFailed, StateRefused
-from tierd.link import Link
+from tierd.ipc.client import Link
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_a_copy_that_fails_is_a_value_and_blocks_no_later_one(spool, local, monk
 
 def test_a_tree_that_is_too_large_is_the_callers_to_hear_of(spool, local, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("tierd.client.values.MAX_TREE", 100)
+        patch.setattr("tierd.state.values.MAX_TREE", 100)
         with pytest.raises(StateRefused, match="100 at most"):
             local.save(1, {"text": "x" * 200})
     local.save(1, tensors(1)).wait(timeout=20)
@@ -118,7 +118,7 @@ def test_a_forked_child_cannot_save_and_cannot_reach_the_arena(spool, local):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_does_not_keep_its_parent_attached(spool):
     with Daemon(spool.root, {"tier": Double()}) as daemon:
-        from tierd.core.wire import Attach
+        from tierd.ipc.messages import Attach
 
         link = Link(spool)
         link.ask(Attach())

@@ -6,7 +6,7 @@ import pytest
 
 from tierd.core.config import Config, TierConfig, from_toml, from_urls
 from tierd.core.errors import ConfigError
-from tierd.core.retention import Best, RetentionPolicy
+from tierd.core.retention.policy import Best, RetentionPolicy
 
 TIER = '[[tier]]\nname = "nfs"\nurl = "/mnt/tier"\n'
 WHOLE = """
@@ -99,7 +99,7 @@ def text(top: str = "", tier: str = "", *, spool: str = 'spool = "/s"') -> str:
         (text("[retention]\nkeep_last = 0"), "retention.keep_last"),
         (text("[retention]\nkeep_last = true"), "retention.keep_last"),
         (text("[retention]\nkeep_last = 1.5"), "retention.keep_last"),
-        (text("[retention]\nkeep_first = 1"), "retention"),
+        (text("[retention]\nkeep_no_such = 1"), "retention"),
         (text("[retention]\nkeep_every_steps = 0"), "retention.keep_every_steps"),
         (text('[retention]\nkeep_within = "forever"'), "retention.keep_within"),
         (text("[retention.keep_best]\ncount = 2"), "retention.keep_best"),

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from core.worlds import cases, checkpoint, config, facts, part, solo
 from hypothesis import HealthCheck, given, settings
+from support.worlds import cases, checkpoint, config, facts, part, solo
 
 from tierd.core.errors import ManifestError
-from tierd.core.plan import Prune, plan
+from tierd.core.planning.inventory import Inventory, Place
+from tierd.core.planning.plan import Prune, plan
 from tierd.core.report import Report, report
-from tierd.core.retention import RetentionPolicy
-from tierd.core.world import Place, World
+from tierd.core.retention.policy import RetentionPolicy
 
 A100, A200, B210 = checkpoint(1, 100), checkpoint(1, 200), checkpoint(2, 210)
 LAST1 = config(*[RetentionPolicy(keep_last=1)] * 2, spool=RetentionPolicy(keep_last=1))
@@ -25,7 +25,7 @@ def states(found: Report) -> dict[tuple[int, str], str]:
 
 def test_a_checkpoint_with_its_copies():
     spool = Place.of({part(A100): facts(1, metrics={"loss": 0.5, "bad": float("nan")})}, pins=frozenset({A100}))
-    found = report(World(spool, {"a": spool, "b": None}), LAST1)
+    found = report(Inventory(spool, {"a": spool, "b": None}), LAST1)
     assert found.unreached == ("b",)
     (one,) = found.checkpoints
     assert (one.run, one.step, one.attempt, one.world_size) == ("r", 100, A100.attempt, 1)
@@ -50,7 +50,7 @@ def test_each_state_a_copy_can_be_in():
         {part(B210): ManifestError("manifest of r step 210: its bytes differ")},
         quarantined={part(A100): facts()},
     )
-    found = report(World(Place.of(half), {"a": tier}), None)
+    found = report(Inventory(Place.of(half), {"a": tier}), None)
     assert states(found) == {
         (210, "a"): "corrupt",
         (200, "local"): "committed",
@@ -63,7 +63,7 @@ def test_each_state_a_copy_can_be_in():
 
 def test_a_copy_that_unusable_manifests_make_incomplete_says_so_and_not_that_parts_may_come():
     tier = Place.of({part(A200, 0, 2): None, part(A200, 1, 2): None, part(B210, 0, 2): None})
-    found = report(World(Place(), {"a": tier}), LAST1)
+    found = report(Inventory(Place(), {"a": tier}), LAST1)
     assert {one.step: one.copies[0].reasons for one in found.checkpoints} == {
         200: ("incomplete: 2 of its 2 manifests cannot be used",),
         210: ("incomplete: its other parts may still come",),
@@ -72,29 +72,29 @@ def test_a_copy_that_unusable_manifests_make_incomplete_says_so_and_not_that_par
 
 def test_what_a_quarantined_part_still_tells_is_told():
     aside = Place(quarantined={part(B210, 1, 4): facts(7, metrics={"loss": 2.0}, origin=A100)})
-    found = report(World(solo(Place(), A100), {"a": aside}), None).checkpoints[0]
+    found = report(Inventory(solo(Place(), A100), {"a": aside}), None).checkpoints[0]
     assert (found.world_size, found.metrics, found.resumed_from) == (4, {"loss": 2.0}, A100.name)
     assert (found.copies[0].ranks, found.complete, found.resumes) == ((1,), False, False)
 
 
 def test_exactly_the_checkpoint_that_a_restore_would_try_first_resumes():
     spool = solo(solo(Place(), A100, A200), B210, origin=A100)
-    assert [one.step for one in report(World(spool, {}), None).checkpoints if one.resumes] == [210]
+    assert [one.step for one in report(Inventory(spool, {}), None).checkpoints if one.resumes] == [210]
     unread = replace(solo(Place(), A100), quarantined={part(B210): None})
-    assert [one.step for one in report(World(unread, {}), None).checkpoints if one.resumes] == [100]
+    assert [one.step for one in report(Inventory(unread, {}), None).checkpoints if one.resumes] == [100]
 
 
 def test_one_run_or_all_of_them():
     spool = solo(solo(Place(), A100), checkpoint(1, 5, "other"))
-    assert [one.run for one in report(World(spool, {}), None).checkpoints] == ["other", "r"]
-    assert [one.run for one in report(World(spool, {}), None, "r").checkpoints] == ["r"]
-    assert report(World(spool, {}), None, "nothing") == Report((), ())
+    assert [one.run for one in report(Inventory(spool, {}), None).checkpoints] == ["other", "r"]
+    assert [one.run for one in report(Inventory(spool, {}), None, "r").checkpoints] == ["r"]
+    assert report(Inventory(spool, {}), None, "nothing") == Report((), ())
 
 
 @pytest.mark.parametrize("with_config", [True, False])
 def test_verdicts_are_given_where_there_is_a_policy_to_give_them(with_config):
     place = solo(Place(), A100, A200)
-    found = report(World(place, {"a": place}), LAST1 if with_config else None)
+    found = report(Inventory(place, {"a": place}), LAST1 if with_config else None)
     older = found.checkpoints[1]
     assert [copy.keep for copy in older.copies] == [not with_config] * 2
     assert all(bool(copy.reasons) == with_config for copy in older.copies)

@@ -1,16 +1,3 @@
-"""What the daemon's tests share."""
+"""Fixtures for the tests in this folder."""
 
-import pytest
-from support.world import hurry
-
-from tierd.spool import Spool
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    hurry(monkeypatch)
-
-
-@pytest.fixture
-def spool(tmp_path):
-    return Spool(tmp_path / "spool")
+from support.daemon_fixtures import quick, spool  # noqa: F401

@@ -11,7 +11,7 @@ import threading
 import time
 
 import pytest
-from support.doubles import Double, contents
+from support.doubles import Double, contents, is_chunk, is_manifest
 from support.world import Daemon, commit, part, wait_until
 
 from tierd import cli
@@ -22,10 +22,11 @@ from tierd.core.errors import (
     StoreRefused,
     StoreUnavailable,
 )
-from tierd.core.wire import MAX_REQUEST, Attach, Status, Wait
 from tierd.daemon import handoff
-from tierd.link import Link
-from tierd.spool import Spool
+from tierd.daemon.transfer.flush_pacing import Cadence
+from tierd.ipc.client import Link
+from tierd.ipc.messages import MAX_REQUEST, Attach, Status, Wait
+from tierd.spool.spool import Spool
 
 
 def down() -> Double:
@@ -143,6 +144,23 @@ def test_wait_answers_when_the_tier_has_verified_it(spool):
         assert part(1).manifest_key in daemon.call(contents(store.inner))
 
 
+def test_a_flush_that_is_waited_for_is_not_spread(spool):
+    store = Double()
+    with Daemon(spool.root, {"tier": store}) as daemon, Link(spool) as link:
+        daemon.reconciler.attended = lambda: True
+        now = [0.0]
+        daemon.reconciler.cadence = Cadence(lambda: now[0])
+        for step in range(4):
+            now[0] += 60.0
+            daemon.reconciler.cadence.saw([part(step)])
+        commit(spool, part(9))
+        daemon.loop.call_soon_threadsafe(daemon.reconciler.wake)
+        wait_until(lambda: store.puts(is_chunk))
+        assert not store.puts(is_manifest)
+        assert link.ask(Wait(part=part(9), tier="tier", timeout_s=10))["ok"]
+        assert not daemon.reconciler.awaited
+
+
 def test_wait_for_what_will_never_come_does_not_wait_for_ever(spool):
     """Older than what the tier keeps, or nowhere at all: there is nothing to wait for."""
     store = Double()
@@ -189,8 +207,8 @@ def test_wait_for_a_tier_that_is_not_there_names_those_that_are(spool):
 
 
 def test_a_daemon_that_works_for_long_shows_so(spool, monkeypatch):
-    monkeypatch.setattr("tierd.core.wire.HEARTBEAT", 0.05)
-    monkeypatch.setattr("tierd.link._SILENCE", 0.5)
+    monkeypatch.setattr("tierd.ipc.messages.HEARTBEAT", 0.05)
+    monkeypatch.setattr("tierd.ipc.client._SILENCE", 0.5)
     commit(spool, part(1))
     with Daemon(spool.root, {"tier": down()}), Link(spool) as link:
         with pytest.raises(TimeoutError):  # and not DaemonUnavailable, after four times its silence
@@ -199,7 +217,7 @@ def test_a_daemon_that_works_for_long_shows_so(spool, monkeypatch):
 
 
 def test_a_silent_daemon_costs_a_bounded_wait(spool, monkeypatch):
-    monkeypatch.setattr("tierd.link._SILENCE", 0.3)
+    monkeypatch.setattr("tierd.ipc.client._SILENCE", 0.3)
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(str(spool.socket))
         mute.listen()
@@ -222,7 +240,7 @@ def test_a_daemon_that_goes_away_in_the_middle_is_unavailable(spool):
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "JSON"])
 def test_ls_shows_the_spool_and_says_that_the_daemon_did_not_answer(spool, monkeypatch, capsys, options):
     """Stopped, it knows of tiers that `ls` then does not show."""
-    monkeypatch.setattr("tierd.link._SILENCE", 0.3)
+    monkeypatch.setattr("tierd.ipc.client._SILENCE", 0.3)
     commit(spool, part(1))
     command = ["ls", "--spool", str(spool.root), *options]
     assert cli.run(command) == 0  # none runs: the spool is all there is

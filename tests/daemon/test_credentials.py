@@ -6,15 +6,15 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from stores.test_answers import file, written
-from stores.test_s3 import credentials
+from stores.s3.test_answers import file, written
+from stores.s3.test_s3_store import credentials
 from support.s3stub import Bucket, serving
 from support.world import commit, part, reconciler, running, settle, steps_on, until
 
 from tierd.core.urls import parse_url
-from tierd.spool import Spool
-from tierd.stores import credentials as chain
+from tierd.spool.spool import Spool
 from tierd.stores.open import open_store
+from tierd.stores.s3 import credentials as chain
 
 __all__ = ["credentials", "file"]  # the fixtures
 
@@ -28,7 +28,7 @@ def test_a_daemon_finds_credentials_that_come_or_are_replaced(
         store = open_store(parse_url(bucket.url()))
         commit(spool, part(1))
         async with running(reconciler(spool, {"s3": store})) as daemon:
-            await until(lambda: "NoCredentialsError" in str(daemon.lanes["s3"].last_error))
+            await until(lambda: "NoCredentialsError" in str(daemon.workers["s3"].last_error))
             written(file, "first")
             bucket.keys = {"first"}
             await settle(daemon)

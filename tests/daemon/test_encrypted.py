@@ -11,12 +11,12 @@ from support.world import commit, content, converge, corrupt, part, read, reconc
 
 from tierd.core.errors import FormatTooNew, ManifestError, StoreRefused, StoreUnavailable, WrongKey
 from tierd.core.manifest import decode, seal
-from tierd.daemon.download import Progress
-from tierd.daemon.export import export
-from tierd.daemon.fetch import fetch
-from tierd.daemon.flush import Way, flush
-from tierd.daemon.prune import prune, quarantine, verify
-from tierd.spool import Spool
+from tierd.daemon.tiers.prune import prune, quarantine, verify
+from tierd.daemon.transfer.download import Progress
+from tierd.daemon.transfer.export import export
+from tierd.daemon.transfer.fetch import fetch
+from tierd.daemon.transfer.flush import Route, flush
+from tierd.spool.spool import Spool
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.keys import Key
 from tierd.stores.memory import MemoryStore
@@ -44,7 +44,7 @@ def test_what_was_flushed_encrypted_comes_back(spool):
 
     async def work():
         store = tier()
-        await flush(spool, PART, Way(store))
+        await flush(spool, PART, Route(store))
         assert await restored(spool, tier=store) == files
         assert (await verify(store, PART, lambda size: None))[1] == []
 
@@ -101,10 +101,10 @@ def test_an_interrupted_flush_goes_on_with_what_lies_there(spool):
 
         double.before = fail
         with pytest.raises(StoreUnavailable):
-            await flush(spool, PART, Way(store))
+            await flush(spool, PART, Route(store))
         there = set(double.puts(is_chunk))
         double.before, double.calls = None, []
-        assert (await flush(spool, PART, Way(store))).sent == 0
+        assert (await flush(spool, PART, Route(store))).sent == 0
         assert there and not double.puts(is_chunk)
         assert await restored(spool, tier=store) == files
 
@@ -164,7 +164,7 @@ def test_a_checkpoint_by_somebody_without_the_key_is_never_restored(spool):
     async def work():
         inner = MemoryStore()
         store = tier(inner)
-        await flush(spool, PART, Way(store))
+        await flush(spool, PART, Route(store))
         later = part(8)
         await inner.put(later.manifest_key, forged(later))
         with pytest.raises(StoreUnavailable, match="is not encrypted, and could be anybody's"):
@@ -183,7 +183,7 @@ def test_a_manifest_moved_or_altered_is_proven_bad_and_set_aside(spool):
         inner = MemoryStore()
         store = tier(inner)
         for which in (PART, part(8)):
-            await flush(spool, which, Way(store))
+            await flush(spool, which, Route(store))
         moved = bytes(await inner.get(part(8).manifest_key))
         await inner.put(PART.manifest_key, moved)
         with pytest.raises(ManifestError, match="under this name"):
@@ -223,7 +223,7 @@ def test_without_the_key_nothing_is_restored_passed_over_quarantined_or_deleted(
     async def work():
         inner = MemoryStore()
         for which in (PART, part(8)):
-            await flush(spool, which, Way(tier(inner)))
+            await flush(spool, which, Route(tier(inner)))
             shutil.rmtree(spool.path(which))
         before = await contents(inner)
         store = view(inner)
@@ -235,7 +235,7 @@ def test_without_the_key_nothing_is_restored_passed_over_quarantined_or_deleted(
             await prune(store, [PART.checkpoint])
         async with running(reconciler(spool, {"tier": store}, keep=1, keep_local=1)) as daemon:
             await until(lambda: daemon.journal.counters["errors"])  # nor is anything put beside it
-            assert isinstance(daemon.lanes["tier"].last_error, StoreRefused)
+            assert isinstance(daemon.workers["tier"].last_error, StoreRefused)
             assert daemon.journal.counters["quarantined"] == daemon.journal.counters["corruptions"] == 0
         assert await contents(inner) == before
 
@@ -250,7 +250,7 @@ def test_a_copy_that_cannot_be_read_lets_no_copy_of_the_spool_go(spool, view):
     async def work():
         inner = MemoryStore()
         for step in (1, 2, 3):
-            await flush(spool, part(step), Way(tier(inner)))
+            await flush(spool, part(step), Route(tier(inner)))
         double = Double(view(inner))
 
         def refuse(operation, key):

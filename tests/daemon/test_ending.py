@@ -74,9 +74,9 @@ def test_a_finished_drain_leaves_nothing(spool, stores, states, caplog):
 
 
 def test_a_drain_while_paused_ends_at_once_and_says_what_is_left(spool, stores, states, caplog):
-    from tierd.daemon.pause import Pause
+    from tierd.daemon.pause import TierPause
 
-    asyncio.run(Pause(spool).begin(None))
+    asyncio.run(TierPause(spool).begin(None))
     commit(spool, part(1))
     looked = lambda: all(store.calls for store in stores.values())  # noqa: E731
     [left] = serve_and_stop(spool, stores, looked, drain="1d")

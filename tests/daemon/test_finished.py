@@ -12,11 +12,11 @@ from support.world import Daemon, commit, converge, part, reconciler, running, s
 
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import pin_key
-from tierd.core.wire import Attach, Candidates, Pin
-from tierd.daemon.flush import Way, flush
 from tierd.daemon.presence import Presence
-from tierd.link import Link
-from tierd.spool import Spool
+from tierd.daemon.transfer.flush import Route, flush
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Attach, Candidates, Pin
+from tierd.spool.spool import Spool
 from tierd.stores.memory import MemoryStore
 
 DAYS = 2 * 86400
@@ -71,10 +71,10 @@ def test_no_run_leaves_that_is_not_verified_on_a_tier(spool):
 
     async def seen() -> None:
         async with running(reconciler(spool, {"tier": store})) as daemon:
-            await until(lambda: daemon.lanes["tier"].last_error)
+            await until(lambda: daemon.workers["tier"].last_error)
             await daemon.look("local")
             daemon.wake()
-            await until(lambda: not daemon.lanes["local"].wake.is_set())
+            await until(lambda: not daemon.workers["local"].wake.is_set())
 
     asyncio.run(seen())
     assert steps_in(spool) == [1, 2]
@@ -143,7 +143,7 @@ def test_a_run_is_looked_for_until_the_slowest_tier_has_answered(spool, tmp_path
     there = MemoryStore()
     fill = Spool(tmp_path / "another")
     commit(fill, part(1, run="elsewhere"))
-    asyncio.run(flush(fill, part(1, run="elsewhere"), Way(there)))
+    asyncio.run(flush(fill, part(1, run="elsewhere"), Route(there)))
     slow = Double()
     stores = {"quick": there, "slow": slow}
     with Daemon(spool.root, stores, finished="0s") as daemon, Link(spool) as link:

@@ -23,10 +23,10 @@ from support.world import RUN, attempt, corrupt, part, read, running, settle
 
 from tierd.core.errors import CorruptChunk, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, chunk_owner, pin_key
-from tierd.core.plan import Flush, Prune
+from tierd.core.planning.plan import Flush, Prune
 from tierd.core.report import report
-from tierd.core.retention import Best
-from tierd.daemon import turns
+from tierd.core.retention.policy import Best
+from tierd.daemon.tiers import intents
 
 SEEDS = int(os.environ.get("TIERD_SEEDS", "8"))  # `make gate` takes a hundred
 
@@ -130,7 +130,7 @@ def test_a_node_sends_parts_of_the_checkpoint_that_another_one_is_sending(home, 
     """The newest there is by then is of no use while nobody sends its other parts."""
 
     async def next_of(node: Node) -> int:
-        action = await node.daemon._look_and_plan(node.daemon.lanes[TIER])
+        action = await node.daemon._look_and_plan(node.daemon.workers[TIER])
         assert isinstance(action, Flush)
         return action.part.checkpoint.step
 
@@ -634,7 +634,7 @@ def test_a_part_that_is_set_aside_makes_its_checkpoint_half_for_every_node(home)
             assert [one.step for one in (await nodes.resume(name)).quarantined] == [3]
         for node in nodes.alive():
             await node.daemon.look(TIER)
-            told = {one.step: one for one in report(node.daemon.world(), node.daemon.config, RUN).checkpoints}
+            told = {one.step: one for one in report(node.daemon.inventory(), node.daemon.config, RUN).checkpoints}
             assert (told[3].complete, told[3].resumes) == (False, False)
             assert (told[2].complete, told[2].resumes) == (True, True)
         nodes.save(4, 1, "AB")  # 2 is one of the last two that are whole
@@ -980,7 +980,7 @@ def test_whatever_happens_at_once_nobody_is_harmed(home, seed, monkeypatch):
             await story.look()
         for node in story.nodes.alive():
             await story.stop(node)
-        monkeypatch.setattr(turns, "_age", lambda stamp: 10**12)  # what was cut off is left over now
+        monkeypatch.setattr(intents, "_age", lambda stamp: 10**12)  # what was cut off is left over now
         await story.end()
 
     asyncio.run(work())

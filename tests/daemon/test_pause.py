@@ -28,12 +28,12 @@ from support.world import (
 )
 
 from tierd.core.errors import SpoolUnusable
-from tierd.core.wire import Attach, Candidates, Fetch, Pause, Resume, Status, Wait
 from tierd.daemon import service
-from tierd.daemon.pause import Pause as State
-from tierd.daemon.scrubbed import Scrubbed
-from tierd.link import Link
-from tierd.spool import Spool
+from tierd.daemon.pause import TierPause as State
+from tierd.daemon.scrub.history import Scrubbed
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Attach, Candidates, Fetch, Pause, Resume, Status, Wait
+from tierd.spool.spool import Spool
 
 
 def ask(spool: Spool, request) -> dict:
@@ -136,7 +136,9 @@ def test_paused_nothing_is_flushed_and_resumed_it_is(spool):
         commit(spool, part(1))
         daemon.loop.call_soon_threadsafe(daemon.reconciler.wake)
         wait_until(lambda: daemon.reconciler.backlog("tier")[0] == 1)
-        wait_until(lambda: daemon.reconciler.lanes["tier"].doing is None and ("scan", "run/manifests/") in store.calls)
+        wait_until(
+            lambda: daemon.reconciler.workers["tier"].doing is None and ("scan", "run/manifests/") in store.calls
+        )
         with Link(spool) as link, pytest.raises(TimeoutError, match="paused: until resumed"):
             link.ask(Wait(part=part(1), tier="tier", timeout_s=0.5))
         assert not store.puts()

@@ -29,10 +29,10 @@ from support.world import (
 
 from tierd.core.errors import ManifestError, StoreRefused, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME, encode
-from tierd.core.world import SPOOL
-from tierd.daemon.handoff import HandOff
-from tierd.daemon.prune import quarantine
-from tierd.spool import Spool
+from tierd.core.planning.inventory import SPOOL
+from tierd.daemon.handoff import HandoffServer
+from tierd.daemon.tiers.prune import quarantine
+from tierd.spool.spool import Spool
 from tierd.stores.memory import MemoryStore
 
 
@@ -69,10 +69,10 @@ def test_a_tier_that_is_down_delays_only_itself_and_drains_when_it_is_back(spool
         async with running(reconciler(spool, {"down": down, "up": up})) as daemon:
             await until(lambda: all(daemon.tiers.has(part(step), "up") for step in range(5)))
             assert not daemon.tiers.has(part(0), "down") and daemon.pending() == {part(step) for step in range(5)}
-            assert isinstance(daemon.lanes["down"].last_error, StoreUnavailable)
+            assert isinstance(daemon.workers["down"].last_error, StoreUnavailable)
             down.error = None
             await settle(daemon)
-            assert daemon.lanes["down"].last_error is None and not daemon.pending()
+            assert daemon.workers["down"].last_error is None and not daemon.pending()
         return await contents(up.inner), await contents(down.inner)
 
     first, second = asyncio.run(work())
@@ -90,7 +90,7 @@ def test_a_tier_that_hangs_delays_only_itself(spool):
             await settle(daemon)
         async with running(reconciler(spool, {"hung": hung, "up": up})) as daemon:
             up.error = StoreUnavailable("not yet")
-            await until(lambda: daemon.tiers.has(part(2), "hung") and daemon.lanes["up"].failures)
+            await until(lambda: daemon.tiers.has(part(2), "hung") and daemon.workers["up"].failures)
             hung.delay, up.error = 3600.0, None
             await until(lambda: all(daemon.tiers.has(part(step), "up") for step in range(3)), 15)
 
@@ -121,8 +121,8 @@ def test_a_refusing_tier_is_told_apart_and_tried_again(spool):
         store.error = StoreRefused("no such bucket")
         commit(spool, part(1))
         async with running(reconciler(spool, {"tier": store})) as daemon:
-            await until(lambda: daemon.lanes["tier"].failures >= 2)
-            assert isinstance(daemon.lanes["tier"].last_error, StoreRefused)
+            await until(lambda: daemon.workers["tier"].failures >= 2)
+            assert isinstance(daemon.workers["tier"].last_error, StoreRefused)
             store.error = None
             await until(lambda: daemon.tiers.has(part(1), "tier"))
 
@@ -152,7 +152,7 @@ def test_a_foreign_error_ends_no_lane(spool):
         store.error = ZeroDivisionError("a bug")
         commit(spool, part(1))
         async with running(reconciler(spool, {"tier": store})) as daemon:
-            await until(lambda: daemon.lanes["tier"].failures >= 2)
+            await until(lambda: daemon.workers["tier"].failures >= 2)
             store.error = None
             await until(lambda: daemon.tiers.has(part(1), "tier"))
 
@@ -223,7 +223,7 @@ def test_what_no_tier_can_describe_keeps_nothing_else_waiting_and_is_no_corrupti
             await until(lambda: daemon.tiers.has(part(0), "tier") and daemon.tiers.has(part(1), "tier"))
             assert daemon.journal.counters["errors"] and not daemon.journal.counters["corruptions"]
 
-    monkeypatch.setattr("tierd.daemon.flush.encode_manifest", picky)
+    monkeypatch.setattr("tierd.daemon.transfer.flush.encode_manifest", picky)
     asyncio.run(work())
 
 
@@ -251,7 +251,7 @@ def test_nothing_local_goes_while_no_tier_has_verified_it(spool):
         for step in range(6):
             commit(spool, part(step))
         async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
-            await until(lambda: daemon.lanes["tier"].failures > 5)
+            await until(lambda: daemon.workers["tier"].failures > 5)
             daemon.wake()
             await asyncio.sleep(0.2)
             assert steps_in(spool) == list(range(6))
@@ -426,7 +426,7 @@ def test_a_manifest_that_cannot_be_mended_yet_keeps_no_flush_waiting(spool):
             for step in range(4, 8):
                 commit(spool, part(step))
                 await until(lambda step=step: daemon.wake() or daemon.tiers.has(part(step), "one"))
-                assert daemon.lanes["one"].last_error is None
+                assert daemon.workers["one"].last_error is None
 
     asyncio.run(work())
 
@@ -461,7 +461,7 @@ def test_blocks_are_not_kept_for_a_writer_that_left_while_they_were_set_aside(sp
         for step in range(2):
             commit(spool, part(step), large)
         daemon = reconciler(spool, {"tier": MemoryStore()}, keep=1)
-        writers = {part(0).lane}
+        writers = {part(0).writer}
         daemon.writers = lambda: frozenset(writers)
         remove = spool.remove
 
@@ -491,7 +491,7 @@ def test_half_a_look_at_the_spool_is_no_look(tmp_path):
         away = spool.root.rename(tmp_path / "away")
         with pytest.raises(OSError):
             await daemon.look("local")
-        assert daemon.world().spool.lists(part(1)) and not daemon.is_retired(part(1), "tier")
+        assert daemon.inventory().spool.lists(part(1)) and not daemon.is_retired(part(1), "tier")
         away.rename(spool.root)
 
     asyncio.run(whole())
@@ -500,8 +500,8 @@ def test_half_a_look_at_the_spool_is_no_look(tmp_path):
 def test_a_daemon_ends_in_order_where_its_sockets_cannot_be_removed(tmp_path, monkeypatch):
     """As on a spool that has turned read-only: seed 34 of the disk faults."""
     spool = Spool(tmp_path / "spool")
-    stopped, real = [], HandOff._stop
-    monkeypatch.setattr(HandOff, "_stop", lambda self, drain: (stopped.append(drain), real(self, drain)))
+    stopped, real = [], HandoffServer._stop
+    monkeypatch.setattr(HandoffServer, "_stop", lambda self, drain: (stopped.append(drain), real(self, drain)))
     with Daemon(spool.root, {"tier": MemoryStore()}) as daemon:
 
         def refuse(path, missing_ok=False):
@@ -530,11 +530,11 @@ def test_what_a_rank_commits_while_other_parts_of_it_are_freed_stays_in_sight(sp
 
         monkeypatch.setattr(daemon, "_covered", covered)
         assert await daemon._release(freed.checkpoint, ())
-        place = daemon.world().spool
+        place = daemon.inventory().spool
         assert place.lists(late) and not place.lists(freed) and not spool.has(freed)
         monkeypatch.setattr(daemon, "_covered", lambda checkpoint: _given((late,)))
         assert await daemon._release(late.checkpoint, ())
-        assert not daemon.world().spool.checkpoints
+        assert not daemon.inventory().spool.checkpoints
 
     asyncio.run(work())
 

@@ -21,10 +21,10 @@ from support.world import commit, part, read, steps_in, until
 import tierd
 from tierd.cli.options import load_config
 from tierd.core.errors import ConfigError, SpoolHeld, StoreUnavailable
-from tierd.core.wire import Attach, Fetch, Status, Wait
 from tierd.daemon import service
-from tierd.link import Link
-from tierd.spool import Spool
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Attach, Fetch, Status, Wait
+from tierd.spool.spool import Spool
 
 
 class Node:
@@ -135,7 +135,7 @@ BROKEN = {
     "another spool": 'spool = "/var/tmp/elsewhere"\n[[tier]]\nname = "a"\nurl = "file:///mnt/a"\n',
     "a key that is not there": 'spool = "SPOOL"\n[[tier]]\nname = "a"\nurl = "file:///mnt/a"\nkey_file = "/no/key"\n',
     "a receiver's file that is not there": 'spool = "SPOOL"\n[[tier]]\nname = "a"\nurl = "file:///mnt/a"\n'
-    '[[tell]]\nurl = "file:/no/hook"\n',
+    '[[notify]]\nurl = "file:/no/hook"\n',
     "a tier in another's directory": 'spool = "SPOOL"\n[[tier]]\nname = "a"\nurl = "file:///mnt/a"\n'
     '[[tier]]\nname = "b"\nurl = "file:///mnt/a/b"\n',
     "nothing": None,
@@ -215,13 +215,13 @@ def test_receivers_are_those_of_the_new_configuration(node, spool, said):
 
     async def work():
         async with node.serving():
-            command = f'[[tell]]\ncommand = ["{sys.executable}", "-c", "{script}"]\nevents = ["flushed"]\n'
+            command = f'[[notify]]\ncommand = ["{sys.executable}", "-c", "{script}"]\nevents = ["flushed"]\n'
             node.configure("a")
             node.file.write_text(node.file.read_text() + command)
             await reload(said)
             commit(spool, part(1))
             await until(lambda: told.exists() and '"flushed"' in told.read_text())
-            assert [one["name"] for one in (await ask(Link(spool), Status()))["status"]["tell"]] == ["tell[0]"]
+            assert [one["name"] for one in (await ask(Link(spool), Status()))["status"]["notify"]] == ["notify[0]"]
 
     asyncio.run(work())
 

@@ -15,11 +15,11 @@ from tierd.core.errors import (
     SpoolUnusable,
     StoreUnavailable,
 )
-from tierd.core.sight import told
-from tierd.core.wire import Candidates, Fetch, Pin, Report, Status
-from tierd.daemon.observe import TierEye
-from tierd.link import Link
-from tierd.spool import Spool
+from tierd.core.timeline.run_view import RunView
+from tierd.daemon.tiers.observe import TierObserver
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Candidates, Fetch, Pin, Report, Status, read_member
+from tierd.spool.spool import Spool
 from tierd.stores.base import ObjectInfo
 from tierd.stores.memory import MemoryStore
 
@@ -74,9 +74,9 @@ def test_candidates_are_a_fresh_look_even_at_a_run_that_the_spool_has_never_seen
     with Daemon(other.root, {"tier": store}) as daemon:
         daemon.settle()
     with Daemon(spool.root, {"tier": store}), Link(spool) as link:
-        assert list(told(link.ask(Candidates(run=RUN))).complete(RUN)) == [part(5).checkpoint]
+        assert list(read_member(link.ask(Candidates(run=RUN)), "sight", RunView).complete(RUN)) == [part(5).checkpoint]
         store.error = StoreUnavailable("down")
-        assert told(link.ask(Candidates(run=RUN))).unreached == ("tier",)
+        assert read_member(link.ask(Candidates(run=RUN)), "sight", RunView).unreached == ("tier",)
         assert link.ask(Report(run=RUN))["report"]["unreached"] == ["tier"]
 
 
@@ -111,7 +111,7 @@ def test_a_look_that_began_earlier_never_hides_a_later_one(spool):
     async def overtaken(daemon: Daemon) -> bool:
         reconciler = daemon.reconciler
         await reconciler.look("tier")
-        eye = reconciler.tiers._eyes["tier"]
+        eye = reconciler.tiers._observers["tier"]
         real, gate = eye.look, asyncio.Event()
 
         async def slow(*asked, **more):
@@ -149,14 +149,14 @@ class Counted(MemoryStore):
 
 def test_a_look_lists_no_more_than_a_page_of_a_checkpoints_chunks(monkeypatch):
     """A tier with millions of them would never answer in time."""
-    monkeypatch.setattr("tierd.daemon.observe._MANY", 10)
+    monkeypatch.setattr("tierd.daemon.tiers.observe._MANY", 10)
     store, sizes = Counted(), (1, 2000, 3, 10, 11, 12, 2000)
 
     async def work():
         for step, chunks in enumerate(sizes):
             for number in range(chunks):
                 await store.put(f"{RUN}/chunks/{part(step).checkpoint.name}/00000/{number:032x}.raw", b"")
-        return await TierEye(store).look({RUN})
+        return await TierObserver(store).look({RUN})
 
     assert asyncio.run(work()).owners == {part(step).checkpoint for step in range(len(sizes))}
     assert store.shown < 12 * len(sizes)

@@ -18,8 +18,8 @@ from support.world import (
     reconciler,
 )
 
-from tierd.core.world import SPOOL
-from tierd.spool import Spool
+from tierd.core.planning.inventory import SPOOL
+from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
 

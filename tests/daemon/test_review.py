@@ -10,25 +10,25 @@ import pytest
 from support.doubles import Double, contents, is_manifest
 from support.world import commit, config, listing, part, reconciler, running, settle, until
 
-from tierd.client.ranks import Ranks
-from tierd.client.restore import Restorer
+from tierd.client.ranks.ranks import Ranks
+from tierd.client.restoring.restorer import Restorer
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, StoreUnavailable
 from tierd.core.manifest import decode, seal
-from tierd.core.plan import Prune, judge_tier, plan
-from tierd.core.retention import RetentionPolicy
-from tierd.core.sight import see
-from tierd.core.world import SPOOL, Facts, Place, World
-from tierd.daemon import flush as flush_module
-from tierd.daemon.flush import Way, flush
-from tierd.daemon.manifests import Manifests
-from tierd.spool import Spool
+from tierd.core.planning.inventory import SPOOL, Inventory, ManifestFacts, Place
+from tierd.core.planning.plan import Prune, judge_tier, plan
+from tierd.core.retention.policy import RetentionPolicy
+from tierd.core.timeline.run_view import run_view_of
+from tierd.daemon.tiers.manifests import Manifests
+from tierd.daemon.transfer import chunk_source as source_module
+from tierd.daemon.transfer.flush import Route, flush
+from tierd.spool.spool import Spool
 
 
 def test_a_codec_that_is_not_known_is_no_corruption(spool, tmp_path):
     async def work():
         store = Double()
         commit(spool, part(1))
-        await flush(spool, part(1), Way(store))
+        await flush(spool, part(1), Route(store))
         manifest = decode(bytes(await store.get(part(1).manifest_key)))
         file = manifest.files[-1]
         chunk = file.chunks[0]
@@ -65,24 +65,26 @@ def test_what_no_reader_would_take_is_not_committed(spool):
 def test_little_room_takes_no_pinned_copy(spool):
     for step in (1, 2):
         commit(spool, part(step))
-    held = {part(step): Facts.of(spool.manifest(part(step))) for step in (1, 2)}
+    held = {part(step): ManifestFacts.of(spool.manifest(part(step))) for step in (1, 2)}
     tier = Place.of(held)
     tight = config(spool, "tier", keep=5, min_free_percent=50.0)
-    going = [a for a in plan(World(Place.of(held), {"tier": tier}, free=0.1), tight, {}, 0.0) if isinstance(a, Prune)]
+    going = [
+        a for a in plan(Inventory(Place.of(held), {"tier": tier}, free=0.1), tight, {}, 0.0) if isinstance(a, Prune)
+    ]
     assert [(a.checkpoint.step, a.tier) for a in going] == [(1, SPOOL)]
     pinned = Place.of(held, pins=frozenset({part(1).checkpoint}))
-    assert not plan(World(pinned, {"tier": tier}, free=0.1), tight, {}, 0.0)
+    assert not plan(Inventory(pinned, {"tier": tier}, free=0.1), tight, {}, 0.0)
 
 
 def test_a_part_that_the_disk_does_not_give_holds_up_no_other(spool, monkeypatch):
-    read = flush_module.read_chunk
+    read = source_module.read_chunk
 
     def failing(path, file, index):
         if f"{4:012}" in str(path):
             raise OSError(errno.EIO, "Input/output error")
         return read(path, file, index)
 
-    monkeypatch.setattr(flush_module, "read_chunk", failing)
+    monkeypatch.setattr(source_module, "read_chunk", failing)
 
     async def work():
         store = Double()
@@ -97,13 +99,13 @@ def test_a_part_that_the_disk_does_not_give_holds_up_no_other(spool, monkeypatch
 
 
 def test_a_part_that_goes_while_it_is_flushed_is_not_called_corrupt(spool, monkeypatch):
-    read = flush_module.read_chunk
+    read = source_module.read_chunk
 
     def racing(path, file, index):
         spool.remove([part(1)])
         return read(path, file, index)
 
-    monkeypatch.setattr(flush_module, "read_chunk", racing)
+    monkeypatch.setattr(source_module, "read_chunk", racing)
 
     async def work():
         store = Double()
@@ -130,7 +132,7 @@ def test_a_part_that_is_committed_while_the_tiers_are_asked_stays(spool):
             await daemon.look("tier")
             await daemon._flush(part(step, world=2), "tier")
         await daemon.look("tier")
-        (prune,) = plan(daemon.world(), daemon.config, {}, 0.0)
+        (prune,) = plan(daemon.inventory(), daemon.config, {}, 0.0)
         assert isinstance(prune, Prune) and (prune.tier, prune.checkpoint) == (SPOOL, late.checkpoint)
 
         def commit_late(operation, key):
@@ -158,10 +160,10 @@ def test_a_flush_that_ends_during_a_look_takes_nothing_from_it(spool, tmp_path, 
         await daemon._flush(part(1, world=2), "tier")
         theirs = Spool(tmp_path / "other")
         commit(theirs, other)
-        await flush(theirs, other, Way(store.inner))
+        await flush(theirs, other, Route(store.inner))
         commit(spool, own)
         await daemon._look_at_spool()
-        real = daemon.tiers._eyes["tier"].look
+        real = daemon.tiers._observers["tier"].look
 
         async def slow(*args, **options):
             place = await real(*args, **options)
@@ -170,7 +172,7 @@ def test_a_flush_that_ends_during_a_look_takes_nothing_from_it(spool, tmp_path, 
                 raise StoreUnavailable("no route")
             return place
 
-        daemon.tiers._eyes["tier"].look = slow
+        daemon.tiers._observers["tier"].look = slow
         asked = asyncio.ensure_future(daemon.look("tier"))
         await until(lambda: sum(call == ("scan", "run/") for call in store.calls) == 2)
         await daemon._flush(own, "tier")
@@ -191,14 +193,14 @@ def test_a_look_that_is_passed_over_says_nothing_of_how_long_looks_take(spool):
     async def work():
         daemon = reconciler(spool, {"tier": Double()})
         await daemon.look("tier")
-        real, gates = daemon.tiers._eyes["tier"].look, [asyncio.Event(), asyncio.Event()]
+        real, gates = daemon.tiers._observers["tier"].look, [asyncio.Event(), asyncio.Event()]
         waiting = iter(gates)
 
         async def slow(*args, **options):
             await next(waiting).wait()
             return await real(*args, **options)
 
-        daemon.tiers._eyes["tier"].look = slow
+        daemon.tiers._observers["tier"].look = slow
         older = asyncio.ensure_future(daemon.look("tier"))
         await until(lambda: daemon.tiers._looking["tier"] == 1)
         newer = asyncio.ensure_future(daemon.look("tier"))
@@ -224,7 +226,7 @@ def test_a_newer_tierds_manifest_in_what_is_pruned_is_learnt_and_nothing_goes(sp
             for rank in (0, 1):
                 which = part(step, rank=rank, world=2)
                 commit(spool, which)
-                await flush(spool, which, Way(store))
+                await flush(spool, which, Route(store))
                 if rank:  # another node saves it, whose manifests are read only by a prune
                     spool.remove([which])
                     (
@@ -234,12 +236,12 @@ def test_a_newer_tierds_manifest_in_what_is_pruned_is_learnt_and_nothing_goes(sp
         await store.put(odd.manifest_key, seal(msgspec.structs.replace(manifest, version=99)))
         before = await contents(store)
         await daemon.look("tier")
-        prune = next(action for action in plan(daemon.world(), daemon.config, {}, 0.0) if action.tier == "tier")
+        prune = next(action for action in plan(daemon.inventory(), daemon.config, {}, 0.0) if action.tier == "tier")
         assert isinstance(prune, Prune) and prune.checkpoint == odd.checkpoint
         await daemon._act(prune)
         await daemon.look("tier")
         assert [type(why) for _, why in daemon.tiers.places["tier"].defects()] == [FormatTooNew]
-        assert not [one for one in plan(daemon.world(), daemon.config, {}, 0.0) if one.tier == "tier"]
+        assert not [one for one in plan(daemon.inventory(), daemon.config, {}, 0.0) if one.tier == "tier"]
         assert await contents(store) == before
 
     asyncio.run(work())
@@ -261,7 +263,7 @@ def test_a_look_that_ends_late_forgets_nothing_that_a_newer_one_read(spool):
         await until(lambda: ("scan", "run/manifests/") in store.calls)
         store.scan = scan
         commit(spool, part(1))
-        await flush(spool, part(1), Way(store))
+        await flush(spool, part(1), Route(store))
         assert await known.look("run", {0})
         gate.set()
         assert not await older
@@ -279,7 +281,7 @@ def test_looks_forget_what_is_gone(spool):
             commit(spool, part(step))
         async with running(reconciler(spool, {"tier": store}, keep=2)) as daemon:
             await settle(daemon)
-        assert len(daemon.tiers._eyes["tier"].manifests._read) == 2
+        assert len(daemon.tiers._observers["tier"].manifests._read) == 2
 
     asyncio.run(work())
 
@@ -304,15 +306,15 @@ def test_where_a_newer_tierd_writes_nothing_is_judged_to_go(spool):
     """By the plan, `ls` and `tierd prune` alike: they ask the same function."""
     for step in (1, 2, 3):
         commit(spool, part(step))
-    parts = {part(step): Facts.of(spool.manifest(part(step))) for step in (1, 2, 3)}
+    parts = {part(step): ManifestFacts.of(spool.manifest(part(step))) for step in (1, 2, 3)}
     policy = RetentionPolicy(keep_last=1)
-    assert [verdict.keep for verdict in judge_tier(World(Place(), {}), Place.of(parts), policy, "run")] == [
+    assert [verdict.keep for verdict in judge_tier(Inventory(Place(), {}), Place.of(parts), policy, "run")] == [
         True,
         False,
         False,
     ]
     odd = Place.of({**parts, part(4): None}, defects={part(4): FormatTooNew("version 2")})
-    assert all(verdict.keep for verdict in judge_tier(World(Place(), {}), odd, policy, "run"))
+    assert all(verdict.keep for verdict in judge_tier(Inventory(Place(), {}), odd, policy, "run"))
 
 
 def test_what_lacks_a_part_while_a_tier_is_silent_is_not_passed_over(spool, monkeypatch):
@@ -320,16 +322,16 @@ def test_what_lacks_a_part_while_a_tier_is_silent_is_not_passed_over(spool, monk
     for rank in (0, 1):
         commit(spool, part(2, rank=rank, world=2))
     commit(spool, part(3, world=2))
-    seen = Place.of({which: Facts.of(spool.manifest(which)) for which in spool.parts()})
+    seen = Place.of({which: ManifestFacts.of(spool.manifest(which)) for which in spool.parts()})
 
-    def restored(world: World):
+    def restored(world: Inventory):
         restorer = Restorer(spool, "run", Ranks(0, 2), tiers=False)
-        monkeypatch.setattr(restorer.agreement, "_look", lambda: see(world, "run"))
+        monkeypatch.setattr(restorer.agreement, "_look", lambda: run_view_of(world, "run"))
         return restorer.restore(None, None)
 
     with pytest.raises(StoreUnavailable, match="s3 did not"):
-        restored(World(seen, {"s3": None}))
-    assert restored(World(seen, {"s3": Place()})).part == part(2, world=2)
+        restored(Inventory(seen, {"s3": None}))
+    assert restored(Inventory(seen, {"s3": Place()})).part == part(2, world=2)
 
 
 def test_what_was_set_aside_here_while_a_tier_is_silent_is_not_passed_over(spool, monkeypatch):
@@ -337,18 +339,18 @@ def test_what_was_set_aside_here_while_a_tier_is_silent_is_not_passed_over(spool
     for step in (1, 2):
         commit(spool, part(step))
     spool.quarantine(part(2))
-    found = {which: Facts.of(spool.manifest(which)) for which in spool.parts()}
+    found = {which: ManifestFacts.of(spool.manifest(which)) for which in spool.parts()}
     seen = Place.of(found, quarantined={part(2): None})
 
-    def restored(world: World):
+    def restored(world: Inventory):
         restorer = Restorer(spool, "run", Ranks(0, 1), tiers=False)
-        monkeypatch.setattr(restorer.agreement, "_look", lambda: see(world, "run"))
+        monkeypatch.setattr(restorer.agreement, "_look", lambda: run_view_of(world, "run"))
         return restorer.restore(None, None)
 
     with pytest.raises(StoreUnavailable, match=r"step 2.*s3 did not"):
-        restored(World(seen, {"s3": None}))
+        restored(Inventory(seen, {"s3": None}))
     spool_alone = Place.of(found, quarantined={part(2): found[part(1)]})
-    assert restored(World(spool_alone, {"s3": Place()})).part == part(1)
+    assert restored(Inventory(spool_alone, {"s3": Place()})).part == part(1)
 
 
 def test_parts_of_two_histories_under_one_attempt_are_no_checkpoint(spool):
@@ -370,12 +372,12 @@ def test_what_retires_a_copy_that_no_tier_has_is_read_on_its_own_way_too(spool, 
         return True
 
     async def work():
-        monkeypatch.setattr("tierd.daemon.manifests.Manifests.are_usable", are_usable)
+        monkeypatch.setattr("tierd.daemon.tiers.manifests.Manifests.are_usable", are_usable)
         commit(spool, part(1))
         daemon = reconciler(spool, {"tier": Double()}, keep=2)
         newer = [part(2), part(3), part(4, 2), part(5, 2)]
-        daemon.tiers.places["tier"] = Place.of(dict.fromkeys(newer, Facts.of(spool.manifest(part(1)))))
-        assert await daemon.tiers.are_past(part(1).checkpoint, daemon.world())
+        daemon.tiers.places["tier"] = Place.of(dict.fromkeys(newer, ManifestFacts.of(spool.manifest(part(1)))))
+        assert await daemon.tiers.are_past(part(1).checkpoint, daemon.inventory())
 
     asyncio.run(work())
     assert asked == [(1, 2), (1, 3), (2, 4), (2, 5)]

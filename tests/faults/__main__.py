@@ -4,7 +4,7 @@
     python -m faults KIND --only S                   one trial again
     python -m faults KIND --seed S --keep FILE       goes on from what FILE keeps, if that ended at seed S - 1
     python -m faults short | gate                    a round of every kind, as `make faults` and `make gate`
-    python -m faults page                            the last gate's results into the README
+    python -m faults page                            the last gate's results into docs/evidence/gate.md
 
 From the project's root, with `tests` on PYTHONPATH, as the Makefile's commands do it.
 """

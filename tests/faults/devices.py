@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from faults.rounds import Mutant
 
-_COPIES, _PINNING = "tierd/client/copies.py", "tierd/client/pinning.py"
-_SNAPSHOT, _CUDA = "tierd/client/snapshot.py", "tierd/client/cuda.py"
-_TEST, _RNG = "pytest tests/client/test_device.py", "pytest tests/client/test_rng.py"
+_COPIES, _PINNING = "tierd/client/saving/device_copies.py", "tierd/client/saving/pinning.py"
+_SNAPSHOT, _CUDA = "tierd/client/saving/snapshot.py", "tierd/state/cuda.py"
+_UPLOADS, _RESTORE = "tierd/client/restoring/device_uploads.py", "pytest tests/client/restoring/test_device_uploads.py"
+_NUMA = "pytest tests/client/saving/test_numa.py"
+_TEST, _RNG = "pytest tests/client/saving/test_device_copies.py", "pytest tests/state/kinds/test_rng.py"
 
 DEVICES = (
     Mutant(
@@ -33,14 +35,14 @@ DEVICES = (
     ),
     Mutant(
         "an arena says that it goes when it has gone",
-        "tierd/arena.py",
+        "tierd/spool/arena.py",
         "            self._memory = _Mapping(self.fd, self.size)\n",
         "            self._memory = mmap.mmap(self.fd, self.size)\n",
         f"{_TEST} -k keeps_it_pinned",
     ),
     Mutant(
         "only the first optimizer's stream waits",
-        "tierd/client/overlap.py",
+        "tierd/client/saving/step_gate.py",
         "            self._hold()\n",
         "",
         f"{_TEST} -k each_optimizers_stream",
@@ -48,7 +50,7 @@ DEVICES = (
     Mutant(
         "tensors are kept until a save is durable",
         _SNAPSHOT,
-        "        self.capture = dataclasses.replace(self.capture, tensors={})\n",
+        "        self.capture = dataclasses.replace(self.capture, tensors={}, dtensors=())\n",
         "",
         f"{_TEST} -k let_go",
     ),
@@ -126,14 +128,49 @@ DEVICES = (
     ),
     Mutant(
         "memory is pinned at one go",
-        "tierd/client/pipeline.py",
+        "tierd/client/saving/pipeline.py",
         "                left = slot.pin(device)\n",
         "                while left := slot.pin(device):\n                    pass\n",
         f"{_TEST} -k does_not_wait_for_pinning",
     ),
     Mutant(
+        "an arena lies on whatever NUMA node the thread is on",
+        "tierd/client/saving/slots.py",
+        "            numa.place(arena, self._device)\n",
+        "            pass\n",
+        f"{_NUMA} -k before_its_pages",
+    ),
+    Mutant(
+        "an arena is moved away from where its user wants all memory",
+        "tierd/client/saving/numa.py",
+        "if node is not None and not kernel.has_policy():",
+        "if node is not None:",
+        f"{_NUMA} -k keeps_it",
+    ),
+    Mutant(
+        "an arena must lie on one NUMA node, and kills the job where that is full",
+        "tierd/client/saving/numa.py",
+        "_PREFERRED = 1 ",
+        "_PREFERRED = 2 ",
+        f"{_NUMA} -k for_a_preference",
+    ),
+    Mutant(
+        "a restore's memory lies on whatever NUMA node the thread is on",
+        _UPLOADS,
+        "            numa.place(self.arena, self._device)\n",
+        "            pass\n",
+        f"{_NUMA} -k saves_and_restores",
+    ),
+    Mutant(
+        "a device's own memory is taken for the host's",
+        "tierd/core/numa.py",
+        "_numbers(with_memory) & _numbers(with_cpu)",
+        "_numbers(with_memory)",
+        "pytest tests/core/test_numa.py",
+    ),
+    Mutant(
         "memory that was made ready is not pinned",
-        "tierd/client/pipeline.py",
+        "tierd/client/saving/pipeline.py",
         "            self._copier.give(lambda: self._pin(device))\n\n    def take",
         "            pass\n\n    def take",
         f"{_TEST} -k made_ready",
@@ -147,7 +184,7 @@ DEVICES = (
     ),
     Mutant(
         "an arena that grows keeps what was pinned",
-        "tierd/client/slots.py",
+        "tierd/client/saving/slots.py",
         "        self._unpin()  # a copy",
         "        pass  # a copy",
         f"{_TEST} -k not_backed",
@@ -189,9 +226,82 @@ DEVICES = (
     ),
     Mutant(
         "a rank gets the generators of the device with its number",
-        "tierd/client/rng.py",
+        "tierd/state/kinds/rng.py",
         "        torch.cuda.set_rng_state(states[current or 0])",
         "        pass",
         f"{_RNG} -k devices",
+    ),
+    Mutant(
+        "generators of more devices than are to be seen refuse a restore",
+        "tierd/state/kinds/rng.py",
+        "    if current is None and len(states) > 1 and here not in (0, len(states)):",
+        "    if len(states) > 1 and here != len(states):",
+        f"{_RNG} -k devices",
+    ),
+    Mutant(
+        "each tensor is a call of its own",
+        _COPIES,
+        "        if size >= GRAIN:\n",
+        "        if True:\n",
+        f"{_TEST} -k many_at_a_call",
+    ),
+    Mutant(
+        "CUDA is asked for one tensor at a time",
+        _CUDA,
+        "            torch._foreach_copy_(into, sources, non_blocking=True)\n",
+        "            for one, other in zip(into, sources, strict=True):\n"
+        "                one.copy_(other, non_blocking=True)\n",
+        f"{_TEST} -k many_at_a_call",
+    ),
+    Mutant(
+        "a restore waits for each copy before it verifies more",
+        _UPLOADS,
+        "                    self._events[device] = self._api.record(side)\n",
+        "                    self._events[device] = self._api.record(side)\n"
+        "                    self._events[device].synchronize()\n",
+        f"{_RESTORE} -k host_does_not_wait",
+    ),
+    Mutant(
+        "a restore copies when all was read",
+        _UPLOADS,
+        "        if not self._planned:\n            self._plan(end)\n",
+        "        if not self._planned and end == self._size:\n            self._plan(end)\n",
+        f"{_RESTORE} -k copies_run_while",
+    ),
+    Mutant(
+        "a restore copies what was not read yet",
+        _UPLOADS,
+        "            upto = min(view.numel(), (end - offset) // view.element_size())\n",
+        "            upto = view.numel()\n",
+        f"{_RESTORE} -k copies_run_while",
+    ),
+    Mutant(
+        "a restore copies into memory that training still writes to",
+        _UPLOADS,
+        "            side.wait_event(ready)\n",
+        "            pass\n",
+        f"{_RESTORE} -k memory_that_training_let_go",
+    ),
+    Mutant(
+        "a restore gives memory up while a device reads it",
+        _UPLOADS,
+        "            event.synchronize()\n",
+        "            pass\n",
+        f"{_RESTORE} -k proves_wrong_midway",
+    ),
+    Mutant(
+        "what a restore pinned in slices stays so for copies of others",
+        _UPLOADS,
+        "            self._pinning.undo()\n",
+        "            pass\n",
+        f"{_RESTORE} -k beside_the_state",
+    ),
+    Mutant(
+        "an error midway loses the copies that have begun",
+        _UPLOADS,
+        "                finally:\n                    self._events[device] = self._api.record(side)\n",
+        "                except ZeroDivisionError:\n                    pass\n"
+        "                else:\n                    self._events[device] = self._api.record(side)\n",
+        f"{_RESTORE} -k error_midway",
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from faults.rounds import Mutant
 
-_PATH, _WHO = "tierd/client/launchers.py", "pytest tests/client/test_launchers.py -k"
+_PATH, _WHO = "tierd/client/ranks/launchers.py", "pytest tests/client/ranks/test_launchers.py -k"
 
 IDENTITY = (
     Mutant(
@@ -93,9 +93,9 @@ IDENTITY = (
     ),
     Mutant(
         "a rank of a SLURM step that restores late is refused",
-        "tierd/client/launch.py",
+        "tierd/client/ranks/launch.py",
         "        given = self._given_for(origin)\n",
         "        given = self._given\n",
-        "pytest tests/client/test_ranks.py -k restores_after_another",
+        "pytest tests/client/ranks/test_ranks.py -k restores_after_another",
     ),
 )

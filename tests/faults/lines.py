@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from faults.rounds import Mutant
 
-_TRANSPORT, _LINE, _CONNECTION = "tierd/stores/transport.py", "tierd/stores/line.py", "tierd/stores/connection.py"
-_HTTP = "tierd/stores/http1.py"
-_MODEL, _TLS = "pytest tests/stores/test_line_model.py", "pytest tests/stores/test_tls.py"
-_BODIES = "pytest tests/stores/test_bodies.py"
+_TRANSPORT, _LINE, _CONNECTION = (
+    "tierd/stores/s3/transport.py",
+    "tierd/stores/s3/line.py",
+    "tierd/stores/s3/connection.py",
+)
+_HTTP = "tierd/stores/s3/http1.py"
+_MODEL, _TLS = "pytest tests/stores/s3/test_line_model.py", "pytest tests/stores/s3/test_tls.py"
+_BODIES = "pytest tests/stores/s3/test_bodies.py"
 
 LINES = (
     Mutant(
@@ -84,7 +88,7 @@ LINES = (
     ),
     Mutant(
         "an object has no end",
-        "tierd/stores/s3.py",
+        "tierd/stores/s3/s3_store.py",
         "return await raw.read(most)",
         "return await raw.read(1 << 62)",
         f"{_BODIES} -k without_an_end",
@@ -126,31 +130,31 @@ LINES = (
     ),
     Mutant(
         "what the library stumbles over leaves a store as it is",
-        "tierd/stores/s3.py",
+        "tierd/stores/s3/s3_store.py",
         "        except Exception as error:  # the library",
         "        except ZeroDivisionError as error:  # the library",
         f"{_BODIES} -k stumbles",
     ),
     Mutant(
         "a short outage is waited out like a long one",
-        "tierd/daemon/lane.py",
+        "tierd/daemon/tier_worker.py",
         "longest = min(max(_SOON, (self.now() - self._since) / 4), _LONGEST)",
         "longest = _LONGEST",
-        "pytest tests/daemon/test_lane.py -k after_an_outage",
+        "pytest tests/daemon/test_tier_worker.py -k after_an_outage",
     ),
     Mutant(
         "what a refusal of the place met rests like what is refused for itself",
-        "tierd/daemon/lane.py",
+        "tierd/daemon/tier_worker.py",
         "seconds if what in self._off else min(seconds, _FIRST)",
         "seconds",
-        "pytest tests/daemon/test_lane.py -k failed_once",
+        "pytest tests/daemon/test_tier_worker.py -k failed_once",
     ),
     Mutant(
         "a flush waits for the marks of a prune that an outage has cut off",
-        "tierd/daemon/turns.py",
+        "tierd/daemon/tiers/intents.py",
         "older=_LEFT_OVER_S * 1000",
         "older=_DEADLINE * 1000",
-        "pytest tests/daemon/test_turns.py -k cut_off_by_an_outage",
+        "pytest tests/daemon/tiers/test_intents.py -k cut_off_by_an_outage",
     ),
     Mutant(
         "no attempt has a deadline",

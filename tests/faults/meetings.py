@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from faults.rounds import Mutant
 
-_MEETING, _RANKS = "tierd/client/meeting.py", "pytest tests/client/test_ranks.py"
-_TESTS = "pytest tests/client/test_meeting.py"
+_MEETING, _RANKS = "tierd/client/ranks/meeting.py", "pytest tests/client/ranks/test_ranks.py"
+_TESTS = "pytest tests/client/ranks/test_meeting.py"
+_NODES = "pytest tests/client/ranks/test_ranks_on_nodes.py"
 
 MEETINGS = (
     Mutant(
@@ -52,7 +53,7 @@ MEETINGS = (
     ),
     Mutant(
         "a launch saves although a rank could not load",
-        "tierd/client/launch.py",
+        "tierd/client/ranks/launch.py",
         "        if self._broken:\n",
         "        if False:\n",
         f"{_RANKS} -k cannot_load_no_rank",
@@ -73,16 +74,107 @@ MEETINGS = (
     ),
     Mutant(
         "ranks may want different entries",
-        "tierd/client/agree.py",
+        "tierd/client/restoring/consensus.py",
         "look.everything, look.only, look.best",
         "look.everything, look.best",
         f"{_RANKS} -k different_entries",
     ),
     Mutant(
         "ranks on one node have no way to talk without a group",
-        "tierd/client/ranks.py",
-        "if spool is not None and _launched() == me and all_here():",
-        "if False:",
+        "tierd/client/ranks/ranks.py",
+        "        if all_here():\n",
+        "        if False:\n",
         f"{_RANKS} -k slurm_step_on_one_node",
+    ),
+    Mutant(
+        "ranks on several nodes have no way to talk without a group",
+        "tierd/client/ranks/ranks.py",
+        "if tier is not None and name is not None else None",
+        "if False else None",
+        f"{_NODES} -k 'slurm_step_on_two_nodes and file'",
+    ),
+    Mutant(
+        "a note that is being replaced is believed",
+        "tierd/client/ranks/tier_board.py",
+        "        if zlib.crc32(data) != checksum:\n            return None\n",
+        "",
+        f"{_NODES} -k being_replaced",
+    ),
+    Mutant(
+        "ranks that end leave what they said on the tier",
+        _MEETING,
+        """                self._board.forget(f"{self._name}/")\n""",
+        "",
+        f"{_NODES} -k requests",
+    ),
+    Mutant(
+        "a daemon that was killed is not waited for",
+        "tierd/client/ranks/tier_board.py",
+        "                if time.monotonic() >= end_s:\n",
+        "                if True:\n",
+        f"{_NODES} -k daemon_that_was_killed",
+    ),
+    Mutant(
+        "a node without a daemon has the other nodes wait",
+        "tierd/client/attachment.py",
+        "        if self._tiers is None:\n            raise",
+        "        if self._tiers is None:\n            return None\n            raise",
+        f"{_NODES} -k node_without_a_daemon",
+    ),
+    Mutant(
+        "notes of launches that live are swept",
+        "tierd/daemon/rank_notes.py",
+        "            living.add(launch)\n",
+        "            pass\n",
+        f"{_NODES} -k were_killed_are_swept",
+    ),
+    Mutant(
+        "notes of ranks that were killed stay for ever",
+        "tierd/daemon/rank_notes.py",
+        "        if since and abs(now_ms - int(since[1], 16)) < _STALE_MS:\n",
+        "        if since:\n",
+        f"{_NODES} -k were_killed_are_swept",
+    ),
+    Mutant(
+        "a daemon that starts sweeps no notes",
+        "tierd/daemon/tiers/tiers.py",
+        "            await sweep_meetings(store, run)\n",
+        "",
+        f"{_NODES} -k starts_sweeps",
+    ),
+    Mutant(
+        "what somebody removed from a board is waited for without an end",
+        _MEETING,
+        "        if self._done(sign) and now",
+        "        if False and now",
+        f"{_TESTS} -k somebody_else_removed",
+    ),
+    Mutant(
+        "a launch that saves on another node is not told of",
+        "tierd/core/timeline/launches.py",
+        "            found |= dict.fromkeys(rivals, SPOOL) | ({other: name} if rivals else {})\n",
+        "",
+        "pytest tests/spool/test_leases.py -k array_tasks_on",
+    ),
+    Mutant(
+        "ranks of one launch that changed nodes count as rivals",
+        "tierd/core/timeline/launches.py",
+        "            if other in local:\n                continue\n",
+        "",
+        "pytest tests/spool/test_leases.py -k 'exchanged or array_tasks_on'",
+    ),
+    Mutant(
+        "rank 0 ends before the others have read why",
+        _MEETING,
+        "            self._await_readers(heard.keys() - {0})\n",
+        "            pass\n",
+        f"{_TESTS} -k may_end_with_its_store",
+    ),
+    Mutant(
+        "a rank whose hello was written over never says it again",
+        _MEETING,
+        "            if time.monotonic() - said > board.beat_s:",
+        "            if said < 0 and time.monotonic() - said > board.beat_s:",
+        f"{_TESTS} -k written_over",
     ),
 )

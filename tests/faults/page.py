@@ -1,4 +1,4 @@
-"""The gate's table in the README, from the last full round of each kind (`gate.json`)."""
+"""The gate's table in docs/evidence/gate.md, from the last full round of each kind (`gate.json`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from faults.rounds import bound
 
 RESULTS = Path(__file__).parent / "gate.json"
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "gate.md"
 MARKS = "<!-- gate: made by `python -m faults page` -->\n", "<!-- gate: end -->\n"
 
 
@@ -54,7 +54,7 @@ def put(page: str, rows: str) -> str:
 
 
 def write(gates: dict[str, int]) -> None:
-    """The results into the README.
+    """The results into the page.
 
     Args:
         gates: how many trials a full round of each kind has.
@@ -62,4 +62,4 @@ def write(gates: dict[str, int]) -> None:
     results = json.loads(RESULTS.read_text())
     if reasons := refused(results, gates):
         raise SystemExit("not to be published:\n" + "\n".join(reasons))
-    README.write_text(put(README.read_text(), table(results, gates)))
+    PAGE.write_text(put(PAGE.read_text(), table(results, gates)))

@@ -5,22 +5,22 @@ from __future__ import annotations
 
 from faults.rounds import Mutant
 
-_ANSWERS = "pytest tests/stores/test_answers.py"
-_DISOWN = "pytest tests/test_disown_cli.py"
-_REACH = "pytest tests/daemon/test_reach.py"
-_APPEND = "pytest tests/daemon/test_append_only.py"
+_ANSWERS = "pytest tests/stores/s3/test_answers.py"
+_DISOWN = "pytest tests/cli/test_disown.py"
+_REACH = "pytest tests/daemon/tiers/test_reach.py"
+_APPEND = "pytest tests/daemon/tiers/test_append_only.py"
 
 PERMISSIONS = (
     Mutant(
         "an archived object is a matter of credentials",
-        "tierd/stores/answers.py",
+        "tierd/stores/s3/answers.py",
         'if code == "InvalidObjectState":',
         "if False:",
         f"{_ANSWERS} -k archived",
     ),
     Mutant(
         "a busy KMS is not tried again",
-        "tierd/stores/answers.py",
+        "tierd/stores/s3/answers.py",
         "if bare in _NOT_NOW or",
         "if code in _NOT_NOW or",
         f"{_ANSWERS} -k busy",
@@ -34,35 +34,35 @@ PERMISSIONS = (
     ),
     Mutant(
         "TLS that is missing is a server that does not answer",
-        "tierd/stores/answers.py",
+        "tierd/stores/s3/answers.py",
         "if isinstance(one, ssl.SSLError) and any(word in _reason(one) for word in _NO_TLS):",
         "if False:",
         f"{_ANSWERS} -k without_tls",
     ),
     Mutant(
         "a bundle that is missing is a server that does not answer",
-        "tierd/stores/s3.py",
+        "tierd/stores/s3/s3_store.py",
         "await check_bundle(session)",
         "pass",
         f"{_ANSWERS} -k bundle",
     ),
     Mutant(
         "credentials are found once and for all",
-        "tierd/stores/credentials.py",
+        "tierd/stores/s3/credentials.py",
         "if known != self._known:",
         "if not self.generation:",
         f"{_ANSWERS} -k replaced",
     ),
     Mutant(
         "credentials that come late are not looked for",
-        "tierd/stores/credentials.py",
+        "tierd/stores/s3/credentials.py",
         "if self._found is None:\n            await self.renew()",
         "if self._found is None and not self._looked_at > 0:\n            await self.renew()",
         f"{_ANSWERS} -k come_after",
     ),
     Mutant(
         "the chain is looked at for every request",
-        "tierd/stores/credentials.py",
+        "tierd/stores/s3/credentials.py",
         "if time.monotonic() - self._looked_at < _PAUSE_S:",
         "if False:",
         f"{_ANSWERS} -k seldom",
@@ -76,21 +76,21 @@ PERMISSIONS = (
     ),
     Mutant(
         "what cannot be deleted is pruned again and again",
-        "tierd/core/plan.py",
-        "if tier is None or name in world.append_only or not is_janitor(world, tier, run):",
-        "if tier is None or not is_janitor(world, tier, run):",
+        "tierd/core/planning/plan.py",
+        "if tier is None or name in inventory.append_only or not is_janitor(inventory, tier, run):",
+        "if tier is None or not is_janitor(inventory, tier, run):",
         f"{_APPEND} -k nobody_asks",
     ),
     Mutant(
         "a mark is put that nobody can delete",
-        "tierd/daemon/tiers.py",
+        "tierd/daemon/tiers/tiers.py",
         'await self._guards[tier].check(f"{pruning_prefix(run)}none")',
         "pass",
         f"{_APPEND} -k nobody_asks",
     ),
     Mutant(
         "a policy that cannot be replaced stops all flushes",
-        "tierd/daemon/tiers.py",
+        "tierd/daemon/tiers/tiers.py",
         "            if not self.refusal(tier):\n                raise",
         "            if True:\n                raise",
         f"{_APPEND} -k replaced",
@@ -104,7 +104,7 @@ PERMISSIONS = (
     ),
     Mutant(
         "a mark stays where checkpoints cannot be deleted",
-        "tierd/daemon/prune.py",
+        "tierd/daemon/tiers/prune.py",
         "marks.begun = False  #",
         "#",
         f"{_APPEND} -k nobody_asks",
@@ -118,35 +118,35 @@ PERMISSIONS = (
     ),
     Mutant(
         "a restore fails over what cannot be set aside",
-        "tierd/daemon/repair.py",
+        "tierd/daemon/scrub/repairer.py",
         "            with suppress(DeleteRefused):\n                await quarantine(stores[name], part)",
         "            await quarantine(stores[name], part)",
         f"{_APPEND} -k restore_goes_on",
     ),
     Mutant(
         "a head is written again and again because others' cannot go",
-        "tierd/daemon/tiers.py",
+        "tierd/daemon/tiers/tiers.py",
         "if self.refusal(tier) and said == [head.launches]:",
         "if False:",
         f"{_APPEND} -k head",
     ),
     Mutant(
         "what was put to try a tier out is left there",
-        "tierd/daemon/reach.py",
+        "tierd/daemon/tiers/reach.py",
         "            await clear(store, [key])",
         "            pass",
         f"{_REACH} -k leaves_nothing",
     ),
     Mutant(
         "a tier that gives back something else is read-write",
-        "tierd/daemon/reach.py",
+        "tierd/daemon/tiers/reach.py",
         "or octets(found) != octets(data):",
         "or False:",
         f"{_REACH} -k comes_back",
     ),
     Mutant(
         "a lock on objects is not noticed",
-        "tierd/daemon/reach.py",
+        "tierd/daemon/tiers/reach.py",
         "if not kept and any([info.key == key async for info in store.scan(key)]):",
         "if False:",
         f"{_REACH} -k lock",
@@ -167,14 +167,14 @@ PERMISSIONS = (
     ),
     Mutant(
         "what a newer tierd reads is garbage",
-        "tierd/daemon/disown.py",
+        "tierd/daemon/tiers/disown.py",
         "except (ObjectNotFound, ManifestError):",
         "except (ObjectNotFound, ManifestError, FormatTooNew):",
         f"{_DISOWN} -k might_read",
     ),
     Mutant(
         "another launch's names are disowned as well",
-        "tierd/daemon/disown.py",
+        "tierd/daemon/tiers/disown.py",
         "if owner is None or owner.attempt != attempt:",
         "if owner is None:",
         f"{_DISOWN} -k no_other",
@@ -188,8 +188,8 @@ PERMISSIONS = (
     ),
     Mutant(
         "nobody says whose names end pruning",
-        "tierd/daemon/notices.py",
-        "for attempt in unvouched(world, tier, run):",
+        "tierd/events/notices.py",
+        "for attempt in unvouched(inventory, tier, run):",
         "for attempt in ():",
         f"{_DISOWN} -k planted_name",
     ),

@@ -5,27 +5,30 @@ from __future__ import annotations
 
 from faults.devices import DEVICES
 from faults.identity import IDENTITY
+from faults.inspecting import INSPECTING
 from faults.lines import LINES
 from faults.meetings import MEETINGS
 from faults.permissions import PERMISSIONS
 from faults.rounds import Mutant
+from faults.shards import SHARDS
 from faults.space import SPACE
 from faults.supply import SUPPLY
+from faults.transfer import TRANSFER
 from faults.writers import WRITERS
 
 _TRUST, _SECRETS, _FILE = (
-    "pytest tests/test_trust.py",
-    "pytest tests/test_secrets.py",
+    "pytest tests/spool/test_permissions.py",
+    "pytest tests/end_to_end/test_secrets.py",
     "pytest tests/stores/test_file.py",
 )
 _STORE, _DAEMON = "pytest tests/stores/test_encrypted.py::", "pytest tests/daemon/test_encrypted.py::"
 _ENCRYPTED, _KEYS = "tierd/stores/encrypted.py", "tierd/stores/keys.py"
 _APART = "pytest tests/wire/test_apart.py"
-_APART_DIRECTORIES = "pytest tests/test_config_check.py"
-_HANDED, _PIPELINE = "pytest tests/client/test_handoff.py", "tierd/client/pipeline.py"
-_STOPPED = "pytest tests/client/test_stopped_daemon.py"
+_APART_DIRECTORIES = "pytest tests/cli/test_config_check.py"
+_HANDED, _PIPELINE = "pytest tests/client/saving/test_handoff.py", "tierd/client/saving/pipeline.py"
+_STOPPED = "pytest tests/client/saving/test_stopped_daemon.py"
 _READER = "pytest tests/reading/test_reader.py"
-_OWNED, _WHICH = "pytest tests/daemon/test_run_policies.py", "tierd/core/policies.py"
+_OWNED, _WHICH = "pytest tests/daemon/tiers/test_run_policies.py", "tierd/core/retention/policies.py"
 _LINKS = "os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW"
 
 _GUARDS = (
@@ -45,31 +48,31 @@ _GUARDS = (
     ),
     Mutant(
         "a client trusts any daemon",
-        "tierd/link.py",
+        "tierd/ipc/client.py",
         "if (uid := stranger(connection, os.fstat(directory).st_uid)) is not None:",
         "if (uid := None) is not None:",
         f"{_TRUST} -k client_trusts",
     ),
     Mutant(
         "sockets are open to all",
-        "tierd/trust.py",
+        "tierd/spool/permissions.py",
         "os.fchmod(listener.fileno(), 0o600)",
         "os.fchmod(listener.fileno(), 0o666)",
         f"{_TRUST} -k both_sockets",
     ),
     Mutant(
         "a wide spool stays wide",
-        "tierd/trust.py",
+        "tierd/spool/permissions.py",
         "os.fchmod(fd, mode & 0o700)",
         "pass",
         f"{_TRUST} -k closed_to_them",
     ),
     Mutant(
         "a spool that has vanished is an empty spool",
-        "tierd/spool.py",
+        "tierd/spool/spool.py",
         "if self._made and not self.control.exists():",
         "if not self._made:",
-        "pytest tests/test_spool.py -k vanished_is_not",
+        "pytest tests/spool/test_spool.py -k vanished_is_not",
     ),
     Mutant(
         "what the dead sent behind an unread answer is dropped",
@@ -80,22 +83,24 @@ _GUARDS = (
     ),
     Mutant(
         "a spool that others filled is used",
-        "tierd/trust.py",
+        "tierd/spool/permissions.py",
         "if mode & stat.S_IWOTH and filled:",
         "if False:",
         f"{_TRUST} -k refused_unless",
     ),
     Mutant(
         "another user's spool is used",
-        "tierd/trust.py",
+        "tierd/spool/permissions.py",
         "if owner != os.geteuid():",
         "if False:",
         f"{_TRUST} -k another_user",
     ),
-    Mutant("a link for a room is used", "tierd/spool.py", "check_room(directory)\n", "pass\n", f"{_TRUST} -k room"),
+    Mutant(
+        "a link for a room is used", "tierd/spool/spool.py", "check_room(directory)\n", "pass\n", f"{_TRUST} -k room"
+    ),
     Mutant(
         "a link among keys is followed",
-        "tierd/stores/fds.py",
+        "tierd/stores/descriptors.py",
         _LINKS,
         _LINKS.removesuffix(" | os.O_NOFOLLOW"),
         f"{_FILE} -k planted",
@@ -109,49 +114,49 @@ _GUARDS = (
     ),
     Mutant(
         "an arena can be cut short",
-        "tierd/arena.py",
+        "tierd/spool/arena.py",
         "_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW",
         "_SEALS = fcntl.F_SEAL_GROW",
         f"{_TRUST} -k short",
     ),
     Mutant(
         "unsealed memory is taken",
-        "tierd/arena.py",
+        "tierd/spool/arena.py",
         "sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS",
         "sealed = True",
         f"{_TRUST} -k short",
     ),
     Mutant(
         "a restore goes by name",
-        "tierd/daemon/export.py",
+        "tierd/daemon/transfer/export.py",
         'home = Path(f"/proc/self/fd/{lock}")',
         "home = aside",
-        "pytest tests/test_restore_cli.py -k another_put",
+        "pytest tests/cli/test_restore.py -k another_put",
     ),
     Mutant(
         "nobody asks what was published",
-        "tierd/daemon/export.py",
+        "tierd/daemon/transfer/export.py",
         "if not os.path.samestat(home.stat(), target.lstat()):",
         "if False:",
-        "pytest tests/test_restore_cli.py -k another_put",
+        "pytest tests/cli/test_restore.py -k another_put",
     ),
     Mutant(
         "chunks are named without end",
-        "tierd/core/wire.py",
+        "tierd/ipc/messages.py",
         "end > first >= before for",
         "end > first for",
-        "pytest tests/core/test_wire.py -k run_of",
+        "pytest tests/ipc/test_messages.py -k run_of",
     ),
     Mutant(
         "botocore logs at DEBUG",
-        "tierd/stores/s3.py",
+        "tierd/stores/s3/s3_store.py",
         "logging.getLogger(_library).setLevel(logging.INFO)",
         "pass",
         f"{_SECRETS} -k nothing",
     ),
     Mutant(
         "a daemon leaves a core",
-        "tierd/trust.py",
+        "tierd/spool/permissions.py",
         "if _libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0):",
         "if False:",
         f"{_TRUST} -k no_core",
@@ -165,7 +170,7 @@ _GUARDS = (
     ),
 )
 
-_SILENT = "pytest tests/client/test_silent_daemon.py"
+_SILENT = "pytest tests/client/restoring/test_silent_daemon.py"
 _ENCRYPTION = (
     Mutant(
         "a chunk is any of its directory",
@@ -226,7 +231,7 @@ _ENCRYPTION = (
     ),
     Mutant(
         "a policy is put beside manifests of another key",
-        "tierd/daemon/run_policies.py",
+        "tierd/daemon/tiers/run_policies.py",
         "isinstance(why, WrongKey) for other",
         "False for other",
         f"{_OWNED} -k cannot_be_read_here",
@@ -240,21 +245,21 @@ _ENCRYPTION = (
     ),
     Mutant(
         "an encrypted policy is damage where there is no key",
-        "tierd/core/run_retention.py",
+        "tierd/core/retention/stored.py",
         "if key_id := encrypted_with(data):",
         'if key_id := "":',
         f"{_OWNED} -k another_key_left",
     ),
     Mutant(
         "a tier may be a link to another",
-        "tierd/stores/apart.py",
+        "tierd/stores/directory_overlap.py",
         "os.path.realpath(path)",
         "os.path.normpath(path)",
         f"{_APART_DIRECTORIES} -k not_apart",
     ),
     Mutant(
         "a tier may lie in the spool",
-        "tierd/stores/apart.py",
+        "tierd/stores/directory_overlap.py",
         "if self._is_inside(other):",
         "if False:",
         f"{_APART_DIRECTORIES} -k not_apart",
@@ -262,8 +267,8 @@ _ENCRYPTION = (
     Mutant(
         "a reload may nest tiers",
         "tierd/daemon/service.py",
-        "    await check_apart(config)\n    teller",
-        "    teller",
+        "    await check_apart(config)\n    notifier",
+        "    notifier",
         "pytest tests/daemon/test_reload.py -k cannot_be_used_changes",
     ),
     Mutant(
@@ -275,28 +280,28 @@ _ENCRYPTION = (
     ),
     Mutant(
         "no daemon counts as one that does not answer",
-        "tierd/link.py",
+        "tierd/ipc/client.py",
         "(DaemonAbsent if absent else DaemonUnavailable)",
         "DaemonUnavailable",
         "pytest tests/daemon/test_control.py -k ls_shows_the_spool",
     ),
     Mutant(
         "a daemon that does not greet is waited for as one that works",
-        "tierd/link.py",
+        "tierd/ipc/client.py",
         "self._line(end, min(self._silence_s, _GREETING))",
         "self._line(end, self._silence_s)",
         f"{_SILENT} -k names_it_after_seconds",
     ),
     Mutant(
         "a stopped daemon whose queue is full counts as absent",
-        "tierd/link.py",
+        "tierd/ipc/client.py",
         "            if isinstance(error, BlockingIOError):",
         "            if False:",
         f"{_SILENT} -k no_more_callers",
     ),
     Mutant(
         "a daemon that was stopped before it listened is waited for",
-        "tierd/link.py",
+        "tierd/ipc/client.py",
         "                if _is_stopped(holder := _holder(spool)):",
         "                if False and (holder := 0):",
         f"{_SILENT} -k before_it_listened",
@@ -317,7 +322,7 @@ _ENCRYPTION = (
     ),
     Mutant(
         "a daemon that falls silent in a look ends the restore",
-        "tierd/client/source.py",
+        "tierd/client/restoring/source.py",
         "            except DaemonSilent as error:",
         "            except ZeroDivisionError as error:",
         f"{_SILENT} -k between_two_questions",
@@ -327,28 +332,28 @@ _ENCRYPTION = (
         "tierd/daemon/control.py",
         "silent=self._located(silent, sight.unreached)",
         "silent={}",
-        "pytest tests/client/test_missing_tier.py -k missing_on_one_node",
+        "pytest tests/client/restoring/test_missing_tier.py -k missing_on_one_node",
     ),
     Mutant(
         "who hears no other rank is taken for rank 0",
-        "tierd/core/resume.py",
+        "tierd/core/timeline/candidates.py",
         "ranks = numbers if mute is None else (mute,)",
         "ranks = numbers",
-        "pytest tests/client/test_missing_tier.py -k hears_no_other",
+        "pytest tests/client/restoring/test_missing_tier.py -k hears_no_other",
     ),
     Mutant(
         "a fetch that fails does not say on which node",
         "tierd/daemon/control.py",
         'raise type(error)(f"node {socket.gethostname()}: {error}") from error',
         "raise",
-        "pytest tests/client/test_missing_tier.py -k only_that_tier_has",
+        "pytest tests/client/restoring/test_missing_tier.py -k only_that_tier_has",
     ),
     Mutant(
         "a wait tells what was left, not what was asked",
         "tierd/daemon/control.py",
         "is not verified there yet{why}",
         "is not verified there after {timeout:g} s{why}",
-        "pytest tests/test_ending_cli.py -k time_is_over",
+        "pytest tests/cli/test_ending.py -k time_is_over",
     ),
     Mutant(
         "equal chunks have equal names",
@@ -366,8 +371,8 @@ _ENCRYPTION = (
     ),
     Mutant(
         "a damaged manifest keeps another from its place",
-        "tierd/daemon/mend.py",
-        "            except (CorruptChunk, ManifestError):\n                pass  # there it is, damaged\n",
+        "tierd/daemon/scrub/tier_repair.py",
+        "            except (CorruptChunk, ManifestError):\n                pass  # the manifest exists, damaged\n",
         "",
         f"{_DAEMON}test_a_damaged_manifest_is_rebuilt_after_another_tiers",
     ),
@@ -376,7 +381,7 @@ _ENCRYPTION = (
 _DELETIONS = (
     Mutant(
         "a planted name in the place of a checkpoint that went hides that it went",
-        "tierd/core/resume.py",
+        "tierd/core/timeline/candidates.py",
         "        doubtful &= hollow | set(timeline(",
         "        doubtful &= set(timeline(",
         "corruption --only 32247",
@@ -387,49 +392,49 @@ _DELETIONS = (
         "tierd/daemon/control.py",
         "timeout=None if patient or not local else _PATIENCE)",
         "timeout=None)",
-        "pytest tests/client/test_patience.py -k no_longer_than",
+        "pytest tests/client/restoring/test_patience.py -k no_longer_than",
     ),
     Mutant(
         "a slow tier is not waited for though it may know of a newer checkpoint",
         "tierd/daemon/control.py",
         "timeout=None if patient or not local else _PATIENCE)",
         "timeout=None if patient else _PATIENCE)",
-        "pytest tests/client/test_patience.py -k waited_for",
+        "pytest tests/client/restoring/test_patience.py -k waited_for",
     ),
     Mutant(
         "a tier that is slower than the saves is never pruned",
         "tierd/daemon/reconcile.py",
-        "if isinstance(action, Prune)] if lane.sent else []\n",
+        "if isinstance(action, Prune)] if worker.sent else []\n",
         "if isinstance(action, Prune)] if False else []\n",
-        "pytest tests/daemon/test_slow_tier.py -k pruned_all_the_while",
+        "pytest tests/daemon/transfer/test_slow_tier.py -k pruned_all_the_while",
     ),
     Mutant(
         "a tier that is slower than the saves fills the spool",
-        "tierd/core/plan.py",
-        "    return frozenset.intersection(*found) - world.needed\n",
+        "tierd/core/planning/plan.py",
+        "    return frozenset.intersection(*found) - inventory.needed\n",
         "    return frozenset()\n",
-        "pytest tests/daemon/test_slow_tier.py -k does_not_fill",
+        "pytest tests/daemon/transfer/test_slow_tier.py -k does_not_fill",
     ),
     Mutant(
         "what is wanted for good and is sent one after the other passes for the newest",
-        "tierd/core/order.py",
-        "    return checkpoint in tier.checkpoints or not any(",
-        "    return True or not any(",
-        "pytest tests/daemon/test_slow_tier.py -k holds_up_no_newest",
+        "tierd/core/planning/order.py",
+        "    return checkpoint in tier.checkpoints or newest is None or newest <= checkpoint",
+        "    return True",
+        "pytest tests/daemon/transfer/test_slow_tier.py -k holds_up_no_newest",
     ),
     Mutant(
         "what was whole and is left in part may be begun anew",
-        "tierd/core/sight.py",
-        "one not in some or (is_complete(ranks) and not world.has_whole(one))",
+        "tierd/core/timeline/run_view.py",
+        "one not in some or (is_complete(ranks) and not inventory.has_whole(one))",
         "one not in some",
-        "pytest tests/core/test_resume.py -k left_in_part",
+        "pytest tests/core/timeline/test_candidates.py -k left_in_part",
     ),
     Mutant(
         "a name of which nothing can be read hides what went",
-        "tierd/core/world.py",
+        "tierd/core/planning/inventory.py",
         "if any(seen.sound.values())}",
         "}",
-        "pytest tests/core/test_resume.py -k does_not_hide_what_went",
+        "pytest tests/core/timeline/test_candidates.py -k does_not_hide_what_went",
     ),
     Mutant(
         "a place that refuses requests as too many is asked as many as before",
@@ -447,10 +452,10 @@ _DELETIONS = (
     ),
     Mutant(
         "nodes do not heed what others say that they send",
-        "tierd/core/plan.py",
+        "tierd/core/planning/plan.py",
         "    for one, nodes in tier.announced.items():\n",
         "    for one, nodes in {}.items():\n",
-        "pytest tests/core/test_several_links.py",
+        "pytest tests/core/planning/test_several_links.py",
     ),
     Mutant(
         "a node does not say which checkpoint it sends",
@@ -462,23 +467,44 @@ _DELETIONS = (
     Mutant(
         "a node does not ask what others send",
         "tierd/daemon/reconcile.py",
-        "            await self.tiers.hear(lane.name, action.part.checkpoint.run)\n",
+        "            await self.tiers.hear(worker.name, action.part.checkpoint.run)\n",
         "",
         "pytest tests/daemon/test_nodes.py -k another_one_is_sending",
     ),
     Mutant(
         "what a long flush says that it sends is swept away",
-        "tierd/daemon/turns.py",
+        "tierd/daemon/tiers/intents.py",
         "            if info.key in _standing:\n",
         "            if False:\n",
-        "pytest tests/daemon/test_turns.py -k said_that_it_sends",
+        "pytest tests/daemon/tiers/test_intents.py -k said_that_it_sends",
+    ),
+    Mutant(
+        "an intent that a listing does not show yet is left",
+        "tierd/daemon/tiers/intents.py",
+        "sorted({intent, *earlier})",
+        "sorted(earlier)",
+        "pytest tests/daemon/tiers/test_intents.py -k listing_does_not_show",
+    ),
+    Mutant(
+        "a temp file that could not be removed is left for as long as the daemon lives",
+        "tierd/stores/file.py",
+        "            self._swept = False\n            raise\n",
+        "            raise\n",
+        "pytest tests/stores/test_file.py -k goes_with_a_later_put",
+    ),
+    Mutant(
+        "a sweep that met an error is never done again",
+        "tierd/stores/file.py",
+        "self._swept = sweep(tmp, _TMP_NAME, _SWEEP)",
+        "sweep(tmp, _TMP_NAME, _SWEEP)\n                self._swept = True",
+        "pytest tests/stores/test_file.py -k goes_with_a_later_put",
     ),
     Mutant(
         "an entry that cannot be removed is no refusal to delete",
         "tierd/stores/file.py",
         "_KEPT = (errno.EPERM, errno.EACCES, errno.EROFS)",
         "_KEPT = (errno.EBADF,)",
-        "pytest tests/daemon/test_append_only.py -k cannot_be_removed",
+        "pytest tests/daemon/tiers/test_append_only.py -k cannot_be_removed",
     ),
     Mutant(
         "a read-only file system is taken for an append-only tier",
@@ -492,106 +518,173 @@ _DELETIONS = (
         "tierd/stores/deletions.py",
         "        if refused:\n",
         "        if False:\n",
-        "pytest tests/daemon/test_append_only.py -k cannot_be_removed",
+        "pytest tests/daemon/tiers/test_append_only.py -k cannot_be_removed",
     ),
     Mutant(
         "a tier is read-write where only some kinds of objects may be deleted",
-        "tierd/daemon/reach.py",
+        "tierd/daemon/tiers/reach.py",
         " or await _keeps_some(store)",
         "",
-        "pytest tests/daemon/test_reach.py -k some_kinds",
+        "pytest tests/daemon/tiers/test_reach.py -k some_kinds",
     ),
     Mutant(
         "prune does not say what holds it back",
-        "tierd/daemon/doomed.py",
+        "tierd/daemon/tiers/doomed.py",
         "                held |= found.grown\n",
         "",
-        "pytest tests/test_cli.py -k holds_it_back",
+        "pytest tests/cli/test_cli.py -k holds_it_back",
     ),
     Mutant(
         "disown takes a launch that lives on this node",
         "tierd/cli/disown.py",
         "    if living := living_here(run, attempt):\n",
         "    if living := {}:\n",
-        "pytest tests/test_disown_cli.py -k lives_here",
+        "pytest tests/cli/test_disown.py -k lives_here",
     ),
     Mutant(
         "disown takes the mark of a deletion that goes on",
-        "tierd/daemon/turns.py",
+        "tierd/daemon/tiers/intents.py",
         "    if match is None or 0 <= _age(match[2]) <= 1000 * _DEADLINE:\n",
         "    if match is None:\n",
-        "pytest tests/test_disown_cli.py -k marks_of_the_launch",
+        "pytest tests/cli/test_disown.py -k marks_of_the_launch",
     ),
     Mutant(
         "Retry-After as a date is passed over",
-        "tierd/stores/answers.py",
+        "tierd/stores/s3/answers.py",
         "    except (ValueError, OverflowError):\n        return 0.0\n",
         "    except (ValueError, OverflowError):\n        return 0.0\n    return 0.0\n",
         "pytest tests/stores/test_window.py -k says_of_waiting",
     ),
     Mutant(
         "status is silent while a Retry-After is waited out",
-        "tierd/daemon/tiers.py",
+        "tierd/daemon/tiers/tiers.py",
         "        return asked_s(self._stores[tier]) if tier in self._stores else 0.0\n",
         "        return 0.0\n",
         "pytest tests/stores/test_window.py -k until_when",
     ),
     Mutant(
         "a listing through a proxy is unbounded",
-        "tierd/stores/transport.py",
+        "tierd/stores/s3/transport.py",
         "        return ProxiedSession(**options)\n",
         "        return AIOHTTPSession(**options)\n",
-        "pytest tests/stores/test_transport.py -k listing_is_bounded",
+        "pytest tests/stores/s3/test_transport.py -k listing_is_bounded",
     ),
     Mutant(
         "intents that a place once refused to delete stand until a restart",
-        "tierd/daemon/tiers.py",
+        "tierd/daemon/tiers/tiers.py",
         "        if guard.refused:  # intents",
         "        if False:  # intents",
-        "pytest tests/daemon/test_append_only.py -k intents_that_could_not",
+        "pytest tests/daemon/tiers/test_append_only.py -k intents_that_could_not",
     ),
     Mutant(
         "a copy goes because of a newer one that is rotten",
         "tierd/daemon/reconcile.py",
-        " if await self._all_right(part for seen in others for part in seen.parts()) else None\n",
+        " if await self._all_right(checkpoint, newer) else None\n",
         "\n",
-        "pytest tests/daemon/test_slow_tier.py -k rotten",
+        "pytest tests/daemon/transfer/test_slow_tier.py -k rotten",
     ),
     Mutant(
         "what was found rotten is only read again in its own time",
-        "tierd/daemon/scrub.py",
-        "        self._doubtful.add(Copy(place, part))\n",
+        "tierd/daemon/scrub/scrubber.py",
+        "        self._doubtful.add(ScrubbedCopy(place, part))\n",
         "",
-        "pytest tests/daemon/test_scrub.py -k in_doubt",
+        "pytest tests/daemon/scrub/test_scrubber.py -k in_doubt",
     ),
     Mutant(
         "a deletion that fails has its turn again before a flush",
         "tierd/daemon/reconcile.py",
-        "                    lane.sent = isinstance(action, Flush)  # before it may fail, to hold up no flush\n"
+        "                    worker.sent = isinstance(action, Flush)  # first, so a failing prune blocks no flush\n"
         "                    await self._act(action)\n",
-        "                    await self._act(action)\n                    lane.sent = isinstance(action, Flush)\n",
-        "pytest tests/daemon/test_slow_tier.py -k holds_up_no_flush",
+        "                    await self._act(action)\n                    worker.sent = isinstance(action, Flush)\n",
+        "pytest tests/daemon/transfer/test_slow_tier.py -k holds_up_no_flush",
     ),
     Mutant(
         "what only this node has complete counts where others have ranks",
-        "tierd/core/plan.py",
-        "        if is_complete(seen.ranks) and not seen.defects and all(",
-        "        if not seen.defects and all(",
-        "pytest tests/core/test_plan.py -k no_tier_wants_it_any_more",
+        "tierd/core/planning/inventory.py",
+        "        return self.complete and not self.defects and all(",
+        "        return not self.defects and all(",
+        "pytest tests/core/planning/test_plan.py -k no_tier_wants_it_any_more",
     ),
     Mutant(
         "a local copy goes without another look at the tiers",
         "tierd/daemon/reconcile.py",
-        "        return parts if await self.tiers.are_past(checkpoint, self.world()) else None\n",
+        "        return parts if await self.tiers.are_past(checkpoint, self.inventory()) else None\n",
         "        return parts\n",
         "pytest tests/daemon/test_reconcile.py -k whole_by_its_names_alone",
     ),
 )
 
+_BUFFERS = (
+    Mutant(
+        "a buffer is another's before its user is done with it",
+        "tierd/daemon/transfer/buffers.py",
+        "        memory = self._taken(size)\n",
+        "        memory = self._taken(size)\n        self._idle.append(memory)\n",
+        "pytest tests/daemon/transfer/test_buffers.py",
+    ),
+    Mutant(
+        "all buffers of a download are kept",
+        "tierd/daemon/transfer/buffers.py",
+        "            while sum(map(len, self._idle)) > KEPT:\n                del self._idle[0]\n",
+        "",
+        "pytest tests/daemon/transfer/test_buffers.py -k no_more_is_kept",
+    ),
+)
+
+_PLANNER = "pytest tests/core/planning/test_planner.py"
 _DEATHS = (
     Mutant(
+        "a directory that has just changed is not read again",
+        "tierd/daemon/spool_observer.py",
+        "settled = now_ns - stamp_ns > _NEAR_NS and not defects",
+        "settled = True",
+        "pytest tests/daemon/test_spool_observer.py -k same_tick",
+    ),
+    Mutant(
+        "what changed in a checkpoint's directory is not seen",
+        "tierd/daemon/spool_observer.py",
+        "if known and stamp_ns and known.stamp_ns == stamp_ns and not full:\n            return known\n        parts",
+        "if known and stamp_ns and known.stamp_ns and not full:\n            return known\n        parts",
+        "pytest tests/daemon/test_spool_observer.py -k whatever",
+    ),
+    Mutant(
+        "what waits for a copy that cannot be read is asked for again and again",
+        "tierd/daemon/reconcile.py",
+        "                self._rest_on[checkpoint] = part\n",
+        "",
+        "pytest tests/daemon/transfer/test_slow_tier.py -k each_second",
+    ),
+    Mutant(
+        "a run's plan is kept whatever changes of it",
+        "tierd/core/planning/plan.py",
+        "known[1] is config and known[0] == own",
+        "known[1] is config and known[0].tiers == own.tiers",
+        f"{_PLANNER} -k planning_anew",
+    ),
+    Mutant(
+        "what the timeline alone keeps is judged as what goes",
+        "tierd/core/retention/policy.py",
+        "(*self._counted[-count:], *self._on_path[-count:])}",
+        "self._counted[-count:]}",
+        f"{_PLANNER} -k each_verdict",
+    ),
+    Mutant(
+        "a look at the newest few is taken for one at everything",
+        "tierd/core/timeline/candidates.py",
+        "        if self.down_to is None:\n            return True\n",
+        "        if self.down_to is None or True:\n            return True\n",
+        "pytest tests/client/restoring/test_lazy_restore.py -k finds_what",
+    ),
+    Mutant(
+        "what is older than the newest few is called gone",
+        "tierd/core/timeline/run_view.py",
+        "named(run, sight.gone) if one >= oldest)",
+        "named(run, sight.gone))",
+        "pytest tests/client/restoring/test_lazy_restore.py -k is_not_gone",
+    ),
+    Mutant(
         "what was left in memory is believed",
-        "tierd/client/source.py",
+        "tierd/client/restoring/source.py",
         "                check_bytes(found.files[file.path], file)\n",
         "                pass\n",
         f"{_HANDED} -k killed_in_a_copy",
@@ -601,13 +694,13 @@ _DEATHS = (
         _PIPELINE,
         "        self._persister.give(lambda: self._persist(snapshot, slot, given, files))\n        return True",
         "        self._persister.give(lambda: self._persist(snapshot, slot, given, files))\n        return False",
-        "pytest tests/client/test_slots.py -k waits_for_the_one_before",
+        "pytest tests/client/saving/test_slots.py -k waits_for_the_one_before",
     ),
     Mutant(
         "what a daemon did not answer before it died counts as durable",
         _PIPELINE,
         '            log.warning("%s: %s; it is persisted here", manifest.part, error)',
-        "            return Written(size=given.size, direct=False, recycled=False)",
+        "            return CommittedPart(size=given.size, direct=False, recycled=False)",
         f"{_HANDED} -k dies_over_it",
     ),
     Mutant(
@@ -620,48 +713,48 @@ _DEATHS = (
     Mutant(
         "a daemon at work on a snapshot counts as stopped",
         "tierd/daemon/handoff.py",
-        "timeout=wire.BEAT).done:",
-        "timeout=wire.HEARTBEAT).done:",
+        "timeout=messages.BEAT).done:",
+        "timeout=messages.HEARTBEAT).done:",
         f"{_STOPPED} -k works_for_long",
     ),
     Mutant(
         "a daemon at work on room counts as stopped",
         "tierd/daemon/control.py",
-        "wire.BEAT if isinstance(request, wire.MakeRoom | wire.Candidates) else math.inf",
+        "messages.BEAT if isinstance(request, messages.MakeRoom | messages.Candidates) else math.inf",
         "math.inf",
         f"{_STOPPED} -k makes_room",
     ),
     Mutant(
         "a daemon of before 1.1 is held to the beat of today",
-        "tierd/client/handoff.py",
+        "tierd/client/saving/handoff.py",
         "_SILENCE if beats else _LONG_SILENCE",
         "_SILENCE",
         f"{_APART} -k has_its_time",
     ),
     Mutant(
         "a stopped daemon is waited for as long as ever",
-        "tierd/client/handoff.py",
+        "tierd/client/saving/handoff.py",
         "_SILENCE if beats else _LONG_SILENCE",
         "_LONG_SILENCE",
         f"{_STOPPED} -k met_once_and_nothing",
     ),
     Mutant(
         "memory is lent to a daemon that has not greeted",
-        "tierd/client/handoff.py",
+        "tierd/client/saving/handoff.py",
         "        except Silent:\n            return False\n",
         "        except Silent:\n            daemon = THIS\n",
         f"{_STOPPED} -k before_its_first",
     ),
     Mutant(
         "who falls silent again and again is tried again and again",
-        "tierd/client/handoff.py",
+        "tierd/client/saving/handoff.py",
         " * 2 ** min(self._silences, _MOST_DOUBLED)",
         "",
         f"{_STOPPED} -k again_and_again",
     ),
     Mutant(
         "a daemon that wakes keeps what a living trainer lent it",
-        "tierd/client/handoff.py",
+        "tierd/client/saving/handoff.py",
         "                self._let_go(given.connection)\n",
         "",
         f"{_STOPPED} -k commits_first",
@@ -675,15 +768,15 @@ _DEATHS = (
     ),
     Mutant(
         "a living writer's stage counts as left over",
-        "tierd/stage.py",
+        "tierd/spool/stage.py",
         "        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "        fcntl.flock(fd, fcntl.LOCK_UN)",
-        "pytest tests/test_spool.py -k living_writers_stage",
+        "pytest tests/spool/test_spool.py -k living_writers_stage",
     ),
     Mutant(
         "a restore does not wait for what the dead had handed over",
         "tierd/daemon/control.py",
-        "                await self._handoff.settled()  # what a trainer handed over before it died is seen, too",
+        "                await self._handoff.settled()  # to include snapshots that a dead trainer handed over",
         "                pass",
         f"{_HANDED} -k restart_waits",
     ),
@@ -692,24 +785,24 @@ _DEATHS = (
 _VERSIONS = (
     Mutant(
         "two minor versions apart are taken to work together",
-        "tierd/core/protocol.py",
+        "tierd/ipc/protocol.py",
         "abs(mine.minor - other.minor) <= 1:",
         "abs(mine.minor - other.minor) <= 2:",
-        "pytest tests/core/test_protocol.py -k who_has_to_be_upgraded",
+        "pytest tests/ipc/test_protocol.py -k who_has_to_be_upgraded",
     ),
     Mutant(
         "a member that is not set is sent",
-        "tierd/core/wire.py",
+        "tierd/ipc/messages.py",
         'tag_field="op", omit_defaults=True)',
         'tag_field="op", omit_defaults=False)',
-        "pytest tests/core/test_wire.py -k not_sent",
+        "pytest tests/ipc/test_messages.py -k not_sent",
     ),
     Mutant(
         "a member that is not known is refused",
-        "tierd/core/wire.py",
+        "tierd/ipc/messages.py",
         'tag_field="op", omit_defaults=True)',
         'tag_field="op", omit_defaults=True, forbid_unknown_fields=True)',
-        "pytest tests/core/test_wire.py -k is_ignored",
+        "pytest tests/ipc/test_messages.py -k is_ignored",
     ),
     Mutant(
         "a request of a later client ends its connection",
@@ -720,7 +813,7 @@ _VERSIONS = (
     ),
     Mutant(
         "a snapshot is handed to a daemon that is too far apart",
-        "tierd/client/handoff.py",
+        "tierd/client/saving/handoff.py",
         "if why := explain(THIS, daemon):",
         'if why := "":',
         f"{_APART} -k saves_and_restores_beside",
@@ -761,7 +854,7 @@ _READING = (
     ),
     Mutant(
         "tensors that differ between ranks pass for the same",
-        "tierd/reading/shared.py",
+        "tierd/client/restoring/tensor_equality.py",
         "if a[2] != b[2]]",
         "if a[0] != b[0]]",
         f"{_READER} -k every_bit",
@@ -769,14 +862,14 @@ _READING = (
     ),
     Mutant(
         "a reader does not verify",
-        "tierd/daemon/copies.py",
-        "        raw = await to_the_end(decode, chunk, data, name)",
-        "        raw = data",
+        "tierd/daemon/transfer/replicas.py",
+        "                raw = await to_the_end(decode, chunk, await get(memory), name, into)",
+        "                raw = await get(memory)",
         f"{_READER} -k passed_over",
     ),
     Mutant(
         "an export calls corrupt what was pruned",
-        "tierd/daemon/export.py",
+        "tierd/daemon/transfer/export.py",
         "                if not await is_there(self.stores, one, candidate.world):",
         "                if False:",
         f"{_READER} -k pruned_while",
@@ -787,31 +880,31 @@ _READING = (
 _POLICIES = (
     Mutant(
         "whoever restored a run prunes it",
-        "tierd/core/plan.py",
-        "max(known) in mine and run not in world.spool.restored",
+        "tierd/core/planning/plan.py",
+        "max(known) in mine and run not in inventory.spool.restored",
         "max(known) in mine",
         f"{_OWNED} -k beside_a_reader",
     ),
     Mutant(
         "a restore counts as a save",
-        "tierd/daemon/observe.py",
+        "tierd/daemon/spool_observer.py",
         "if attempt not in marks.get(run, ()))",
         "if run in marks and attempt not in marks[run])",
         f"{_OWNED} -k beside_a_reader",
     ),
     Mutant(
         "a full disk that takes a run's last copy ends what its node had to do of it",
-        "tierd/daemon/observe.py",
+        "tierd/daemon/spool_observer.py",
         "            launches=own,\n",
         "",
-        "pytest tests/daemon/test_room.py -k last_copy_went",
+        "pytest tests/daemon/test_spool_space.py -k last_copy_went",
     ),
     Mutant(
         "who saved a run deletes nothing of it once its last copy went",
-        "tierd/core/plan.py",
-        "    if known and _saved_first(world, run) >= max(known):\n",
+        "tierd/core/planning/plan.py",
+        "    if known and _saved_first(inventory, run) >= max(known):\n",
         "    if False:\n",
-        "pytest tests/core/test_eviction.py -k every_copy",
+        "pytest tests/core/planning/test_eviction.py -k every_copy",
     ),
     Mutant(
         "a reader tidies up on a tier",
@@ -843,40 +936,40 @@ _POLICIES = (
     ),
     Mutant(
         "merged policies keep the least",
-        "tierd/core/retention.py",
+        "tierd/core/retention/policy.py",
         "keep_last=max(one.keep_last for one in found)",
         "keep_last=min(one.keep_last for one in found)",
-        "pytest tests/core/test_retention.py -k merg",
+        "pytest tests/core/retention/test_policy.py -k merg",
     ),
 )
 
 _PRUNES = (
     Mutant(
         "small chunks are shared",
-        "tierd/core/sharing.py",
+        "tierd/core/planning/sharing.py",
         "chunk.size >= SMALLEST_SHARED_BYTES",
         "chunk.size >= 1",
-        "pytest tests/core/test_sharing.py tests/daemon/test_sharing.py -k large_chunks",
+        "pytest tests/core/planning/test_sharing.py tests/daemon/transfer/test_sharing.py -k large_chunks",
         "1 MiB is the smallest",
     ),
     Mutant(
         "a chunk is shared without end",
-        "tierd/core/sharing.py",
+        "tierd/core/planning/sharing.py",
         "if count >= MOST_SHARERS",
         "if count < 0",
-        "pytest tests/daemon/test_sharing.py -k bound",
+        "pytest tests/daemon/transfer/test_sharing.py -k bound",
         "a chunk is named by",
     ),
     Mutant(
         "a pass of prunes looks before it marks",
-        "tierd/daemon/doomed.py",
+        "tierd/daemon/tiers/doomed.py",
         "        await self.marks.put(self.doomed | remembered)\n",
         "        await self.marks.put(set())\n",
-        "pytest tests/daemon/test_pending_prunes.py -k marks_all",
+        "pytest tests/daemon/tiers/test_pending_prunes.py -k marks_all",
     ),
     Mutant(
         "a pass of prunes reads its survivors again",
-        "tierd/daemon/manifests.py",
+        "tierd/daemon/tiers/manifests.py",
         "        return read.borrowed.get(_mark(info)) if read else None",
         "        return None",
         "pytest tests/daemon/test_request_counts.py -k survivor_however",
@@ -884,11 +977,18 @@ _PRUNES = (
     ),
     Mutant(
         "a daemon at rest looks at every rescan",
-        "tierd/core/rest.py",
+        "tierd/core/planning/idle.py",
         "return max(rescan_s, requests * tiers * 3600 / REQUESTS_AN_HOUR)",
         "return rescan_s",
-        "pytest tests/daemon/test_rest.py -k tiers0",
+        "pytest tests/daemon/test_idle.py -k tiers0",
         "requests an hour",
+    ),
+    Mutant(
+        "a daemon at rest forgets what is too young to be removed",
+        "tierd/daemon/reconcile.py",
+        "        if self.tiers.has_leftovers(worker.name):",
+        "        if False:",
+        "pytest tests/daemon/test_idle.py -k not_forgotten",
     ),
 )
 
@@ -898,28 +998,28 @@ _ENDING = (
         "tierd/cli/act.py",
         "        raise typer.Exit(EXIT_UNFINISHED)  # the log says what is left",
         "        pass",
-        "pytest tests/test_ending_cli.py -k sigterm_with_parts",
+        "pytest tests/cli/test_ending.py -k sigterm_with_parts",
     ),
     Mutant(
         "what one tier has counts as on none",
-        "tierd/core/remaining.py",
+        "tierd/core/planning/unflushed.py",
         "    nowhere = [one for one in left if not one.on]",
         "    nowhere = list(left)",
         "pytest tests/daemon/test_ending.py -k unfinished",
     ),
     Mutant(
         "a part lacks on no tier that does not answer",
-        "tierd/core/remaining.py",
-        "if (part, name) in wanted or (place is None and world.spool.lists(part))",
+        "tierd/core/planning/unflushed.py",
+        "if (part, name) in wanted or (place is None and inventory.spool.lists(part))",
         "if (part, name) in wanted",
-        "pytest tests/core/test_remaining.py -k did_not_answer",
+        "pytest tests/core/planning/test_unflushed.py -k did_not_answer",
     ),
     Mutant(
         "an idle daemon waits for a trainer that nobody announced",
         "tierd/daemon/service.py",
         "    while await_trainer and not control.seen",
         "    while not control.seen",
-        "pytest tests/daemon/test_watch_notify.py -k no_trainer_started",
+        "pytest tests/daemon/test_fs_events.py -k no_trainer_started",
     ),
     Mutant(
         "a daemon that ends with its container is trusted to flush",
@@ -958,25 +1058,25 @@ _ENDING = (
     ),
 )
 
-_DEMAND = "pytest tests/core/test_demand.py"
+_DEMAND = "pytest tests/core/planning/test_demand.py"
 _PLACES = (
     Mutant(
         "a tier deletes what another wants and lacks",
-        "tierd/core/plan.py",
+        "tierd/core/planning/plan.py",
         "    names = demand.waiting(name, one, seen, hoped=hoped) if seen else ()",
         "    names = ()",
         f"{_DEMAND} -k holds_what",
     ),
     Mutant(
         "what comes while a last copy is deleted hides that a tier wanted it",
-        "tierd/core/plan.py",
-        "    return replace(world, spool=rid(world.spool), tiers=tiers) if came else world\n",
-        "    return world\n",
+        "tierd/core/planning/plan.py",
+        "    return replace(inventory, spool=rid(inventory.spool), tiers=tiers) if came else inventory\n",
+        "    return inventory\n",
         f"{_DEMAND} -k what_came",
     ),
     Mutant(
         "what goes along with a last copy hides that a tier wanted it",
-        "tierd/core/plan.py",
+        "tierd/core/planning/plan.py",
         "for one in (Demand(before, config, run), demand)]",
         "for one in (demand,)]",
         f"{_DEMAND} -k what_went",
@@ -984,48 +1084,48 @@ _PLACES = (
     Mutant(
         "what was lost is asked by the world after the deletion alone",
         "tierd/daemon/reconcile.py",
-        "        if names := lost_to(self.world(), before, self.config, tier, seen):\n",
-        "        if names := lost_to(self.world(), self.world(), self.config, tier, seen):\n",
-        "pytest tests/daemon/test_relay.py -k comes_while",
+        "        if names := lost_to(self.inventory(), before, self.config, tier, seen):\n",
+        "        if names := lost_to(self.inventory(), self.inventory(), self.config, tier, seen):\n",
+        "pytest tests/daemon/transfer/test_relay.py -k comes_while",
     ),
     Mutant(
         "rules that keep for good count from the oldest verified",
-        "tierd/core/plan.py",
+        "tierd/core/planning/plan.py",
         "        reasons = again.reasons if again.keep else demand.reasons(SPOOL, verdict.id)",
         "        reasons = ()",
         f"{_DEMAND} -k starts_at_the_oldest",
     ),
     Mutant(
         "a tier that does not answer lacks nothing",
-        "tierd/core/demand.py",
+        "tierd/core/planning/demand.py",
         "        if seen is None:\n            return True",
         "        if seen is None:\n            return place is not None",
         f"{_DEMAND} -k until_it_is_silent",
     ),
     Mutant(
         "time in which nobody asked a tier ends what is held for it",
-        "tierd/daemon/tiers.py",
+        "tierd/daemon/tiers/tiers.py",
         "            self.mute.setdefault(tier, time.monotonic())",
         "            self.mute.setdefault(tier, self._since[tier])",
-        "pytest tests/daemon/test_relay.py -k asked_in_vain",
+        "pytest tests/daemon/transfer/test_relay.py -k asked_in_vain",
     ),
     Mutant(
         "a slow tier is sent nothing but the newest",
-        "tierd/core/order.py",
+        "tierd/core/planning/order.py",
         "    if sent is not None and sent.others**2 < len(good):",
         "    if False:",
         f"{_DEMAND} -k for_ever",
     ),
     Mutant(
         "a relay puts what it read without a look",
-        "tierd/daemon/mend.py",
+        "tierd/daemon/scrub/tier_repair.py",
         "    await to_the_end(check_stored, stored, data, run)",
         "    pass",
-        "pytest tests/daemon/test_relay.py -k takes_what_is_wrong",
+        "pytest tests/daemon/transfer/test_relay.py -k takes_what_is_wrong",
     ),
     Mutant(
         "a full tier is sent more before anything is deleted there",
-        "tierd/core/plan.py",
+        "tierd/core/planning/plan.py",
         "    return (*urgent, *actions)",
         "    return (*actions, *urgent)",
         f"{_DEMAND} -k full_tier",
@@ -1033,37 +1133,37 @@ _PLACES = (
 )
 
 _STATE, _ANY, _CAPTURE = (
-    "pytest tests/client/test_state.py",
-    "pytest tests/client/test_any_state.py -k near_misses",
-    "pytest tests/client/test_capture.py",
+    "pytest tests/state/test_flatten.py",
+    "pytest tests/state/test_any_state.py -k near_misses",
+    "pytest tests/state/test_capture.py",
 )
-_VALUES, _STRUCTURE = "tierd/client/values.py", "tierd/client/structure.py"
-_CALL = "pytest tests/client/test_call.py"
+_VALUES, _STRUCTURE = "tierd/state/values.py", "tierd/state/structure.py"
+_CALL = "pytest tests/client/saving/test_call.py"
 _STATES = (
     Mutant(
         "the tree is encoded by two threads",
-        "tierd/client/snapshot.py",
+        "tierd/client/saving/snapshot.py",
         "            if self._encoder.setdefault(None, me) is me:",
         "            if self._encoder.setdefault(None, me):",
         f"{_CALL} -k encoded_once",
     ),
     Mutant(
         "a step waits until a long list is encoded",
-        "tierd/client/snapshot.py",
+        "tierd/client/saving/snapshot.py",
         "        if not self.copies and self._is_soon:",
         "        if not self._events:",
         f"{_CALL} -k long_list",
     ),
     Mutant(
         "what changes is streamed behind training",
-        "tierd/client/pipeline.py",
+        "tierd/client/saving/pipeline.py",
         "            if snapshot.returned:  # the daemon",
         "            if False:  # the daemon",
         f"{_CALL} -k gone_meanwhile",
     ),
     Mutant(
         "buffers are copied late",
-        "tierd/client/snapshot.py",
+        "tierd/client/saving/snapshot.py",
         "            tensors[name] = tensors[name].clone()\n",
         "            pass\n",
         f"{_CALL} -k no_other_thread",
@@ -1101,7 +1201,7 @@ _STATES = (
     ),
     Mutant(
         "memory that was freed after the first save is read",
-        "tierd/client/capture.py",
+        "tierd/state/capture.py",
         "        if not self._extents.fit(tensors, others):",
         "        if False:",
         f"{_CAPTURE} -k freed_or_shrunk",
@@ -1117,7 +1217,7 @@ _STATES = (
     ),
     Mutant(
         "every NaN is the same",
-        "tierd/client/tree.py",
+        "tierd/state/json_tree.py",
         '    return {"$float": str(value) if math.isinf(value) or bits == _NAN else bits}',
         '    return {"$float": str(value)}',
         f"{_STATE} -k plain_values",
@@ -1132,34 +1232,34 @@ _STATES = (
     ),
     Mutant(
         "targets that share memory are filled with whatever comes last",
-        "tierd/client/load.py",
+        "tierd/state/load.py",
         "        found += shared.conflicts()\n",
         "",
-        "pytest tests/client/test_aliased.py -k tensors_that_share",
+        "pytest tests/state/test_aliasing.py -k tensors_that_share",
         "DID NOT RAISE",
     ),
     Mutant(
         "views of other strides are not looked at",
-        "tierd/client/aliased.py",
+        "tierd/state/aliasing.py",
         "        yield from _painted(rest)\n",
         "        return\n",
-        "pytest tests/client/test_aliased.py -k tensors_that_share",
+        "pytest tests/state/test_aliasing.py -k tensors_that_share",
         "DID NOT RAISE",
     ),
     Mutant(
         "a view is compared only with the one before it",
-        "tierd/client/aliased.py",
+        "tierd/state/aliasing.py",
         "            if write.end > farthest.end:\n",
         "            if True:\n",
-        "pytest tests/client/test_aliased.py -k tensors_that_share",
+        "pytest tests/state/test_aliasing.py -k tensors_that_share",
         "DID NOT RAISE",
     ),
     Mutant(
         "one list in two places takes what comes last",
-        "tierd/client/aliased.py",
+        "tierd/state/aliasing.py",
         "if first is not saved and not alike(first, saved):",
         "if False:",
-        "pytest tests/client/test_aliased.py -k one_container",
+        "pytest tests/state/test_aliasing.py -k one_container",
         "DID NOT RAISE",
     ),
     Mutant(
@@ -1171,122 +1271,318 @@ _STATES = (
     ),
     Mutant(
         "any object is a When",
-        "tierd/client/choosing.py",
+        "tierd/client/schedule.py",
         "if when is not None and not isinstance(when, When):",
         "if False:",
-        "pytest tests/test_run_policies.py -k each_argument",
+        "pytest tests/end_to_end/test_run_policies.py -k each_argument",
     ),
     Mutant(
         "metrics are taken for a dict",
-        "tierd/client/save.py",
+        "tierd/client/saving/save.py",
         "if not isinstance(metrics, Mapping):",
         "if False:",
         "pytest tests/client/test_checkpointer.py -k metrics_that_are_no_dict",
     ),
     Mutant(
         "rules are sorted before anybody looks what they are",
-        "tierd/core/retention.py",
+        "tierd/core/retention/policy.py",
         "        for best in map(_best, _several(self.keep_best)):\n",
         "        for best in _several(self.keep_best):\n",
-        "pytest tests/test_run_policies.py -k each_argument",
+        "pytest tests/end_to_end/test_run_policies.py -k each_argument",
     ),
     Mutant(
         "a generator is replaced, not set",
-        "tierd/client/load.py",
+        "tierd/state/load.py",
         "        saved.set(target)\n        return target",
         "        return copy.deepcopy(saved, memo)",
-        "pytest tests/client/test_load.py -k generator",
+        "pytest tests/state/test_load.py -k generator",
     ),
     Mutant(
         "a generator that nobody has is made",
-        "tierd/client/load.py",
+        "tierd/state/load.py",
         "        if target is not None:\n            yield",
         "        if False:\n            yield",
-        "pytest tests/client/test_load.py -k generator_that_does_not_fit",
+        "pytest tests/state/test_load.py -k generator_that_does_not_fit",
         "DID NOT RAISE",
     ),
     Mutant(
+        "True counts as 1 in a run",
+        "tierd/state/kinds/packed_tensors.py",
+        "        if set(map(type, window)) != {kind}:\n",
+        "        if not set(map(type, window)) <= {kind, bool}:\n",
+        "pytest tests/state/kinds/test_packed_tensors.py -k json",
+    ),
+    Mutant(
+        "a string with a NUL in it is packed",
+        "tierd/state/kinds/packed_tensors.py",
+        "if text.count(_BETWEEN) >= len(parts):",
+        "if text.count(_BETWEEN) > len(parts):",
+        "pytest tests/state/kinds/test_packed_tensors.py -k json",
+    ),
+    Mutant(
+        "a run says more than its tensor has",
+        "tierd/state/kinds/packed_tensors.py",
+        "not 0 <= size <= shape[0]",
+        "not 0 <= size",
+        "pytest tests/state/kinds/test_packed_tensors.py -k fit",
+    ),
+    Mutant(
+        "a run has no room to grow",
+        "tierd/state/kinds/packed_tensors.py",
+        "step = max(_LINE, 1 << max(0, size.bit_length() - 6))",
+        "step = _LINE",
+        "pytest tests/state/kinds/test_packed_tensors.py -k grows",
+    ),
+    Mutant(
+        "the state itself is packed",
+        "tierd/state/encode.py",
+        "return self.members(dict(state), ())",
+        "return self.mapping(dict(state), ())",
+        "pytest tests/state/kinds/test_packed_tensors.py -k itself",
+    ),
+    Mutant(
+        "a dict that came to be a run stays JSON",
+        "tierd/state/structure.py",
+        "if any(pack(dicts[at]) for at in self._long_dicts):",
+        "if False:",
+        "pytest tests/state/kinds/test_packed_tensors.py -k comes_to_be",
+    ),
+    Mutant(
+        "bytes that grew long stay JSON",
+        "tierd/state/structure.py",
+        "scalars = (*self._bytes_at, *others)",
+        "scalars = others",
+        "pytest tests/state/kinds/test_packed_tensors.py -k comes_to_be",
+    ),
+    Mutant(
+        "a list that came to be a run stays JSON",
+        "tierd/state/structure.py",
+        "if pack_run(parts) or not is_run(parts)",
+        "if not is_run(parts)",
+        "pytest tests/state/kinds/test_packed_tensors.py -k comes_to_be",
+    ),
+    Mutant(
+        "a deque that was packed forgets a new maxlen",
+        "tierd/state/structure.py",
+        "or _extra(value) != extra:\n            raise Doubt\n        if len(runs) > 1",
+        "or False:\n            raise Doubt\n        if len(runs) > 1",
+        "pytest tests/state/kinds/test_packed_tensors.py -k maxlen",
+    ),
+    Mutant(
+        "long bytes in a list become base64",
+        "tierd/state/values.py",
+        "if bytes in kinds and any(",
+        "if False and any(",
+        "pytest tests/state/kinds/test_packed_tensors.py -k tensor",
+    ),
+    Mutant(
+        "one tensor is named by many runs",
+        "tierd/state/json_tree.py",
+        "        self.claim(stored)\n        self._values += packed_tensors.count",
+        "        self._values += packed_tensors.count",
+        "pytest tests/state/kinds/test_packed_tensors.py -k one_tensor",
+    ),
+    Mutant(
+        "values in runs are not counted by a reader",
+        "tierd/state/json_tree.py",
+        "if reason := tree_budget.excess_of_runs(self._values):",
+        "if reason := tree_budget.excess_of_runs(0):",
+        "pytest tests/state/kinds/test_packed_tensors.py -k more_values",
+    ),
+    Mutant(
+        "values in runs are not counted by a save",
+        "tierd/state/values.py",
+        "if reason := tree_budget.excess_of_runs(sum(counts)):",
+        "if reason := tree_budget.excess_of_runs(0):",
+        "pytest tests/state/kinds/test_packed_tensors.py -k more_values",
+    ),
+    Mutant(
+        "a packed dict of colliding keys is read",
+        "tierd/state/json_tree.py",
+        "    if kinds != {str}:\n",
+        "    if False:\n",
+        "pytest tests/state/kinds/test_packed_tensors.py -k one_hash",
+    ),
+    Mutant(
+        "a packed dict of colliding keys is saved",
+        "tierd/state/encode.py",
+        'if keys.kind != "str":',
+        'if keys.kind == "none":',
+        "pytest tests/state/kinds/test_packed_tensors.py -k one_hash",
+    ),
+    Mutant(
+        "a packed dict of colliding keys is saved by the structure",
+        "tierd/state/structure.py",
+        'if len(runs) > 1 and runs[0].kind != "str":',
+        "if False:",
+        "pytest tests/state/kinds/test_packed_tensors.py -k one_hash",
+    ),
+    Mutant(
+        "few hashes are taken for many",
+        "tierd/state/tree_budget.py",
+        "len(set(map(hash, keys))) > len(keys) - MOST_ALIKE",
+        "len(set(map(hash, keys))) > 1",
+        "pytest tests/state/test_tree_budget.py -k among_others",
+    ),
+    Mutant(
+        "a list that an object is given is the checkpoint's",
+        "tierd/state/load.py",
+        "memo[id(inner)] = inner if type(inner) is tuple else inner.copy()",
+        "memo[id(inner)] = inner",
+        "pytest tests/state/kinds/test_packed_tensors.py -k its_own",
+    ),
+    Mutant(
+        "an added tensor takes the name of another",
+        "tierd/state/capture.py",
+        "if not stands_so or name_of(path) in names or tensor.data_ptr() in known:",
+        "if not stands_so or tensor.data_ptr() in known:",
+        "pytest tests/state/test_added.py -k special",
+    ),
+    Mutant(
+        "an added tensor that is tied is stored twice",
+        "tierd/state/capture.py",
+        "name_of(path) in names or tensor.data_ptr() in known:",
+        "name_of(path) in names:",
+        "pytest tests/state/test_added.py -k tied",
+    ),
+    Mutant(
+        "an added complex tensor is named as a plain one",
+        "tierd/state/capture.py",
+        "stands_so = tensor.dtype not in STORED_AS and",
+        "stands_so =",
+        "pytest tests/state/test_added.py -k special",
+    ),
+    Mutant(
+        "an added key may be a tag",
+        "tierd/state/capture.py",
+        "simple = parent.end >= 0 and is_name(key) and",
+        "simple = parent.end >= 0 and",
+        "pytest tests/state/test_added.py -k special",
+    ),
+    Mutant(
+        "names behind an added one keep their numbers",
+        "tierd/state/capture.py",
+        "                one.index += 1\n",
+        "                one.index += 0\n",
+        "pytest tests/state/test_added.py -k additions",
+    ),
+    Mutant(
+        "the next added tensor stands before the last",
+        "tierd/state/capture.py",
+        "if one.end >= end:",
+        "if one.end > end:",
+        "pytest tests/state/test_added.py -k one_more",
+    ),
+    Mutant(
+        "an added tensor never moves",
+        "tierd/state/capture.py",
+        "moved = moving(optimizers, added)",
+        "moved = moving([], added)",
+        "pytest tests/state/test_added.py -k optimizer",
+    ),
+    Mutant(
+        "an added tensor lies last in its file",
+        "tierd/state/tensor_file.py",
+        "bisect.insort(self._described, _describe(name, tensor, moving), key=_place_of)",
+        "self._described.append(_describe(name, tensor, moving))",
+        "pytest tests/state/test_added.py -k grew",
+    ),
+    Mutant(
+        "an added tensor may change its form",
+        "tierd/state/structure.py",
+        "if fits and all(_look(tensors[index]) == self._forms[index] for index in self._alone):",
+        "if fits:",
+        "pytest tests/state/test_added.py -k change_of",
+    ),
+    Mutant(
+        "a state that grows gets new memory at each save",
+        "tierd/client/saving/slots.py",
+        "roomy = size + size // _GROWTH",
+        "roomy = size",
+        "pytest tests/state/test_added.py -k grows",
+    ),
+    Mutant(
         "a generator's state is not among an entry's tensors",
-        "tierd/client/tree.py",
-        'NAMING = ("$tensor", "$view", "$array", "$generator")',
-        'NAMING = ("$tensor", "$view", "$array")',
-        "pytest tests/client/test_only.py -k generators",
+        "tierd/state/json_tree.py",
+        'NAMING = ("$tensor", "$view", "$array", "$generator", "$values")',
+        'NAMING = ("$tensor", "$view", "$array", "$values")',
+        "pytest tests/client/restoring/test_only.py -k generators",
     ),
     Mutant(
         "a target of a few bits is copied by torch",
         _VALUES,
         "    if target.dtype in SHELLS:",
         "    if False:",
-        "pytest tests/client/test_load.py -k few_bits",
+        "pytest tests/state/test_load.py -k few_bits",
         "not implemented",
     ),
     Mutant(
         "what is too large has no name",
-        "tierd/client/places.py",
+        "tierd/state/paths.py",
         "        if not shares or (path and 2 * shares[part] <= whole):",
         "        if True:",
         f"{_STATE} -k too_large",
     ),
     Mutant(
         "nobody decodes what was encoded",
-        "tierd/client/pipeline.py",
+        "tierd/client/saving/pipeline.py",
         "        snapshot.capture.check(snapshot.tree)\n        given",
         "        given",
-        "pytest tests/client/test_restorable.py -k would_not_come_back",
+        "pytest tests/state/test_decodable.py -k would_not_come_back",
         "DID NOT RAISE",
     ),
     Mutant(
         "values are not decoded where the structure is known",
-        "tierd/client/restorable.py",
+        "tierd/state/decodable.py",
         "        if self._known is None:\n            self._known = self._decode_structure()\n",
         "        if self._known is not None:\n            return\n        self._known = self._decode_structure()\n",
-        "pytest tests/client/test_restorable.py -k by_its_path",
+        "pytest tests/state/test_decodable.py -k by_its_path",
         "DID NOT RAISE",
     ),
 )
 
-_BUDGET = "pytest tests/client/test_budget.py"
+_BUDGET = "pytest tests/state/test_tree_budget.py"
 _BUDGETS = (
     Mutant(
         "a tree is built before anybody counts what it holds",
-        "tierd/client/tree.py",
-        "        if reason := budget.excess(text):",
-        "        if reason := '':",
+        "tierd/state/json_tree.py",
+        "    if reason := tree_budget.excess(text):",
+        "    if reason := '':",
         f"{_BUDGET} -k deques",
     ),
     Mutant(
         "some entries of a tree have no budget",
-        "tierd/client/entries.py",
-        "        if reason := excess(text):",
-        "        if reason := '':",
+        "tierd/client/restoring/entries.py",
+        "json.loads(tree_text(tree))",
+        "json.loads(str(tree, 'utf-8'))",
         f"{_BUDGET} -k save_takes",
         "DID NOT RAISE",
     ),
     Mutant(
         "a save takes more than a restore",
-        "tierd/client/values.py",
-        "    if reason := budget.excess(whole):",
+        "tierd/state/values.py",
+        "    if reason := tree_budget.excess(whole):",
         "    if reason := '':",
         f"{_BUDGET} -k too_many_values",
     ),
     Mutant(
         "an escaped quote ends a string",
-        "tierd/client/budget.py",
+        "tierd/state/tree_budget.py",
         """.replace('\\\\"', "")""",
         "",
         f"{_BUDGET} -k in_strings",
     ),
     Mutant(
         "keys that collide are compared with each other",
-        "tierd/client/tree.py",
-        "    if most := budget.alike(keys):",
+        "tierd/state/json_tree.py",
+        "    if most := tree_budget.alike(keys):",
         "    if most := 0:",
         f"{_BUDGET} -k one_hash",
         "DID NOT RAISE",
     ),
     Mutant(
         "keys that no restore takes are saved",
-        "tierd/client/walk.py",
+        "tierd/state/encode.py",
         "            check_alike([key for key, _ in pairs], path)\n",
         "",
         f"{_BUDGET} -k one_hash",
@@ -1300,15 +1596,15 @@ _BUDGETS = (
     ),
     Mutant(
         "one tensor becomes any number of arrays",
-        "tierd/client/tree.py",
-        "        if id(stored) in copied:",
+        "tierd/state/json_tree.py",
+        "        if id(stored) in self._claimed:",
         "        if False:",
         f"{_BUDGET} -k of_its_own",
         "DID NOT RAISE",
     ),
 )
 
-_PLANTED, _TABLES = "pytest tests/test_planted_names.py", "tierd/cli/tables.py"
+_PLANTED, _TABLES = "pytest tests/end_to_end/test_planted_names.py", "tierd/cli/tables.py"
 _SHOWN = (
     Mutant(
         "a terminal obeys C1 controls in names",
@@ -1361,21 +1657,21 @@ _SHOWN = (
     ),
     Mutant(
         "receivers are told names as they are",
-        "tierd/daemon/journal.py",
+        "tierd/events/journal.py",
         "        why = printable(why)  # here,",
         "        why = why  # here,",
         f"{_PLANTED} -k systemd",
     ),
     Mutant(
         "a line feed in a status is another message to systemd",
-        "tierd/daemon/notify.py",
+        "tierd/daemon/systemd.py",
         "printable(state).encode()",
         "state.encode()",
         f"{_PLANTED} -k systemd",
     ),
 )
 
-_MANY, _LINES = "pytest tests/client/test_many_connections.py", "tierd/daemon/lines.py"
+_MANY, _LINES = "pytest tests/client/saving/test_many_connections.py", "tierd/daemon/handoff_lines.py"
 _CROWDS = (
     Mutant(
         "as many threads as anybody connects",
@@ -1421,181 +1717,181 @@ _CROWDS = (
     ),
     Mutant(
         "a trainer says nothing of a refusal",
-        "tierd/client/handoff.py",
+        "tierd/client/saving/handoff.py",
         "            if isinstance(error, TierdError) and str(error) != self._warned:",
         "            if isinstance(error, VersionMismatch) and str(error) != self._warned:",
         f"{_MANY} -k beside_a_crowd",
     ),
 )
 
-_BESIDE, _TWO = "pytest tests/core/test_launches.py", "pytest tests/test_two_launches.py"
-_LEASE = "pytest tests/test_lease.py"
+_BESIDE, _TWO = "pytest tests/core/timeline/test_launches.py", "pytest tests/end_to_end/test_two_launches.py"
+_LEASE = "pytest tests/spool/test_leases.py"
 _LAUNCHES = (
     Mutant(
         "a later launch retires what an earlier one that lives has saved",
-        "tierd/core/retention.py",
+        "tierd/core/retention/policy.py",
         "            if alone.keep:",
         "            if False:",
         f"{_BESIDE} -k keeps_what_it_would_keep_alone",
     ),
     Mutant(
         "a tier lacks what a launch that lives has saved beside a later one",
-        "tierd/core/demand.py",
-        "self._living[place] = living(self.world, self.run, place)",
-        "self._living[place] = living(self.world, self.run, place) if place == 'local' else frozenset()",
+        "tierd/core/planning/demand.py",
+        "self._living[place] = living(self.inventory, self.run, place)",
+        "self._living[place] = living(self.inventory, self.run, place) if place == 'local' else frozenset()",
         f"{_BESIDE} -k sent_there",
     ),
     Mutant(
         "another node's launch that goes on counts as ended",
-        "tierd/core/launches.py",
+        "tierd/core/timeline/launches.py",
         "if newest.get(one, 0.0) > _launched(latest))",
         "if False)",
         f"{_BESIDE} -k spares_an_earlier_one",
     ),
     Mutant(
         "ranks of one launch that restored are taken for two launches",
-        "tierd/core/launches.py",
+        "tierd/core/timeline/launches.py",
         "return any(other.rank == one.rank and other.attempt",
         "return any(other.attempt",
         f"{_BESIDE} -k that_restored_are_not",
     ),
     Mutant(
         "a trainer does not show that it lives",
-        "tierd/client/launch.py",
+        "tierd/client/ranks/launch.py",
         "        self._saving(part)",
         "        pass",
         f"{_TWO} -k both_are_warned",
     ),
     Mutant(
         "nobody tells of two launches",
-        "tierd/daemon/notices.py",
+        "tierd/events/notices.py",
         "if not told[run] <= self._beside.get(run, frozenset()):",
         "if False:",
         f"{_TWO} -k both_are_warned",
     ),
     Mutant(
         "a Checkpointer that saves again takes the lease of the one that took its own",
-        "tierd/client/beside.py",
+        "tierd/client/ranks/other_launches.py",
         "among=former is not None and not shown)",
         "among=False)",
         f"{_LEASE} -k in_turns",
     ),
     Mutant(
         "a Checkpointer that nobody closed keeps its lease",
-        "tierd/living.py",
+        "tierd/spool/leases.py",
         "if one == owner or not among]",
         "if one == owner]",
         f"{_LEASE} -k nobody_closed",
     ),
     Mutant(
         "a Checkpointer that lost its lease does not notice",
-        "tierd/client/beside.py",
+        "tierd/client/ranks/other_launches.py",
         "        if shown and former and former",
         "        if former and former",
         f"{_LEASE} -k in_turns",
     ),
     Mutant(
         "a second process that saves one attempt is only logged",
-        "tierd/client/beside.py",
+        "tierd/client/ranks/other_launches.py",
         "            if isinstance(error, ConfigError):",
         "            if False:",
         f"{_LEASE} -k refused_until",
     ),
     Mutant(
         "the lease of a launch on another node never ends",
-        "tierd/core/launches.py",
+        "tierd/core/timeline/launches.py",
         "return now_s - made[-1] > max(LEASE_S, _INTERVALS * between)",
         "return False",
         f"{_BESIDE} -k lease_of_a_launch",
     ),
     Mutant(
         "a launch that saves seldom counts as ended",
-        "tierd/core/launches.py",
+        "tierd/core/timeline/launches.py",
         "max(LEASE_S, _INTERVALS * between)",
         "LEASE_S",
         f"{_BESIDE} -k lease_of_a_launch",
     ),
     Mutant(
         "two nodes that save one attempt are not told",
-        "tierd/core/launches.py",
-        "if any(one.attempt == other and _is_foreign(world, one.rank, seen) for one in here):",
+        "tierd/core/timeline/launches.py",
+        "if any(one.attempt == other and _is_foreign(inventory, one.rank, seen) for one in here):",
         "if False:",
         f"{_BESIDE} -k same_attempt_is_seen",
     ),
     Mutant(
         "what a node gave up is taken for another node's",
-        "tierd/core/launches.py",
+        "tierd/core/timeline/launches.py",
         "return newest is not None and newest.created < theirs.created",
         "return True",
         f"{_BESIDE} -k gave_up",
     ),
     Mutant(
         "a forked worker keeps its dead trainer alive",
-        "tierd/living.py",
+        "tierd/spool/leases.py",
         "os.register_at_fork(after_in_child=_forget_in_child)",
         "pass",
         f"{_TWO} -k forked_child",
     ),
 )
 
-_MOVED = "pytest tests/test_links.py"
+_MOVED = "pytest tests/spool/test_links.py"
 _WAYS = (
     Mutant(
         "a run's linked directory is no directory",
-        "tierd/spool.py",
+        "tierd/spool/spool.py",
         "                found.append(name)\n",
         "                continue\n",
         f"{_MOVED} -k linked_is_followed",
     ),
     Mutant(
         "a link by way of what others may replace is followed",
-        "tierd/trust.py",
+        "tierd/spool/permissions.py",
         "why = _unsafe(link.parent.resolve() / link.name) or _unfit(link)",
         "why = _unfit(link)",
         f"{_MOVED} -k others_may_replace",
     ),
     Mutant(
         "a link to what others may write to is followed",
-        "tierd/trust.py",
+        "tierd/spool/permissions.py",
         "    if found.st_mode & (stat.S_IWOTH | stat.S_IWGRP):\n",
         "    if False:\n",
         f"{_MOVED} -k others_may_write",
     ),
     Mutant(
         "a save goes through any link",
-        "tierd/spool.py",
+        "tierd/spool/spool.py",
         "        self.check_way(part.checkpoint.run)\n        if self.path(part)",
         "        if self.path(part)",
         f"{_MOVED} -k leads_nowhere",
     ),
     Mutant(
         "a link inside a run hides a checkpoint",
-        "tierd/spool.py",
+        "tierd/spool/spool.py",
         "        for link in inside:\n",
         "        for link in ():\n",
         f"{_MOVED} -k inside_a_run",
     ),
     Mutant(
         "a checkpoint that was removed was never there",
-        "tierd/client/search.py",
+        "tierd/client/restoring/search.py",
         "        doubtful |= dict.fromkeys(resume.gone, GONE)\n",
         "",
         f"{_MOVED} -k removed_is_among",
     ),
     Mutant(
         "a commit is not remembered",
-        "tierd/stage.py",
+        "tierd/spool/stage.py",
         "        self._committed()\n",
         "",
         f"{_MOVED} -k removed_is_among",
     ),
 )
 
-_AROUND = "pytest tests/test_surroundings.py"
+_AROUND = "pytest tests/end_to_end/test_surroundings.py"
 _SURROUNDINGS = (
     Mutant(
         "a spool's path that JSON cannot say is taken",
-        "tierd/spool.py",
+        "tierd/spool/spool.py",
         "        _check_name(self.root)\n",
         "",
         f"{_AROUND} -k no_utf8",
@@ -1623,14 +1919,14 @@ _SURROUNDINGS = (
     ),
     Mutant(
         "a spool's files are what the umask makes them",
-        "tierd/persist.py",
+        "tierd/spool/file_io.py",
         "self._fd = os.open(path, flags, 0o600) if over is None else over",
         "self._fd = os.open(path, flags, 0o666) if over is None else over",
         f"{_AROUND} -k nobody_else_gets_at",
     ),
     Mutant(
         "a stage's directory is what the umask makes it",
-        "tierd/stage.py",
+        "tierd/spool/stage.py",
         "        path.mkdir(mode=0o700, exist_ok=True)\n",
         "        path.mkdir(exist_ok=True)\n",
         f"{_AROUND} -k nobody_else_gets_at",
@@ -1657,21 +1953,21 @@ _CHECKED = (
         "tierd/cli/act.py",
         "        stores, _ = await open_all(config, stack)",
         "        stores = await open_tiers(config, stack)",
-        "pytest tests/test_config_check.py -k one_verdict",
+        "pytest tests/cli/test_config_check.py -k one_verdict",
     ),
 )
 
 _FIRST = (
     Mutant(
         "a tier deletes before the spool what another tier may still want",
-        "tierd/core/plan.py",
-        "    if None in world.tiers.values():\n",
+        "tierd/core/planning/plan.py",
+        "    if None in inventory.tiers.values():\n",
         "    if False:\n",
-        "pytest tests/core/test_plan.py -k frees_a_copy_before",
+        "pytest tests/core/planning/test_plan.py -k frees_a_copy_before",
     ),
 )
 
-_DCP, _PICKLED = "pytest tests/client/test_dcp_metadata.py", "tierd/core/pickled.py"
+_DCP, _PICKLED = "pytest tests/dcp/test_metadata.py", "tierd/core/pickled.py"
 _METADATA = (
     Mutant(
         "metadata may name anything",
@@ -1683,15 +1979,15 @@ _METADATA = (
     Mutant(
         "metadata gives members to what it names",
         _PICKLED,
-        "        if type(target) is not Made or target.state is not None:\n",
+        "        if type(target) is not PickledInstance or target.state is not None:\n",
         "        if type(target) is Named:\n            return None\n        if False:\n",
         f"{_DCP} -k change_what_it_names",
     ),
     Mutant(
         "metadata gives members to an instance twice",
         _PICKLED,
-        "if type(target) is not Made or target.state is not None:",
-        "if type(target) is not Made:",
+        "if type(target) is not PickledInstance or target.state is not None:",
+        "if type(target) is not PickledInstance:",
         f"{_DCP} -k members_once",
     ),
     Mutant(
@@ -1717,14 +2013,14 @@ _METADATA = (
     ),
     Mutant(
         "keys in metadata may share a hash",
-        "tierd/client/dcp/metadata.py",
+        "tierd/dcp/metadata.py",
         "            if any(one == other for one, other in zip(hashes, hashes[_SAME:], strict=False)):\n",
         "            if False:\n",
         f"{_DCP} -k hang_or_kill",
     ),
     Mutant(
         "what only a newer torch knows of an entry is dropped",
-        "tierd/client/dcp/metadata.py",
+        "tierd/dcp/metadata.py",
         '        if len(fitting) < len(members) and members["transform_descriptors"]:\n',
         "        if False:\n",
         f"{_DCP} -k each_torch",
@@ -1750,7 +2046,7 @@ _WAKING = (
     Mutant(
         "what a tier is seen to hold frees the spool only at the next rescan",
         "tierd/daemon/reconcile.py",
-        "self.lanes[SPOOL].wake.set()",
+        "self.workers[SPOOL].wake.set()",
         "pass",
         "pytest tests/daemon/test_pause.py -k paused_a_tier_is_not_pruned",
     ),
@@ -1759,45 +2055,45 @@ _WAKING = (
 _HEADS = (
     Mutant(
         "where a launch came from is told by manifests alone",
-        "tierd/core/world.py",
+        "tierd/core/planning/inventory.py",
         "        for attempt, known in self.remembered(run).items():\n",
         "        for attempt, known in ():\n",
-        "pytest tests/test_heads.py -k not_all_that_tells",
+        "pytest tests/end_to_end/test_heads.py -k not_all_that_tells",
     ),
     Mutant(
         "what vanished from every place is not missed",
-        "tierd/core/sight.py",
-        "    if lost := world.gone(run):\n",
-        "    if (lost := world.gone(run)) and False:\n",
-        "pytest tests/test_heads.py -k older_copy",
+        "tierd/core/timeline/run_view.py",
+        "    if lost := inventory.gone(run):\n",
+        "    if (lost := inventory.gone(run)) and False:\n",
+        "pytest tests/end_to_end/test_heads.py -k lost_everything_but_its_head",
     ),
     Mutant(
         "a name of which nothing can be read decides what is newest",
-        "tierd/core/timeline.py",
+        "tierd/core/timeline/chain.py",
         "    newest = max(origins or steps, default=None)\n",
         "    newest = max(steps, default=None)\n",
-        "pytest tests/test_heads.py -k without_a_head",
+        "pytest tests/end_to_end/test_heads.py -k without_a_head",
     ),
     Mutant(
         "names that cannot be read decide how many ranks there were",
-        "tierd/core/resume.py",
+        "tierd/core/timeline/candidates.py",
         "        hollow = {one for one in hollow if complete[one] != world}\n",
         "        hollow = set()\n",
-        "pytest tests/core/test_resume.py -k stop_nobody",
+        "pytest tests/core/timeline/test_candidates.py -k stop_nobody",
     ),
     Mutant(
         "a name of another number of ranks hides the one that can be read",
-        "tierd/core/sight.py",
+        "tierd/core/timeline/run_view.py",
         "            size = min([size for size in sizes if size not in bare] or sizes)\n",
         "            size = min(sizes)\n",
-        "pytest tests/core/test_resume.py -k stop_nobody",
+        "pytest tests/core/timeline/test_candidates.py -k stop_nobody",
     ),
     Mutant(
         "one number of ranks that cannot be read hides another",
-        "tierd/core/sight.py",
+        "tierd/core/timeline/run_view.py",
         "_pairs(found) for size, found in sorted(ranks.items()) if size not in sizes}\n            parts",
         "_pairs(found) for size, found in sorted(ranks.items())}\n            parts",
-        "pytest tests/core/test_resume.py -k stop_nobody",
+        "pytest tests/core/timeline/test_candidates.py -k stop_nobody",
     ),
     Mutant(
         "a name uses up the numbers of launches",
@@ -1815,99 +2111,180 @@ _HEADS = (
     ),
     Mutant(
         "a run that is remembered begins anew",
-        "tierd/client/search.py",
+        "tierd/client/restoring/search.py",
         "any(one.reason != INCOMPLETE for one in skipped):\n",
         "any(one.reason not in (INCOMPLETE, GONE) for one in skipped):\n",
-        "pytest tests/test_heads.py -k no_fresh_start",
+        "pytest tests/end_to_end/test_heads.py -k no_fresh_start",
     ),
     Mutant(
         "what the caller knows is not asked",
-        "tierd/client/search.py",
+        "tierd/client/restoring/search.py",
         "                if at_least is not None and one.step < at_least:\n",
         "                if False:\n",
-        "pytest tests/test_heads.py -k says_so",
+        "pytest tests/end_to_end/test_heads.py -k says_so",
     ),
     Mutant(
         "what is too old ends the search",
-        "tierd/client/search.py",
+        "tierd/client/restoring/search.py",
         "                    old = old or one\n                    continue\n",
         "                    raise self._too_old(at_least, one)\n",
-        "pytest tests/test_heads.py -k too_old_hides",
+        "pytest tests/end_to_end/test_heads.py -k too_old_hides",
     ),
     Mutant(
         "a spool that nothing else is left in remembers nothing",
-        "tierd/daemon/observe.py",
-        "            heads=heads(self._spool.control),\n",
-        "            heads={run: one for run, one in heads(self._spool.control).items() if run in newest | own},\n",
-        "pytest tests/test_heads.py -k whatever_else",
+        "tierd/daemon/spool_observer.py",
+        "            heads=heads(control),\n",
+        "            heads={run: one for run, one in heads(control).items() if run in newest | own},\n",
+        "pytest tests/end_to_end/test_heads.py -k whatever_else",
     ),
     Mutant(
         "without a daemon heads are not read",
-        "tierd/client/source.py",
+        "tierd/client/restoring/source.py",
         "            remembered = heads(self._spool.control)\n",
         "            remembered = {}\n",
-        "pytest tests/test_heads.py -k without_a_daemon",
+        "pytest tests/end_to_end/test_heads.py -k without_a_daemon",
     ),
     Mutant(
         "heads of nodes that write no more stay on a tier",
-        "tierd/daemon/heads.py",
+        "tierd/daemon/tiers/heads.py",
         "        await clear(store, stale)\n",
         "        pass\n",
-        "pytest tests/test_heads.py -k goes_on_elsewhere",
+        "pytest tests/end_to_end/test_heads.py -k goes_on_elsewhere",
     ),
     Mutant(
         "a head forgets what it said",
-        "tierd/core/head.py",
+        "tierd/core/timeline/head.py",
         "    steps = {attempt: one.newest for attempt, one in remembered.items()}\n",
         "    steps: dict[str, int | None] = {}\n",
-        "pytest tests/test_heads.py -k never_goes_back",
+        "pytest tests/end_to_end/test_heads.py -k never_goes_back",
     ),
     Mutant(
         "a launch that cannot be shown leaves the one before alive",
-        "tierd/living.py",
+        "tierd/spool/leases.py",
         "for former in [one for one in owners if one == owner or not among]:",
         "for former in []:",
-        "pytest tests/test_two_launches.py -k cannot_be_shown_yet",
+        "pytest tests/end_to_end/test_two_launches.py -k cannot_be_shown_yet",
     ),
     Mutant(
         "a record's place may hold a pipe",
-        "tierd/records.py",
+        "tierd/spool/records.py",
         "_MARK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC",
         "_MARK = os.O_NOFOLLOW | os.O_CLOEXEC",
-        "pytest tests/test_records.py -k neither_waited",
+        "pytest tests/spool/test_records.py -k neither_waited",
     ),
     Mutant(
         "a rollback is followed and not told of",
-        "tierd/core/head.py",
+        "tierd/core/timeline/head.py",
         "    if seen is None or (there and there.counter >= seen.counter):\n",
         "    if seen is None or there:\n",
-        "pytest tests/test_heads.py -k told_of_once",
+        "pytest tests/end_to_end/test_heads.py -k told_of_once",
     ),
     Mutant(
         "a head that is just being replaced is a rollback",
-        "tierd/daemon/heads.py",
+        "tierd/daemon/tiers/heads.py",
         "    return rollback(last_of(now), seen)\n",
         "    return rollback(last_of(heads), seen)\n",
-        "pytest tests/test_heads.py -k replaced_while",
+        "pytest tests/end_to_end/test_heads.py -k replaced_while",
     ),
     Mutant(
         "a rollback is told of at every look",
-        "tierd/daemon/notices.py",
+        "tierd/events/notices.py",
         "        if why and self._rolled_back.get((tier, run)) != why:\n",
         "        if why:\n",
-        "pytest tests/test_heads.py -k while_it_stays",
+        "pytest tests/end_to_end/test_heads.py -k while_it_stays",
     ),
     Mutant(
         "a head tells of a launch that nobody can have made",
-        "tierd/core/head.py",
+        "tierd/core/timeline/head.py",
         "    if any(int(one[:12], 16) >= LATEST_MS for one in head.launches):\n",
         "    if False:\n",
-        "pytest tests/test_heads.py -k nobody_can_have_made",
+        "pytest tests/end_to_end/test_heads.py -k nobody_can_have_made",
+    ),
+)
+
+_PROOF = (
+    Mutant(
+        "a launch is stopped before its last state is there",
+        "tierd/check/launches.py",
+        "        if not rank.seen.ended:",
+        "        if (rank.seen.last or 0) < self.steps:",
+        "pytest tests/check/test_check_resume.py -k however_long",
+    ),
+    Mutant(
+        "an earlier moment stands in for the last",
+        "tierd/check/final.py",
+        ' if key[1] == "end"), default=None)',
+        "), default=None)",
+        "pytest tests/check/test_states.py -k stands_in",
+    ),
+    Mutant(
+        "a state past the last step is taken for its own",
+        "tierd/check/child.py",
+        'take(number, "end")',
+        'take(self._steps, "end")',
+        "pytest tests/check/test_check_resume.py -k past_the_last",
+    ),
+    Mutant(
+        "what was restored is taken for what is trained with",
+        "tierd/check/states.py",
+        'form if key in kept else f"other {form}"',
+        "form",
+        "pytest tests/check/test_check_resume.py -k restores_into",
+    ),
+    Mutant(
+        "values of saves of other steps are compared",
+        "tierd/check/final.py",
+        " and step != other_step)",
+        " and False)",
+        "pytest tests/check/test_states.py -k same_form",
+    ),
+    Mutant(
+        "an entry of the state that only one run has is no difference",
+        "tierd/check/final.py",
+        "sorted(ours.keys() ^ theirs.keys())",
+        "()",
+        "pytest tests/check/test_states.py -k only_one_run",
+    ),
+    Mutant(
+        "what two launches from the start do not agree on is a finding",
+        "tierd/check/final.py",
+        "if path in shaky or any(",
+        "if any(",
+        "pytest tests/check/test_states.py -k do_not_agree",
+    ),
+    Mutant(
+        "what an uninterrupted run does to its samples as well is a leak",
+        "tierd/check/leakage.py",
+        "count > max(expected[one], 1)",
+        "count > 1",
+        "pytest tests/check/test_leakage.py -k uninterrupted_run_does",
+    ),
+    Mutant(
+        "a repetition across a resume is not noticed",
+        "tierd/client/sample_watch.py",
+        'self._seen = set(state["seen"].tolist())',
+        "self._seen = set()",
+        "pytest tests/check/test_leakage.py -k resume_that_repeats",
+    ),
+    Mutant(
+        "a tier always has caught up when training goes on",
+        "tierd/core/advice/save_interval.py",
+        "goodput(interval, costs) - backlog(interval, period, costs)",
+        "goodput(interval, costs)",
+        "pytest tests/core/advice/test_save_interval.py -k 200_drawn",
+    ),
+    Mutant(
+        "a library's own error is not caught as what its documents say",
+        "tierd/state/load.py",
+        'if kind.__module__ == "builtins" or issubclass(StateMismatch, kind):',
+        "if True:",
+        "pytest tests/state/test_load.py -k own_error",
     ),
 )
 
 PLAIN = (
     _FIRST
+    + _PROOF
     + _METADATA
     + _HEADS
     + _LAUNCHES
@@ -1919,10 +2296,13 @@ PLAIN = (
     + _ENCRYPTION
     + _DELETIONS
     + _DEATHS
+    + _BUFFERS
     + _VERSIONS
     + _READING
     + PERMISSIONS
+    + SHARDS
     + SPACE
+    + TRANSFER
     + LINES
     + MEETINGS
     + DEVICES
@@ -1937,4 +2317,5 @@ PLAIN = (
     + WRITERS
     + IDENTITY
     + SUPPLY
+    + INSPECTING
 )

@@ -4,41 +4,41 @@ from __future__ import annotations
 
 from faults.rounds import Mutant
 
-_EVICTION = "pytest tests/core/test_eviction.py"
+_EVICTION = "pytest tests/core/planning/test_eviction.py"
 
 SPACE = (
     Mutant(
         "a full disk takes the newest copy of a run that trains as soon as any other",
-        "tierd/core/eviction.py",
-        "spared = trained and (one == newest[one.run] or one in world.pins)",
+        "tierd/core/planning/eviction.py",
+        "spared = trained and (one == newest[one.run] or one in inventory.pins)",
         "spared = False",
         f"{_EVICTION} -k go_first",
     ),
     Mutant(
         "a full disk takes what no tier has",
-        "tierd/core/eviction.py",
-        "verified = [seen.id for seen in world.spool.checkpoints.values() if world.on_a_tier(seen)]",
-        "verified = list(world.spool.checkpoints)",
+        "tierd/core/planning/eviction.py",
+        "verified = [seen.id for seen in inventory.spool.checkpoints.values() if inventory.on_a_tier(seen)]",
+        "verified = list(inventory.spool.checkpoints)",
         f"{_EVICTION} -k never_taken",
     ),
     Mutant(
         "a finished run leaves although a tier does not answer",
-        "tierd/core/eviction.py",
-        "all(place or name in world.silent for name, place in world.tiers.items())",
+        "tierd/core/planning/eviction.py",
+        "all(place or name in inventory.silent for name, place in inventory.tiers.items())",
         "True",
         f"{_EVICTION} -k stays_while",
     ),
     Mutant(
         "a finished run leaves before a tier is sent it",
-        "tierd/core/plan.py",
-        "leaving = leaving and not _is_owed(demand)",
+        "tierd/core/planning/plan.py",
+        "leaving = leaving and not self._is_owed()",
         "leaving = leaving",
         f"{_EVICTION} -k stays_while",
     ),
     Mutant(
         "little space never takes the newest copy of a run without a trainer",
-        "tierd/core/plan.py",
-        "trained = demand.run not in world.trainerless",
+        "tierd/core/planning/plan.py",
+        "trained = demand.run not in inventory.trainerless",
         "trained = True",
         f"{_EVICTION} -k little_free",
     ),
@@ -65,23 +65,23 @@ SPACE = (
     ),
     Mutant(
         "a save that met a full disk is tried again with no room made",
-        "tierd/commit.py",
+        "tierd/spool/commit.py",
         "if not is_full(error) or room is None or not room(part, size, error.errno == errno.EDQUOT):",
         "if not is_full(error) or room is None:",
-        "pytest tests/client/test_small_disk.py -k gives_up",
+        "pytest tests/client/saving/test_small_disk.py -k gives_up",
     ),
     Mutant(
         "rm deletes chunks before the manifests that name them",
         "tierd/daemon/remove.py",
         'for prefix in (*(name(run) for name in names), f"{run}/"):',
         'for prefix in (f"{run}/",):',
-        "pytest tests/test_space_cli.py -k manifests_go",
+        "pytest tests/cli/test_space.py -k manifests_go",
     ),
     Mutant(
         "rm deletes a run that is being trained",
         "tierd/daemon/control.py",
         "if not reconciler.presence.trainerless([run], reconciler.writers()):",
         "if False:",
-        "pytest tests/test_space_cli.py -k refuses",
+        "pytest tests/cli/test_space.py -k refuses",
     ),
 )

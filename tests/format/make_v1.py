@@ -22,11 +22,12 @@ from pathlib import Path
 
 import torch
 
-from tierd import codec, persist
-from tierd.client.state import flatten
-from tierd.client.tensorfile import copy_into, plan_layout
+from tierd.codec import codec
 from tierd.core.ids import CheckpointId, PartId, chunk_key, pin_key
 from tierd.core.manifest import Chunk, File, Manifest, Origin, Stored, encode, metrics_to_json
+from tierd.spool import file_io
+from tierd.state.flatten import flatten
+from tierd.state.tensor_file import copy_into, plan_layout
 
 CHUNK = 4096
 RUN = "demo"
@@ -86,7 +87,7 @@ def build(root: Path, files: Callable[[int], dict[str, bytes]] = files) -> None:
         home = root / "spool" / part.path if part == SECOND else root / "scratch"
         home.mkdir(parents=True)
         contents = files(part.checkpoint.step)
-        plain = tuple(persist.write_file(home / name, name, data, CHUNK) for name, data in contents.items())
+        plain = tuple(file_io.write_file(home / name, name, data, CHUNK) for name, data in contents.items())
         if part == SECOND:
             (home / "manifest.json").write_bytes(encode(manifest(part, plain)))
         else:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tierd import codec
+from tierd.codec import codec
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Chunk, File, Manifest, encode
-from tierd.persist import digest
+from tierd.spool.file_io import digest
 
 PART = PartId(CheckpointId("demo", "01941f297c00-0a0b0c0d", 100), 0, 1)
 COUNT = 6001  # numbers in a file; odd, so that pairs are padded

@@ -23,7 +23,7 @@ from tierd.core.errors import ConfigError, StateMismatch, StateRefused
 def test_a_framework_that_is_not_there_is_named(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, f"tierd.adapters.{name}", raising=False)
-    with pytest.raises(ConfigError, match=f"{module} cannot be imported .*pip install {name}"):
+    with pytest.raises(ImportError, match=f"{module} cannot be imported .*pip install {name}"):
         importlib.import_module(f"tierd.adapters.{name}")
 
 

@@ -1,4 +1,4 @@
-"""The launchers of Accelerate, Lightning and Ray Train, as tests/test_launcher_matrix.py tries the others."""
+"""The launchers of Accelerate, Lightning and Ray Train, as tests/end_to_end tries the others."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ from support.world import attempt, commit, part, steps_on
 
 from tierd.core.errors import ManifestError, ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import PartId, pin_key
-from tierd.daemon.copies import read_manifest
-from tierd.daemon.flush import Way, flush
-from tierd.daemon.prune import prune
+from tierd.daemon.tiers.prune import prune
+from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.replicas import read_manifest
 from tierd.reading import Reader
-from tierd.spool import Spool
+from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.stores.memory import MemoryStore
 
@@ -102,7 +102,7 @@ class History:
                 with suppress(ManifestError, ObjectNotFound):
                     lender = await read_manifest(store, other)
                     break
-        await flush(self.spool, which, Way(store), lender=lender)
+        await flush(self.spool, which, Route(store), lender=lender)
 
     async def _prune(self, store: Store) -> None:
         there = sorted({key.split("/")[2] for key in await contents(store) if "/manifests/" in key})
@@ -228,6 +228,7 @@ def play(spool: Spool, seeds: range, room: Path) -> None:
     assert loaded > len(seeds) / 4 and kept > len(seeds), "histories in which nothing happens"
 
 
+@pytest.mark.slow
 def test_readers_change_nothing_on_a_tier(spool, tmp_path):
     play(spool, range(50), tmp_path)
 

@@ -23,13 +23,13 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import retention_key
 from tierd.core.manifest import MANIFEST_NAME
-from tierd.core.retention import RetentionPolicy
-from tierd.core.run_retention import StoredRetention, encode
+from tierd.core.retention.policy import RetentionPolicy
+from tierd.core.retention.stored import StoredRetention, encode
 from tierd.core.urls import parse_url
-from tierd.daemon.flush import Way, flush
-from tierd.daemon.prune import prune
+from tierd.daemon.tiers.prune import prune
+from tierd.daemon.transfer.flush import Route, flush
 from tierd.reading import Reader
-from tierd.spool import Spool
+from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
 from tierd.stores.open import open_store
@@ -99,7 +99,7 @@ def test_an_evaluation_elsewhere_loads_what_training_saved_and_changes_nothing(t
     async def flushed() -> None:
         store = FileStore(tmp_path / "tier")
         for which in spool.parts():
-            await flush(spool, which, Way(store))
+            await flush(spool, which, Route(store))
         await store.aclose()
 
     asyncio.run(flushed())
@@ -213,6 +213,11 @@ def test_one_process_reads_what_eight_ranks_saved(spool):
         ({"a": 1}, {"a": 1, "b": 2}),
         (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
         (float("nan"), -float("nan")),
+        ([0.0] * 2000, [0.0] * 1999 + [-0.0]),
+        ([1] * 2000, [True] * 2000),
+        ([0.0] * 2000, [0.0] * 2001),
+        (dict.fromkeys(range(2000), 1), dict.fromkeys(range(1, 2001), 1)),
+        (b"a" * 70_000, b"a" * 69_999 + b"b"),
     ],
 )
 @pytest.mark.parametrize("shift", [0, 1, 300])
@@ -369,7 +374,7 @@ def test_what_others_wrote_is_refused_with_the_way_out(tmp_path, spool):
 
     async def work(step: int, files: dict[str, bytes]) -> None:
         commit(spool, part(step), files)
-        await flush(spool, part(step), Way(store))
+        await flush(spool, part(step), Route(store))
 
     asyncio.run(work(1, content(1)))
     with reader(tier=store) as opened:
@@ -420,7 +425,7 @@ def test_checkpoints_are_listed_as_a_resume_would_try_them(spool):
     saved(spool, 1, 2, 3, stores=(one,))
 
     async def work() -> None:
-        await flush(spool, part(2), Way(other))
+        await flush(spool, part(2), Route(other))
         await put(spool, part(3, launch=2), state_of(3), other, origin=part(2).checkpoint)
         await put(spool, part(4, launch=2, rank=1, world=2), state_of(3), one, origin=part(2).checkpoint)
 
@@ -476,7 +481,7 @@ def test_one_unusable_manifest_makes_a_checkpoint_incomplete_unless_another_tier
     one, other = MemoryStore(), Double()
     saved(spool, 1, 2, world=2, stores=(one,))
     overwrite(one, 2, rank=0)
-    asyncio.run(flush(spool, part(2, rank=0, world=2), Way(other)))
+    asyncio.run(flush(spool, part(2, rank=0, world=2), Route(other)))
     with reader(one=one) as opened:
         assert [facts_of(item)[1:] for item in opened.checkpoints()] == [(False, (), False), (True, ("one",), True)]
     with reader(one=one, other=other) as opened:
@@ -608,7 +613,7 @@ def test_what_cannot_be_opened_is_refused_at_once(tmp_path):
         opened.restore(into())
 
 
-def test_the_readme_evaluates_elsewhere(tmp_path, spool, capsys):
+def test_the_how_to_evaluates_elsewhere(tmp_path, spool, capsys):
     (tmp_path / "tier").mkdir()
     model = torch.nn.Linear(3, 2)
 
@@ -620,8 +625,8 @@ def test_the_readme_evaluates_elsewhere(tmp_path, spool, capsys):
         await store.aclose()
 
     asyncio.run(work())
-    section = (Path(tierd.__file__).parent.parent / "README.md").read_text().split("### Reading elsewhere")[1]
-    code = section.split("```python\n")[1].split("```")[0]
+    page = (Path(tierd.__file__).parent.parent / "docs" / "howto" / "evaluate.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
     other = torch.nn.Linear(3, 2)
     exec(
         code.replace("s3://bucket/checkpoints", f"file://{tmp_path}/tier"),

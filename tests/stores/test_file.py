@@ -355,6 +355,39 @@ def test_leftovers_of_the_dead_are_swept_and_the_living_are_not(tmp_path: Path) 
     assert listed(tmp_path) == ["k"]
 
 
+@pytest.mark.parametrize("again", [0, 1], ids=["once", "also as it is swept"])
+def test_a_temp_file_that_could_not_be_removed_goes_with_a_later_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: int
+) -> None:
+    """ "disk" seed 21: it stayed for as long as the process lived."""
+    store, refused = FileStore(tmp_path), [errno.EIO] * (1 + again)
+    unlink, fsync, failing = os.unlink, os.fsync, [errno.EIO]
+
+    def refusing(name: str, *, dir_fd: int) -> None:
+        if refused:
+            raise OSError(refused.pop(), "injected")
+        unlink(name, dir_fd=dir_fd)
+
+    def failing_once(fd: int) -> None:
+        if failing:
+            raise OSError(failing.pop(), "injected")
+        fsync(fd)
+
+    async def work() -> None:
+        await store.put("k", b"data")
+        monkeypatch.setattr(os, "unlink", refusing)
+        monkeypatch.setattr(os, "fsync", failing_once)
+        with pytest.raises(StoreUnavailable):
+            await store.put("k", b"data")
+        assert len(temps(tmp_path)) == 1
+        for _ in range(1 + again):
+            await store.put("k", b"data")
+        assert temps(tmp_path) == []
+        await store.aclose()
+
+    asyncio.run(work())
+
+
 def test_a_put_whose_temp_file_was_swept_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename, renames = os.rename, []
 

@@ -11,26 +11,26 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from stores.test_s3 import credentials
+from stores.s3.test_s3_store import credentials
 from support.s3stub import Bucket, serving
 from support.world import reconciler
 
 from tierd.cli.status import COLUMNS
 from tierd.core.errors import StoreUnavailable
 from tierd.core.urls import parse_url
-from tierd.core.wire import error_reply
 from tierd.daemon.status import status
-from tierd.spool import Spool
-from tierd.stores.answers import said
+from tierd.ipc.messages import error_reply
+from tierd.spool.spool import Spool
 from tierd.stores.base import Buffer, asked_s
-from tierd.stores.counted import CountedStore
 from tierd.stores.deletions import DeletionGuard
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.keys import Key
 from tierd.stores.limit import LimitedStore
 from tierd.stores.memory import MemoryStore
 from tierd.stores.open import open_store
+from tierd.stores.request_counts import CountedStore
 from tierd.stores.retry import RetryingStore
+from tierd.stores.s3.answers import said
 from tierd.stores.window import StoreThrottled, Window
 
 __all__ = ["credentials"]  # the fixture

@@ -2,12 +2,52 @@
 
 from __future__ import annotations
 
+import json
 import re
 import types
 from pathlib import Path
 from typing import Any
 
 _FORMAT = Path(__file__).parents[2] / "tierd" / "FORMAT.md"
+
+
+def values(tree: bytes, file: bytes) -> Any:
+    """A state of plain values alone, by FORMAT.md's tables. Lists stand for deques, too; dicts for `OrderedDict`."""
+    import numpy as np
+
+    begin = 8 + int.from_bytes(file[:8], "little")
+    header = json.loads(file[8:begin])
+    dtypes = {"F64": "<f8", "I64": "<i8", "BOOL": "?", "U8": "u1"}
+
+    def build(node: Any) -> Any:
+        if isinstance(node, list):
+            return [build(inner) for inner in node]
+        if not isinstance(node, dict):
+            return node
+        (tag, held), *rest = node.items() or [("", None)]
+        if not tag.startswith("$"):
+            return {key: build(inner) for key, inner in node.items()}
+        assert not rest
+        if tag == "$map":
+            return dict(zip(*map(build, held), strict=True))
+        if tag != "$values":
+            inner = build(held)
+            return {"$tuple": lambda: tuple(inner), "$deque": lambda: inner[1], "$odict": lambda: inner[0]}[tag]()
+        name, kind, size = held
+        first, last = header[name]["data_offsets"]
+        whole = np.frombuffer(file[begin + first : begin + last], dtypes[header[name]["dtype"]])
+        assert header[name]["shape"] == [len(whole)] and not whole[size:].any()
+        found = whole[:size]
+        if kind in ("float", "int", "bool"):
+            assert header[name]["dtype"] == {"float": "F64", "int": "I64", "bool": "BOOL"}[kind]
+            return found.tolist()
+        assert header[name]["dtype"] == "U8"
+        data = found.tobytes()
+        return {"str": lambda: data.decode().split("\0"), "bytes": lambda: data, "bytearray": lambda: bytearray(data)}[
+            kind
+        ]()
+
+    return build(json.loads(tree))
 
 
 def program() -> Any:

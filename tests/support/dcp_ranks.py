@@ -3,7 +3,6 @@ states that they save and load."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import warnings
 from collections.abc import Callable
@@ -11,17 +10,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor", "tierd.dcp"]
-)
+from support.nursery import context as nursery
 
 
 def run(world: int, meeting: Path, work: Callable[..., Any], *args: Any, timeout: float = 90.0) -> list[Any]:
     """`work(rank, *args)` on each rank of a group; what each returned or raised."""
-    pipes = [_context.Pipe(duplex=False) for _ in range(world)]
+    pipes = [nursery.Pipe(duplex=False) for _ in range(world)]
     processes = [
-        _context.Process(target=_rank, args=(rank, world, str(meeting), pipes[rank][1], work, args), daemon=False)
+        nursery.Process(target=_rank, args=(rank, world, str(meeting), pipes[rank][1], work, args), daemon=False)
         for rank in range(world)
     ]
     for process, (_, sending) in zip(processes, pipes, strict=True):
@@ -141,6 +137,9 @@ def save_spread(rank: int, spools: list[str], steps: list[int], how: str = "sync
     with checkpointer(spools[rank], **more) as ckpt:
         for step in steps:
             state = spread(step)
+            if how == "save":  # by the Checkpointer itself, each rank its shards
+                ckpt.save(step, state, metrics={"loss": step / 2}).wait()
+                continue
             writer = tierd.dcp.StorageWriter(ckpt, step, {"loss": step / 2})
             if how == "sync":
                 dcp.save(state, storage_writer=writer)
@@ -225,7 +224,7 @@ def save_failing(rank: int, spools: list[str], victim: int) -> Any:
     from torch.distributed.checkpoint.api import CheckpointException
 
     import tierd.dcp
-    from tierd.client.dcp import streams
+    from tierd.dcp import streams
 
     with checkpointer(spools[rank]) as ckpt:
         writer = tierd.dcp.StorageWriter(ckpt)

@@ -1,4 +1,4 @@
-"""A CUDA device that is none: it takes the place of `tierd.client.cuda.api`, and is as lazy as a device may be.
+"""A CUDA device that is none: it takes the place of `tierd.state.cuda.api`, and is as lazy as a device may be.
 
 What is enqueued on a stream runs later, in any order that streams and events allow: a seed decides which, and how much
 of it runs whenever the host calls. Memory is what CUDA makes of it: a tensor's handle lies on the host and never
@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from tierd.client import cuda
+from tierd.state import cuda
 
 _STREAMS = 4  # of a device: the default one and those that `stream` gives
 
@@ -117,22 +117,15 @@ class FakeCuda(cuda.Cuda):
         self.on_synchronize: Callable[[], None] = lambda: None
         self.held = threading.Event()  # while it is set, side streams do not run by themselves
         self.copied_bytes: list[int] = []
+        self.copied_late = 0  # tensors that were copied between host and device one by one, when all had been read
+        self.room: int | None = None  # bytes that new tensors may still take; None: any
 
     # -- what training does -------------------------------------------------------------------------------------------
 
     def tensor(self, values: torch.Tensor, index: int = 0) -> torch.Tensor:
         """A tensor on a device: a handle, whose bytes on the host are noise that nobody may read."""
-        where = torch.device("cuda", index)
-        content = values.detach().clone()
-        shell = np.zeros(max(content.numel(), 1), dtype=np.uint8).repeat(content.element_size())
-        handle = torch.from_numpy(shell).view(content.dtype)[: content.numel()].view(content.shape)
-        with self._lock:
-            pool = where, self.current_stream(where), shell.nbytes  # a block goes to the stream that it was made on
-            reused = self._free.get(pool)
-            block = reused.pop() if reused else Block(torch.empty(shell.nbytes, dtype=torch.uint8))
-            self._blocks[shell.ctypes.data] = where, block
-        weakref.finalize(shell, self._freed, shell.ctypes.data, pool)
-        self.write(handle, content)
+        handle = self.empty_like(values, torch.device("cuda", index))
+        self.write(handle, values.detach().clone())
         return handle
 
     def write(self, tensor: torch.Tensor, values: torch.Tensor | float) -> None:
@@ -170,6 +163,9 @@ class FakeCuda(cuda.Cuda):
     def devices_of(self, capture) -> Sequence[torch.device]:
         return tuple(dict.fromkeys(filter(None, map(self.device_of, capture.tensors.values()))))
 
+    def pci_address(self, device: torch.device) -> str | None:
+        return f"0000:{0x10 + device.index:02x}:00.0"
+
     def enter(self, device: torch.device) -> None:
         self._threads.device = device.index
 
@@ -196,6 +192,38 @@ class FakeCuda(cuda.Cuda):
         yield
         streams[stream.where] = before
         self.call(stream.where)  # going back sets the thread's own device, and makes a context there
+
+    def empty_like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if self.room is not None:
+            self.room -= tensor.nbytes
+            if self.room < 0:
+                raise torch.cuda.OutOfMemoryError("there is no more memory")
+        shell = np.zeros(max(tensor.numel(), 1), dtype=np.uint8).repeat(tensor.element_size())
+        handle = torch.from_numpy(shell).view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
+        with self._lock:
+            pool = device, self.current_stream(device), shell.nbytes  # a block goes to the stream that it was made on
+            reused = self._free.get(pool)
+            block = reused.pop() if reused else Block(torch.empty(shell.nbytes, dtype=torch.uint8))
+            self._blocks[shell.ctypes.data] = device, block
+        weakref.finalize(shell, self._freed, shell.ctypes.data, pool)
+        return handle
+
+    def assign(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        there, here = self.device_of(target), self.device_of(source)
+        if there is None and here is None:
+            super().assign(target, source)
+        elif there is None or here is None:
+            self.copied_late += 1
+            self.copy([target], [source])
+        else:
+            assert there == here
+            into, memory = self._memory(target)[1], self._memory(source)[1]
+
+            def run() -> bool:
+                into.copy_(memory)
+                return True
+
+            self.enqueue(self.current_stream(there), run)
 
     def copy(self, into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         for target, source in zip(into, sources, strict=True):

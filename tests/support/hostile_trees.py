@@ -8,11 +8,15 @@ from collections.abc import Callable
 
 import torch
 
-from tierd.client.tensorfile import copy_into, plan_layout
+from tierd.state.tensor_file import copy_into, plan_layout
 
 _SIZE = 20 << 20  # bytes
 _PRIME = 2**61 - 1  # ints that differ by a multiple of it have the same hash
-_TENSOR = {"t": torch.zeros(1 << 18)}
+_TENSOR = {
+    "t": torch.zeros(1 << 18),
+    "n": torch.zeros(1 << 16, dtype=torch.int64),
+    "b": torch.zeros(1 << 16, dtype=torch.uint8),
+}
 _LAYOUT = plan_layout(_TENSOR)
 FILE = bytearray(_LAYOUT.size)
 copy_into(_LAYOUT, _TENSOR, FILE)
@@ -30,6 +34,10 @@ def _keyed(keys: list[str], form: str = '{"a":{"$dict":[%s]}}') -> bytes:
     return (form % ",".join(f"[{key},1]" for key in keys)).encode()
 
 
+def _map(keys: list[str]) -> bytes:
+    return f'{{"a":{{"$map":[[{",".join(keys)}],[{",".join(["1"] * len(keys))}]]}}}}'.encode()
+
+
 def _big(count: int) -> list[str]:
     return [json.dumps({"$int": hex(1 + number * _PRIME)}) for number in range(1, count)]
 
@@ -39,6 +47,9 @@ def _tuples(count: int) -> list[str]:
     return ['{"$tuple":[' + ",".join(parts) + "]}" for parts in pairs]
 
 
+_SHARD = (
+    '{"$dtensor":[{"$tensor":"t"},{"shape":[],"stride":[],"mesh":[],"names":null,"placements":[],"coordinate":[]}]}'
+)
 TREES: dict[str, Callable[[], bytes]] = {
     "lists": lambda: _many("[]"),
     "deques": lambda: _many('{"$deque":[null,[]]}'),
@@ -55,6 +66,10 @@ TREES: dict[str, Callable[[], bytes]] = {
     "colliding counts": lambda: _keyed(_big(100_000), '{"a":{"$counter":{"$dict":[%s]}}}'),
     "colliding names": lambda: _keyed(_big(100_000), '{"$dict":[%s]}'),
     "one tensor as many arrays": lambda: _many('{"$array":["t","<f4",[262144]]}'),
+    "one tensor as many runs": lambda: _many('{"$values":["n","int",65536]}'),
+    "one tensor as many texts": lambda: _many('{"$values":["b","str",65536]}'),
+    "colliding keys of a map": lambda: _map(_big(100_000)),
+    "shards": lambda: _many(_SHARD),
     "nested lists": lambda: b'{"a":' + b"[" * 10_000_000 + b"]" * 10_000_000 + b"}",
     "nested keys": lambda: _keyed(['{"$tuple":[' * 500_000 + "1" + "]}" * 500_000]),
     "quotes": lambda: b'{"a":"' + b'\\"' * (10 << 20),

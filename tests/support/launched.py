@@ -13,8 +13,10 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,16 +29,55 @@ from torch import distributed
 import tierd
 
 ORDERS, RUN, WORLD = "TIERD_TEST_ORDERS", "job", 2
+NODE = "TIERD_TEST_NODE"  # the variable by which a launcher over several nodes tells its ranks on which they are
 PLACES = ("before", "saving", "saved")  # a step whose checkpoint is due; its save has returned; is durable
+OF_RANK = ("kill", "raise", "stop", "stop-kill")
+OF_DAEMON = ("daemon-kill", "daemon-stop", "daemon-kill+kill", "daemon-stop+kill")
+STOPPED_S = 3.0
 
 
 @dataclass(frozen=True)
-class Kill:
-    """Rank `rank` is killed at `place` of step `step`, in the first launch that comes by."""
+class Fault:
+    """What is done to rank `rank`, or to its node's daemon, at `place` of step `step`, in the first launch that comes
+    by: SIGKILL, an exception, SIGSTOP and SIGCONT or SIGKILL `STOPPED_S` seconds later. At step 0 the place is
+    `restoring`: the rank has its `Checkpointer`."""
 
     rank: int
     step: int
     place: str
+    what: str = "kill"
+
+    @property
+    def is_deadly(self) -> bool:
+        return self.what.endswith(("kill", "raise")) and self.what != "daemon-kill"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it costs one launch or none: not where the next launch may find a stopped daemon, or ranks raise."""
+        return self.step > 0 and not self.what.startswith("daemon")
+
+    def happen(self, spool: Path) -> None:
+        if self.what == "raise":
+            raise RuntimeError("planted")
+        if self.what.startswith("daemon"):
+            lock = spool / ".tierd" / "lock"
+            if lock.exists() and (pid := lock.read_text().strip()):
+                _signal(int(pid), self.what.partition("+")[0].removeprefix("daemon-"))
+            if self.what.endswith("+kill"):
+                _signal(os.getpid(), "kill")
+        else:
+            _signal(os.getpid(), self.what)
+
+
+def _signal(pid: int, what: str) -> None:
+    if what == "kill":
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        return
+    after = "KILL" if what == "stop-kill" else "CONT"
+    subprocess.Popen(["sh", "-c", f"sleep {STOPPED_S}; kill -{after} {pid}"], start_new_session=True)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
 
 
 @dataclass(frozen=True)
@@ -50,6 +91,7 @@ class Orders:
             "others" leaves that to the launcher's library, and "" is without one.
         meeting: of group "file": a file of this launch's own.
         attempt: given to the `Checkpointer`; None where ranks agree or derive it.
+        tier: each node has a spool and a daemon of its own, and all of them one tier.
     """
 
     home: str
@@ -57,9 +99,10 @@ class Orders:
     group: str
     steps: int
     every: int
-    kills: tuple[Kill, ...]
+    faults: tuple[Fault, ...]
     meeting: str = ""
     attempt: str | None = None
+    tier: bool = False
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -67,7 +110,7 @@ class Orders:
     @staticmethod
     def read() -> Orders:
         given = json.loads(os.environ[ORDERS])
-        return Orders(**{**given, "kills": tuple(Kill(**one) for one in given["kills"])})
+        return Orders(**{**given, "faults": tuple(Fault(**one) for one in given["faults"])})
 
 
 class Training:
@@ -120,23 +163,26 @@ def uninterrupted(steps: int, averaged: bool) -> list[str]:
 def train(orders: Orders, rank: int) -> None:
     """From where `restore` says to the last step."""
     home = Path(orders.home)
+    spool = home / (f"spool-{os.environ[NODE]}" if orders.tier else "spool")
 
     def tell(line: str) -> None:
         note(str(home / "log"), f"{rank} {line}")
 
     def maybe_die(place: str) -> None:
-        for number, kill in enumerate(orders.kills):
-            if kill == Kill(rank, training.state["step"] + (place == "before"), place):
+        for number, fault in enumerate(orders.faults):
+            if (fault.rank, fault.step, fault.place) == (rank, training.state["step"] + (place == "before"), place):
                 try:
                     os.close(os.open(home / f"killed-{number}", os.O_CREAT | os.O_EXCL))
                 except FileExistsError:
                     continue
-                tell(f"killed {kill.step} {place}")
-                os.kill(os.getpid(), signal.SIGKILL)
+                tell(f"killed {fault.step} {place} {fault.what}")
+                fault.happen(spool)
 
     training = Training(rank)
     state = training.state
-    checkpointer = tierd.Checkpointer(home / "spool", RUN, attempt=orders.attempt, to=[])
+    to = [f"file://{home / 'tier'}"] if orders.tier else []
+    checkpointer = tierd.Checkpointer(spool, RUN, attempt=orders.attempt, to=to)
+    maybe_die("restoring")
     found = checkpointer.restore(state)
     assert state["rank"] == rank, f"rank {rank} restored what rank {state['rank']} saved"
     tell(f"resumed {found.step if found else 0} {checkpointer.attempt}")
@@ -155,6 +201,8 @@ def train(orders: Orders, rank: int) -> None:
             tell(f"acked {state['step']} {checkpointer.attempt}")
             maybe_die("saved")
     checkpointer.close()
+    if orders.group:  # else a node whose rank has ended would not come back to a launch that begins again
+        distributed.barrier()
     (home / f"final-{rank}").write_text(training.digest())
 
 
@@ -196,7 +244,7 @@ def under_ray(orders: Orders) -> None:
             _node_ip_address="127.0.0.1",
         )
         kept = RunConfig(
-            storage_path=f"{orders.home}/ray", failure_config=FailureConfig(max_failures=len(orders.kills))
+            storage_path=f"{orders.home}/ray", failure_config=FailureConfig(max_failures=2 * len(orders.faults))
         )
         TorchTrainer(
             rank,

@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from support import launched, srun
-from support.launched import ORDERS, PLACES, WORLD, Kill, Orders
+from support import agents, launched, srun
+from support.launched import OF_DAEMON, OF_RANK, ORDERS, PLACES, WORLD, Fault, Orders
 from support.ranks import environment
 
 import tierd
 
 SCRIPT = launched.__file__
 STEPS, EVERY = 12, 3
-SEEDS = range(1, 1 + int(os.environ.get("TIERD_LAUNCHES", "1")))  # kill cycles of each launcher
+_FIRST = int(os.environ.get("TIERD_LAUNCHES_FROM", "1"))
+SEEDS = range(_FIRST, _FIRST + int(os.environ.get("TIERD_LAUNCHES", "1")))  # cycles of each launcher
+RETRIES = 12  # launches that a launcher over several nodes makes at most: a stopped daemon ends some
 TIMEOUT = 150.0  # seconds that one call of a launcher may take
 
 
@@ -34,9 +36,10 @@ class Launcher:
         command: of one call; None in it stands for the script's own path.
         numbers, group: as `Orders` has them.
         restarts: it starts the ranks again by itself.
-        attempt: the ranks cannot talk, so each launch is given one, as the README says.
+        attempt: the ranks cannot talk, so each launch is given one, as the how-to says.
         variables: more of the environment.
         timeout: seconds that one call may take.
+        tier: as `Orders` has it: the ranks are on nodes of their own.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Launcher:
     attempt: bool = False
     variables: tuple[tuple[str, str], ...] = ()
     timeout: float = TIMEOUT
+    tier: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -82,6 +86,24 @@ PLAIN = (
         ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
         restarts=True,
     ),
+    Launcher(
+        "srun-two-nodes",
+        python(srun.__file__, str(WORLD), str(RETRIES), *python(SCRIPT)),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        restarts=True,
+        variables=(("TIERD_TEST_NODES", str(WORLD)),),
+        timeout=400.0,
+        tier=True,
+    ),
+    Launcher(
+        "torchrun-two-agents",
+        python(agents.__file__, str(WORLD), str(RETRIES), SCRIPT),
+        group="env",
+        restarts=True,
+        variables=(("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),),
+        timeout=400.0,
+        tier=True,
+    ),
 )
 _OPEN_MPI = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2", *python(SCRIPT))
 _OPEN_MPI_NUMBERS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
@@ -111,47 +133,60 @@ LIBRARIES = (
 )
 
 
-def kills(seed: int) -> tuple[Kill, ...]:
-    """Where this seed kills: one rank, at a step whose checkpoint is due, past the first checkpoint in most cases."""
-    chance = random.Random(seed)
-    step = EVERY * chance.randint(1, STEPS // EVERY)
-    return (Kill(chance.randrange(WORLD), step, chance.choice(PLACES)),)
+def faults(launcher: Launcher, seed: int) -> tuple[Fault, ...]:
+    """What this seed does: to one rank or its node's daemon, at a step whose checkpoint is due, past the first
+    checkpoint in most cases, or in a restore."""
+    chance = random.Random(f"{launcher} {seed}")
+    what = chance.choice(OF_RANK + (OF_DAEMON if launcher.tier else ()))
+    rank = chance.randrange(WORLD)
+    # Ranks that cannot talk do not wait for each other, and those of one call do not come back for one that ended.
+    if chance.random() < 0.15 and not launcher.attempt:
+        return (Fault(rank, 0, "restoring", what),)
+    return (Fault(rank, EVERY * chance.randint(1, STEPS // EVERY), chance.choice(PLACES), what),)
 
 
 def cycle(launcher: Launcher, seed: int, home: Path) -> None:
-    """Launch, be killed, launch again; then the last state is that of an uninterrupted run, bit for bit.
+    """Launch, be hurt, launch again; then the last state is that of an uninterrupted run, bit for bit.
 
     Raises:
         AssertionError: it is not, or ranks resumed from different checkpoints or from an older one than both were told
             is durable, or shared no attempt. It names the launcher and the seed.
     """
-    planned = kills(seed)
+    planned = faults(launcher, seed)
     told = f"launcher {launcher}, seed {seed}, {planned}"
-    for number in range(len(planned) + 1):
+    deadly, exact = sum(one.is_deadly for one in planned), all(one.is_exact for one in planned)
+    if launcher.tier:
+        (home / "tier").mkdir()
+    for number in range(deadly + 1 if exact else deadly + RETRIES):
         orders = Orders(
             home=str(home),
             numbers=launcher.numbers,
             group=launcher.group,
             steps=STEPS,
             every=EVERY,
-            kills=planned,
+            faults=planned,
             meeting=str(home / f"meeting-{number}"),
             attempt=tierd.new_attempt() if launcher.attempt else None,
+            tier=launcher.tier,
         )
         status, said = call(launcher, orders)
-        done = len(list(home.glob("killed-*")))
-        if launcher.restarts:
-            assert (status, done) == (0, len(planned)), f"{told}: status {status}, {done} killed\n{said}"
+        if status == 0:
             break
-        assert done == min(number + 1, len(planned)), f"{told}: launch {number}, {done} killed\n{said}"
-        assert (status == 0) == (number == len(planned)), f"{told}: launch {number}, status {status}\n{said}"
-    judge((home / "log").read_text().splitlines(), told, len(planned) + 1)
+        assert not launcher.restarts, f"{told}: status {status}\n{said}"
+    done = len(list(home.glob("killed-*")))
+    assert (status, done) == (0, len(planned)), f"{told}: launch {number}, status {status}, {done} killed\n{said}"
+    assert launcher.restarts or not exact or number == deadly, f"{told}: {number} launches ended by themselves"
+    judge((home / "log").read_text().splitlines(), told, deadly + 1 if exact else None)
     final = [(home / f"final-{rank}").read_text() for rank in range(WORLD)]
     assert final == launched.uninterrupted(STEPS, bool(launcher.group)), f"{told}: not as in an uninterrupted run"
 
 
-def judge(log: list[str], told: str, launches: int) -> None:
-    """What both ranks were told is durable is resumed from, by both, under a later attempt that they share."""
+def judge(log: list[str], told: str, launches: int | None) -> None:
+    """What both ranks were told is durable is resumed from, by both, under a later attempt that they share.
+
+    Args:
+        launches: how many resumed; None where some may have ended before.
+    """
     acked: list[set[tuple[str, int]]] = [{("", 0)} for _ in range(WORLD)]
     begun: list[Resumed] = []
     for rank, what, *words in (line.split() for line in log):
@@ -164,7 +199,7 @@ def judge(log: list[str], told: str, launches: int) -> None:
             assert begun[-1].step >= whole, f"{told}: {begun[-1]}, and {whole} of {attempt} was durable on all ranks"
     # Without a group, a rank may be killed before the other one has come to restore.
     attempts = list(dict.fromkeys(one.attempt for one in begun))
-    assert len(attempts) == launches and attempts == sorted(attempts), f"{told}: {launches} launches: {begun}"
+    assert launches in (None, len(attempts)) and attempts == sorted(attempts), f"{told}: {launches} launches: {begun}"
     for attempt in attempts:
         together = [one for one in begun if one.attempt == attempt]
         ranks, steps = [one.rank for one in together], {one.step for one in together}

@@ -205,6 +205,59 @@ def without_model(spool: Path) -> None:
     learn(spool, "model")
 
 
+class Drift:
+    """What an adapter saves as an object, and restores as a plain value. Its state takes long to give at `slow_at`."""
+
+    def __init__(self, slow_at: int) -> None:
+        import torch
+
+        self.slow_at = slow_at
+        self.count, self.mean = 0, torch.zeros(3)
+
+    def move(self, by: float) -> None:
+        self.count, self.mean = self.count + 1, 0.9 * self.mean + by
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.count == self.slow_at:
+            time.sleep(1)
+        return {"count": self.count, "mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count, self.mean = state["count"], state["mean"].clone()
+
+
+def adapted(spool: Path, into: str = "values", slow_at: int = 0) -> None:
+    """It trains with what it made of the `values` or of the `other` object that it restored into, as adapters of
+    frameworks do, and saves that; or with what it restored into `itself`."""
+    drift = Drift(slow_at)
+    given = {"values": None, "other": Drift(0), "itself": drift}[into]
+    found: dict[str, Any] = {"drift": given, "note": 0}
+    checkpointer = tierd.Checkpointer(spool, "adapted", to=[])
+    restored = checkpointer.restore(found)
+    step = restored.step if restored else 0
+    if restored and into != "itself":
+        drift.load_state_dict(found["drift"] if into == "values" else found["drift"].state_dict())
+    while True:
+        step += 1
+        drift.move(step)
+        found["note"] = step
+        tierd.observe(step, [step], drift.mean.sum())
+        if step % EVERY == 0:
+            checkpointer.save(step, found if into == "itself" else {"drift": drift, "note": step})
+
+
+def adapted_other(spool: Path) -> None:
+    adapted(spool, "other")
+
+
+def adapted_itself(spool: Path) -> None:
+    adapted(spool, "itself")
+
+
+def adapted_slow_at_step_9(spool: Path) -> None:
+    adapted(spool, slow_at=9)
+
+
 def handed_over(spool: Path) -> None:
     """A daemon does the writing, and copies to a tier."""
     tier = spool.parent / "tier"

@@ -1,7 +1,7 @@
 """Several nodes on one run: a spool and a daemon each, over one tier, which is watched.
 
 Law: what must hold after any step is checked here, at every change of the tier and of a spool, and nowhere else; a test
-only makes things happen. It is said independently of core/plan.py, from names and manifests.
+only makes things happen. It is said independently of core/planning/plan.py, from names and manifests.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from support.world import CHUNK, RUN, commit, config, part
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest, decode
-from tierd.core.plan import Action, Prune, plan
-from tierd.core.resume import Resume, restore_candidates
-from tierd.core.retention import RetentionPolicy
-from tierd.core.timeline import timeline
-from tierd.core.world import SPOOL
-from tierd.daemon import turns
-from tierd.daemon.observe import look_around
+from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.plan import Action, Prune, plan
+from tierd.core.retention.policy import RetentionPolicy
+from tierd.core.timeline.candidates import RestoreOrder, restore_candidates
+from tierd.core.timeline.chain import timeline
 from tierd.daemon.reconcile import Reconciler
-from tierd.spool import Spool
+from tierd.daemon.tiers import intents
+from tierd.daemon.tiers.observe import look_around
+from tierd.spool.spool import Spool
 from tierd.stores.base import Buffer, ObjectInfo
 from tierd.stores.memory import MemoryStore
 
@@ -54,7 +54,7 @@ def one_thread(monkeypatch) -> None:
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, lambda fd: None)
     inline = Inline(1)
-    monkeypatch.setattr("tierd.daemon.together.POLITE", inline)
+    monkeypatch.setattr("tierd.daemon.transfer.concurrency.POLITE", inline)
 
     async def to_thread(call, /, *args, **kwargs):
         await asyncio.sleep(0)
@@ -62,11 +62,11 @@ def one_thread(monkeypatch) -> None:
 
     monkeypatch.setattr(asyncio, "to_thread", to_thread)
     stamps = iter(range(0x19_0000_0000, 0x20_0000_0000))
-    monkeypatch.setattr(turns, "_stamp", lambda who: f"{next(stamps):012x}-{who}")
-    monkeypatch.setattr(turns, "_age", lambda stamp: 0)
-    monkeypatch.setattr(turns, "_OWN_STALE", 1)
-    monkeypatch.setattr(turns, "_LOOKS", 20)
-    monkeypatch.setattr(turns, "_PAUSE", 0.0)
+    monkeypatch.setattr(intents, "_stamp", lambda who: f"{next(stamps):012x}-{who}")
+    monkeypatch.setattr(intents, "_age", lambda stamp: 0)
+    monkeypatch.setattr(intents, "_OWN_STALE", 1)
+    monkeypatch.setattr(intents, "_LOOKS", 20)
+    monkeypatch.setattr(intents, "_PAUSE", 0.0)
 
 
 def launch_of(checkpoint: CheckpointId) -> int:
@@ -284,7 +284,7 @@ class Node:
     async def planned(self) -> list[Action]:
         """What the daemon would do now, from a fresh look."""
         await self.daemon.look(TIER)
-        return list(plan(self.daemon.world(), self.daemon.config, {}, 0.0))
+        return list(plan(self.daemon.inventory(), self.daemon.config, {}, 0.0))
 
     async def turn(self, rng: random.Random | None = None) -> Action | None:
         """Look, and do the first thing of a lane; what it was."""
@@ -300,7 +300,7 @@ class Node:
         return action
 
     def _may_prune(self) -> None:
-        world = self.daemon.world()
+        world = self.daemon.inventory()
         mine = {which.checkpoint.attempt for which in self.spool.parts() if which.rank == 0}
         seen = {which.checkpoint.attempt for which in (*self.spool.parts(), *world.tiers[TIER].parts())}
         assert max(seen) in mine, f"{self.name} is no janitor of {max(seen)}"
@@ -388,7 +388,7 @@ class Nodes:
         self.tier.check()
         return done
 
-    async def resume(self, name: str | None = None) -> Resume:
+    async def resume(self, name: str | None = None) -> RestoreOrder:
         """What a restore on this node has to go on, from a fresh look; without one, on a fresh node."""
         spool = self._all[name].spool if name else None
         return restore_candidates(await look_around(spool, {TIER: self.tier}, RUN), RUN)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tierd.spool import Spool
+from tierd.spool.spool import Spool
 
 Message = dict[str, Any]
 

@@ -24,16 +24,17 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from support import ranked_trainer
+from support.nursery import context as nursery
 from support.ranked_trainer import RUN, WORLD, Orders
 
 from tierd.core.errors import DaemonUnavailable
-from tierd.core.wire import Status
-from tierd.link import Link
-from tierd.spool import Spool
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Status
+from tierd.spool.spool import Spool
 
 KEEP = 3  # checkpoints that retention leaves on the tier
 KEEP_LOCAL = 2  # and in a spool
-PATIENCE = 90.0  # seconds
+PATIENCE = 240.0  # seconds
 
 _MANIFEST = re.compile(rf"{RUN}/manifests/(\d{{12}})\.([0-9a-f-]{{21}})/(\d{{5}})-of-(\d{{5}})\.json")
 _PART = re.compile(r"(\d{12})\.([0-9a-f-]{21})/(\d{5})-of-(\d{5})")
@@ -221,12 +222,6 @@ class Cluster:
 
     def __post_init__(self) -> None:
         (self.home / "logs").mkdir()
-        # Ranks are forked from a process that has loaded already what they need, or each start would take seconds: an
-        # optimizer's first step loads torch._dynamo. Only what is importable without pytest's paths can be named.
-        self._nursery = multiprocessing.get_context("forkserver")
-        self._nursery.set_forkserver_preload(
-            ["torch._dynamo", "torchdata.stateful_dataloader", "tierd.client.checkpointer"]
-        )
 
     def node(self, name: str) -> Node:
         """The node of that name; a new one is started, and answers."""
@@ -270,7 +265,7 @@ class Cluster:
                 every=self.every,
                 pace=0.0 if tierless else self.pace,
             )
-            process = self._nursery.Process(target=ranked_trainer.main, args=(orders,))
+            process = nursery.Process(target=ranked_trainer.main, args=(orders,))
             launch.processes.append(process)
             process.start()
         return launch

@@ -7,12 +7,12 @@ from typing import Any
 
 from support.world import commit
 
-from tierd.client.state import flatten
-from tierd.client.tensorfile import copy_into, plan_layout
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE
-from tierd.daemon.flush import Way, flush
-from tierd.spool import Spool
+from tierd.daemon.transfer.flush import Route, flush
+from tierd.spool.spool import Spool
+from tierd.state.flatten import flatten
+from tierd.state.tensor_file import copy_into, plan_layout
 from tierd.stores.base import Buffer, ObjectInfo, Store
 
 
@@ -29,7 +29,7 @@ async def put(spool: Spool, which: PartId, state: Mapping[str, Any], *stores: St
     """Have a state on these tiers as a rank's part; `more` as for `commit`."""
     commit(spool, which, files_of(state), **more)
     for store in stores:
-        await flush(spool, which, Way(store))
+        await flush(spool, which, Route(store))
 
 
 class ReadOnly:

@@ -6,8 +6,8 @@ import errno
 import os
 from pathlib import Path
 
-from tierd import commit
-from tierd.spool import Spool
+from tierd.spool import commit
+from tierd.spool.spool import Spool
 
 
 class SmallDisk:

@@ -4,7 +4,7 @@
 
 Every task gets the variables of `env_array_for_step` and `setup_env` (src/common/env.c). When one task fails the others
 are killed, the job is requeued under the same id, `SLURM_RESTART_COUNT` counts that, and the job's start is a later
-second. Ends with 0 once all tasks of a start have.
+second. Ends with 0 once all tasks of a start have. `TIERD_TEST_NODES` says over how many nodes the tasks are spread.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import subprocess
 import sys
 import time
 
+NODE = "TIERD_TEST_NODE"  # as support.launched has it, which loads torch
+
 
 def step(tasks: int, restarts: int, started: int, command: list[str]) -> bool:
     """Run the step; whether all tasks ended with 0."""
+    nodes = int(os.environ.get("TIERD_TEST_NODES", "1"))
     common = {
         "SLURM_JOB_ID": "4711",
         "SLURM_JOB_START_TIME": str(started),
@@ -24,16 +27,16 @@ def step(tasks: int, restarts: int, started: int, command: list[str]) -> bool:
         "SLURM_STEPID": "0",
         "SLURM_NTASKS": str(tasks),
         "SLURM_STEP_NUM_TASKS": str(tasks),
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_TASKS_PER_NODE": str(tasks),
-        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_STEP_TASKS_PER_NODE": f"{tasks // nodes}(x{nodes})" if nodes > 1 else str(tasks),
     }
     if restarts:
         common["SLURM_RESTART_COUNT"] = str(restarts)
-    running = [
-        subprocess.Popen(command, env={**os.environ, **common, "SLURM_PROCID": str(one), "SLURM_LOCALID": str(one)})
-        for one in range(tasks)
-    ]
+    running = []
+    for one in range(tasks):
+        node, local = divmod(one, tasks // nodes)
+        own = {"SLURM_PROCID": str(one), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local), NODE: str(node)}
+        running.append(subprocess.Popen(command, env={**os.environ, **common, **own}))
     try:
         while any(one.poll() is None for one in running):
             if any(one.returncode for one in running):

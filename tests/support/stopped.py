@@ -13,9 +13,9 @@ from support.training import tensors
 from support.world import wait_until
 
 import tierd
-from tierd.core.wire import Status
-from tierd.link import Link
-from tierd.spool import Spool
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Status
+from tierd.spool.spool import Spool
 
 ROOT = Path(tierd.__file__).parent.parent
 MOST_BLOCKED_S = 3.0  # of one save: a second is promised, and the machine may be busy

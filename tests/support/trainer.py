@@ -15,8 +15,8 @@ from pathlib import Path
 from support.training import same, tensors
 
 import tierd
-from tierd import link
-from tierd.client import source
+from tierd.client.restoring import source
+from tierd.ipc import client
 
 
 def note(log: str, line: str) -> None:
@@ -38,7 +38,7 @@ def lines(log: str) -> list[list[str]]:
 _DAEMON = (
     "import sys; from tierd.daemon import handoff; handoff._ORPHAN = 2.0; from tierd.cli import run; sys.exit(run())"
 )
-_start = link._start
+_start = client._start
 
 
 def starting(command: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -50,7 +50,7 @@ def starting(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 def main(spool: str, log: str, steps: int, to: Sequence[str] | None = None, every: int = 2) -> None:
     """Resume and save `steps` more, each as fast as it goes; every `every`-th is waited for."""
     source._PATIENCE = 0.5
-    link._start = starting
+    client._start = starting
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         checkpointer = tierd.Checkpointer(spool, "run", to=to)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import tierd
-from tierd.client.state import flatten, unflatten
-from tierd.client.tensorfile import copy_into, plan_layout
-from tierd.spool import Spool
+from tierd.spool.spool import Spool
+from tierd.state.flatten import flatten, unflatten
+from tierd.state.tensor_file import copy_into, plan_layout
 
 
 def fresh(seed: int = 0) -> dict[str, Any]:

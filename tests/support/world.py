@@ -15,14 +15,14 @@ import msgspec
 from tierd.core.config import Config, TierConfig
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import VERSION, Manifest, Origin
-from tierd.core.plan import plan
-from tierd.core.retention import RetentionPolicy
-from tierd.daemon import lane
+from tierd.core.planning.plan import plan
+from tierd.core.retention.policy import RetentionPolicy
+from tierd.daemon import tier_worker
 from tierd.daemon.control import Control
-from tierd.daemon.handoff import HandOff
+from tierd.daemon.handoff import HandoffServer
 from tierd.daemon.reconcile import Reconciler
-from tierd.persist import write_file
-from tierd.spool import Spool
+from tierd.spool.file_io import write_file
+from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.stores.file import FileStore
 
@@ -156,12 +156,12 @@ async def settle(daemon: Reconciler, timeout: float = 60.0) -> None:
     while quiet < 3:
         daemon.wake()
         await asyncio.sleep(0.03)
-        lanes = list(daemon.lanes.values())
+        lanes = list(daemon.workers.values())
         while any(one.doing is not None or one.wake.is_set() for one in lanes):
             # Not woken again before it has looked: on a slow machine it would never be seen at rest.
             assert time.monotonic() < end, f"not settled: {[(one.name, one.doing, one.last_error) for one in lanes]}"
             await asyncio.sleep(0.01)
-        world = daemon.world()
+        world = daemon.inventory()
         calm = not any(one.last_error for one in lanes) and None not in world.tiers.values()
         done = calm and not plan(world, daemon.config, {}, 0.0) and not world.busy
         quiet = quiet + 1 if done else 0
@@ -194,14 +194,14 @@ def corrupt(path: Path) -> None:
 def hurry(monkeypatch) -> None:
     """Backoffs of milliseconds, leftovers at once: the order of things stays, the waiting goes. Chunks of any size are
     shared, because those of tests have `CHUNK` bytes."""
-    monkeypatch.setattr("tierd.core.sharing.SMALLEST_SHARED_BYTES", 1)
-    monkeypatch.setattr(lane, "_LONGEST", 0.02)
+    monkeypatch.setattr("tierd.core.planning.sharing.SMALLEST_SHARED_BYTES", 1)
+    monkeypatch.setattr(tier_worker, "_LONGEST", 0.02)
     monkeypatch.setattr("tierd.daemon.reconcile._ABANDONED", 0.05)
-    monkeypatch.setattr("tierd.daemon.tiers._ANSWER", 0.5)
+    monkeypatch.setattr("tierd.daemon.tiers.tiers._ANSWER", 0.5)
     monkeypatch.setattr("tierd.daemon.reconcile._STUCK", 0.05)
     monkeypatch.setattr("tierd.daemon.reconcile._AGAIN", 0.02)
-    monkeypatch.setattr("tierd.daemon.turns._OWN_STALE", 0)
-    monkeypatch.setattr("tierd.daemon.turns._PAUSE", 0.01)
+    monkeypatch.setattr("tierd.daemon.tiers.intents._OWN_STALE", 0)
+    monkeypatch.setattr("tierd.daemon.tiers.intents._PAUSE", 0.01)
 
 
 class Daemon:
@@ -252,8 +252,8 @@ class Daemon:
         stores = self._stores() if callable(self._stores) else self._stores
         with self.spool.lock():
             self.reconciler = reconciler(self.spool, stores, **self._options)
-            self.handoff = HandOff(self.spool, self._taken)
-            self.reconciler.writers = self.handoff.lanes
+            self.handoff = HandoffServer(self.spool, self._taken)
+            self.reconciler.writers = self.handoff.writers
             self.control = Control(self.reconciler, self.handoff)
             with self.handoff.listening(20):
                 async with self.control.listening(), running(self.reconciler):

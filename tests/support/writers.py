@@ -11,13 +11,13 @@ from support.saved import files_of, put
 from support.world import RUN, Daemon, commit, converge, part, reconciler, running, until
 
 import tierd
-from tierd.core.head import Head, Known
-from tierd.core.head import encode as encode_head
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Origin
+from tierd.core.timeline.head import Head, Known
+from tierd.core.timeline.head import encode as encode_head
 from tierd.daemon.reconcile import Reconciler
 from tierd.reading import Reader
-from tierd.spool import Spool
+from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.stores.memory import MemoryStore
 

@@ -24,9 +24,9 @@ from tierd.core.errors import DaemonUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import decode
 from tierd.core.urls import parse_url
-from tierd.core.wire import Report, Status, Wait
-from tierd.link import Link
-from tierd.spool import Spool
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Report, Status, Wait
+from tierd.spool.spool import Spool
 from tierd.stores.open import open_store
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]

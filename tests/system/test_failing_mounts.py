@@ -12,7 +12,7 @@ from support.training import restored, same, tensors
 
 import tierd
 from tierd.core.errors import SaveFailed, SpoolFull, SpoolUnusable
-from tierd.spool import Spool
+from tierd.spool.spool import Spool
 
 pytestmark = pytest.mark.system
 

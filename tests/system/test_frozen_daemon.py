@@ -12,7 +12,7 @@ from support.training import restored, same
 from support.world import wait_until
 
 import tierd
-from tierd.spool import Spool
+from tierd.spool.spool import Spool
 
 pytestmark = pytest.mark.system
 

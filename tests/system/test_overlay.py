@@ -11,7 +11,7 @@ import pytest
 from support.world import commit, listing, part, read
 
 from tierd.core.errors import TierdError
-from tierd.spool import Spool
+from tierd.spool.spool import Spool
 
 pytestmark = pytest.mark.system
 
@@ -39,7 +39,7 @@ def spool(tmp_path: Path) -> Iterator[Spool]:
 
 def test_retention_removes_what_lies_in_a_lower_layer(spool: Spool) -> None:
     files = commit(spool, part(3))
-    spool.remove([part(1)], reuse=[part(1).lane])
+    spool.remove([part(1)], reuse=[part(1).writer])
     assert spool.parts() == [part(2), part(3)] and read(spool, part(3)) == files
     for name in spool.leftovers():
         spool.discard(name)
@@ -52,7 +52,7 @@ def test_the_manifest_goes_first(spool: Spool, monkeypatch: pytest.MonkeyPatch) 
     def cut_off(path: Path) -> None:
         raise OSError("cut off")
 
-    monkeypatch.setattr("tierd.spool.remove", cut_off)
+    monkeypatch.setattr("tierd.spool.spool.remove", cut_off)
     with pytest.raises(OSError, match="cut off"):
         spool.remove([part(1)])
     with pytest.raises(TierdError, match="manifest"):

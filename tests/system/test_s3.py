@@ -23,12 +23,12 @@ from stores.conformance import Conformance, keys
 
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.urls import StoreUrl, parse_url
-from tierd.stores import s3
 from tierd.stores.base import Store
-from tierd.stores.checksums import CHECKSUMS, MD5, Checksum
-from tierd.stores.line import Body
 from tierd.stores.open import open_store
-from tierd.stores.s3 import S3Store
+from tierd.stores.s3 import s3_store
+from tierd.stores.s3.checksums import CHECKSUMS, MD5, Checksum
+from tierd.stores.s3.line import Body
+from tierd.stores.s3.s3_store import S3Store
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -146,7 +146,7 @@ def test_a_chunk_of_64_mib_comes_back_whole(url: StoreUrl) -> None:
 def test_the_server_is_found_to_refuse_every_wrong_checksum(
     url: StoreUrl, checksum: Checksum, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3, "CHECKSUMS", [checksum])
+    monkeypatch.setattr(s3_store, "CHECKSUMS", [checksum])
 
     async def use(store: S3Store) -> None:
         assert await store.put("k", b"data") == checksum.name
@@ -160,7 +160,7 @@ def test_the_server_is_found_to_refuse_every_wrong_checksum(
 @pytest.mark.parametrize("checksum", [*CHECKSUMS, MD5], ids=lambda checksum: checksum.name)
 def test_the_server_refuses_damaged_uploads(url: StoreUrl, checksum: Checksum, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checksum is of the bytes that the caller gave: what changes on the way is not stored."""
-    monkeypatch.setattr(s3, "CHECKSUMS", [] if checksum is MD5 else [checksum])
+    monkeypatch.setattr(s3_store, "CHECKSUMS", [] if checksum is MD5 else [checksum])
 
     async def use(store: S3Store) -> None:
         for data in (b"bytes", random.Random(7).randbytes(3 << 20)):
@@ -168,7 +168,7 @@ def test_the_server_refuses_damaged_uploads(url: StoreUrl, checksum: Checksum, m
             flipped = bytearray(data)
             flipped[len(data) // 2] ^= 1
             with monkeypatch.context() as patch:
-                patch.setattr(s3, "Body", lambda view, flipped=flipped: Body(memoryview(flipped)))
+                patch.setattr(s3_store, "Body", lambda view, flipped=flipped: Body(memoryview(flipped)))
                 with pytest.raises((StoreUnavailable, StoreRefused)):
                     await store.put("k", data)
             with pytest.raises(ObjectNotFound):
@@ -197,7 +197,7 @@ def test_keys_that_are_not_tierds_are_not_shown(url: StoreUrl) -> None:
 
 
 def test_more_calls_than_connections(url: StoreUrl, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3, "_CONNECTIONS", 4)
+    monkeypatch.setattr(s3_store, "_CONNECTIONS", 4)
 
     async def use(store: S3Store) -> None:
         await asyncio.gather(*(store.put(f"k{n}", bytes([n]) * 10_000) for n in range(100)))
@@ -358,8 +358,8 @@ class Proxy:
 def test_an_answer_that_breaks_off_is_unavailable(
     url: StoreUrl, end: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3, "_READ_TIMEOUT_S", 1)
-    monkeypatch.setattr(s3, "_CONNECTIONS", 2)
+    monkeypatch.setattr(s3_store, "_READ_TIMEOUT_S", 1)
+    monkeypatch.setattr(s3_store, "_CONNECTIONS", 2)
     data = random.Random(8).randbytes(2 << 20)
 
     async def whole() -> None:
@@ -379,7 +379,7 @@ def test_an_answer_that_breaks_off_is_unavailable(
 
 
 def test_cancelled_gets_give_their_connections_back(url: StoreUrl, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3, "_CONNECTIONS", 2)
+    monkeypatch.setattr(s3_store, "_CONNECTIONS", 2)
     data = random.Random(9).randbytes(8 << 20)
 
     async def use(store: S3Store) -> None:

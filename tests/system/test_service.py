@@ -1,4 +1,4 @@
-"""README's "As a service", as it is written there, under a systemd that was booted for it."""
+"""The how-to for a service, as it is written there, under a systemd that was booted for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCE, PYTHON = "/opt/tierd/src", "/opt/tierd/python"
-SECTION = (ROOT / "README.md").read_text().split("### As a service\n")[1].split("\n## ")[0]
+PAGE = (ROOT / "docs" / "howto" / "service.md").read_text()
 CONFIG = """
 spool = "{spool}"
 rescan = "1s"
@@ -39,8 +39,8 @@ assert ckpt.stats.handed_over, ckpt.stats
 
 
 def blocks() -> list[str]:
-    """The section's commands, block by block."""
-    found = re.findall(r"(?:^    .*\n)+", SECTION, re.M)
+    """The page's commands, block by block."""
+    found = re.findall(r"(?:^    .*\n)+", PAGE, re.M)
     return [re.sub(r"^    ", "", block, flags=re.M) for block in found]
 
 

@@ -19,9 +19,10 @@ from support.receiver import receiving
 from support.s3stub import Bucket, serving
 
 from tierd.core.manifest import MAX_CHUNK_SIZE
-from tierd.daemon import lines
-from tierd.daemon.budget import BYTES, FLUSHES
-from tierd.stores import file, s3
+from tierd.daemon import handoff_lines
+from tierd.daemon.transfer.memory_budget import BYTES, FLUSHES
+from tierd.stores import file
+from tierd.stores.s3 import s3_store
 
 pytestmark = pytest.mark.system
 
@@ -69,9 +70,11 @@ def test_the_unit_bounds_memory_and_threads_above_what_the_daemon_may_need() -> 
     assert size(high) // 2 > BYTES + FLUSHES  # with the interpreter and its libraries
     assert size(high) + 6 * MAX_CHUNK_SIZE < size(most) <= 4 << 30
     cores, tiers, receivers = 256, 6, 10
-    a_tier = 2 * 2 * max(file._THREADS, s3._CONNECTIONS)  # hasty and polite ones; a reload has both stores for a while
+    a_tier = (
+        2 * 2 * max(file._THREADS, s3_store._CONNECTIONS)
+    )  # hasty and polite ones; a reload has both stores for a while
     pools = 64 + 8 + 32 + 2  # of the hand-off, asyncio's own, and the two that listen
-    assert lines.MOST + pools + 2 * cores + tiers * a_tier + receivers < int(tasks) * 3 // 4
+    assert handoff_lines.MOST + pools + 2 * cores + tiers * a_tier + receivers < int(tasks) * 3 // 4
     assert int(tasks) <= 4096  # fewer than systemd's default, which is 15 % of the machine's
 
 
@@ -137,9 +140,9 @@ import shutil, sys, time
 from pathlib import Path
 from support.training import tensors
 import tierd, torch
-from tierd.link import Link
-from tierd.core.wire import Pause, Report, Resume, Status
-from tierd.spool import Spool
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Pause, Report, Resume, Status
+from tierd.spool.spool import Spool
 
 def state(step):
     return {**tensors(step), "big": torch.full((1 << 20,), float(step))}
@@ -186,7 +189,7 @@ def test_the_daemon_works_under_all_that_the_unit_takes_from_it(home: Path) -> N
             f'spool = "{home}/spool"\nscrub = "2s"\nrescan = "1s"\nretention = {{ keep_last = 1 }}\n'
             f'[[tier]]\nname = "disk"\nurl = "file://{home}/tier"\nretention = {{ keep_last = 2 }}\n'
             f'[[tier]]\nname = "s3"\nurl = "{bucket.url()}"\nretention = {{ keep_last = 2 }}\n'
-            f'[[tell]]\nurl = "{hook.url()}"\n[[tell]]\ncommand = ["/bin/sh", "-c", "cat >> {home}/told"]\n'
+            f'[[notify]]\nurl = "{hook.url()}"\n[[notify]]\ncommand = ["/bin/sh", "-c", "cat >> {home}/told"]\n'
         )
         daemon = confined(UNIT, home, "-m", "tierd", "run", "--config", str(home / "tierd.toml"))
         try:

@@ -27,9 +27,10 @@ from support.doubles import Double  # noqa: E402
 from support.world import Daemon, commit, part, wait_until  # noqa: E402
 
 import tierd  # noqa: E402
-from tierd.client.handoff import HandOff  # noqa: E402
-from tierd.core import errors, wire  # noqa: E402
-from tierd.spool import Spool  # noqa: E402
+from tierd.client.saving.handoff import HandoffClient  # noqa: E402
+from tierd.core import errors  # noqa: E402
+from tierd.ipc import messages as wire  # noqa: E402
+from tierd.spool.spool import Spool  # noqa: E402
 
 V1 = HERE / "v1"
 OLD, NEW = part(1), part(2)  # OLD lies on the tier alone
@@ -56,8 +57,18 @@ CONTROL: dict[str, wire.Request | bytes] = {
     "make-room.quota": wire.MakeRoom(run="run", size_bytes=1 << 20, quota=True),
     "pin": wire.Pin(checkpoint=NEW.checkpoint, pinned=True),
     "failed": wire.Failed(part=NEW, why="the disk is full"),
+    "leaked": wire.Leaked(part=NEW, why="4 samples of step 7 came twice in epoch 1"),
     "fell-back": wire.FellBack(checkpoint=OLD.checkpoint, skipped=("run step 2: corrupt",)),
     "launches": wire.Launches(run="run"),
+    "notes": wire.Notes(run="run", launch="0" * 32),
+    "notes.all": wire.Notes(
+        run="run",
+        launch="0" * 32,
+        put={"hello.0": b"\x00\x01", "hello.1": b""},
+        remove=("hello.1", "welcome"),
+        read=("hello.0", "hello.1"),
+        under="hello.",
+    ),
     "pause": wire.Pause(),
     "pause.for": wire.Pause(for_s=7200.0),
     "resume": wire.Resume(),
@@ -145,7 +156,7 @@ def handed(home: Path) -> dict[str, bytes]:
             assert dead._line is not None and dead._line._line is not None
             dead._line._line.connection.shutdown(socket.SHUT_RDWR)
             wait_until(lambda: daemon.handoff._orphans)
-            successor = HandOff(daemon.spool)
+            successor = HandoffClient(daemon.spool)
             assert successor.recall(save.part) is not None
             successor.close()
             dead.close()

@@ -19,15 +19,16 @@ from wire.record import V1
 
 import tierd
 from tierd.cli import run as command
-from tierd.client import source
-from tierd.core import wire
+from tierd.client.restoring import source
 from tierd.core.errors import DaemonUnavailable, RequestUnknown, StoreUnavailable, VersionMismatch
-from tierd.core.protocol import PROTOCOL, Peer, Protocol
-from tierd.core.sight import told
+from tierd.core.timeline.run_view import RunView
 from tierd.daemon import handoff
-from tierd.daemon.room import Made
-from tierd.link import Link
-from tierd.spool import Spool
+from tierd.daemon.spool_space import FreedSpace
+from tierd.ipc import messages
+from tierd.ipc.client import Link
+from tierd.ipc.messages import read_member
+from tierd.ipc.protocol import PROTOCOL, Peer, Protocol
+from tierd.spool.spool import Spool
 
 LATER = f"{PROTOCOL.major}.{PROTOCOL.minor + 1}"
 MUCH_LATER = f"{PROTOCOL.major}.{PROTOCOL.minor + 2}"
@@ -152,14 +153,14 @@ def recorded(of: Any = V1, greeting: dict[str, Any] | None = None) -> Callable[[
     return answer
 
 
-@pytest.mark.parametrize("op", sorted(wire.REQUESTS.keys() - {"hello"}))
+@pytest.mark.parametrize("op", sorted(messages.REQUESTS.keys() - {"hello"}))
 def test_a_daemon_one_minor_version_later_is_understood(spool, op):
-    request = wire.decode_request((V1 / "control" / f"{op}.request").read_bytes())
+    request = messages.decode_request((V1 / "control" / f"{op}.request").read_bytes())
     with OtherDaemon(spool, recorded()) as daemon, Link(spool) as link:
         assert link.ask(request)["ok"]
         assert [one["op"] for one in daemon.asked] == ["hello", op]
         if op == "candidates":
-            assert len(told(link.ask(request)).whole) == 1
+            assert len(read_member(link.ask(request), "sight", RunView).whole) == 1
 
 
 @pytest.mark.parametrize("line", ["status", "status --json", "ls --run run", "pause", "resume"])
@@ -175,8 +176,8 @@ def test_a_request_that_an_earlier_daemon_does_not_know_leaves_the_line_usable(s
 
     with OtherDaemon(spool, answer), Link(spool) as link:
         with pytest.raises(RequestUnknown, match="upgrade the daemon"):
-            link.ask(wire.Pause())
-        assert link.ask(wire.Status())["ok"]
+            link.ask(messages.Pause())
+        assert link.ask(messages.Status())["ok"]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_a_daemon_that_is_too_far_is_not_asked(spool, protocol, upgrade):
         Link(spool) as link,
         pytest.raises(VersionMismatch, match=upgrade) as raised,
     ):
-        link.ask(wire.Attach())
+        link.ask(messages.Attach())
     assert str(spool.root) in str(raised.value) and protocol in str(raised.value)
     assert [one["op"] for one in daemon.asked] == ["hello"]
 
@@ -202,7 +203,7 @@ def of_old(request: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def without_tell(request: dict[str, Any]) -> dict[str, Any] | None:
-    """And older still: of before `tell`, `alerts`, `scrub` and a tier's `effort`."""
+    """And older still: of before `notify`, `alerts`, `scrub` and a tier's `compression`."""
     reply = of_old(request)
     if reply and "status" in reply:
         for member in ("tell", "alerts", "scrub"):
@@ -215,14 +216,14 @@ def without_tell(request: dict[str, Any]) -> dict[str, Any] | None:
 def test_an_old_daemon_is_named_as_what_to_upgrade(spool):
     with OtherDaemon(spool, of_old), Link(spool) as link:
         with pytest.raises(VersionMismatch, match=r"upgrade the daemon.*systemctl restart tierd") as raised:
-            link.ask(wire.Candidates(run="run"))
+            link.ask(messages.Candidates(run="run"))
         assert str(spool.root) in str(raised.value)
 
 
 def test_a_daemon_that_only_ends_is_not_called_old(spool):
     with OtherDaemon(spool, lambda request: None), Link(spool) as link:
         with pytest.raises(DaemonUnavailable, match="closed the connection") as raised:
-            link.ask(wire.Candidates(run="run"))
+            link.ask(messages.Candidates(run="run"))
         assert type(raised.value) is DaemonUnavailable  # a caller, and whoever reads its log, meets no private name
 
 
@@ -232,7 +233,7 @@ def test_status_of_an_old_daemon_shows_what_it_tells(spool, capsys):
         out, err = capsys.readouterr()
         assert "1 parts" in out and "version unknown" in out and "trainers attached: 1" in out
         assert "file:///tier" in out and "unknown" in out
-        assert "not shown, because the daemon is of another version of tierd: scrub, effort, tell, alerts" in out
+        assert "not shown, because the daemon is of another version of tierd: scrub, compression, notify, alerts" in out
         assert "upgrade the daemon" in err
         assert command(["status", "--json", "--spool", str(spool.root)]) == 0
         assert json.loads(capsys.readouterr().out)["spool_parts"] == 1
@@ -303,7 +304,7 @@ def test_a_daemon_one_minor_version_later_takes_snapshots(spool, monkeypatch):
     later = Peer(Protocol(PROTOCOL.major, PROTOCOL.minor + 1), "9.9.9")
     monkeypatch.setattr("tierd.daemon.handoff.THIS", later)
     monkeypatch.setattr("tierd.daemon.peers.THIS", later)
-    monkeypatch.setattr(wire, "PROTOCOL", later.protocol)
+    monkeypatch.setattr(messages, "PROTOCOL", later.protocol)
     with (
         Daemon(spool.root, {"tier": Double()}),
         tierd.Checkpointer(spool.root, "run") as checkpointer,
@@ -318,16 +319,16 @@ def test_a_daemon_one_minor_version_earlier_has_its_time(spool, monkeypatch):
     earlier = Peer(Protocol(1, 0), "0.0.9")
     monkeypatch.setattr("tierd.daemon.handoff.THIS", earlier)
     monkeypatch.setattr("tierd.daemon.peers.THIS", earlier)
-    monkeypatch.setattr(wire, "PROTOCOL", earlier.protocol)
-    monkeypatch.setattr(wire, "BEAT", wire.HEARTBEAT)
-    monkeypatch.setattr("tierd.client.handoff._SILENCE", 0.3)
+    monkeypatch.setattr(messages, "PROTOCOL", earlier.protocol)
+    monkeypatch.setattr(messages, "BEAT", messages.HEARTBEAT)
+    monkeypatch.setattr("tierd.client.saving.handoff._SILENCE", 0.3)
     monkeypatch.setattr("tierd.client.attachment._SILENCE", 0.3)
     real = handoff.write_part
     monkeypatch.setattr(handoff, "write_part", lambda *arguments: time.sleep(1) or real(*arguments))
 
     async def make(*_, **__):
         await asyncio.sleep(1)
-        return Made(1, True)
+        return FreedSpace(1, True)
 
     with (
         Daemon(spool.root, {"tier": Double()}) as daemon,
@@ -348,7 +349,7 @@ def test_a_later_client_hands_over_and_an_unknown_message_leaves_the_line_usable
         for _ in range(2):
             client.send(b'{"op":"lend-a-hand","x":1}')
             assert json.loads(client.recv(1 << 16))["error"] == "RequestUnknown"
-        client.send(json.dumps({"op": "recall", "part": json.loads(wire.encode_line(part(1))), **NEW}).encode())
+        client.send(json.dumps({"op": "recall", "part": json.loads(messages.encode_line(part(1))), **NEW}).encode())
         assert json.loads(client.recv(1 << 16))["error"] == "ObjectNotFound"
 
 

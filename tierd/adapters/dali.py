@@ -7,11 +7,12 @@
     found = ckpt.restore({"model": model, "data": data})
     batch = data.pipeline.run()
 
-Where readers are, how they shuffle and their operators' generators come back: the next `run()` gives the batch that
-would have come next. Wrap what you call `run()` of yourself: a framework's iterator (`DALIGenericIterator`) reads
-ahead, and saves itself through `iterator.checkpoints()`.
+A restore brings back the readers' positions, their shuffling and the operators' generators: the next `run()` returns
+the batch that would have come next. Wrap only a pipeline whose `run()` you call yourself. A framework's iterator
+(`DALIGenericIterator`) reads ahead, and is saved through `iterator.checkpoints()`.
 
-Law: DALI is called through what was given, and not imported: its own checkpoint is kept as the bytes that it is.
+Invariant: this module calls DALI only through the caller's objects and does not import it. DALI's own checkpoint is
+stored as opaque bytes.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from tierd.core.errors import ConfigError, StateMismatch
 
 
 class Restorable:
-    """A pipeline that is made when it is first needed, or anew from a checkpoint: DALI takes one at no other time.
+    """A pipeline that is built at first use and rebuilt by a restore.
+
+    The rebuild is needed because DALI accepts a checkpoint only while it builds a pipeline.
 
     Args:
-        make: called as ``make(checkpoint=...)``, with None or DALI's bytes; returns the pipeline. A function under
-            `pipeline_def` is one, `functools.partial` gives another its arguments.
+        make: called as ``make(checkpoint=...)``, with None or DALI's bytes; returns the pipeline. A function decorated
+            with `pipeline_def` qualifies; bind further arguments with `functools.partial`.
     """
 
     def __init__(self, make: Callable[..., Any]) -> None:
@@ -36,13 +39,13 @@ class Restorable:
 
     @property
     def pipeline(self) -> Any:
-        """The built pipeline. After a restore it is another one: do not keep it."""
+        """The built pipeline. Do not keep a reference, because a restore replaces it."""
         if self._pipeline is None:
             self._load(None)
         return self._pipeline
 
     def state_dict(self) -> dict[str, bytes]:
-        """DALI's checkpoint.
+        """Return DALI's checkpoint.
 
         Raises:
             ConfigError: the pipeline was made without `enable_checkpointing`.
@@ -55,10 +58,10 @@ class Restorable:
             ) from error
 
     def load_state_dict(self, state_dict: dict[str, bytes]) -> None:
-        """Make the pipeline anew, at that place.
+        """Rebuild the pipeline at the saved position.
 
         Raises:
-            StateMismatch: not the state of a pipeline, or DALI refuses it.
+            StateMismatch: the state is not a pipeline's, or DALI rejects it.
         """
         if not isinstance(state_dict, dict) or type(state_dict.get("checkpoint")) is not bytes:
             raise StateMismatch("not the state of a DALI pipeline")

@@ -1,16 +1,18 @@
-"""Keras 3 on the torch backend saves and resumes through tierd.
+"""Save and resume Keras 3 (torch backend) training through tierd.
 
     saving = tierd.adapters.keras.TierdCallback(ckpt, every_batches=100, data=loader)
     model.fit(loader, epochs=10, callbacks=[saving])
 
-Weights, optimizer, metrics, seed generators and the process's generators are saved at the end of every epoch, and of
-every `every_batches`-th batch; `fit` called again in another process goes on there (it needs no `initial_epoch`).
+The callback saves weights, optimizer, metrics, seed generators and the process's generators. It saves at the end of
+every epoch and of every `every_batches`-th batch, with `fit`'s logs as metrics. A later call of `fit` in another
+process resumes from there, without `initial_epoch`.
 
-What is exact: after an epoch's end, always. In the middle of one `fit` cannot skip, so:
+A resume at an epoch's end is always exact. Inside an epoch `fit` cannot skip batches, so:
 
-- with `data`, the torchdata `StatefulDataLoader` that `fit` reads, it goes on with the very next batch. Its order may
-  hang on the epoch alone (a sampler's `set_epoch` is called): `fit` iterates a loader more often than it reads it;
-- without, the epoch begins again, with what was learned so far: its samples up to there are seen twice.
+- With `data`, the torchdata `StatefulDataLoader` that `fit` reads, training continues with the very next batch. The
+  loader's order may depend on the epoch alone (the callback calls the sampler's `set_epoch`), because `fit` creates
+  more iterators of a loader than it reads.
+- Without `data`, the epoch begins again with the learned weights, so its samples up to that batch are seen twice.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tierd.adapters import framework
-from tierd.client.rng import RngState
 from tierd.core.errors import ConfigError, StateMismatch
+from tierd.state.kinds.rng import RngState
 
 if TYPE_CHECKING:
     from tierd.client.checkpointer import Checkpointer
@@ -29,14 +31,15 @@ _seeds = framework("keras.src.random.seed_generator", "keras")
 
 
 class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-defined]
-    """Restores when training begins and saves while it runs; a step is a batch.
+    """Restore when training begins, and save while it runs; a step is a batch.
 
     Args:
-        every_batches: between saves inside an epoch; None: at its end only.
-        data: the `StatefulDataLoader` that `fit` reads, if it is one.
+        checkpointer: saves and restores the state.
+        every_batches: batches between saves inside an epoch; None saves at its end only.
+        data: the `StatefulDataLoader` that `fit` reads, if it reads one.
 
     Raises:
-        ConfigError: another backend than torch; `every_batches` is no positive number.
+        ConfigError: Keras uses another backend than torch, or `every_batches` is no positive number.
     """
 
     def __init__(self, checkpointer: Checkpointer, every_batches: int | None = None, data: Any = None) -> None:
@@ -57,16 +60,16 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         """Restore the newest verified checkpoint, if there is one.
 
         Raises:
-            As `Checkpointer.restore`; StateMismatch: the model was built otherwise.
+            As `Checkpointer.restore`; StateMismatch: the checkpoint's model has other variables.
         """
         state = self._state(epoch=0, within=False)
-        state["metrics"] = None  # taken as they are: Keras resets them when the epoch begins
+        state["metrics"] = None  # restored as raw values, because Keras resets metrics when the epoch begins
         found = self._checkpointer.restore(state)
         if found is None:
             return
         self._epoch, self._done, self._last = state["epoch"], state["done"], found.step
         self._metrics = state["metrics"] if state["within"] else None
-        self.model._initial_epoch = self._epoch  # as keras.callbacks.BackupAndRestore does
+        self.model._initial_epoch = self._epoch  # the same as keras.callbacks.BackupAndRestore does
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
@@ -80,14 +83,15 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._done += 1
         if self._every is not None and self._done % self._every == 0:
-            self._save(self._epoch, within=True)
+            self._save(self._epoch, within=True, logs=logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._save(epoch + 1, within=False)
+        self._save(epoch + 1, within=False, logs=logs)
 
-    def _save(self, epoch: int, within: bool) -> None:
+    def _save(self, epoch: int, within: bool, logs: Any) -> None:
         if self._done > self._last:
-            self._checkpointer.save(self._done, self._state(epoch, within))
+            metrics = {name: float(value) for name, value in (logs or {}).items()}
+            self._checkpointer.save(self._done, self._state(epoch, within), metrics=metrics)
             self._last = self._done
 
     def _state(self, epoch: int, within: bool) -> dict[str, Any]:
@@ -107,7 +111,10 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
 
 
 class _Variables:
-    """Keras variables, in their order: their paths count up with the models that a process makes."""
+    """Keras variables, identified by their order.
+
+    Their paths cannot identify them, because the paths contain counters of the models that the process has made.
+    """
 
     def __init__(self, variables: Any) -> None:
         self._variables = variables
@@ -116,10 +123,10 @@ class _Variables:
         return {str(number): one.value.detach() for number, one in enumerate(self._variables())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Assign them all, or none.
+        """Assign all variables, or none.
 
         Raises:
-            StateMismatch: another number of them, or another shape; names the first.
+            StateMismatch: the number of variables or a shape differs; the message names the first.
         """
         variables = list(self._variables())
         if len(variables) != len(state_dict):

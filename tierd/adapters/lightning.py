@@ -1,21 +1,24 @@
-"""Lightning saves and resumes through tierd.
+"""Save and resume Lightning training through tierd.
 
     io = tierd.adapters.lightning.TierdCheckpointIO(ckpt)
     trainer = L.Trainer(plugins=[io], callbacks=[io.callback, ModelCheckpoint(every_n_train_steps=100)])
     trainer.fit(model, loader, ckpt_path=io.latest())
 
-`ModelCheckpoint` says when. The trainer's own dictionary (weights, optimizers, schedulers, loops, callbacks, the state
-of a `StatefulDataLoader`) and the random generators, which Lightning leaves out, are saved as step `global_step`.
-What of it has no safe encoding (an object among the hyper-parameters, say) is refused by its key. Nothing is pickled.
+`ModelCheckpoint` decides when to save. The adapter saves the trainer's own dictionary as step `global_step`: weights,
+optimizers, schedulers, loops, callbacks, the state of a `StatefulDataLoader`. It adds the random generators, which
+Lightning leaves out. A value without a safe encoding (for example an object among the hyper-parameters) is refused, and
+the error names its key. Nothing is pickled.
 
-`io.callback` sets the generators back, and the epochs of samplers: Lightning 2.6 calls `set_epoch` too late for the
-epoch that is resumed (https://github.com/Lightning-AI/pytorch-lightning/issues/21938).
+`io.callback` restores the generators and the epochs of samplers, because Lightning 2.6 calls `set_epoch` too late for
+the resumed epoch (https://github.com/Lightning-AI/pytorch-lightning/issues/21938).
 
-Law: a path that begins with ``tierd:`` is a checkpoint of tierd's and holds what was verified; every other path is
-Lightning's own file. Weights alone (`save_weights_only`) cannot be resumed from: Lightning writes them to their path.
+Invariant: a path that begins with ``tierd:`` is one of tierd's checkpoints and was verified; every other path is
+Lightning's own file. Lightning writes checkpoints with weights alone (`save_weights_only`) to their path, because
+training cannot resume from them.
 
-Lightning gives a `CheckpointIO` the dictionary of rank 0 alone, and every rank gets that back, with its data state:
-right where all ranks have drawn as many samples, each of its own share. Generators are brought back on rank 0.
+Lightning passes only rank 0's dictionary to a `CheckpointIO`, and every rank gets it back with rank 0's data state.
+That is correct if all ranks have drawn the same number of samples, each from its own share. Generators are restored on
+rank 0.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tierd.adapters import framework
-from tierd.client.rng import RngState
 from tierd.core.errors import CheckpointNotFound, ConfigError
+from tierd.state.kinds.rng import RngState
 
 if TYPE_CHECKING:
     from tierd.client.checkpointer import Checkpointer
@@ -39,15 +42,15 @@ SCHEME = "tierd:"
 
 
 class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-defined]
-    """A `CheckpointIO` plugin over a `Checkpointer`, which stays the caller's to close.
+    """A `CheckpointIO` plugin over a `Checkpointer`, which the caller closes.
 
-    Retention is the daemon's: `ModelCheckpoint(save_top_k=...)` removes nothing of it.
+    The daemon handles retention: `ModelCheckpoint(save_top_k=...)` removes none of tierd's checkpoints.
 
     Args:
-        checkpointer: made with ``rank=0, world_size=1`` where several ranks train.
+        checkpointer: made with ``rank=0, world_size=1`` if several ranks train.
 
     Raises:
-        ConfigError: the checkpointer waits for parts of other ranks, which Lightning never has written.
+        ConfigError: the checkpointer waits for parts of other ranks, which Lightning never writes.
     """
 
     def __init__(self, checkpointer: Checkpointer) -> None:
@@ -62,7 +65,7 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
         self.callback = _Resume()
 
     def latest(self) -> str | None:
-        """Restore the newest verified checkpoint; what to pass as `ckpt_path`, None on a fresh start.
+        """Restore the newest verified checkpoint, and return the value for `ckpt_path`; None on a fresh start.
 
         Raises:
             As `Checkpointer.restore`.
@@ -70,11 +73,12 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
         return self._restore(None)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Save the trainer's dictionary, as Lightning calls it. A second save at one step (at a batch's end and at its
-        epoch's) is none.
+        """Save the trainer's dictionary; Lightning calls this.
+
+        A second save of the same step (at a batch's end and at its epoch's) is skipped.
 
         Raises:
-            StateRefused: a value in it cannot be stored; names its path.
+            StateRefused: a value in the dictionary cannot be stored; the message names its path.
         """
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -89,10 +93,10 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
         self._last = step
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        """What `latest` restored; or another step, ``tierd:500``; or Lightning's own file.
+        """Return the dictionary that `latest` restored, that of another step (``tierd:500``), or Lightning's own file.
 
         Raises:
-            CheckpointNotFound: no verified checkpoint of that step.
+            CheckpointNotFound: there is no verified checkpoint of that step.
         """
         if not str(path).startswith(SCHEME):
             own: dict[str, Any] = super().load_checkpoint(path, *args, **options)
@@ -119,7 +123,7 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
 
 
 class _Resume(_callbacks.Callback):  # type: ignore[misc,name-defined]
-    """What is to be done when everything is loaded, and before the first batch is asked for."""
+    """Restore generators and samplers' epochs after everything is loaded and before the first batch is fetched."""
 
     generators: dict[str, Any] | None = None
     loaders: Sequence[Any] = ()
@@ -129,14 +133,14 @@ class _Resume(_callbacks.Callback):  # type: ignore[misc,name-defined]
         self.generators, self.loaders = None, ()
         if generators is None:
             return
-        if self._set_epochs(trainer):  # the loaders have begun, by another order
+        if self._set_epochs(trainer):  # the loaders have already begun, in another order
             trainer.fit_loop._combined_loader._load_state_dicts(loaders)
             iter(trainer.fit_loop._data_fetcher)
         if trainer.is_global_zero:
             RngState().load_state_dict(generators)
 
     def _set_epochs(self, trainer: Any) -> bool:
-        """Whether there was a sampler that has an epoch."""
+        """Set the epoch of each sampler that has one, and return whether there was any."""
         parts: list[Any] = [
             getattr(loader, name, None)
             for loader in trainer.fit_loop._combined_loader.flattened
@@ -150,21 +154,23 @@ class _Resume(_callbacks.Callback):  # type: ignore[misc,name-defined]
 
 
 def _loaders(checkpoint: dict[str, Any]) -> list[Any]:
-    """The states of the loaders, one for each."""
+    """Return the states of the loaders, one for each loader."""
     found: list[Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
     return found
 
 
 def _forget_what_is_read(checkpoint: dict[str, Any]) -> None:
-    """After an epoch's last batch Lightning resumes with the next epoch, to which the state of a loader that is read to
-    its end does not belong: it would make that epoch empty."""
+    """Drop the state of an exhausted loader after an epoch's last batch.
+
+    Lightning resumes with the next epoch then, and the exhausted loader's state would make that epoch empty.
+    """
     fit = checkpoint.get("loops", {}).get("fit_loop", {})
     if fit.get("epoch_loop.batch_progress", {}).get("is_last_batch") and _loaders(checkpoint):
         fit["state_dict"] = {**fit["state_dict"], "combined_loader": []}
 
 
 def _monitored(checkpoint: dict[str, Any]) -> dict[str, float]:
-    """What `ModelCheckpoint`s look at, for retention by `keep_best`."""
+    """Return the metrics that the `ModelCheckpoint`s monitor, for retention by `keep_best`."""
     states = [state for state in checkpoint.get("callbacks", {}).values() if isinstance(state, dict)]
     return {
         state["monitor"]: float(state["current_score"])

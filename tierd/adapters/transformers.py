@@ -1,14 +1,16 @@
-"""Hugging Face's `Trainer` saves and resumes through tierd.
+"""Save and resume Hugging Face `Trainer` training through tierd.
 
     saving = tierd.adapters.transformers.TierdCallback(ckpt, every_steps=100)
     trainer = Trainer(..., args=TrainingArguments(..., save_strategy="no"), callbacks=[saving])
     trainer.train(resume_from_checkpoint=saving.resume(trainer))
 
-Model, optimizer, scheduler, scaler, generators and `TrainerState` are snapshotted at the end of a step; each rank saves
-its own. To resume, `Trainer` wants a directory: `resume` writes one of what was verified a moment before, and training
-removes it at its first step. `Trainer` then skips to the very next sample itself (leave `ignore_data_skip` off).
+The callback snapshots model, optimizer, scheduler, scaler, generators and `TrainerState` at the end of a step; each
+rank saves its own. `Trainer` resumes from a directory, so `resume` writes one from the bytes that it has just verified.
+The callback removes it at the first training step. `Trainer` itself then skips to the very next sample (leave
+`ignore_data_skip` off).
 
-Law: what `Trainer` loads was written by this process out of verified bytes; no file of an earlier process is unpickled.
+Invariant: this process wrote the files that `Trainer` loads, from verified bytes; no file of an earlier process is
+unpickled.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tierd.adapters import framework
-from tierd.client.rng import RngState
 from tierd.core.errors import ConfigError
+from tierd.state.kinds.rng import RngState
 
 if TYPE_CHECKING:
     from tierd.client.checkpointer import Checkpointer
@@ -32,9 +34,10 @@ _callbacks = framework("transformers.trainer_callback", "transformers accelerate
 
 
 class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defined]
-    """Saves every `every_steps` optimizer steps and at the end of training, as step `global_step`.
+    """Save every `every_steps` optimizer steps and at the end of training, as step `global_step`.
 
-    Not for FSDP, DeepSpeed or tensor parallelism, where a rank holds a shard: use `tierd.dcp` or `Checkpointer.stage`.
+    Do not use it with FSDP, DeepSpeed or tensor parallelism, because a rank holds a shard there: use `tierd.dcp` or
+    `Checkpointer.stage`.
 
     Raises:
         ConfigError: `every_steps` is no positive number.
@@ -50,9 +53,11 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
         self._directory: Path | None = None
 
     def resume(self, trainer: Any) -> str | None:
-        """Restore the newest verified checkpoint; what to pass as `resume_from_checkpoint`, None on a fresh start.
+        """Restore the newest verified checkpoint, and return the value for `resume_from_checkpoint`.
 
-        Call it before each `train()`, on every rank. The directory is ``tierd-resume-<rank>`` in `output_dir`.
+        The value is None on a fresh start.
+
+        Call it before each `train()`, on every rank. It writes the directory ``tierd-resume-<rank>`` in `output_dir`.
 
         Raises:
             As `Checkpointer.restore`.
@@ -97,6 +102,7 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
                 "rng": RngState(),
                 "trainer_state": json.dumps(told, sort_keys=True),
             },
+            metrics=_logged(state.log_history),
         )
         self._last = state.global_step
 
@@ -106,8 +112,16 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
             self._directory = None
 
 
+def _logged(history: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the latest number that was logged under each name."""
+    return {name: float(value) for entry in history for name, value in entry.items() if type(value) in (int, float)}
+
+
 def _exported(callbacks: list[Any]) -> dict[str, Any]:
-    """As `Trainer._save_checkpoint` puts them into `TrainerState`: by class name; a list where there are several."""
+    """Return the callbacks' states in the form of `TrainerState`: by class name, as a list if a class has several.
+
+    `Trainer._save_checkpoint` uses the same form.
+    """
     states: dict[str, list[Any]] = {}
     for one in callbacks:
         if isinstance(one, _callbacks.ExportableState):
@@ -116,7 +130,7 @@ def _exported(callbacks: list[Any]) -> dict[str, Any]:
 
 
 def _write(directory: Path, trainer: Any, state: dict[str, Any]) -> None:
-    """A directory such as `Trainer._save_checkpoint` leaves behind."""
+    """Write a directory of the same form as `Trainer._save_checkpoint` does."""
     trainer._save(str(directory))
     torch.save(state["optimizer"], directory / "optimizer.pt")
     torch.save(state["scheduler"], directory / "scheduler.pt")
@@ -124,7 +138,7 @@ def _write(directory: Path, trainer: Any, state: dict[str, Any]) -> None:
         torch.save(state["scaler"], directory / "scaler.pt")
     rng = state["rng"]
     told = {"python": rng["python"], "numpy": rng["numpy"], "cpu": rng["torch"]}
-    if "cuda" in rng:  # all devices where ranks share a node, else the one in use
+    if "cuda" in rng:  # all devices if ranks share a node, else the current one
         distributed = trainer.args.world_size > 1
         told["cuda"] = rng["cuda"] if distributed else rng["cuda"][torch.cuda.current_device()]
     name = f"rng_state_{trainer.args.process_index}.pth" if trainer.args.world_size > 1 else "rng_state.pth"

@@ -1,1 +1,1 @@
-"""Measurements that ship with tierd: what saving costs training, beside its peers and the machine's own limits."""
+"""Benchmarks that ship with tierd: the cost of a save to training, compared with other libraries and the machine."""

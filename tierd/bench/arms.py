@@ -1,7 +1,7 @@
-"""An arm: one way to save, behind one interface, so that all are measured by the same lines.
+"""An arm: one way to save, behind one interface, so that the same code measures all arms.
 
-Law: each arm is used as its own documentation says is best, builds its state's dictionaries inside the measured call,
-and awaits its previous save before the next where it requires that.
+Invariant: each arm is used as its own documentation recommends. It builds its state's dictionaries inside the measured
+call, and awaits its previous save before the next one if it requires that.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class NotHere(Exception):
 
 
 class About(msgspec.Struct, frozen=True):
-    """What a reader has to know of an arm.
+    """The description of an arm for readers of the page.
 
     Attributes:
-        how: the setting that it runs in.
+        how: the settings with which it runs.
         kind: `none`, `sync` (returns when written), `blocking` (returns when copied) or `overlapped` (returns at once).
-        durable: what holds when it says that it is done.
-        copies: memory to plan for beside model and gradients, in units of the state.
+        durable: the guarantee that holds when the arm reports that a save is done.
+        copies: memory that the arm needs in addition to model and gradients, in units of the state.
     """
 
     how: str
@@ -71,22 +71,22 @@ ARMS: dict[str, About] = {
 
 
 class Arm:
-    """What the worker drives. The base class saves nothing: the arm `none`."""
+    """The interface that the worker calls. The base class is the arm `none`, which saves nothing."""
 
     def __init__(self, training: Training, directory: Path) -> None:
         self.training, self.directory = training, directory
         directory.mkdir(parents=True, exist_ok=True)
 
     def save(self) -> Wait:
-        """Save training's state as it is now. The result waits until the arm calls it done."""
+        """Save training's current state. Calling the result waits until the arm reports that the save is done."""
         return lambda: None
 
     def guard(self) -> AbstractContextManager[object]:
-        """Entered around each update of the weights."""
+        """Return the context that is entered around each update of the weights."""
         return nullcontext()
 
     def flushed(self) -> Wait | None:
-        """Waits until the last save is on a tier as well; None for an arm that has none."""
+        """Return a function that waits until the last save is on a tier; None for an arm without a tier."""
         return None
 
     def settle(self) -> None:
@@ -102,6 +102,6 @@ def make(name: str, training: Training, directory: Path) -> Arm:
     Raises:
         NotHere: a package or method that it needs is missing.
     """
-    from tierd.bench import ours, peers  # both load torch, which whoever only reads the table above need not
+    from tierd.bench import ours, peers  # both load torch, which readers of the table above do not need
 
     return {"none": Arm, **peers.ARMS, **ours.ARMS}[name](training, directory)

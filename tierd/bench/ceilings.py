@@ -1,7 +1,7 @@
-"""What the machine can do at best, measured beside the arms: the copy and the disk.
+"""The machine's own limits, measured in turns with the arms: the copy and the disk.
 
-Law: the memcpy floor copies the very tensors that a save has to, into memory that was touched before; the raw ceilings
-write as many bytes from page-aligned memory past the page cache, and count the fsync.
+Invariant: the memcpy floor copies the same tensors as a save, into memory that was touched before. The raw ceilings
+write as many bytes from page-aligned memory past the page cache, and include the fsync.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 
 from tierd.bench.training import Training
-from tierd.client import cuda
+from tierd.state import cuda
 
 _PIECE = 16 << 20  # bytes of one pwrite
 
 
 class Ceilings:
-    """Takes all three, one after the other, each time it is asked."""
+    """Measures the three limits, one after the other, at each call."""
 
     def __init__(self, training: Training, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ class Ceilings:
         self._write(self._kept)
 
     def take(self) -> dict[str, float]:
-        """Seconds of each."""
+        """Measure the seconds of each limit."""
         self._fresh.unlink(missing_ok=True)
         copy = self._copy()
         fresh = self._write(self._fresh)

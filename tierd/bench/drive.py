@@ -1,7 +1,7 @@
-"""Driving the arms' processes: which one runs when, and nothing else at that time.
+"""Runs the arms' processes in turns, one at a time.
 
-Law: arms take turns, round by round, so that a noisy machine's drift hits all alike. Where all their processes fit into
-memory they stay, and only one works at a time; where they do not, each is started anew for a block of a few rounds.
+Invariant: arms take turns, round by round, so that a noisy machine's drift affects all alike. If all processes fit into
+memory they are kept, and only one works at a time. If they do not, each is started anew for a block of a few rounds.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from tierd.bench.worker import CEILINGS
 Say = Callable[[str], None]
 
 _TRAINING = 1.4  # memory of one training process, in units of its state: gradients and what a step needs
-_PROCESS = 500e6  # bytes of a process that has loaded torch, and of a helper beside it
+_PROCESS = 500e6  # bytes of a process that has loaded torch, and of its helper
 _SHARE = 0.6  # of the available memory that processes may be planned to take
-_BLOCK = 5  # rounds of a process that cannot stay
-_SAMPLE = 0.05  # seconds between two looks at a process tree's memory
+_BLOCK = 5  # rounds of a process that is not kept
+_SAMPLE = 0.05  # seconds between two samples of a process tree's memory
 _PATIENCE = 900.0  # seconds that one answer may take
 _END = 60.0  # seconds that a process may take to end
 _RESTORES = 5  # rounds of restoring; each is a fresh process
 
 
-class Lane:
+class ArmWorker:
     """One worker process and the pipe to it."""
 
     def __init__(self, arm: str, gigabytes: float, directory: Path, device: str = "cpu") -> None:
@@ -49,10 +49,10 @@ class Lane:
             )
 
     def ask(self, do: str, *, watch: bool = False, **arguments: int) -> tuple[dict[str, Any], int]:
-        """Send a request; its answer, and the most memory that the tree had meanwhile if it was to be watched.
+        """Send a request, and return its answer and the peak memory of the tree meanwhile if that was asked for.
 
         Raises:
-            ChildProcessError: the process ended or went silent; says the end of its log.
+            ChildProcessError: the process ended or did not answer in time; the message has the end of its log.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         most, left = 0, _PATIENCE
@@ -78,7 +78,7 @@ class Lane:
         return ChildProcessError(f"arm {self.arm}: {do} failed; its log ends with:\n{tail}")
 
     def close(self) -> None:
-        """End the process, with all that it started, and remove what it wrote."""
+        """End the process and its descendants, and remove its files."""
         assert self._process.stdin is not None and self._process.stdout is not None
         started = {pid: procfs.began(pid) for pid in procfs.tree(self._process.pid)}
         self._process.stdin.close()
@@ -102,7 +102,7 @@ def measure(
     say: Say,
     device: str = "cpu",
 ) -> SizeResult:
-    """All arms at one size, with the ceilings and the restores."""
+    """Measure all arms at one size, with the ceilings and the restores."""
     run = _Run(gigabytes, arms, rounds, every, directory, say, device)
     try:
         run.all_blocks()
@@ -128,7 +128,7 @@ def measure(
 
 
 class _Run:
-    """One size's processes and what they have answered so far."""
+    """One size's processes and their answers so far."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class _Run:
         self.steps = every or 0
         self.facts: dict[str, Any] = {}
         self.results = {name: _empty(name) for name in self._names}
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, ArmWorker] = {}
         self._stay = fits(gigabytes, arms)
         self._block = rounds if self._stay else min(rounds, _BLOCK)
         self.schedule = (
@@ -185,7 +185,7 @@ class _Run:
         result = self.results[name]
         if result.skipped is not None:
             return
-        lane = self._lanes[name] = Lane(name, self._gigabytes, self._directory, self._device)
+        lane = self._lanes[name] = ArmWorker(name, self._gigabytes, self._directory, self._device)
         facts, self._before = lane.ask("base", watch=True, steps=self.steps)
         result.first.setdefault("memory_before_bytes", []).append(self._before)
         if not self.facts:
@@ -206,7 +206,7 @@ class _Run:
         procfs.sync_filesystem(self._directory)
 
     def _end(self, name: str) -> None:
-        """A last window, to see its memory, and the process's end."""
+        """Run a last window to measure its memory, then end the process."""
         lane, result = self._lanes.pop(name), self.results[name]
         if name != CEILINGS:
             _, most = lane.ask("memory", watch=True, steps=max(2, self.steps // 2))
@@ -220,14 +220,14 @@ class _Run:
 
 
 def fits(gigabytes: float, arms: Sequence[str]) -> bool:
-    """Whether all processes may stay in memory together."""
+    """Return whether all processes may be in memory together."""
     copies = sum(_TRAINING + ARMS[name].copies for name in arms) + _TRAINING + 1
     need = copies * gigabytes * 1e9 + (len(arms) + 1) * _PROCESS
     return need <= _SHARE * procfs.available_bytes()
 
 
 def steps_for(gigabytes: float, step_s: float) -> int:
-    """Of a window: enough for a save to be written behind it, 1 s and 1.5 s a gigabyte; between 4 and 10."""
+    """Steps of a window: enough to write a save meanwhile, 1 s and 1.5 s a gigabyte; between 4 and 10."""
     return min(10, max(4, round((1 + 1.5 * gigabytes) / step_s)))
 
 
@@ -239,7 +239,7 @@ def _empty(name: str) -> ArmResult:
 def _restores(
     gigabytes: float, rounds: int, directory: Path, say: Say, device: str
 ) -> tuple[dict[str, list[float]], bool]:
-    """Seconds by way, in turns."""
+    """Measure restores in turns; seconds by kind of restore."""
     place = directory / "restore"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()

@@ -1,7 +1,7 @@
 """tierd's own arms: with and without a daemon, blocking and overlapped.
 
-Law: what a user would write, and nothing that only a benchmark could do. Without a daemon nobody prunes a spool, so
-`settle` does what retention would: it removes the checkpoint before the last.
+Invariant: the arms use only calls that a user would write. Without a daemon no process prunes a spool, so `settle`
+removes the checkpoint before the last, as retention would.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import tierd
 from tierd.bench.arms import Arm, Wait
 from tierd.bench.training import Training
 from tierd.core.config import from_urls
-from tierd.spool import Spool
+from tierd.spool.spool import Spool
 
 _TIMEOUT = 600.0  # seconds after which a save or flush counts as hung
 
 
 class Tierd(Arm):
-    """`save` returns when the snapshot is taken; the spool is all there is."""
+    """`save` returns when the snapshot is taken. There is a spool and no tier."""
 
     tier = False
     overlapped = False
@@ -34,7 +34,7 @@ class Tierd(Arm):
         self._ckpt = tierd.Checkpointer(directory / "spool", run="bench", to=urls)
         if self.overlapped:
             self._ckpt.attach(training.optimizer)
-        self._ckpt.restore(training.state)  # as every training begins; here there is nothing yet
+        self._ckpt.restore(training.state)  # every training begins with a restore; here it finds no checkpoint
         self._last: tierd.Save | None = None
 
     def save(self) -> Wait:
@@ -55,7 +55,7 @@ class Tierd(Arm):
             return
         spool = Spool(self.directory / "spool")
         for part in spool.parts()[:-1]:
-            spool.remove([part], {part.lane})
+            spool.remove([part], {part.writer})
 
     def close(self) -> None:
         self._ckpt.close()

@@ -1,6 +1,6 @@
-"""`tierd bench overhead`: the whole run, and the files that it leaves.
+"""`tierd bench overhead`: the whole run, and the files that it writes.
 
-Law: what is printed is what is written; a run that ends early leaves the sizes that it had finished.
+Invariant: the printed figures are those in the files. A run that ends early leaves the sizes that it had finished.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def overhead(
 
     Raises:
         ConfigError: an option cannot be used.
-        ChildProcessError: an arm failed; says the end of its log.
+        ChildProcessError: an arm failed; the message has the end of its log.
     """
     each = _check(sizes, rounds, arms)
     name = _check_device(device)
@@ -70,7 +70,7 @@ def overhead(
 
 
 def write(result: Result, out: Path, say: Callable[[str], None]) -> None:
-    """The three files."""
+    """Write the three files."""
     (out / JSON).write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     missing = plot.draw(result, out / PNG)
     if missing:
@@ -79,7 +79,7 @@ def write(result: Result, out: Path, say: Callable[[str], None]) -> None:
 
 
 def _check(sizes: Sequence[float], rounds: Sequence[int], arms: Sequence[str]) -> list[int]:
-    """How many rounds each size has."""
+    """Check the options and return the number of rounds of each size."""
     if not sizes or min(sizes) <= 0:
         raise ConfigError("--sizes: one or more numbers above 0, in GB")
     if not rounds or min(rounds) < 1 or len(rounds) not in (1, len(sizes)):
@@ -91,7 +91,7 @@ def _check(sizes: Sequence[float], rounds: Sequence[int], arms: Sequence[str]) -
 
 
 def _check_device(device: str) -> str:
-    """The device's name."""
+    """Check that the device exists and return its name."""
     if device == "cpu":
         return device
     if device != "cuda":

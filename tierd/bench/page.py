@@ -1,6 +1,6 @@
 """The result as a Markdown page.
 
-Law: each number on the page is computed from the result that it is given; prose only says what the numbers are.
+Invariant: each number on the page is computed from the given result. The text only names the numbers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _HOW = """## How it was measured
 
 
 def page(result: Result, plot: str | None = None) -> str:
-    """All of it; `plot` is the picture's file name beside the page."""
+    """Return the whole page. `plot` is the file name of the picture in the page's directory."""
     parts = ["# What saving costs training", _about(result)]
     if plot:
         parts.append(f"![blocked, added and durable time of each arm]({plot})")

@@ -1,6 +1,6 @@
-"""The peers: torch.save, torch.distributed.checkpoint, torch_checkpointing.
+"""Peers, the libraries that are compared: torch.save, torch.distributed.checkpoint, torch_checkpointing.
 
-Law: a peer gets its best documented setting and a fresh file for every save, as in a training run that keeps several.
+Invariant: a peer gets its best documented setting and a new file for every save, as in a run that keeps several.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from tierd.bench.arms import Arm, NotHere, Wait
 from tierd.bench.training import Training
-from tierd.persist import sync_directory
+from tierd.spool.file_io import sync_directory
 
 _DONE: Wait = lambda: None  # noqa: E731
 _TIMEOUT = 600.0  # seconds after which a peer's save counts as hung
@@ -62,7 +62,7 @@ class DcpSave(_Files):
 
 
 class DcpAsync(_Files):
-    """In a thread, with the stager that DCP makes for each save."""
+    """Saves in a thread, with the stager that DCP makes for each save."""
 
     def stager(self) -> DefaultStager | None:
         return None
@@ -102,7 +102,7 @@ class DcpAsyncReused(DcpAsync):
 
 
 class DcpProcess(_Files):
-    """In a process that a stager's shared memory is handed to; staging runs behind forward and backward."""
+    """Saves in a process that gets a stager's shared memory; staging runs behind forward and backward."""
 
     def __init__(self, training: Training, directory: Path) -> None:
         super().__init__(training, directory)

@@ -1,4 +1,7 @@
-"""The result as a picture. Law: matplotlib is asked for only here, and its absence is one sentence."""
+"""The result as a picture.
+
+Invariant: only this module imports matplotlib, and its absence is one sentence.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ _LEAST = 1e-4  # seconds; an added time below it, or below zero, is drawn there
 
 
 def draw(result: Result, path: Path) -> str | None:
-    """Write a PNG: one panel a size, medians of each arm. Why there is none, or None."""
+    """Write a PNG with one panel for each size, medians of each arm. Return the reason if there is none, else None."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -1,6 +1,7 @@
-"""What the kernel counts: a process tree's CPU and memory, and what machine this is.
+"""CPU and memory of a process tree by the kernel's counters, and a description of the machine.
 
-Law: a tree is a process and all its descendants: a daemon or a writing process that an arm started is on its bill.
+Invariant: a tree is a process and all its descendants. So an arm's figures include a daemon or a writing process that
+the arm started.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _PROC = Path("/proc")
 
 
 def tree(root: int) -> list[int]:
-    """`root` and its descendants."""
+    """Return `root` and its descendants."""
     children: dict[int, list[int]] = {}
     for entry in _PROC.iterdir():
         if entry.name.isdigit() and (fields := _stat(int(entry.name))):
@@ -31,7 +32,7 @@ def tree(root: int) -> list[int]:
 
 
 def cpu_seconds(root: int) -> float:
-    """User and system time of the tree so far, its ended and awaited children included."""
+    """Return the tree's user and system time so far, ended and awaited children included."""
     total = 0
     for pid in tree(root):
         if fields := _stat(pid):
@@ -40,25 +41,26 @@ def cpu_seconds(root: int) -> float:
 
 
 def memory_bytes(root: int) -> int:
-    """The tree's proportional set size: memory that two of its processes share counts once."""
+    """Return the tree's proportional set size: memory that two of its processes share counts once."""
     return sum(_pss(pid) for pid in tree(root))
 
 
 def end(processes: dict[int, str]) -> None:
-    """Terminate those that still run, given each with when it `began`: a number may be another process's by now."""
+    """Terminate the processes that still run. Each is given with the time at which it `began`, because its number may
+    belong to another process by now."""
     for pid, when in processes.items():
         if began(pid) == when:
             os.kill(pid, signal.SIGTERM)
 
 
 def began(pid: int) -> str:
-    """When a process began, in ticks; empty when it is gone."""
+    """Return the time at which a process began, in ticks; empty if it has ended."""
     fields = _stat(pid)
     return fields[19] if fields and fields[0] != "Z" else ""
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat after the command's name, which may hold spaces; None when it is gone."""
+    """Fields of /proc/PID/stat after the command's name, which may hold spaces; None if the process has ended."""
     try:
         return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -74,13 +76,13 @@ def _pss(pid: int) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that new work can have without swapping."""
+    """Return the memory that new work can use without swapping, in bytes."""
     lines = (_PROC / "meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def sync_filesystem(directory: Path) -> None:
-    """Write back all that is dirty on that file system, so that one arm's leftovers are not on the next one's bill."""
+    """Write back all dirty pages of that file system, so that one arm's writes do not slow the next arm."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if ctypes.CDLL(None, use_errno=True).syncfs(fd) != 0:
@@ -90,7 +92,7 @@ def sync_filesystem(directory: Path) -> None:
 
 
 def drop_cache(directory: Path) -> bool:
-    """Have every file below `directory` leave the page cache; whether the whole cache went too, which root may ask."""
+    """Drop every file below `directory` from the page cache; return whether the whole cache was dropped (root only)."""
     sync_filesystem(directory)
     for path in directory.rglob("*"):
         if path.is_file():
@@ -107,7 +109,7 @@ def drop_cache(directory: Path) -> bool:
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What the figures were taken on; no name and no path of it."""
+    """The machine of the figures, without its name or a path."""
 
     processor: str
     cores: int
@@ -120,7 +122,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 def machine(directory: Path, training_threads: int, packages: dict[str, str]) -> Machine:
-    """This machine, and the file system that `directory` lies on."""
+    """Describe this machine, and the file system of `directory`."""
     models = [line for line in (_PROC / "cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return Machine(
         processor=models[0].split(":", 1)[1].strip() if models else platform.machine(),

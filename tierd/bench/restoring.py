@@ -1,7 +1,7 @@
-"""Restoring in a fresh process: verified from tierd's spool, or by torch.load.
+"""Restores in a new process: verified from tierd's spool, or by torch.load.
 
-Law: the model, its optimizer and their memory are there before, the files are not in the page cache, and all that is
-timed is the way from the files into them.
+Invariant: the model, its optimizer and their memory exist before, and the files are not in the page cache. Only the
+load from the files into these objects is timed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ WAYS = ("tierd", "torch.load")
 
 
 def make(training: Training, directory: Path) -> None:
-    """Save once each way."""
+    """Save once for each kind of restore."""
     torch.save(training.state_dict(), directory / "state.pt")
     with tierd.Checkpointer(directory / "spool", run="bench", to=[]) as ckpt:
         ckpt.save(training.number, training.state).wait()
 
 
 def restore(way: str, training: Training, directory: Path) -> float:
-    """Seconds that it takes, after a line on standard input says go."""
+    """Wait for a line on standard input, restore, and return the seconds."""
     if way == "torch.load":
         _ready()
         begun = time.perf_counter()
@@ -53,7 +53,7 @@ def _ready() -> None:
 
 
 def main() -> None:
-    """`make`, or one of `WAYS`: prints the seconds."""
+    """Run `make`, or restore as one of `WAYS` and print the seconds."""
     parser = argparse.ArgumentParser()
     parser.add_argument("do", choices=("make", *WAYS))
     parser.add_argument("gigabytes", type=float)

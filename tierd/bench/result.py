@@ -1,6 +1,6 @@
-"""What a run of the benchmark found, as it stands in the JSON file.
+"""The result of a run of the benchmark, in the form of the JSON file.
 
-Law: every raw sample is kept; whatever a table or a verdict says is computed from them, when it is asked for.
+Invariant: every raw sample is kept. The numbers of a table or a verdict are computed from the samples on demand.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ class ArmResult(msgspec.Struct):
     """One arm at one size.
 
     Attributes:
-        how, kind, durable: see `arms.About`.
+        how: the settings with which it runs.
+        kind: `none`, `sync` (returns when written), `blocking` (returns when copied) or `overlapped` (returns at
+            once).
+        durable: the guarantee that holds when the arm reports that a save is done.
         skipped: why it was not measured; None when it was.
         samples: by figure, one value a round; seconds.
-        first: by figure, one value a process: its first save, and what it needed before that (`memory_before_bytes`).
+        first: by figure, one value a process: its first save, and its memory before that
+            (`memory_before_bytes`).
         extra_memory_bytes: the most that its process tree needed over the same training without saves.
     """
 
@@ -40,12 +44,13 @@ class ArmResult(msgspec.Struct):
             self.samples.setdefault(name, []).append(value)
 
     def median(self, figure: str) -> float | None:
-        """None when the arm has no such figure."""
+        """Return the median of a figure; None if the arm has no such figure."""
         return median(self.samples[figure]) if self.samples.get(figure) else None
 
     def cost_s(self, added: str = "added_s") -> float | None:
-        """What one save takes from training: the median added time, and no less than the median time in the call, which
-        is certain; a difference of windows is noise where it is smaller than that."""
+        """Cost of one save to training, in seconds: the median added time, but at least the median time in the call.
+
+        The time in the call is certain. A difference of windows that is smaller than it is noise."""
         measured, blocked = self.median(added), self.median("blocked_s")
         return None if measured is None or blocked is None else max(measured, blocked)
 
@@ -60,7 +65,7 @@ class SizeResult(msgspec.Struct):
         steps: of a window, that is, from a save to the next one.
         schedule: how processes and rounds were interleaved.
         ceilings: samples of `memcpy_s`, `raw_fresh_s`, `raw_overwrite_s`.
-        restore: samples by way.
+        restore: samples by kind of restore.
         cache_dropped: whether the system's whole page cache was dropped before each restore, not only its files.
     """
 
@@ -86,18 +91,18 @@ class SizeResult(msgspec.Struct):
         return median(self.ceilings[name]) if self.ceilings.get(name) else None
 
     def cpu_per_gb(self, name: str) -> float | None:
-        """CPU-seconds a gigabyte of a quiet save; a mean, since the kernel counts in ticks of 10 ms."""
+        """CPU seconds for each gigabyte of a quiet save; a mean, because the kernel counts in ticks of 10 ms."""
         samples = self.arms[name].samples.get("cpu_s") if name in self.arms else None
         return mean(samples) / (self.state_bytes / 1e9) if samples else None
 
     def extra_memory(self, name: str) -> float | None:
-        """In units of the state."""
+        """Return the extra memory in units of the state."""
         found = self.arms[name].extra_memory_bytes
         return max(found) / self.state_bytes if found else None
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What `tierd advise --from` reads: medians of one arm at the largest size."""
+    """The input of `tierd advise --from`: medians of one arm at the largest size."""
 
     arm: str
     state_bytes: int
@@ -117,7 +122,7 @@ class Result(msgspec.Struct):
 
 
 def measured_cost(sizes: Sequence[SizeResult]) -> Measured | None:
-    """What one save costs: the time in it and what it slows the steps after, and until it is durable beside them."""
+    """Return one save's cost: the call's time and the slowdown of later steps; and the time until durable."""
     for size in sorted(sizes, key=lambda size: size.gigabytes, reverse=True):
         for name in ("tierd-overlapped+daemon", "tierd+daemon", "tierd-overlapped", "tierd"):
             arm = size.measured.get(name)

@@ -1,6 +1,6 @@
 """The overhead table of the blog post that this project started from, and the same table from measured figures.
 
-Law: the post's rows are its own printed ones; ours are computed by one formula, with what was scaled said beside it.
+Invariant: the post's rows are as printed there. tierd's rows are computed by one formula, and each names its scaling.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What one save costs at the post's size.
+    """The cost of one save at the post's size.
 
     Attributes:
         added_s: seconds taken from training.
@@ -45,7 +45,7 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 def costs(size: SizeResult) -> list[Cost]:
-    """Measured figures of one size, scaled by its seconds per gigabyte."""
+    """Scale the measured figures of one size by its seconds per gigabyte."""
     scale = STATE_GB / (size.state_bytes / 1e9)
     found = []
     for what, name, added, busy in (
@@ -64,10 +64,10 @@ def costs(size: SizeResult) -> list[Cost]:
 
 
 def rows(measured: list[Cost]) -> list[Row]:
-    """The post's lines, each followed by the measured ones.
+    """Return the post's rows, each followed by the measured ones.
 
-    A save that is still busy when the next is due makes that one wait: the rest is added. Overhead and efficiency
-    follow as in the post: saves x cost, and training's time over the whole.
+    If a save is still busy when the next one is due, the next one waits, and the wait is added. Overhead and efficiency
+    are computed as in the post: saves x cost, and training's time divided by the whole time.
     """
     found = []
     for every, (local, network) in PRINTED.items():

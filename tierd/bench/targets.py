@@ -1,6 +1,6 @@
-"""Whether the save path keeps what it promises: ratios of figures from one run.
+"""Verdicts on the promises of the save path: ratios of figures from one run.
 
-Law: a verdict is computed from samples that stand in the result. What was not measured has no verdict.
+Invariant: a verdict is computed from samples in the result. A promise without a measurement has no verdict.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _EFFICIENCY_GB = 0.25  # the size, and the least seconds a step, that efficiency
 _EFFICIENCY_STEP_S = 0.2
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class TargetVerdict(msgspec.Struct, frozen=True):
     """One promise at one size.
 
     Attributes:
-        measured, limit: the two numbers that were compared; None where something was not measured.
+        measured, limit: the two numbers that were compared; None if one was not measured.
         relation: `<=`, `<` or `>=`.
         met: None without a measurement.
         by: the figures that it was computed from.
@@ -36,8 +36,8 @@ class Verdict(msgspec.Struct, frozen=True):
     by: str
 
 
-def verdicts(result: Result) -> list[Verdict]:
-    """Every promise at every size that it is made for."""
+def verdicts(result: Result) -> list[TargetVerdict]:
+    """Judge every promise at every size to which it applies."""
     return [verdict for size in result.sizes for verdict in (*_saving(size), *_efficiency(size), *_restoring(size))]
 
 
@@ -51,7 +51,7 @@ def efficiency(size: SizeResult, arm: str, every: int) -> float | None:
     return every * step / (every * step + cost)
 
 
-def _saving(size: SizeResult) -> list[Verdict]:
+def _saving(size: SizeResult) -> list[TargetVerdict]:
     blocked, floor = _median(size, BLOCKING, "blocked_s"), size.ceiling("memcpy_s")
     peers = {
         name: value
@@ -89,7 +89,7 @@ def _saving(size: SizeResult) -> list[Verdict]:
     ]  # fmt: skip
 
 
-def _efficiency(size: SizeResult) -> list[Verdict]:
+def _efficiency(size: SizeResult) -> list[TargetVerdict]:
     if size.gigabytes != _EFFICIENCY_GB:
         return []
     arm = OVERLAPPED if OVERLAPPED in size.measured else BLOCKING
@@ -111,18 +111,18 @@ def _efficiency(size: SizeResult) -> list[Verdict]:
     ]
 
 
-def _restoring(size: SizeResult) -> list[Verdict]:
+def _restoring(size: SizeResult) -> list[TargetVerdict]:
     ratio = _ratio(_restore_median(size, "torch.load"), _restore_median(size, "tierd"))
     return [_judge(size, "torch.load / verified restore, cold cache", ">=", 1.5, ratio, "median seconds")]
 
 
 def _judge(
     size: SizeResult, target: str, relation: str, limit: float | None, measured: float | None, by: str
-) -> Verdict:
+) -> TargetVerdict:
     met = None
     if limit is not None and measured is not None:
         met = {"<=": measured <= limit, "<": measured < limit, ">=": measured >= limit}[relation]
-    return Verdict(target, size.gigabytes, relation, limit, measured, met, by)
+    return TargetVerdict(target, size.gigabytes, relation, limit, measured, met, by)
 
 
 def _median(size: SizeResult, arm: str, figure: str) -> float | None:

@@ -1,6 +1,6 @@
 """A real training loop of any size: a byte-level transformer, AdamW, and text that every Python has.
 
-Law: the size that is asked for is the size of what is saved: weights and Adam's two moments, 12 bytes a parameter.
+Invariant: the requested size is that of the saved state: weights and Adam's two moments, 12 bytes a parameter.
 Every arm trains the same model on the same bytes with the same number of threads.
 """
 
@@ -27,18 +27,18 @@ _HEAD = 32  # width of one attention head
 _CONTEXT = 32  # bytes a sample
 _TEXT = 4_000_000  # bytes of text
 _WORK = {"cpu": 4e9, "cuda": 1e12}  # parameters x tokens of a step: some 0.3 s on one core, 0.1 s on a large GPU
-_TOKENS = {"cpu": 512.0, "cuda": 4096.0}  # of a step, at most: their activations have to find memory
+_TOKENS = {"cpu": 512.0, "cuda": 4096.0}  # of a step, at most, because their activations need memory
 _SEED = 20_240_229
 
 
 def threads() -> int:
-    """Of training: all cores but one, which is left to whatever copies, writes or serves behind it."""
+    """Return the number of training's threads: all cores but one, which is left for copying, writing and serving."""
     return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model's measures, and how many tokens its step takes."""
+    """A model's dimensions, and the number of tokens of a step."""
 
     width: int
     depth: int
@@ -46,7 +46,7 @@ class Shape:
 
 
 def shape_for(gigabytes: float, device: str = "cpu") -> Shape:
-    """The shape whose state is as close to `gigabytes` as whole heads and blocks allow; width is about 64 x depth."""
+    """Return the shape whose state is closest to `gigabytes` with whole heads and blocks; width is about 64 x depth."""
     parameters = gigabytes * 1e9 / STATE_BYTES_PER_PARAMETER
     about = max(1, round((parameters / (12 * 64**2)) ** (1 / 3)))
     depth, width = min(
@@ -96,17 +96,17 @@ class _Model(nn.Module):
 
 
 def _text() -> Tensor:
-    """The sources of Python's standard library, as numbers."""
+    """Return the sources of Python's standard library as numbers."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     data = b"".join(file.read_bytes() for file in files)[:_TEXT]
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
 
 
 class Training:
-    """Model, optimizer and data; `step` is one step of training, `state` what a checkpoint has to hold.
+    """Model, optimizer and data; `step` is one step of training, `state` the content of a checkpoint.
 
     Args:
-        gigabytes: of the state.
+        gigabytes: size of the state.
         device: `"cpu"` or `"cuda"`. A step has ended on the device when it returns.
     """
 
@@ -125,7 +125,7 @@ class Training:
         return {"model": self.model, "optimizer": self.optimizer, "step": self.number}
 
     def state_dict(self) -> dict[str, Any]:
-        """The same as plain dictionaries, for libraries that want those."""
+        """Return the state as plain dictionaries, for libraries that need them."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -134,12 +134,12 @@ class Training:
         self.number = state["step"]
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the state."""
+        """Return every tensor of the state."""
         moments = [value for held in self.optimizer.state.values() for value in held.values() if torch.is_tensor(value)]
         return [*self.model.state_dict().values(), *moments]
 
     def finish(self) -> None:
-        """Return when the device has done what it was given."""
+        """Return when the device has done its queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -147,7 +147,7 @@ class Training:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def step(self, guard: Guard = nullcontext) -> float:
-        """One step; `guard` is entered around the update of the weights. The loss."""
+        """Train one step and return the loss; `guard` is entered around the update of the weights."""
         places = torch.arange(_CONTEXT + 1, device=self.device) + (
             (torch.arange(self.shape.batch, device=self.device) + self.number * self.shape.batch)
             * _CONTEXT

@@ -1,11 +1,11 @@
 """One arm in a process of its own, driven over a pipe: a line of JSON in, a line of JSON out.
 
-Law: nothing runs between two requests, so that any number of these processes may wait while one is measured. A round is
-measured against steps of the same process right before and right after it.
+Invariant: nothing runs between two requests, so any number of these processes may wait while one is measured. A round
+is measured against steps of the same process immediately before and after it.
 
-    base      steps without a save; what the process needs as such
+    base      steps without a save: the process's own needs
     start     make the arm; its first save
-    round     a window of steps with a save at its beginning, and a quiet save with no training beside it
+    round     a window of steps with a save at its beginning, and a quiet save without training
     memory    a window, for the caller to watch this process tree's memory meanwhile
 """
 
@@ -27,12 +27,12 @@ from tierd.bench.arms import Arm, Wait
 from tierd.bench.ceilings import Ceilings
 from tierd.bench.training import Training
 
-CEILINGS = "ceilings"  # the name under which a worker takes them, instead of an arm's rounds
+CEILINGS = "ceilings"  # the arm's name of a worker that measures the ceilings
 _WARM = 3  # steps before the first save, after Adam's state was made
-_LONGEST = 6  # times a window that one may grow to while a tier is being flushed
+_LONGEST = 6  # factor by which a window may grow during a flush
 
 
-class Worker:
+class ArmProcess:
     """Answers requests about one arm."""
 
     def __init__(self, name: str, gigabytes: float, directory: Path, device: str = "cpu") -> None:
@@ -54,7 +54,7 @@ class Worker:
         }
 
     def start(self) -> dict[str, Any]:
-        """Make the arm and save once: what is reused from save to save is made here."""
+        """Make the arm and save once, which makes the memory that later saves reuse."""
         if self._name == CEILINGS:
             self._ceilings = Ceilings(self.training, self._directory)
             return {}
@@ -68,7 +68,7 @@ class Worker:
         return {"first_blocked_s": blocked, "first_durable_s": durable}
 
     def round(self, steps: int) -> dict[str, float]:
-        """One round's samples, in seconds."""
+        """Run one round and return its samples, in seconds."""
         if self._ceilings is not None:
             return self._ceilings.take()
         beside = max(2, steps // 2)
@@ -87,7 +87,7 @@ class Worker:
         return found
 
     def window(self, steps: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Save, then train, then wait as the next save would; and on until a tier has it too, where the arm has one."""
+        """Save, train, then wait as the next save would; with a tier, continue until the tier has the checkpoint."""
         arm = self._arm
         begun = time.perf_counter()
         wait = arm.save()
@@ -110,13 +110,13 @@ class Worker:
         return found, {"window_s": end - begun, "steps": taken, "flush_s": flushed.at - begun}
 
     def memory(self, steps: int) -> dict[str, float]:
-        """The same window; its times are those of a process that is being watched, and are not used."""
+        """Run the same window. Its times are not used, because the process is observed meanwhile."""
         self.window(steps)
         self._arm.settle()
         return {}
 
     def _quiet(self) -> tuple[float, float, float]:
-        """A save with no training beside it: seconds blocked, until durable, and of CPU."""
+        """Save without training: seconds blocked, seconds until durable, and CPU seconds."""
         cpu = procfs.cpu_seconds(os.getpid())
         begun = time.perf_counter()
         wait = self._arm.save()
@@ -124,7 +124,7 @@ class Worker:
         wait()
         durable = time.perf_counter() - begun
         cpu = procfs.cpu_seconds(os.getpid()) - cpu
-        self._step()  # an overlapped arm is at rest only after a step
+        self._step()  # an overlapped arm is idle only after a step
         self._arm.settle()
         return blocked, durable, cpu
 
@@ -138,7 +138,7 @@ class Worker:
 
 
 class _Stamp:
-    """When something that is waited for in a thread came about."""
+    """The time at which a wait in a thread ended."""
 
     def __init__(self, wait: Wait) -> None:
         self.at = 0.0
@@ -157,7 +157,7 @@ class _Stamp:
         return not self._thread.is_alive()
 
     def join(self) -> tuple[float, float]:
-        """Wait for it; the time now, and how long the wait was."""
+        """Wait for the thread; return the time now, and the length of the wait."""
         begun = time.perf_counter()
         self._thread.join()
         if self._error is not None:
@@ -167,7 +167,7 @@ class _Stamp:
 
 
 def main() -> None:
-    """Answer on the descriptor that standard output was, and let whatever else prints go to standard error."""
+    """Answer on the original standard output, and redirect all other output to standard error."""
     parser = argparse.ArgumentParser()
     parser.add_argument("arm")
     parser.add_argument("gigabytes", type=float)
@@ -176,7 +176,7 @@ def main() -> None:
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    worker = Worker(options.arm, options.gigabytes, options.directory, options.device)
+    worker = ArmProcess(options.arm, options.gigabytes, options.directory, options.device)
     verbs: dict[str, Callable[..., dict[str, Any]]] = {
         "base": worker.base,
         "start": worker.start,
@@ -188,7 +188,7 @@ def main() -> None:
         print(json.dumps(verbs[request.pop("do")](**request)), file=answers)
     worker.close()
     answers.close()
-    os._exit(0)  # DCP's process would be joined at the interpreter's end, for ever: nobody tells it to stop
+    os._exit(0)  # the interpreter would join DCP's process for ever at its end, because nothing stops that process
 
 
 if __name__ == "__main__":

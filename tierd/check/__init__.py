@@ -1,4 +1,4 @@
-"""Proves on a user's own training loop that a resume is exact: `check_resume`, and `assert_resumes` for a test."""
+"""Check on a user's own training loop that a resume is exact: `check_resume`, and `assert_resumes` for a test."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Why a killed run is another run, as far as what was seen tells.
+"""Find the likely causes of a difference between a killed run and an uninterrupted one.
 
-Law: pure, and by evidence: each cause states what was seen, and where nothing tells, nothing is said.
+Invariant: pure, and based on evidence. Each cause states the observation behind it; without evidence no cause is named.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 import msgspec
 
 from tierd.check.compare import Divergence, RankResult, Terms, first_difference, relative, samples
-from tierd.check.history import Counted, History, Sample, Seen, Setting
+from tierd.check.evidence import evidence, kinds_of, of_states
+from tierd.check.final import StateDifference
+from tierd.check.history import GLOBAL, Counted, History, RankHistory, Sample, Setting
 
-_TINY = 1e-5  # relative; what another order of summation makes of a float32 loss in few steps
+_CAUSES = 3  # causes that a report names, at most
+_TINY = 1e-5  # relative; how much another order of summation changes a float32 loss within few steps
 
 
 class Cause(msgspec.Struct, frozen=True):
     """One likely cause.
 
     Attributes:
-        kind: `not deterministic`, `position`, `prefetch`, `shuffle`, `order`, `ranks`, `generator`, `weights`,
-            `optimizer`, `summation`, `setting`, `steps`, `never restored`.
-        says: what was seen, and what to do.
+        kind: `not deterministic`, `never restored`, `ranks`, `steps`, `save before the step`; for data: `position`,
+            `epoch`, `shuffle`, `buffer`, `prefetch`, `order`, `data`; for the rest: `weights`, `buffers`, `optimizer`,
+            `scheduler`, `scaler`, `generator`, `gradients`, `mode`, `state`, `not in the checkpoint`, `summation`,
+            `setting`; or `unknown`.
+        says: the observation, and the remedy.
     """
 
     kind: str
@@ -30,7 +35,7 @@ class Cause(msgspec.Struct, frozen=True):
 
 
 def never_restored(killed: History, start: int) -> Cause | None:
-    """Where every launch began anew: then nothing was checked at all."""
+    """Return a cause if every launch began at the first step, because nothing was checked then."""
     if any(killed.resumes(rank, start) for rank in range(len(killed.launches[0]))):
         return None
     saves = sorted({step for launch in killed.launches for seen in launch for step in seen.saves})
@@ -48,29 +53,67 @@ def never_restored(killed: History, start: int) -> Cause | None:
 def causes(
     reference: History, killed: History, again: History | None, results: Sequence[RankResult], terms: Terms
 ) -> tuple[Cause, ...]:
-    """The likely causes of the first divergence, the most telling first.
+    """Return the likely causes of the first divergence, the best supported first.
 
     Args:
-        again: a second uninterrupted run, where one was made.
+        again: a second uninterrupted run, if one was made.
     """
     failing = [one for one in results if one.divergence is not None and not one.ok]
     if not failing:
         return ()
     worst = min(failing, key=lambda one: one.divergence.step if one.divergence else 0)
     assert worst.divergence is not None
-    found = [
-        *_not_deterministic(reference, killed, again, worst, terms),
-        *_resume(reference, killed, worst.rank, worst.divergence, terms),
-    ]
+    found = list(_not_deterministic(reference, killed, again, worst, terms))
+    found += _from_states(reference, killed, again if not found else None, worst) or _resume(
+        reference, killed, worst.rank, worst.divergence, terms
+    )
     if worst.divergence.what == "loss" or not found:
         found += _settings(reference, killed, worst.rank, worst.divergence)
     return tuple(found)
 
 
+def from_final_states(killed: History, states: Sequence[StateDifference]) -> tuple[Cause, ...]:
+    """Return the causes of differences in the final state that neither samples nor losses show."""
+    return tuple(
+        Cause(one.kind, one.says)
+        for rank in sorted({one.rank for one in states})
+        for one in list(of_states([one for one in states if one.rank == rank], kinds_of(killed, rank)))[:_CAUSES]
+    )
+
+
+def _from_states(reference: History, killed: History, again: History | None, worst: RankResult) -> list[Cause]:
+    """Derive causes from the states at the save, at the load, and before the first step after the load."""
+    divergence, rank = worst.divergence, worst.rank
+    if again is None or divergence is None or divergence.launch is None or divergence.what == "missing":
+        return []
+    begun = killed.resumes(rank, reference.launches[0][rank].first or 0)
+    launch = divergence.launch if divergence.launch in begun else min(begun, default=None)
+    if launch is None or _whose(reference, rank, divergence) is not None:
+        return []
+    what = "samples"
+    if divergence.what == "loss":
+        what = "first loss" if divergence.step == begun[launch] else "later loss"
+    found = evidence(again, killed, rank, launch, what)
+    distance = relative(divergence.expected_loss, divergence.got_loss)
+    # A generator would change the loss by more than this.
+    if what != "samples" and distance is not None and distance <= _TINY:
+        found = [one for one in found if one.kind != "generator" or one.path not in GLOBAL]
+    return [Cause(one.kind, one.says) for one in found[:_CAUSES]]
+
+
+def _whose(reference: History, rank: int, divergence: Divergence) -> int | None:
+    """Return the other rank that should have got these samples."""
+    for other in range(len(reference.launches[0])):
+        theirs = reference.effective(other).get(divergence.step)
+        if other != rank and theirs and theirs.observation.samples == divergence.got != ():
+            return other
+    return None
+
+
 def _not_deterministic(
     reference: History, killed: History, again: History | None, worst: RankResult, terms: Terms
 ) -> Iterator[Cause]:
-    """Two launches that nobody interrupted, and that differ: the loop does, whatever its resume does."""
+    """Report two uninterrupted launches that differ, because the loop itself is not deterministic then."""
     expected = reference.effective(worst.rank)
     others = [History(killed.launches[:1]), *([again] if again is not None else [])]
     for other in others:
@@ -105,7 +148,7 @@ def _resume(reference: History, killed: History, rank: int, divergence: Divergen
             f"step {divergence.step} was made by {'no launch' if launch is None else f'launch {launch} alone'}: the "
             "step to go on from is not the one after the checkpoint's",
         )
-    elif launch not in begun:  # nothing had been resumed yet; what was resumed later may tell more
+    elif launch not in begun:  # nothing had been resumed yet; a later resume may explain more
         for later in begun:
             if again := _repeated(expected, got, later, terms.steps):
                 yield _repeats(later, again)
@@ -132,13 +175,9 @@ def _samples(
     terms: Terms,
 ) -> Iterator[Cause]:
     step, launch = divergence.step, divergence.launch
-    for other in range(len(reference.launches[0])):
-        theirs = reference.effective(other).get(step)
-        if other != rank and theirs and theirs.observation.samples == divergence.got != ():
-            yield Cause(
-                "ranks", f"rank {rank} got the samples of rank {other} at step {step}: each needs its own state"
-            )
-            return
+    if (other := _whose(reference, rank, divergence)) is not None:
+        yield Cause("ranks", f"rank {rank} got the samples of rank {other} at step {step}: each needs its own state")
+        return
     whole = samples(expected)
     before = len(samples(expected, step - 1))
     place = _find(whole, divergence.got, before)
@@ -150,7 +189,7 @@ def _samples(
             "in the data set is not in the checkpoint, or not restored (save the loader's or sampler's state_dict())"
             + (", or the step to go on from is one too high" if before - place == len(divergence.expected) else ""),
         )
-    elif place is not None:
+    elif place is not None and place > before:
         ahead = place - before
         size = len(divergence.expected) or 1
         batches = f" ({ahead // size} batches)" if ahead % size == 0 else ""
@@ -176,7 +215,7 @@ def _repeats(launch: int, again: int) -> Cause:
 
 
 def _find(whole: Sequence[Sample], batch: Sequence[Sample], near: int) -> int | None:
-    """Where `batch` stands in `whole`, at the place nearest to `near`; None where nowhere."""
+    """Return the index of `batch` in `whole` that is nearest to `near`; None if it does not occur."""
     if not batch:
         return None
     places = [
@@ -188,15 +227,21 @@ def _find(whole: Sequence[Sample], batch: Sequence[Sample], near: int) -> int | 
 
 
 def _repeated(expected: Mapping[int, Counted], got: Mapping[int, Counted], launch: int, last: int) -> int:
-    """Samples that this launch or a later one read again, beyond what any sample is read in an uninterrupted run."""
+    """Count the samples that this launch or a later one read again.
+
+    Only reads beyond the highest count of any sample in an uninterrupted run are counted.
+    """
     most = max(Counter(samples(expected, last)).values(), default=0)
     earlier = {one for step in got if got[step].launch < launch for one in got[step].observation.samples}
     counts = Counter(samples(got, last))
     return sum(count - most for one, count in counts.items() if one in earlier and count > most)
 
 
-def _steady(reference: Seen, first: Seen) -> set[str]:
-    """The generators that stand the same in two launches from the start; others were never seeded, nor used."""
+def _steady(reference: RankHistory, first: RankHistory) -> set[str]:
+    """Return the generators with equal states in two launches from the start.
+
+    All others were never seeded, or not used.
+    """
     a, b = reference.observed.get(first.first or 0), first.observed.get(first.first or 0)
     return {name for name, state in a.generators.items() if b.generators.get(name) == state} if a and b else set()
 
@@ -225,21 +270,22 @@ def _loss(
             f"generator of {', '.join(differing)} stood elsewhere than uninterrupted (dropout and augmentation draw "
             'from them): put tierd.RngState() into the state, as "rng"',
         )
+    seen = f"launch {launch} began with step {begun}; its samples are right, and so are the process's generators"
     if step == begun:
         return Cause(
-            "weights",
-            f"same samples and same random numbers, other loss already at launch {launch}'s first step, {begun}: "
-            "weights or buffers are not those of the checkpoint (not in the state, or overwritten after restore)",
+            "unknown",
+            f"{seen}, but already its first loss is not: weights, buffers, a generator of the loop's own or what else "
+            "goes into the forward pass are not those of the checkpoint",
         )
     return Cause(
-        "optimizer",
-        f"launch {launch}'s first loss, at step {begun}, is right and that of step {step} is not: updates go another "
-        "way; the optimizer's, the scheduler's or the scaler's state is not in the checkpoint",
+        "unknown",
+        f"{seen}, and its first loss, but that of step {step} is not: updates go another way; the optimizer's, the "
+        "scheduler's or the scaler's state may not be in the checkpoint",
     )
 
 
 def _settings(reference: History, killed: History, rank: int, divergence: Divergence) -> Iterator[Cause]:
-    """What the processes were started with, where it differs."""
+    """Report the process settings that differ."""
     ours = reference.launches[0][rank].setting
     theirs = killed.launches[divergence.launch - 1][rank].setting if divergence.launch else None
     if ours is None or theirs is None or ours == theirs:

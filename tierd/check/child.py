@@ -1,7 +1,7 @@
-"""One rank of one launch under check: the user's own loop, and a witness that may kill it.
+"""One rank of one checked launch: the user's own loop, and a witness that records it and may kill it.
 
-Law: what was observed is in the record before anything else happens, and a kill is a real SIGKILL of this process, with
-nothing of Python's or tierd's cleaning up behind it.
+Invariant: the witness writes each observation to the record before anything else happens. A kill is a real SIGKILL of
+this process, so that neither Python nor tierd cleans up.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ctypes
 import importlib
 import math
 import os
-import random
 import signal
 import sys
 import threading
@@ -21,27 +20,35 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 import msgspec
-import xxhash
 
 from tierd import observing
-from tierd.check.history import KillPoint, Line, Observation, Setting, as_samples
-from tierd.client.handoff import Given, HandOff
-from tierd.client.save import Save
-from tierd.commit import Written
+from tierd.check.history import KillPoint, Observation, RecordLine, Setting, as_samples
+from tierd.check.imported import once_imported
+from tierd.check.insides import global_generators
+from tierd.check.states import States
+from tierd.client.saving.handoff import HandoffClient, PendingHandoff
+from tierd.client.saving.save import Save
 from tierd.core.errors import ConfigError, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest
-from tierd.spool import Spool
-from tierd.stage import Stage
+from tierd.spool.commit import CommittedPart
+from tierd.spool.spool import Spool
+from tierd.spool.stage import Stage
 
 _PR_SET_PDEATHSIG = 1
-_SAVES = 4  # the newest, of which some may not be durable yet, here or on another rank
+_SAVES = 4  # the newest saves, some of which may not be durable yet, here or on another rank
 _SETTLE = 30.0  # seconds that a kill after a step waits for saves that were begun before it
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """What a process is started with. `kill` is for this rank, in this launch; `parent` the process that checks;
-    `steps` the last one that it compares."""
+    """The orders with which a rank's process starts.
+
+    Attributes:
+        steps: the last step that is compared.
+        parent: the id of the checking process.
+        kill: the kill point of this rank in this launch.
+        looks: the steps after which the witness captures the state.
+    """
 
     target: str
     spool: str
@@ -49,10 +56,12 @@ class Orders(msgspec.Struct, frozen=True):
     parent: int
     steps: int
     kill: str | None = None
+    looks: tuple[int, ...] = ()
+    every_save: bool = False
 
 
 class Witness:
-    """Writes down what this process does, and kills it where the orders say."""
+    """Records the actions of this process, and kills it at the ordered point."""
 
     def __init__(self, orders: Orders) -> None:
         self._fd = os.open(orders.record, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -62,46 +71,68 @@ class Witness:
         self._last: int | None = None
         self._saves: list[tuple[Save, Path]] = []
         self._pid = os.getpid()
+        self._orders = orders
+        self._states = States()
+        self._ended = self._resumed = False
+        self._forward: int | None = None  # the step after which the next forward pass is captured
 
-    def observe(self, step: int, samples: Iterable[Hashable], loss: SupportsFloat | None) -> None:
-        """One call of `tierd.observe`."""
+    def observe(
+        self,
+        step: int,
+        samples: Iterable[Hashable],
+        loss: SupportsFloat | None,
+        epoch: int | None,
+        validation: Iterable[Hashable],
+    ) -> None:
+        """Record one call of `tierd.observe`."""
         number = int(step)
         if self._last is not None and number <= self._last:
             raise ConfigError(f"tierd.observe: step {number} after step {self._last}: once a step, in rising order")
         if self._last is None:
-            self._write(Line(setting=_setting()))
+            self._write(RecordLine(setting=_setting()))
         self._last = number
         if self._kill is not None and self._kill.in_save and any(one.step >= self._kill.step for one, _ in self._saves):
-            self._settle()  # the save that it dies in is under way: a fast loop must not be through before
-        seen = Observation(number, as_samples(samples), _hexadecimal(loss), _generators())
-        self._write(Line(observed=seen))
+            self._settle()  # the save in which the process dies is in flight, and a fast loop must not end before
+        number_of_epoch = None if epoch is None else int(epoch)
+        kept = as_samples(validation)
+        seen = Observation(number, as_samples(samples), _hexadecimal(loss), _digests(), number_of_epoch, kept)
+        self._write(RecordLine(observed=seen))
+        if number >= self._steps and not self._ended:
+            self._ended = True
+            # The state of a later step is not the state of the last one.
+            self._write(RecordLine(taken=self._states.take(number, "end")))
+        elif self._resumed or number in self._orders.looks:
+            self._resumed = False  # the first step after a restore: its state is evidence for causes
+            self._write(RecordLine(taken=self._states.take(number, "step")))
+            if number in self._orders.looks:
+                self._forward = number
         if self._kill is not None and number >= self._kill.step:
             self._near(self._kill, number)
 
     def _near(self, kill: KillPoint, step: int) -> None:
-        """`step` is the kill's or a later one."""
+        """Kill the process, now or soon: `step` is the kill point's or a later one."""
         if kill.in_save:
             return
         if not kill.delay_ms:
             self._settle()
             self._die()
         if self._dying is None:
-            self._write(Line(killing=str(kill)))
+            self._write(RecordLine(killing=str(kill)))
             self._dying = threading.Thread(target=self._die_after, args=(kill.delay_ms / 1000,), daemon=True)
             self._dying.start()
-        if step >= self._steps:  # a fast loop waits for its death here
+        if step >= self._steps:  # a fast loop waits here for the kill
             self._dying.join()
 
     def saving(self, step: int) -> None:
-        """A save is about to become visible. Not in the thread that trains."""
-        self._write(Line(saving=step))
+        """Record that a save is about to become visible. Called in another thread than the training thread."""
+        self._write(RecordLine(saving=step))
         if self._kill is not None and self._kill.in_save and step >= self._kill.step:
             self._settle(step)
             self._die()
 
     def install(self) -> None:
-        """Hear of saves wherever they are committed: here, or by the daemon for this process."""
-        commit, answer, made = Stage.commit, HandOff.answer, Save.__init__
+        """Intercept commits in this process, hand-offs to the daemon, and new saves."""
+        commit, answer, made = Stage.commit, HandoffClient.answer, Save.__init__
 
         @wraps(commit)
         def committing(stage: Stage, manifest: Manifest) -> None:
@@ -110,8 +141,8 @@ class Witness:
             commit(stage, manifest)
 
         @wraps(answer)
-        def answering(line: HandOff, given: Given) -> Written:
-            # It is the daemon's now, and its word is still to come. One thread asks, in the order of the saves.
+        def answering(line: HandoffClient, given: PendingHandoff) -> CommittedPart:
+            # The daemon has the snapshot and has not answered yet. One thread asks, in the order of the saves.
             self.saving(next((save.step for save, _ in self._saves if not save.done()), 0))
             return answer(line, given)
 
@@ -120,18 +151,54 @@ class Witness:
             made(save, part, spool)
             self._saves = [*self._saves, (save, spool.path(part).parent)][-_SAVES:]
 
-        Stage.commit, HandOff.answer, Save.__init__ = committing, answering, making  # type: ignore[assignment, method-assign]
+        once_imported({"tierd.client.checkpointer": self._watch})
+        Stage.commit, HandoffClient.answer, Save.__init__ = committing, answering, making  # type: ignore[assignment, method-assign]
+
+    def _watch(self, module: Any) -> None:
+        """Intercept the states that a loop saves or restores into."""
+        kind = module.Checkpointer
+        save, restore = kind.save, kind.restore
+
+        @wraps(save)
+        def beginning(one: Any, step: int, state: Any, *args: Any, **kwargs: Any) -> Any:
+            self._states.told(state, "save", int(step))
+            if self._orders.every_save and step <= self._steps:
+                self._write(RecordLine(taken=self._states.take(step, "save")))
+            return save(one, step, state, *args, **kwargs)
+
+        @wraps(restore)
+        def restoring(one: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
+            found = restore(one, state, *args, **kwargs)
+            self._states.told(state, "restore", -1 if found is None else found.step)
+            if found is not None:
+                self._resumed = True
+                self._write(RecordLine(taken=self._states.take(found.step, "loaded")))
+                self._forward = found.step
+            return found
+
+        kind.save, kind.restore = beginning, restoring
+
+        def before_forward(*_: Any) -> None:
+            if self._forward is not None and os.getpid() == self._pid:
+                after, self._forward = self._forward, None
+                self._write(RecordLine(taken=self._states.take(after, "forward")))
+
+        modules: Any = sys.modules["torch.nn.modules.module"]
+        modules.register_module_forward_pre_hook(before_forward)
 
     def _settle(self, before: float = math.inf) -> None:
-        """Let saves that were begun, of steps below `before`, become durable, on every rank: so the step that is
-        resumed from is the same each time. What becomes of one that is cut short is what `+save` asks."""
+        """Wait until the saves of steps below `before` are durable on every rank.
+
+        The step of the resume is thus the same each time. The kill point `+save` tests the opposite, a save that is
+        interrupted.
+        """
         end = time.monotonic() + _SETTLE
         for save, home in [one for one in self._saves if one[0].step < before]:
             try:
                 save.wait(timeout=max(0.0, end - time.monotonic()))
                 while sum(1 for _ in home.iterdir()) < save.part.world and time.monotonic() < end:
                     time.sleep(0.01)
-            except (TierdError, TimeoutError, OSError):  # failed; or retention was faster
+            except (TierdError, TimeoutError, OSError):  # the save failed, or retention deleted it already
                 continue
 
     def _die_after(self, seconds: float) -> None:
@@ -139,11 +206,11 @@ class Witness:
         self._die()
 
     def _die(self) -> None:
-        self._write(Line(killing=str(self._kill or "")))
+        self._write(RecordLine(killing=str(self._kill or "")))
         os.kill(self._pid, signal.SIGKILL)
         signal.pause()
 
-    def _write(self, line: Line) -> None:
+    def _write(self, line: RecordLine) -> None:
         os.write(self._fd, msgspec.json.encode(line) + b"\n")
 
 
@@ -157,16 +224,8 @@ def _setting() -> Setting:
     )
 
 
-def _generators() -> dict[str, str]:
-    """Digests of the global generators' states, of libraries that are loaded. Changes none of them."""
-    states = {"python": repr(random.getstate()).encode()}
-    if numpy := sys.modules.get("numpy"):
-        states["numpy"] = repr([repr(part) for part in numpy.random.get_state(legacy=True)]).encode()
-    if torch := sys.modules.get("torch"):
-        states["torch"] = torch.get_rng_state().numpy().tobytes()
-        if torch.cuda.is_initialized():
-            states["cuda"] = b"".join(one.numpy().tobytes() for one in torch.cuda.get_rng_state_all())
-    return {name: xxhash.xxh3_64_hexdigest(state) for name, state in states.items()}
+def _digests() -> dict[str, str]:
+    return {name: leaf.digest for name, leaf in global_generators().items()}
 
 
 def _hexadecimal(loss: SupportsFloat | None) -> str | None:
@@ -179,14 +238,14 @@ def _hexadecimal(loss: SupportsFloat | None) -> str | None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """No process of a check outlives it, however it ends."""
+    """Make the kernel kill this process when the checking process ends, however it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def load(target: str) -> Callable[[Path], object]:
-    """The function that `module:function` names; raises `ConfigError`."""
+    """Import the function that `module:function` names. Raises `ConfigError`."""
     module, colon, name = target.partition(":")
     if not (colon and module and name):
         raise ConfigError(f"{target!r}: MODULE:FUNCTION, as train:main")
@@ -204,7 +263,7 @@ def load(target: str) -> Callable[[Path], object]:
 
 
 def main(text: str) -> None:
-    """Run the loop; returns when it returns."""
+    """Run the loop under the orders in `text`; return when the loop returns."""
     orders = msgspec.json.decode(text, type=Orders)
     _end_with_parent(orders.parent)
     witness = Witness(orders)

@@ -1,7 +1,7 @@
-"""Whether a killed run is the run that nobody interrupted, rank by rank and step by step.
+"""Compare a killed run with an uninterrupted one, rank by rank and step by step.
 
-Law: pure. Samples are equal in their order and losses to the last bit, unless a tolerance or an allowance was declared;
-what an allowance was used for is counted.
+Invariant: pure. Samples must be equal in their order, and losses to the last bit, unless a tolerance or an allowance
+was declared. Every use of an allowance is counted.
 """
 
 from __future__ import annotations
@@ -15,32 +15,37 @@ import msgspec
 
 from tierd.check.history import Counted, History, Observation, Sample
 
-_SHOWN = 5  # samples that a report names
+_SHOWN = 5  # samples that a report names, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What was asked for.
+    """The terms of a comparison.
 
     Attributes:
         steps: the last step that is compared.
         allowance: samples that each rank may read again or skip, for each resume.
-        loss_tolerance: relative; 0 means every bit.
+        loss_tolerance: relative; 0 compares every bit.
+        ignore: paths of the state that may differ.
     """
 
     steps: int
     allowance: int = 0
     loss_tolerance: float = 0.0
+    ignore: tuple[str, ...] = ()
 
 
 class Divergence(msgspec.Struct, frozen=True):
-    """Where a rank first went another way.
+    """The first difference between the two runs on a rank.
 
     Attributes:
-        launch: that made the step, from 1; None where none did.
+        step: the step of the difference.
+        launch: the launch that made the step, from 1; None if none did.
         what: `samples`, `order` (the same samples in another order), `loss` or `missing` (no launch made the step).
-        expected, got: the step's samples, uninterrupted and as it was.
-        expected_loss, got_loss: as `float.hex` writes them.
+        expected: the step's samples in the uninterrupted run.
+        got: the step's samples in the killed run.
+        expected_loss: the uninterrupted run's loss, in the format of `float.hex`.
+        got_loss: the killed run's loss, in the same format.
     """
 
     step: int
@@ -53,16 +58,19 @@ class Divergence(msgspec.Struct, frozen=True):
 
 
 class RankResult(msgspec.Struct, frozen=True):
-    """One rank, compared.
+    """The comparison of one rank.
 
     Attributes:
-        samples: how many it should have trained on.
-        again, skipped: how many it trained on more often, or less often, than uninterrupted; the first few by name.
-        resumes: launches that began where a checkpoint ended.
-        allowed: how many may be read again or skipped in all.
-        divergence: None where everything is equal.
-        exact: whether it is.
-        ok: whether it is, or what differs is within the allowance.
+        samples: the number of samples in the uninterrupted run.
+        again: how many samples it trained on more often than uninterrupted.
+        skipped: how many samples it trained on less often than uninterrupted.
+        again_examples: the first few samples that were read again.
+        skipped_examples: the first few samples that were skipped.
+        resumes: the number of launches that resumed from a checkpoint.
+        allowed: how many samples may be read again or skipped in all.
+        divergence: None if everything is equal.
+        exact: whether everything is equal.
+        ok: whether everything is equal, or every difference is within the allowance.
     """
 
     rank: int
@@ -79,7 +87,7 @@ class RankResult(msgspec.Struct, frozen=True):
 
 
 def compare(reference: History, killed: History, rank: int, terms: Terms) -> RankResult:
-    """Hold one rank of a killed run against the reference."""
+    """Compare one rank of a killed run with the reference."""
     expected, got = reference.effective(rank), killed.effective(rank)
     start = min(expected, default=0)
     resumes = killed.resumes(rank, start)
@@ -103,7 +111,7 @@ def compare(reference: History, killed: History, rank: int, terms: Terms) -> Ran
 
 
 def first_difference(expected: Mapping[int, Counted], got: Mapping[int, Counted], terms: Terms) -> Divergence | None:
-    """The first step that is not the same in both."""
+    """Return the first step that differs."""
     for step in sorted(step for step in expected.keys() | got.keys() if step <= terms.steps):
         if step not in got or step not in expected:
             launch = got[step].launch if step in got else None
@@ -126,7 +134,7 @@ def _differs(a: Observation, b: Observation, tolerance: float) -> str | None:
 
 
 def relative(a: str | None, b: str | None) -> float | None:
-    """How far apart two losses are, relative to the larger; None where one is missing or no finite number."""
+    """Return the distance of two losses, relative to the larger; None if one is missing or not finite."""
     if a is None or b is None:
         return None
     x, y = float.fromhex(a), float.fromhex(b)
@@ -137,29 +145,35 @@ def relative(a: str | None, b: str | None) -> float | None:
 
 
 def _is_allowed(divergence: Divergence, used: int, allowed: int, resumes: Mapping[int, int]) -> bool:
-    """Before the first resume nothing may differ; after it, samples may be read again or skipped, and losses follow."""
+    """Return whether an allowance covers the divergence.
+
+    Before the first resume nothing may differ. After it, samples may be read again or skipped, and losses may follow.
+    """
     begun = min(resumes.values(), default=divergence.step + 1)
     return divergence.what != "missing" and divergence.step >= begun and 0 < used <= allowed
 
 
 def samples(steps: Mapping[int, Counted], last: float = math.inf) -> list[Sample]:
-    """Everything up to a step, in order."""
+    """Return all samples up to step `last`, in order."""
     return [one for step in sorted(steps) if step <= last for one in steps[step].observation.samples]
 
 
 def _counts(
     expected: Mapping[int, Counted], got: Mapping[int, Counted], last: int
 ) -> tuple[Counter[Sample], Counter[Sample]]:
-    """What was read again (more often than uninterrupted, and not for the first time), and what was skipped.
+    """Count the samples that were read again, and those that were skipped.
 
-    Both runs may have gone on past the last step, so that one that is only behind, or ahead, shows it. Where a run did
-    not go on, what it lacks at its end is no more than that it is behind, as far as it read as much again. How far the
-    reference happened to go on decides nothing: it may have come to the next epoch, which reads every sample again.
+    A read counts as repeated if it is not the sample's first one, and exceeds the count of the uninterrupted run.
+
+    Both runs may continue past the last step, so that a run that is only behind or ahead can be recognized. If a run
+    did not continue, the samples missing at its end only show that it is behind, up to the number that it read again.
+    The end of the reference decides nothing, because the reference may have reached the next epoch, which reads every
+    sample again.
     """
     due = samples(expected)
     ours, theirs = Counter(samples(got, last)), Counter(samples(expected, last))
     skipped = theirs - Counter(samples(got))
-    if skipped:  # it may be ahead, by as much as it skipped
+    if skipped:  # the run may be ahead, by the number of samples that it skipped
         theirs = Counter(due[: ours.total() + skipped.total()])
     again = Counter({one: count - max(theirs[one], 1) for one, count in ours.items() if count > max(theirs[one], 1)})
     if max(got, default=0) <= last:

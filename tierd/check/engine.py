@@ -1,7 +1,7 @@
-"""`check_resume`: a user's own loop once through and once killed, each launch in processes of its own, and compared.
+"""`check_resume`: run a user's own loop once uninterrupted and once with kills, in separate processes, and compare.
 
-Law: the loop runs as it is; only real processes, real SIGKILLs and its own restores decide. A divergence is blamed on
-the resume only after a second uninterrupted run was seen to be like the first.
+Invariant: the loop runs unchanged. Only real processes, real SIGKILLs and the loop's own restores decide. A divergence
+is attributed to the resume only after a second uninterrupted run was equal to the first.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tierd.check.causes import Cause, causes, never_restored
-from tierd.check.compare import Terms, compare
-from tierd.check.history import History, KillPoint, Seen
-from tierd.check.launches import Loop, stop_daemons
+from tierd.check.causes import Cause, causes, from_final_states, never_restored
+from tierd.check.compare import RankResult, Terms, compare
+from tierd.check.final import StateDifference, compared, differences
+from tierd.check.history import History, KillPoint, RankHistory
+from tierd.check.launches import CheckedLoop, stop_daemons
+from tierd.check.leakage import leaks
 from tierd.check.report import LaunchResult, Report
 from tierd.core.errors import ConfigError
 
@@ -29,35 +31,45 @@ def check_resume(
     loss_tolerance: float = 0.0,
     patience: float = 120.0,
     keep: bool = False,
+    every_save: bool = False,
+    ignore: Sequence[str] = (),
     tell: Callable[[str], None] = lambda line: None,
 ) -> Report:
-    """Whether a training loop that is killed and started again is the loop that nobody interrupted.
+    """Check that a training loop that is killed and started again does the same as an uninterrupted one.
 
     Args:
-        target: `module:function`. The function takes one argument, the path of a spool; restores from it, trains on,
-            and calls `tierd.observe` once a step on every rank. It may end, or train for ever. Nothing of its state
-            may live outside of the spool's directory.
+        target: `module:function`. The function takes one argument, the path of a spool. It restores from the spool,
+            trains, and calls `tierd.observe` once per step on every rank. It may end or train forever. All of its state
+            must be inside the spool's directory.
         steps: the last step that is compared.
-        kill_at: where the launches are killed, one after the other: `7` right after step 7 was observed, `"7+save"` in
-            the middle of the first save of step 7 or later, `"7+10ms"` that long after step 7. With several ranks one
-            of them dies so, in turn, and the others are killed with it, as torchrun does.
+        kill_at: where the launches are killed, one after the other. `7` kills right after step 7 was observed, and
+            `"7+10ms"` 10 ms later. `"7+save"` kills in the middle of the first save of step 7 or later. With several
+            ranks, one of them dies so, in turn, and the others are killed with it, as torchrun does.
         ranks: processes of a launch, each with torchrun's environment.
         allowance: samples that each rank may read again or skip for each resume; losses may then differ after it.
         loss_tolerance: relative; 0 compares every bit.
-        patience: seconds without a new step after which a launch is said to hang.
-        keep: leave spools, records and output behind, and name them in the report.
-        tell: given a line at the start of each launch.
+        patience: seconds without a new step after which a launch counts as hung.
+        keep: keep spools, records and output, and name them in the report.
+        every_save: also compare the state at each save, to find the step at which it first differed.
+        ignore: paths of the state that may differ, as `state["timing"]`, with everything below them; or `fnmatch`
+            patterns.
+        tell: called with a line of progress at the start of each launch.
+
+    Returns:
+        The report, also if the loop does not resume exactly.
 
     Raises:
-        ConfigError: an argument cannot be used.
-        LoopFailed: a launch ended, failed, hung or could not be killed; with the end of its output.
+        ConfigError: an argument is invalid.
+        LoopFailed: a launch ended, failed, hung or could not be killed; the message has the end of its output.
     """
     points = _checked(steps, kill_at, ranks, allowance)
-    # Not below a long TMPDIR: a daemon that the loop starts has its sockets in the spool.
+    # A long TMPDIR is avoided, because a daemon that the loop starts has its sockets in the spool.
     home = Path(tempfile.mkdtemp(prefix="tierd-check-", dir="/tmp" if len(tempfile.gettempdir()) > 40 else None))  # noqa: S108
     try:
-        loop = Loop(target, ranks, steps, home, patience, tell)
-        report = _check(loop, points, Terms(steps, allowance, loss_tolerance), str(home) if keep else None)
+        looks = tuple(sorted({point.step for point in points}))
+        loop = CheckedLoop(target, ranks, steps, home, patience, tell, looks, every_save)
+        terms = Terms(steps, allowance, loss_tolerance, tuple(ignore))
+        report = _check(loop, points, terms, str(home) if keep else None)
     finally:
         stop_daemons(home)
         if not keep:
@@ -66,7 +78,7 @@ def check_resume(
 
 
 def assert_resumes(target: str, **options: object) -> Report:
-    """`check_resume` for a test: raises `AssertionError` with the report unless `report.ok`."""
+    """Run `check_resume` in a test, and raise `AssertionError` with the report unless `report.ok`."""
     report = check_resume(target, **options)  # type: ignore[arg-type]
     if not report.ok:
         raise AssertionError(str(report))
@@ -87,26 +99,32 @@ def _checked(steps: int, kill_at: Sequence[int | str], ranks: int, allowance: in
     return points
 
 
-def _check(loop: Loop, points: Sequence[KillPoint], terms: Terms, kept: str | None) -> Report:
+def _check(loop: CheckedLoop, points: Sequence[KillPoint], terms: Terms, kept: str | None) -> Report:
     margin = terms.allowance * len(points)
     reference = _once(loop, "uninterrupted", margin)
     killed = _killed(loop, points, margin)
     start = min((seen.first or 0 for seen in reference.launches[0]), default=0)
     _check_isolated(reference, killed)
     results = [compare(reference, killed, rank, terms) for rank in range(loop.ranks)]
+    states = _states(reference, killed, results, terms)
+    leaked = leaks(reference, killed, loop.ranks, terms.steps)
+    if terms.allowance:
+        leaked = [one for one in leaked if one.kind not in ("twice", "skipped")]
     fresh = never_restored(killed, start)
     found: tuple[Cause, ...] = (fresh,) if fresh else ()
     if not all(one.ok for one in results):
         first = History(killed.launches[:1])
         again = None
         if all(compare(reference, first, rank, _until(first, rank, terms)).exact for rank in range(loop.ranks)):
-            again = _once(loop, "uninterrupted again", margin)
+            again = _once(loop.closer({*loop.looks, *_looks(killed)}), "uninterrupted again", margin)
         found += causes(reference, killed, again, results, terms)
+    elif states and not fresh:
+        found += from_final_states(killed, states)
     return Report(
         target=loop.target,
         steps=terms.steps,
-        ok=fresh is None and all(one.ok for one in results),
-        exact=all(one.exact for one in results),
+        ok=fresh is None and all(one.ok for one in results) and not states and not leaked,
+        exact=all(one.exact for one in results) and not states,
         allowance=terms.allowance,
         loss_tolerance=terms.loss_tolerance,
         launches=tuple(
@@ -114,25 +132,47 @@ def _check(loop: Loop, points: Sequence[KillPoint], terms: Terms, kept: str | No
             for number, launch in enumerate(killed.launches, start=1)
         ),
         ranks=tuple(results),
+        entries=sum(compared(reference, killed, rank) for rank in range(loop.ranks)),
+        states=tuple(states),
+        leaks=tuple(leaked),
         causes=found,
         kept=kept,
     )
+
+
+def _looks(killed: History) -> set[int]:
+    """Return the steps at which an uninterrupted run is captured: each resumed checkpoint, and the step after it."""
+    first = {seen.first for launch in killed.launches[1:] for seen in launch if seen.first is not None}
+    return first | {step - 1 for step in first}
+
+
+def _states(reference: History, killed: History, results: Sequence[RankResult], terms: Terms) -> list[StateDifference]:
+    """Return the differences in the state of each rank.
+
+    A rank that used an allowance is left out, because it trained differently.
+    """
+    return [
+        found
+        for one in results
+        if one.exact or not one.ok
+        for found in differences(reference, killed, one.rank, terms.loss_tolerance, terms.ignore)
+    ]
 
 
 def _until(history: History, rank: int, terms: Terms) -> Terms:
     return Terms(min(terms.steps, history.launches[0][rank].last or 0), 0, terms.loss_tolerance)
 
 
-def _once(loop: Loop, name: str, margin: int) -> History:
+def _once(loop: CheckedLoop, name: str, margin: int) -> History:
     spool = _spool(loop.home, name)
     seen = loop.launch(name, spool, None, 0, margin)
     stop_daemons(spool.parent)
     return History([seen])
 
 
-def _killed(loop: Loop, points: Sequence[KillPoint], margin: int) -> History:
+def _killed(loop: CheckedLoop, points: Sequence[KillPoint], margin: int) -> History:
     spool = _spool(loop.home, "killed")
-    launches: list[list[Seen]] = []
+    launches: list[list[RankHistory]] = []
     for number, point in enumerate([*points, None], start=1):
         launches.append(loop.launch(f"launch {number}", spool, point, (number - 1) % loop.ranks, margin))
     stop_daemons(spool.parent)
@@ -140,7 +180,7 @@ def _killed(loop: Loop, points: Sequence[KillPoint], margin: int) -> History:
 
 
 def _spool(home: Path, name: str) -> Path:
-    """A spool's path with a directory of its own around it, where the loop may put a tier beside it."""
+    """Create a spool inside a directory of its own, so that the loop may put a tier next to it."""
     path = home / name.replace(" ", "-") / "spool"
     path.mkdir(parents=True)
     return path
@@ -155,7 +195,9 @@ def _check_isolated(reference: History, killed: History) -> None:
             )
 
 
-def _launch(number: int, launch: Sequence[Seen], points: Sequence[KillPoint], start: int, steps: int) -> LaunchResult:
+def _launch(
+    number: int, launch: Sequence[RankHistory], points: Sequence[KillPoint], start: int, steps: int
+) -> LaunchResult:
     began = min((seen.first for seen in launch if seen.first is not None), default=None)
     return LaunchResult(
         launch=number,

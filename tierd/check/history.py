@@ -1,6 +1,7 @@
-"""What launches saw: kill points, observations, and what of a killed run counts.
+"""The records of launches: kill points, observations, and which observations of a killed run count.
 
-Law: pure. A launch that begins at step s undoes whatever earlier launches saw of step s and later: the kill lost it.
+Invariant: pure. A launch that begins at step s voids all earlier observations of step s and later, because the kill
+lost those steps.
 """
 
 from __future__ import annotations
@@ -12,16 +13,22 @@ from typing import Any
 
 import msgspec
 
+from tierd.check.leaves import ValueLeaf
 from tierd.core.errors import ConfigError
 
 Sample = int | str
+PYTHON, NUMPY, TORCH, CUDA = "Python's random", "numpy.random", "torch's CPU generator", "torch's CUDA generators"
+GLOBAL = (PYTHON, NUMPY, TORCH, CUDA)  # the process's global generators
 _POINT = re.compile(r"(\d+)(\+save|\+(\d+(?:\.\d+)?)ms)?")
 
 
 @dataclass(frozen=True, slots=True)
 class KillPoint:
-    """Where a launch is killed: right after `step` was observed, `delay_ms` later, or in the middle of the first save
-    of `step` or a later one."""
+    """The point at which a launch is killed.
+
+    It is right after `step` was observed, `delay_ms` later, or in the middle of the first save of `step` or a later
+    one.
+    """
 
     step: int
     in_save: bool = False
@@ -29,7 +36,7 @@ class KillPoint:
 
     @classmethod
     def parse(cls, text: int | str) -> KillPoint:
-        """`7`, `7+save` or `7+10ms`; raises `ConfigError`."""
+        """Parse `7`, `7+save` or `7+10ms`; raises `ConfigError`."""
         match = _POINT.fullmatch(str(text).strip())
         if not match:
             raise ConfigError(f"kill point {text!r}: a step, as 7 (right after it), 7+save or 7+10ms")
@@ -43,18 +50,27 @@ class Observation(msgspec.Struct, frozen=True):
     """One call of `tierd.observe`.
 
     Attributes:
-        loss: as `float.hex` writes it, which keeps every bit.
+        step: the observed step.
+        samples: the step's samples.
+        loss: in the format of `float.hex`, which keeps every bit.
         generators: digests of the states of the process's random number generators at the call, by name.
+        epoch: the epoch of the samples.
+        validation: samples that were used for evaluation.
     """
 
     step: int
     samples: tuple[Sample, ...]
     loss: str | None = None
     generators: dict[str, str] = {}
+    epoch: int | None = None
+    validation: tuple[Sample, ...] = ()
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """What a process sums with and hashes with: it may differ between launches, and with it the last bits of a loss."""
+    """The process settings for summation and hashing.
+
+    They may differ between launches, and so change the last bits of a loss.
+    """
 
     torch_threads: int | None = None
     omp_num_threads: str | None = None
@@ -62,44 +78,81 @@ class Setting(msgspec.Struct, frozen=True):
     hash_seed: str | None = None
 
 
-class Line(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of a record: one of these happened."""
+class Taken(msgspec.Struct, frozen=True):
+    """The captured state of a process at one moment.
+
+    Attributes:
+        step: the last step before the capture; for `loaded`, the checkpoint's step.
+        at: the moment: `step` or `end`, when a step was observed; `save`, when a save began; `loaded`, after a restore;
+            `forward`, at the first forward pass after that step.
+        entries: the values of the saved state by path, without loaders, samplers and datasets.
+        forms: the form of each key of the saved state, by path: `object` (it returns its state at any moment),
+            `values`, `both`, or `unread`. The prefix `other ` marks a key whose save got another object than the
+            restore.
+        told: how the state is known, `save` or `restore`, and the step; None if no state is known.
+        beside: values in the process that are not in the saved state.
+        looks: values that are evidence for causes and are not compared: the attributes of loaders, samplers and
+            datasets, gradients, and the process's global generators.
+        kinds: the kinds of objects by the prefix of their paths: `weights`, `optimizer`, `scheduler`, `scaler`, `data`.
+    """
+
+    step: int
+    at: str
+    entries: dict[str, ValueLeaf]
+    beside: dict[str, ValueLeaf]
+    looks: dict[str, ValueLeaf] = {}
+    kinds: dict[str, str] = {}
+    forms: dict[str, str] = {}
+    told: tuple[str, int] | None = None
+
+
+class RecordLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of a record; exactly one member is set."""
 
     observed: Observation | None = None
     setting: Setting | None = None
     saving: int | None = None
     killing: str | None = None
+    taken: Taken | None = None
 
 
 @dataclass
-class Seen:
-    """One rank in one launch."""
+class RankHistory:
+    """The record of one rank in one launch."""
 
     observed: dict[int, Observation] = field(default_factory=dict)
     setting: Setting | None = None
     saves: list[int] = field(default_factory=list)
     killing: str | None = None
+    taken: list[Taken] = field(default_factory=list)
 
-    def add(self, line: Line) -> None:
-        """Take one line of the record in."""
+    def add(self, line: RecordLine) -> None:
+        """Add one line of the record."""
         if line.observed is not None:
             self.observed[line.observed.step] = line.observed
         self.setting = line.setting or self.setting
         self.killing = line.killing or self.killing
         if line.saving is not None:
             self.saves.append(line.saving)
+        if line.taken is not None:
+            self.taken.append(line.taken)
 
     @property
     def first(self) -> int | None:
-        """The first step that it made."""
+        """The first step that the launch made."""
         return min(self.observed, default=None)
 
     @property
     def last(self) -> int | None:
         return max(self.observed, default=None)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the state after the last step was captured."""
+        return any(one.at == "end" for one in self.taken)
+
     def samples_after(self, step: int) -> int:
-        """How many samples it went through after `step`."""
+        """Return how many samples the rank read after `step`."""
         return sum(len(one.samples) for number, one in self.observed.items() if number > step)
 
 
@@ -113,12 +166,12 @@ class Counted:
 
 @dataclass(frozen=True)
 class History:
-    """One run: its launches in their order, each with what every rank saw."""
+    """One run: its launches in order, each with the records of all ranks."""
 
-    launches: Sequence[Sequence[Seen]]
+    launches: Sequence[Sequence[RankHistory]]
 
     def effective(self, rank: int) -> dict[int, Counted]:
-        """What `rank` trained on in the end: step -> the observation that no later launch has undone."""
+        """Return the observations of `rank` that count: step -> the observation that no later launch has voided."""
         found: dict[int, Counted] = {}
         for number, launch in enumerate(self.launches, start=1):
             seen = launch[rank]
@@ -129,7 +182,7 @@ class History:
         return found
 
     def resumes(self, rank: int, start: int) -> dict[int, int]:
-        """Launch -> its first step, for every launch after the first that began later than step `start`."""
+        """Return launch -> its first step, for every launch after the first that began later than step `start`."""
         return {
             number: launch[rank].first or start
             for number, launch in enumerate(self.launches, start=1)
@@ -138,7 +191,7 @@ class History:
 
 
 def as_sample(value: Any) -> Sample:
-    """What stands for one sample in a record: an int, or text."""
+    """Convert one sample to its form in a record: an int, or text."""
     item = getattr(value, "item", None)
     if callable(item):  # a NumPy scalar or a 0-d tensor
         value = item()
@@ -148,7 +201,7 @@ def as_sample(value: Any) -> Sample:
 
 
 def as_samples(values: Iterable[Any]) -> tuple[Sample, ...]:
-    """The samples of a step; a tensor's or an array's in its order."""
+    """Convert the samples of a step, keeping the order of a tensor or an array."""
     to_list = getattr(values, "tolist", None)
     if callable(to_list):
         listed = to_list()

@@ -1,6 +1,7 @@
-"""Launches of a loop under check: started, watched, killed, and gone when they should be.
+"""Start, watch and kill the launches of a checked loop.
 
-Law: nothing that was started outlives its launch, workers and all; a wait ends when nothing new is seen for `patience`.
+Invariant: no process, workers included, outlives its launch. A wait ends when no new record line has arrived for
+`patience` seconds.
 """
 
 from __future__ import annotations
@@ -11,50 +12,53 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
 from tierd.check.child import Orders
-from tierd.check.history import KillPoint, Line, Seen
+from tierd.check.history import KillPoint, RankHistory, RecordLine
 from tierd.core.errors import LoopFailed, TierdError
-from tierd.core.wire import Status
-from tierd.link import Link
-from tierd.spool import Spool
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Status
+from tierd.spool.spool import Spool
 
 _CODE = "import sys; sys.path[:] = {path!r}; from tierd.check.child import main; main(sys.argv[1])"
-_TAIL = 15  # lines of a failed launch's output in the error
+_TAIL = 15  # lines of a failed launch's output in the error message
 _LOOK = 0.02
 
 
 @dataclass
 class Rank:
-    """One process of a launch, and what its record says so far."""
+    """One process of a launch, and its record so far."""
 
     process: subprocess.Popen[bytes]
     record: Path
     output: Path
-    seen: Seen = field(default_factory=Seen)
+    seen: RankHistory = field(default_factory=RankHistory)
     _read: int = 0
 
     def look(self) -> bool:
-        """Take in what is new in the record; whether there was anything."""
+        """Read the new lines of the record, and return whether there were any."""
         with suppress(FileNotFoundError), self.record.open("rb") as file:
             file.seek(self._read)
             lines = file.read().splitlines(keepends=True)
             whole = [line for line in lines if line.endswith(b"\n")]
             for line in whole:
-                self.seen.add(msgspec.json.decode(line, type=Line))
+                self.seen.add(msgspec.json.decode(line, type=RecordLine))
             self._read += sum(map(len, whole))
             return bool(whole)
         return False
 
     @property
     def ended(self) -> int | None:
-        """How it ended, as `Popen.returncode`; None while it runs. It is not reaped: its number stays its own."""
+        """The exit status, as `Popen.returncode`; None while the process runs.
+
+        The process is not reaped, so that its pid cannot be reused.
+        """
         if self.process.returncode is not None:
             return self.process.returncode
         found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -63,7 +67,7 @@ class Rank:
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def stop(self) -> None:
-        """SIGKILL to it and its workers; returns when it is gone."""
+        """Send SIGKILL to the process and its workers, and return when it has ended."""
         if self.process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -71,19 +75,21 @@ class Rank:
         self.look()
 
     def tail(self) -> str:
-        """The end of what it printed."""
+        """Return the last lines of the process's output."""
         with suppress(FileNotFoundError):
             return "\n".join(self.output.read_text(errors="replace").splitlines()[-_TAIL:])
         return ""
 
 
 @dataclass(frozen=True)
-class Loop:
-    """What is launched, again and again.
+class CheckedLoop:
+    """The loop under check, which can be launched repeatedly.
 
     Attributes:
-        home: where records and output go.
-        patience: seconds without a new step after which a launch hangs.
+        home: the directory for records and output.
+        patience: seconds without a new step after which a launch counts as hung.
+        looks: the steps after which the state is captured, in addition to the last one.
+        every_save: whether to capture it at each save as well.
     """
 
     target: str
@@ -92,16 +98,22 @@ class Loop:
     home: Path
     patience: float
     tell: Callable[[str], None]
+    looks: tuple[int, ...] = ()
+    every_save: bool = False
 
-    def launch(self, name: str, spool: Path, kill: KillPoint | None, victim: int, margin: int) -> list[Seen]:
-        """One launch, to its end: killed at `kill` by rank `victim`, or ended when every rank is through.
+    def closer(self, looks: Iterable[int]) -> CheckedLoop:
+        """Return the same loop with the state captured after these steps and at every save."""
+        return replace(self, looks=tuple(looks), every_save=True)
+
+    def launch(self, name: str, spool: Path, kill: KillPoint | None, victim: int, margin: int) -> list[RankHistory]:
+        """Run one launch until rank `victim` was killed at `kill`, or until every rank has finished.
 
         Args:
-            name: of the launch, for its files and errors.
-            margin: samples that each rank goes on for after the last step, unless its function ends.
+            name: the launch's name for its files and errors.
+            margin: samples that each rank reads after the last step, unless its function ends.
 
         Raises:
-            LoopFailed: it ended, failed or hung before that; with the end of its output.
+            LoopFailed: the launch ended, failed or hung before; the message has the end of its output.
         """
         self.tell(f"{name}: {f'to be killed at {kill}' if kill else f'to step {self.steps}'}")
         port = _free_port()
@@ -119,7 +131,7 @@ class Loop:
         path = list(dict.fromkeys(str(Path(one).absolute()) for one in ["", *sys.path]))
         files = self.home / f"{name.replace(' ', '-')}-rank-{rank}"
         record, output = files.with_suffix(".jsonl"), files.with_suffix(".out")
-        orders = Orders(self.target, str(spool), str(record), os.getpid(), self.steps, str(kill) if kill else None)
+        orders = self._orders(spool, record, kill)
         command = [sys.executable, "-c", _CODE.format(path=path), msgspec.json.encode(orders).decode()]
         with output.open("wb") as out:
             process = subprocess.Popen(
@@ -128,12 +140,27 @@ class Loop:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=_environment(rank, self.ranks, port) | {"TMPDIR": str(self._scratch())},
-                start_new_session=True,  # a group of its own: its workers are killed with it
+                start_new_session=True,  # a process group of its own, so that its workers are killed with it
             )
         return Rank(process, record, output)
 
+    def _orders(self, spool: Path, record: Path, kill: KillPoint | None) -> Orders:
+        return Orders(
+            self.target,
+            str(spool),
+            str(record),
+            os.getpid(),
+            self.steps,
+            str(kill) if kill else None,
+            self.looks,
+            self.every_save,
+        )
+
     def _scratch(self) -> Path:
-        """Where the loop's own temporary files go: SIGKILL leaves them, so they are removed with the rest."""
+        """Return the directory for the loop's temporary files.
+
+        SIGKILL leaves such files, so they are removed with all others.
+        """
         path = self.home / "tmp"
         path.mkdir(exist_ok=True)
         return path
@@ -141,7 +168,8 @@ class Loop:
     def _watch(self, name: str, ranks: Sequence[Rank], kill: KillPoint | None, victim: Rank, margin: int) -> None:
         heard = time.monotonic()
         while True:
-            ends = [one.ended for one in ranks]  # before the record: what was seen of the dead is then all there is
+            # Before the records, because the record of an ended process is then complete.
+            ends = [one.ended for one in ranks]
             new = [one.look() for one in ranks]
             if any(new):
                 heard = time.monotonic()
@@ -161,16 +189,18 @@ class Loop:
             time.sleep(_LOOK)
 
     def _through(self, rank: Rank, end: int | None, margin: int) -> bool:
-        last = rank.seen.last
-        if last is None or last < self.steps:
+        if not rank.seen.ended:  # because a slow machine captures the state long after it recorded the step
             return False
         return end is not None or rank.seen.samples_after(self.steps) >= margin
 
-    # -- what went wrong --------------------------------------------------------------------------------------------
+    # -- error messages ---------------------------------------------------------------------------------------------
 
     def _gone(self, name: str, rank: int, one: Rank, end: int) -> str:
         how = f"was killed by signal {-end}" if end < 0 else f"ended with exit code {end}"
-        return f"{name}: rank {rank} {how} {_after(one)}, before step {self.steps}{_quoted(one)}"
+        last = one.seen.last
+        early = last is None or last < self.steps
+        before = f"before step {self.steps}" if early else "before its state was taken"
+        return f"{name}: rank {rank} {how} {_after(one)}, {before}{_quoted(one)}"
 
     def _hung(self, name: str, ranks: Sequence[Rank]) -> str:
         slowest = min(range(len(ranks)), key=lambda rank: -1 if (last := ranks[rank].seen.last) is None else last)
@@ -196,7 +226,7 @@ def _quoted(one: Rank) -> str:
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun gives to a rank; one rank alone gets nothing more than it had."""
+    """Return the environment that torchrun gives to a rank; for a single rank, the environment without a change."""
     if ranks == 1:
         return dict(os.environ)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
@@ -224,9 +254,10 @@ def stop_daemons(home: Path) -> None:
             with Link(Spool(control.parent, write=False)) as link:
                 pid = int(link.ask(Status(), 10)["status"]["pid"])
         except (TierdError, TimeoutError, OSError):
-            continue  # none is there any more
+            continue  # no daemon runs there any more
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-            for _ in range(100):  # it is not our child to wait for; what it still writes must not outlive the directory
+            # It is not a child of this process, and must not write after the directory is removed.
+            for _ in range(100):
                 os.kill(pid, 0)
                 time.sleep(_LOOK)

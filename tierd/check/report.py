@@ -1,4 +1,7 @@
-"""What a check found, to read and as JSON. Law: it says what was seen first, and what it may come of second."""
+"""The result of a check, as text and as JSON.
+
+Invariant: the report first states the observations, and then their likely causes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import msgspec
 
 from tierd.check.causes import Cause
 from tierd.check.compare import Divergence, RankResult
+from tierd.check.final import StateDifference, summary
 from tierd.check.history import Sample
+from tierd.check.leakage import Leak, line
 
 _SHOWN = 6  # samples of a batch that are printed
 
@@ -17,9 +22,11 @@ class LaunchResult(msgspec.Struct, frozen=True):
     """One launch of the killed run.
 
     Attributes:
+        launch: the launch, from 1.
         killed_at: the kill point, as it was written; None for the last launch.
-        began, ended: the first and last step of any rank; None where it made none.
-        resumed: whether it went on from a checkpoint.
+        began: the first step of any rank; None if no rank made a step.
+        ended: the last step of any rank; None if no rank made a step.
+        resumed: whether it resumed from a checkpoint.
     """
 
     launch: int
@@ -33,10 +40,15 @@ class Report(msgspec.Struct, frozen=True):
     """Whether a loop resumes exactly.
 
     Attributes:
-        ok: every rank is equal, or within the allowance, and something was resumed.
-        exact: every rank is equal.
+        ok: whether every rank is equal or within the allowance, the state at the end is equal, nothing leaked, and at
+            least one launch resumed.
+        exact: whether every rank is equal, and the state at the end as well.
         allowance: samples that each rank may read again or skip, for each resume.
-        kept: where records, output and spools were left.
+        entries: the number of values, inside and outside of the state, that were compared after the last step.
+        states: the values, inside and outside of the state, that differ after the last step.
+        leaks: samples that were read twice in an epoch, skipped, read on two ranks or taken from the validation split,
+            beyond those of an uninterrupted run.
+        kept: the directory in which records, output and spools were kept.
     """
 
     target: str
@@ -47,16 +59,27 @@ class Report(msgspec.Struct, frozen=True):
     loss_tolerance: float
     launches: tuple[LaunchResult, ...]
     ranks: tuple[RankResult, ...]
+    entries: int
+    states: tuple[StateDifference, ...]
+    leaks: tuple[Leak, ...]
     causes: tuple[Cause, ...]
     kept: str | None = None
 
     def to_json(self) -> str:
-        """The report as one JSON object."""
+        """Return the report as one JSON object."""
         return msgspec.json.encode(self).decode()
 
     def __str__(self) -> str:
         return "\n".join(
-            [self._verdict(), *map(_launch, self.launches), *self._ranks(), *self._causes(), *self._kept()]
+            [
+                self._verdict(),
+                *map(_launch, self.launches),
+                *self._ranks(),
+                *self._states(),
+                *self._leaks(),
+                *self._causes(),
+                *self._kept(),
+            ]
         )
 
     def _verdict(self) -> str:
@@ -64,7 +87,8 @@ class Report(msgspec.Struct, frozen=True):
         what = f"{self.target}: {self.steps} steps, {_many(kills, 'kill')}, {_many(len(self.ranks), 'rank')}"
         if self.exact and self.ok:
             tolerance = f" within {self.loss_tolerance:g}" if self.loss_tolerance else ", bit for bit"
-            return f"exact: {what}; every sample and every loss as uninterrupted{tolerance}"
+            state = f"; {_many(self.entries, 'value')} of the state as well" if self.entries else ""
+            return f"exact: {what}; every sample and every loss as uninterrupted{tolerance}{state}"
         if self.ok:
             return f"within the allowance: {what}"
         return f"NOT EXACT: {what}"
@@ -76,6 +100,12 @@ class Report(msgspec.Struct, frozen=True):
             if one.divergence is not None:
                 lines += [f"    {line}" for line in _divergence(one.divergence)]
         return lines
+
+    def _states(self) -> list[str]:
+        return [f"  state: {line}" for line in summary(self.states)]
+
+    def _leaks(self) -> list[str]:
+        return [f"  leakage: {line(one)}" for one in self.leaks]
 
     def _causes(self) -> list[str]:
         return [f"  likely cause ({one.kind}): {one.says}" for one in self.causes]

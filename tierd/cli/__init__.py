@@ -1,6 +1,6 @@
 """The command line: typer for the grammar, rich for the tables, JSON for programs.
 
-Law: every error ends in one line on stderr and an exit code that the README lists; a traceback is a bug.
+Invariant: every error ends in one line on stderr and an exit code that `EXIT_CODES` lists; a traceback is a bug.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Annotated
 import typer
 
 from tierd import __version__
-from tierd.cli import act, advise, bench, check, disown, ending, pause, read, space, status
+from tierd.cli import act, advise, bench, check, disown, ending, inspect, pause, read, space, status
 from tierd.cli.tables import complain, print_json
 from tierd.core import errors, manifest
-from tierd.core.protocol import PROTOCOL
-from tierd.core.wire import EXIT_HELD
+from tierd.ipc.messages import EXIT_HELD
+from tierd.ipc.protocol import PROTOCOL
 from tierd.logs import Formatter
 
 app = typer.Typer(
@@ -36,17 +36,18 @@ disown.register(app)
 advise.register(app)
 bench.register(app)
 check.register(app)
+inspect.register(app)
 
 EXIT_CODES: dict[int, str] = {
-    0: "done; what was asked about is sound",
+    0: "done; nothing wrong was found",
     1: "an unexpected failure: a bug, or an error of the operating system",
     2: "the command line was not understood",
     3: "bad input: configuration, URL, name, step, a spool that cannot be used, a loop that fails by itself",
-    4: "not found: no such checkpoint, or none that could be verified",
+    4: "not found: no such checkpoint, or none verified; `inspect`: a checkpoint is incomplete or unknown",
     5: "corruption was found",
-    6: "a store or the daemon did not answer, or refused; nothing is known to be wrong",
+    6: "a store or the daemon did not answer, or refused; this proves nothing wrong",
     EXIT_HELD: "another daemon holds the spool",
-    check.EXIT_NOT_EXACT: "`check-resume`: the run that was killed is not the one that nobody interrupted",
+    check.EXIT_NOT_EXACT: "`check-resume`: the killed run differs from the uninterrupted one",
     ending.EXIT_UNFINISHED: "`run` after SIGTERM, `drain`: some tier still lacks a part that it wants",
 }
 _CODES: dict[type[errors.TierdError], int] = {
@@ -80,14 +81,14 @@ def _main(
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Run one command; its exit code."""
+    """Run one command and return its exit code."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         app(arguments)
         return 0
-    except SystemExit as end:  # typer ends so, with 2 for a command line that it did not understand
+    except SystemExit as end:  # typer's own end; 2 if it did not understand the command line
         return end.code if isinstance(end.code, int) else 1
     except KeyboardInterrupt:
         return 130

@@ -1,4 +1,4 @@
-"""Commands that change something: run, restore, prune, pin, unpin; and `config check`, which might."""
+"""Commands that change something: run, restore, prune, pin, unpin; and `config check`, which writes a probe."""
 
 from __future__ import annotations
 
@@ -32,33 +32,34 @@ from tierd.cli.options import (
 )
 from tierd.cli.read import choose
 from tierd.cli.tables import console, print_json, progress, size, table
-from tierd.core import wire
-from tierd.core.choose import Goal, check_goal
 from tierd.core.config import Config, from_urls, without_addresses
-from tierd.core.demand import Demand
 from tierd.core.errors import ConfigError, DaemonUnavailable, StoreUnavailable
-from tierd.core.events import Event
+from tierd.core.event_kinds import Event
 from tierd.core.ids import CheckpointId, check_run, pin_key, pruning_prefix
-from tierd.core.plan import judge
-from tierd.core.policies import known_policy, unknown
+from tierd.core.planning.demand import Demand
+from tierd.core.planning.inventory import Inventory, runs
+from tierd.core.planning.plan import judge
+from tierd.core.planning.pruning import MOST_CHECKPOINTS
 from tierd.core.printable import printable_json
-from tierd.core.pruning import MOST_CHECKPOINTS
-from tierd.core.resume import agree
-from tierd.core.retention import RetentionPolicy
-from tierd.core.sight import told
+from tierd.core.retention.policies import known_policy, unknown
+from tierd.core.retention.policy import RetentionPolicy
+from tierd.core.save_policy import Goal, check_goal
+from tierd.core.timeline.candidates import agree
+from tierd.core.timeline.run_view import RunView
 from tierd.core.urls import parse_url
-from tierd.core.world import World, runs
-from tierd.daemon.download import Progress
-from tierd.daemon.export import Exported, export
-from tierd.daemon.manifests import Manifests
-from tierd.daemon.observe import look_around
-from tierd.daemon.prune import prune as prune_tier
-from tierd.daemon.reach import Reach
-from tierd.daemon.reach import reach as try_out
 from tierd.daemon.service import open_all, open_tiers, serve
-from tierd.link import Link
+from tierd.daemon.tiers.manifests import Manifests
+from tierd.daemon.tiers.observe import look_around
+from tierd.daemon.tiers.prune import prune as prune_tier
+from tierd.daemon.tiers.reach import Reach
+from tierd.daemon.tiers.reach import reach as try_out
+from tierd.daemon.transfer.download import Progress
+from tierd.daemon.transfer.export import Exported, export
+from tierd.ipc import messages
+from tierd.ipc.client import Link
+from tierd.ipc.messages import read_member
 from tierd.priority import hasten
-from tierd.spool import Spool
+from tierd.spool.spool import Spool
 from tierd.stores.deletions import DeletionGuard
 from tierd.stores.keys import read_key
 
@@ -172,7 +173,14 @@ async def _restore(
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Retention's verdict over one checkpoint on one tier; `pruned`: whether it was carried out; `held`: why not."""
+    """The verdict of retention on one checkpoint on one tier.
+
+    Attributes:
+        keep: whether a rule keeps it.
+        reasons: the rules that keep it, or why nothing does.
+        pruned: whether it was deleted.
+        held: why it was not deleted although no rule keeps it, and until when; empty: nothing holds it.
+    """
 
     tier: str
     run: str
@@ -228,21 +236,21 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
     judged: list[Judged] = []
     async with AsyncExitStack() as stack:
         stores = await open_tiers(where.config, stack)
-        world = await look_around(where.spool, stores, run)
-        if where.policy:  # a person decides
-            answered = {name: place and replace(place, policies={}) for name, place in world.tiers.items()}
-            world = replace(world, tiers=answered)
-        asked = [one for one in runs(world) if run in (None, one)]
-        _check_policies(world, where, asked)
-        for name, place in world.tiers.items():
+        inventory = await look_around(where.spool, stores, run)
+        if where.policy:  # a person's policy replaces the runs' own
+            answered = {name: place and replace(place, policies={}) for name, place in inventory.tiers.items()}
+            inventory = replace(inventory, tiers=answered)
+        asked = [one for one in runs(inventory) if run in (None, one)]
+        _check_policies(inventory, where, asked)
+        for name, place in inventory.tiers.items():
             if place is None:
                 raise StoreUnavailable(f"{name} did not answer; nothing more was pruned")
             known, guard = Manifests(stores[name]), DeletionGuard(stores[name])
             for one in asked:
-                verdicts = judge(Demand(world, where.config, one), name)
+                verdicts = judge(Demand(inventory, where.config, one), name)
                 going = [verdict.id for verdict in verdicts if not verdict.keep and not dry_run]
                 gone, held = set[CheckpointId](), dict[CheckpointId, str]()
-                if going:  # a mark that nobody can delete would hold up flushes
+                if going:  # a mark that cannot be deleted would delay flushes
                     await guard.check(f"{pruning_prefix(one)}none")
                 while going:
                     some, going = going[:MOST_CHECKPOINTS], going[MOST_CHECKPOINTS:]
@@ -259,10 +267,10 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
     return judged
 
 
-def _check_policies(world: World, where: Places, asked: list[str]) -> None:
-    """Raise `ConfigError` where a run has no policy on a tier, or one that cannot be read; before anything goes."""
+def _check_policies(inventory: Inventory, where: Places, asked: list[str]) -> None:
+    """Raise `ConfigError` if a run has no policy on a tier, or one that cannot be read, before anything is deleted."""
     assert where.config is not None
-    for name, place in world.tiers.items():
+    for name, place in inventory.tiers.items():
         if place is None or where.policy:
             continue
         for run in asked:
@@ -275,7 +283,7 @@ def _check_policies(world: World, where: Places, asked: list[str]) -> None:
                     "here still wants from this one is not known; name every tier, give --config FILE, or decide "
                     "yourself by --keep-last N"
                 )
-            if known_policy(world, where.config, run, name) is None and any(place.copies(run)):
+            if known_policy(inventory, where.config, run, name) is None and any(place.copies(run)):
                 raise ConfigError(
                     f"{name}: nobody said what run {run!r} keeps there; give --keep-last N, or --config FILE"
                 )
@@ -327,19 +335,21 @@ def _pin_by_daemon(where: Places, run: str, step: int, attempt: str | None, *, p
             f"no daemon holds spool {where.spool.root}, and it alone is not every place: name the tiers' URLs too"
         ) from None
     with link:
-        found = agree([told(link.ask(wire.Candidates(run=run)))], run, step, attempt).candidates
+        found = agree(
+            [read_member(link.ask(messages.Candidates(run=run)), "sight", RunView)], run, step, attempt
+        ).candidates
         if not found:
             raise ConfigError(f"run {run!r} has no complete checkpoint of step {step}")
         checkpoint = found[0].checkpoint
-        link.ask(wire.Pin(checkpoint=checkpoint, pinned=pinned))
+        link.ask(messages.Pin(checkpoint=checkpoint, pinned=pinned))
         return checkpoint
 
 
 async def _pin_directly(where: Places, run: str, step: int, attempt: str | None, *, pinned: bool) -> CheckpointId:
     async with AsyncExitStack() as stack:
         stores = await open_tiers(where.config, stack) if where.config else {}
-        world = await look_around(where.spool, stores, run)
-        checkpoint = choose(world, run, step, attempt)
+        inventory = await look_around(where.spool, stores, run)
+        checkpoint = choose(inventory, run, step, attempt)
         if where.spool:
             where.spool.pin(checkpoint, pinned=pinned)
         for store in stores.values():
@@ -368,21 +378,21 @@ def config_check(
         out.print(f"{file}: spool {found.spool}, rescan {found.rescan}, drain {found.drain}")
         for tier in found.tier:
             key = f"encrypted with key {keys[tier.name].id}  " if tier.name in keys else ""
-            out.print(f"  {tier.name}  {parse_url(tier.url)}  {key}{_told(reached.get(tier.name))}")
-        for index, tell in enumerate(without_addresses(found).tell):
-            out.print(f"  tell[{index}]  {tell.url or (tell.command or ('',))[0]}")
+            out.print(f"  {tier.name}  {parse_url(tier.url)}  {key}{_describe_reach(reached.get(tier.name))}")
+        for index, receiver in enumerate(without_addresses(found).notify):
+            out.print(f"  notify[{index}]  {receiver.url or (receiver.command or ('',))[0]}")
     if any(one.mode in (None, "read-only") for one in reached.values()):
         raise typer.Exit(6)
 
 
-def _told(reached: Reach | None) -> str:
+def _describe_reach(reached: Reach | None) -> str:
     if reached is None or reached.mode is None:
         return reached.why if reached else ""
     return f"answers; {reached.mode}{f': {reached.why}' if reached.why else ''}"
 
 
 async def _opened(config: Config, *, reach: bool) -> dict[str, Reach]:
-    """Open all that a configuration refers to, as a daemon does at its start; with `reach`, what each tier allows."""
+    """Open all places of a configuration, as a starting daemon does; with `reach`, return what each tier permits."""
     async with AsyncExitStack() as stack:
         stores, _ = await open_all(config, stack)
         return {name: await try_out(store) for name, store in stores.items()} if reach else {}

@@ -1,36 +1,35 @@
-"""The command that only computes: advise.
+"""The command `advise`, which only computes.
 
-Law: nothing is guessed. A value without its unit, or half of what the model needs, is refused by its option's name.
+Invariant: nothing is guessed. A value without its unit, or an incomplete set of the model's inputs, is an error that
+names the option.
 """
 
 from __future__ import annotations
 
-import importlib
-import re
+import asyncio
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
 from msgspec import Meta
-from rich.console import Console
 
-from tierd.cli.options import JsonOption
-from tierd.cli.tables import console, print_json, table
-from tierd.core.advise import Advice, Choice, Costs, advise, goodput
+from tierd.cli.advise_show import Advised, account, draw, draw_table, markdown, show
+from tierd.cli.options import JsonOption, RunOption, SpoolOption, places
+from tierd.cli.read import look
+from tierd.cli.tables import console, print_json, print_lines
+from tierd.cli.units import LONGEST, SHORTEST, count, rate, size, time
+from tierd.core.advice.run_history import Past, past
+from tierd.core.advice.save_interval import Advice, Costs, advise
+from tierd.core.advice.table import Job, TableRow, lines
 from tierd.core.errors import ConfigError
-from tierd.core.retention import seconds
+from tierd.core.planning.inventory import Inventory, runs
 
-_UNITS: dict[str, int] = {
-    "B": 1,
-    **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", 1)},
-    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
-}
-_SIZE = re.compile(rf"([0-9]{{1,15}}(?:\.[0-9]{{1,9}})?)({'|'.join(_UNITS)})")
-_SHORTEST, _LONGEST = 1e-6, 1e12  # seconds: beyond, counts of steps would not fit JSON's integers
-_MOST = 10**9
-_PLOTTED = 200  # points of the curve
+_STEPS = (100, 500, 1000, 5000)  # rows of the table if the step time is known,
+_MINUTES = (1, 5, 15, 60)  # and if it is not
+_LOCAL = "spool"
 
 StateOption = Annotated[
     str | None,
@@ -77,22 +76,52 @@ PlotOption = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Advised:
-    """What the model was given, and what it says."""
-
-    costs: Costs
-    advice: Advice
+SyncOption = Annotated[
+    str | None,
+    typer.Option("--sync", metavar="TIME", help="A save that training waits for: 140s.", show_default=False),
+]
+TableOption = Annotated[bool, typer.Option("--table", help="Intervals by tiers, as Markdown.")]
+TiersOption = Annotated[
+    list[str] | None,
+    typer.Option("--tier", metavar="NAME=RATE", help="A row of the table: network=500MB/s.", show_default=False),
+]
+PastOption = Annotated[
+    tuple[str, str] | None,
+    typer.Option("--from-run", metavar="URL RUN", help="Take the rest from a run on a tier.", show_default=False),
+]
 
 
 class _Measured(msgspec.Struct, frozen=True):
+    state_bytes: Annotated[int, Meta(ge=0)]
+    blocked_s: Annotated[float, Meta(ge=0, le=LONGEST)]
+    durable_s: Annotated[float, Meta(ge=SHORTEST, le=LONGEST)]
+
+
+class _Benched(_Measured, frozen=True):
     state_bytes: Annotated[int, Meta(gt=0)]
-    blocked_s: Annotated[float, Meta(ge=0, le=_LONGEST)]
-    durable_s: Annotated[float, Meta(ge=_SHORTEST, le=_LONGEST)]
 
 
 class _Bench(msgspec.Struct, frozen=True):
-    advise: _Measured
+    advise: _Benched
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The values of the options, in seconds and bytes."""
+
+    measured: _Measured
+    mtbf_s: float | None
+    restart_s: float
+    flush_s: float
+    node_loss: float
+    sync_s: float | None
+    step_s: float | None
+    every: int | None
+
+    def costs(self, mtbf_s: float) -> Costs:
+        one = self.measured  # a save that is durable when it returns: clocks differ
+        durable = max(one.blocked_s, one.durable_s)
+        return Costs(one.blocked_s, durable, self.restart_s, mtbf_s, self.flush_s, self.node_loss)
 
 
 def register(app: typer.Typer) -> None:
@@ -112,37 +141,156 @@ def advise_command(
     node_loss: LossOption = None,
     step_time: StepTimeOption = None,
     every: EveryOption = None,
+    sync: SyncOption = None,
+    table: TableOption = False,
+    tier: TiersOption = None,
+    from_run: PastOption = None,
+    spool: SpoolOption = None,
+    run: RunOption = None,
     plot: PlotOption = None,
     json: JsonOption = False,
 ) -> None:
     """How often to save, and the goodput to expect, from what saving and failing cost."""
-    measured = _measured(file, state_size, blocked, bandwidth)
-    if mtbf is None:
-        raise ConfigError("--mtbf: say how often a failure stops the job, such as --mtbf 50d --nodes 32")
-    flush, share = _second_level(measured.state_bytes, tier_bandwidth, node_loss)
-    costs = Costs(
-        blocked_s=measured.blocked_s,
-        durable_s=max(measured.blocked_s, measured.durable_s),  # a save that is durable when it returns; clocks differ
-        restart_s=_time("--restart", restart, zero=True),
-        mtbf_s=_time("--mtbf", mtbf) / _count("--nodes", nodes),
-        flush_s=flush,
-        node_loss=share,
+    went = _went(from_run, spool, run)
+    sync_s = None if sync is None else time("--sync", sync)
+    node_count = count("--nodes", nodes)
+    if went is not None:
+        state_size = state_size or f"{max(1, went.state_bytes // node_count)}B"
+    measured = _measured(file, state_size, blocked, bandwidth, None if table else sync_s)
+    asked = _Asked(
+        measured,
+        _mtbf(mtbf, node_count, went),
+        _away(went, time("--restart", restart, zero=True)),
+        *_second_level(measured.state_bytes, tier_bandwidth, node_loss, table),
+        sync_s,
+        _step_time(step_time, went),
+        went.every_steps if every is None and went is not None else every,
     )
-    step = None if step_time is None else _time("--step-time", step_time)
-    if every is not None:
-        _count("--every", every)
-        if step is None:
+    if asked.every is not None:
+        count("--every", asked.every)
+        if asked.step_s is None:
             raise ConfigError("--every counts steps: say how long one takes with --step-time")
-    found = advise(costs, step, every)
-    if plot is not None:
-        _draw(plot, costs, found)
+    if tier and not table:
+        raise ConfigError("--tier is a row of the table: give --table as well")
+    found = _answer(asked, went, _tiers(tier, tier_bandwidth) if table else None)
+    _draw(plot, found)
     if json:
-        print_json(Advised(costs, found))
+        print_json(found)
     else:
-        _show(console(), costs, found)
+        _print(found, asked)
 
 
-def _measured(file: Path | None, state_size: str | None, blocked: str | None, bandwidth: str | None) -> _Measured:
+def _answer(asked: _Asked, went: Past | None, tiers: dict[str, float | None] | None) -> Advised:
+    if asked.mtbf_s is None:
+        if tiers is None:
+            raise ConfigError(
+                "--mtbf: say how often a failure stops the job, such as --mtbf 50d --nodes 32; what saving takes where "
+                "nothing fails, --table shows without it"
+            )
+        return Advised(None, None, asked.sync_s, table=tuple(_table(asked, tiers, None)))
+    costs = asked.costs(asked.mtbf_s)
+    found = advise(costs, asked.step_s, asked.every)
+    beside = None
+    if asked.sync_s is not None and asked.sync_s != asked.measured.blocked_s:
+        waits = Costs(asked.sync_s, asked.sync_s, asked.restart_s, asked.mtbf_s)
+        beside = advise(waits, asked.step_s, asked.every)
+    rows = None if tiers is None else tuple(_table(asked, tiers, found))
+    return Advised(costs, found, asked.sync_s, beside, rows, went)
+
+
+def _table(asked: _Asked, tiers: dict[str, float | None], found: Advice | None) -> list[TableRow]:
+    if asked.step_s is None:
+        intervals: dict[float, int | None] = {60.0 * one: None for one in _MINUTES}
+    else:
+        intervals = {asked.step_s * one: one for one in {*_STEPS, *([asked.every] if asked.every else [])}}
+    if found is not None:
+        intervals[found.recommended.interval_s] = found.recommended.steps
+    one = asked.measured
+    job = Job(
+        one.state_bytes,
+        one.blocked_s,
+        max(one.blocked_s, one.durable_s),
+        asked.sync_s,
+        asked.restart_s,
+        asked.mtbf_s,
+        asked.node_loss or 1.0,
+    )
+    return lines(job, sorted(intervals.items()), tiers)
+
+
+def _draw(file: Path | None, found: Advised) -> None:
+    if file is None:
+        return
+    if found.table is not None:
+        draw_table(file, found.table)
+    elif found.costs is not None and found.advice is not None:
+        draw(file, found.costs, found.advice)
+
+
+def _print(found: Advised, asked: _Asked) -> None:
+    if found.past is not None and found.advice is not None and found.advice.yours is not None:
+        for line in account(found.past, found.advice.yours, found.advice.recommended):
+            print_lines(line)
+    if found.table is not None:
+        print_lines("\n".join(markdown(found.table, _LOCAL, asked.node_loss or 1.0)))
+    elif found.costs is not None and found.advice is not None:
+        show(console(), found.costs, found.advice, found.sync)
+
+
+# -- values of the options -------------------------------------------------------------------------------------------
+
+
+def _went(from_run: tuple[str, str] | None, spool: Path | None, run: str | None) -> Past | None:
+    """Read the history of a real run."""
+    if from_run is None and spool is None:
+        if run is not None:
+            raise ConfigError("--run is for --spool: which of its runs")
+        return None
+    if from_run is not None and (spool is not None or run is not None):
+        raise ConfigError("--from-run names a tier and the run itself; leave --spool and --run out")
+    urls, name = ([from_run[0]], from_run[1]) if from_run else (None, run)
+    world: Inventory = asyncio.run(look(places(spool, urls, None), name))
+    if name is None:
+        there = runs(world)
+        if len(there) != 1:
+            raise ConfigError(f"--spool {spool}: it has {len(there)} runs; say which with --run")
+        [name] = there
+    return past(world, name)
+
+
+def _mtbf(mtbf: str | None, nodes: int, went: Past | None) -> float | None:
+    if mtbf is not None:
+        return time("--mtbf", mtbf) / nodes
+    if went is None:
+        return None
+    if not went.failures:
+        raise ConfigError(f"run {went.run}: no launch resumed, so no failure is known; say how often with --mtbf")
+    return went.span_s / went.failures
+
+
+def _away(went: Past | None, given: float) -> float:
+    return given if went is None or math.isnan(went.away_s) else went.away_s
+
+
+def _step_time(step_time: str | None, went: Past | None) -> float | None:
+    if step_time is not None:
+        return time("--step-time", step_time)
+    return None if went is None else went.step_s
+
+
+def _tiers(tiers: list[str] | None, bandwidth: str | None) -> dict[str, float | None]:
+    found: dict[str, float | None] = {_LOCAL: None}
+    for one in tiers or ([f"tier={bandwidth}"] if bandwidth else []):
+        name, equals, text = one.partition("=")
+        if not (name and equals) or name in found or "|" in name:
+            raise ConfigError(f"--tier {one!r}: a name of its own and a bandwidth, as network=500MB/s")
+        found[name] = rate("--tier", text)
+    return found
+
+
+def _measured(
+    file: Path | None, state_size: str | None, blocked: str | None, bandwidth: str | None, sync_s: float | None
+) -> _Measured:
     given = {"--state-size": state_size, "--blocked": blocked, "--bandwidth": bandwidth}
     if file is not None:
         if any(value is not None for value in given.values()):
@@ -151,119 +299,30 @@ def _measured(file: Path | None, state_size: str | None, blocked: str | None, ba
             return msgspec.json.decode(file.read_bytes(), type=_Bench).advise
         except (OSError, msgspec.DecodeError) as error:
             raise ConfigError(f"--from {file}: not what `tierd bench overhead` writes: {error}") from error
+    if sync_s is not None and blocked is None and bandwidth is None:  # only a save that training waits for
+        return _Measured(0 if state_size is None else round(size("--state-size", state_size)), sync_s, sync_s)
     if state_size is None or blocked is None or bandwidth is None:
         missing = ", ".join(option for option, value in given.items() if value is None)
-        raise ConfigError(f"missing: {missing}; or give --from FILE, the JSON of `tierd bench overhead`")
-    size, cost = _size("--state-size", state_size), _time("--blocked", blocked, zero=True)
-    return _Measured(round(size), cost, cost + size / _rate("--bandwidth", bandwidth))
+        raise ConfigError(
+            f"missing: {missing}; or give --from FILE, the JSON of `tierd bench overhead`, or --sync TIME"
+        )
+    amount, cost = size("--state-size", state_size), time("--blocked", blocked, zero=True)
+    return _Measured(round(amount), cost, cost + amount / rate("--bandwidth", bandwidth))
 
 
-def _second_level(size: int, tier_bandwidth: str | None, node_loss: float | None) -> tuple[float, float]:
-    """The time to copy a checkpoint to the tier, and the share of failures that need it there."""
-    if (tier_bandwidth is None) != (node_loss is None):
+def _second_level(
+    size_bytes: int, tier_bandwidth: str | None, node_loss: float | None, table: bool
+) -> tuple[float, float]:
+    """Return the time to copy a checkpoint to the tier, and the share of failures that need the tier's copy."""
+    if (tier_bandwidth is None) != (node_loss is None) and not table:
         raise ConfigError(
             "--tier-bandwidth and --node-loss need each other: how fast to the tier, and how often it counts"
         )
-    if tier_bandwidth is None or node_loss is None:
-        return 0.0, 0.0
-    if not 0 < node_loss <= 1:
+    if node_loss is not None and not 0 < node_loss <= 1:
         raise ConfigError(f"--node-loss {node_loss:g}: a share of all failures, more than 0 and at most 1")
-    return size / _rate("--tier-bandwidth", tier_bandwidth), node_loss
-
-
-def _time(option: str, text: str, *, zero: bool = False) -> float:
-    try:
-        value = seconds(text)
-    except ValueError as error:
-        raise ConfigError(f"{option}: {error}") from error
-    if not (_SHORTEST <= value <= _LONGEST or (zero and value == 0)):
-        raise ConfigError(
-            f"{option} {text}: out of range; at least {'nothing' if zero else '1 µs'}, at most 30000 years"
-        )
-    return value
-
-
-def _size(option: str, text: str) -> float:
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise ConfigError(f"{option}: {text!r} is no size: write 800MB, 96GB or 90GiB")
-    value = float(match[1]) * _UNITS[match[2]]
-    if value < 1:
-        raise ConfigError(f"{option} {text}: less than a byte")
-    return value
-
-
-def _rate(option: str, text: str) -> float:
-    if not text.endswith("/s"):
-        raise ConfigError(f"{option}: {text!r} is no bandwidth: write 800MB/s or 4GB/s")
-    return _size(option, text.removesuffix("/s"))
-
-
-def _count(option: str, value: int) -> int:
-    if not 1 <= value <= _MOST:
-        raise ConfigError(f"{option} {value}: at least 1, at most {_MOST}")
-    return value
-
-
-def _show(out: Console, costs: Costs, found: Advice) -> None:
-    best = found.recommended
-    every = (
-        f"every {best.steps} steps" if best.steps is not None else f"after every {_span(best.interval_s)} of training"
-    )
-    out.print(f"save {every}: goodput {best.goodput:.2%}")
-    cost, durable, apart = _span(costs.blocked_s), _span(costs.durable_s), _span(costs.mtbf_s)
-    later = f", on the tier {_span(costs.flush_s)} later" if costs.node_loss else ""
-    out.print(f"a failure every {apart}; a save takes {cost} from training and is durable after {durable}{later}")
-    rows = [("yours", found.yours)] if found.yours else []
-    rows += [("recommended", best), *((f"x {one.interval_s / best.interval_s:.2g}", one) for one in found.others)]
-    rows.sort(key=lambda row: row[1].interval_s)
-    columns = ("", "INTERVAL", "STEPS", "GOODPUT", "SAVING", "REDOING", "RESTARTING", "A SAVE BLOCKS")
-    out.print(table(None, columns, [_row(name, one) for name, one in rows]))
-    out.print(f"Young 1974: {_span(found.young_s)}; Daly 2006: {_span(found.daly_s)}")
-    if found.bandwidth_bound:
-        out.print(
-            "bandwidth decides: saves are as close as they can become durable, or each would wait for the one before"
-        )
-    if costs.node_loss and costs.flush_s > costs.restart_s:
-        out.print("optimistic: training is back before the tier has caught up, so two failures in a row can lose more")
-
-
-def _row(name: str, one: Choice) -> tuple[str, ...]:
-    shares = (f"{share:.2%}" for share in (one.goodput, one.saving, one.redoing, one.restarting))
-    return (name, _span(one.interval_s), "" if one.steps is None else str(one.steps), *shares, _span(one.blocked_s))
-
-
-def _span(time: float) -> str:
-    """A time for a reader: three digits and the unit that suits it."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if time >= length:
-            return f"{time / length:#.3g} {unit}" if time < 1000 * length else f"{time / length:.0f} {unit}"
-    return f"{time:.3g} s"
-
-
-def _draw(file: Path, costs: Costs, found: Advice) -> None:
-    try:
-        figures: Any = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise ConfigError(f"--plot needs matplotlib: pip install 'tierd[bench]' ({error})") from error
-    best = found.recommended
-    shown = [best, *found.others, *([found.yours] if found.yours else [])]
-    low, high = min(one.interval_s for one in shown) / 2, max(one.interval_s for one in shown) * 2
-    curve = [low * (high / low) ** (index / (_PLOTTED - 1)) for index in range(_PLOTTED)]
-    figure = figures.Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(curve, [100 * goodput(interval, costs) for interval in curve])
-    for name, one, mark in (("recommended", best, "o"), ("yours", found.yours, "s")):
-        if one is not None:
-            label = f"{name}: {_span(one.interval_s)}, {one.goodput:.2%}"
-            axes.plot([one.interval_s], [100 * one.goodput], mark, label=label)
-    bound = costs.durable_s - costs.blocked_s
-    if low < bound < high:
-        axes.axvline(bound, color="grey", linestyle=":", label=f"closer saves wait: {_span(bound)}")
-    axes.set(xscale="log", xlabel="training between two saves, s", ylabel="goodput, %")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    try:
-        figure.savefig(file)
-    except (OSError, ValueError) as error:  # ValueError: a suffix that is no image format
-        raise ConfigError(f"--plot {file}: {error}") from error
+    if tier_bandwidth is None:
+        return 0.0, node_loss or 0.0
+    if node_loss is None:
+        rate("--tier-bandwidth", tier_bandwidth)
+        return 0.0, 0.0
+    return size_bytes / rate("--tier-bandwidth", tier_bandwidth), node_loss

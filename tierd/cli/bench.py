@@ -1,4 +1,7 @@
-"""Commands that measure: `bench overhead`. Law: torch, and all that measures, is loaded when one of them is run."""
+"""Commands that measure: `bench overhead`.
+
+Invariant: torch and the measuring modules are imported only when such a command runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command that proves a resume: `check-resume`. Law: what judges is `tierd.check`; this is its command line."""
+"""The command `check-resume`, the command line of `tierd.check`.
+
+Invariant: `tierd.check` alone judges.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +42,20 @@ def check(
     patience: Annotated[
         float, typer.Option("--patience", min=0.0, metavar="S", help="Seconds without a new step: a launch hangs.")
     ] = 120.0,
+    every_save: Annotated[
+        bool, typer.Option("--every-save", help="Compare the state at each save, too: where it began.")
+    ] = False,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option("--ignore", metavar="PATH", help="What of the state may differ.", show_default=False),
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave spools, records and output behind.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Run a training loop once through, and once killed and started again, and compare samples and losses."""
-    from tierd.check import check_resume  # no other command needs what it loads
+    from tierd.check import check_resume  # no other command needs its imports
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the check cleans up
     report = check_resume(
         target,
         steps=steps,
@@ -55,6 +65,8 @@ def check(
         loss_tolerance=loss_tolerance,
         patience=patience,
         keep=keep,
+        every_save=every_save,
+        ignore=ignore or (),
         tell=lambda line: print_lines(line, error=True),
     )
     if json:

@@ -1,6 +1,6 @@
-"""The command `disown`: a launch's names on tiers count for nothing any more.
+"""The command `disown`, which deletes the names of a planted launch from tiers.
 
-Law: it deletes what it has shown, and nothing that anybody can read without `--yes`.
+Invariant: it deletes only the objects that it has shown. Objects that can be read need `--yes`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tierd.cli.options import (
 from tierd.cli.tables import console, print_json, table
 from tierd.core.errors import CheckpointNotFound, ConfigError, FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import PartId, check_attempt, check_run
-from tierd.daemon.disown import Claim, Claimed, claimed, living_here
-from tierd.daemon.disown import disown as take_away
 from tierd.daemon.service import open_tiers
-from tierd.spool import Spool
+from tierd.daemon.tiers.disown import Claim, Claimed, claimed, living_here
+from tierd.daemon.tiers.disown import disown as take_away
+from tierd.spool.spool import Spool
 
 
 def register(app: typer.Typer) -> None:
@@ -39,7 +39,7 @@ def register(app: typer.Typer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Disowned:
-    """What `disown` found of a launch, by tier, and whether it was deleted there."""
+    """The objects of a launch that `disown` found, by tier, and whether it deleted them there."""
 
     run: str
     attempt: str
@@ -81,8 +81,8 @@ def disown(
 
 
 def _check_living(where: Places, run: str, attempt: str) -> None:
-    """Raise `ConfigError` where this node knows that the launch is real: a trainer of it lives here, or it was saved
-    in the spool that is named, or something of it can be read there."""
+    """Raise `ConfigError` if this node knows that the launch is real: a trainer of it is alive here, it saved in the
+    named spool, or a part of it can be read there."""
     if living := living_here(run, attempt):
         named = ", ".join(f"{pid} (spool {spool})" for pid, spool in sorted(living.items()))
         raise ConfigError(
@@ -103,7 +103,7 @@ def _can_be_read(spool: Spool, part: PartId) -> bool:
     try:
         spool.manifest(part)
     except (ObjectNotFound, ManifestError):
-        return False  # the daemon sets it aside
+        return False  # the daemon quarantines it
     except FormatTooNew:
         pass
     return True

@@ -1,6 +1,6 @@
 """Commands that wait for the daemon to flush: drain, wait.
 
-Law: neither changes what the daemon does; they ask it to look and try again at once, and watch.
+Invariant: neither command changes the daemon's plan. They ask it to observe and try again at once, and follow it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from rich.text import Text
 
 from tierd.cli.options import AttemptOption, ConfigOption, JsonOption, RunArgument, SpoolOption, places
 from tierd.cli.tables import console, paused, print_json, size, table
-from tierd.core import wire
 from tierd.core.errors import CheckpointNotFound, ConfigError, DaemonUnavailable, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, check_run, check_step
+from tierd.core.planning.unflushed import Remaining, Unflushed, backlog_of, by_tier
 from tierd.core.printable import printable
-from tierd.core.remaining import Backlog, Remaining, backlog_of, by_tier
-from tierd.core.retention import seconds
-from tierd.link import Link
-from tierd.spool import Spool
+from tierd.core.retention.policy import seconds
+from tierd.ipc import messages
+from tierd.ipc.client import Link
+from tierd.spool.spool import Spool
 
 EXIT_UNFINISHED = 9
 _POLL_S = 0.5
-_LOOK_S = 1.0  # between two looks at tiers that other nodes send to
-_MARGIN_S = 10.0  # that the daemon may take longer to answer than the time it was given
+_LOOK_S = 1.0  # between two listings of tiers to which other nodes send
+_MARGIN_S = 10.0  # that the daemon's answer may take beyond the time in the request
 _LONGEST_S = 7 * 86400.0
 
 OptionalStep = Annotated[
@@ -37,14 +37,25 @@ OptionalStep = Annotated[
 
 
 class Drained(msgspec.Struct, frozen=True):
-    """What `drain` prints: `left` is what some tier lacks; `paused` is as in `status`."""
+    """The output of `drain`.
+
+    Attributes:
+        left: parts that some tier still lacks.
+        paused: as in `status`.
+    """
 
     left: tuple[LeftPart, ...]
     paused: str | None
 
 
 class LeftPart(msgspec.Struct, frozen=True):
-    """One part that some tier lacks: `on` are the tiers that have it, `lacks` those that do not."""
+    """One part that some tier lacks.
+
+    Attributes:
+        size: bytes in the spool.
+        on: the tiers that have it.
+        lacks: the tiers that want it, or that did not answer.
+    """
 
     run: str
     step: int
@@ -57,7 +68,11 @@ class LeftPart(msgspec.Struct, frozen=True):
 
 
 class Waited(msgspec.Struct, frozen=True):
-    """What `wait` prints: the checkpoint, and the tiers that hold it whole and verified."""
+    """The checkpoint that `wait` waited for.
+
+    Attributes:
+        tiers: the tiers that hold it whole and verified.
+    """
 
     run: str
     step: int
@@ -102,12 +117,12 @@ def drain(
         raise typer.Exit(EXIT_UNFINISHED)
 
 
-def _drain(link: Link, end: float) -> Backlog:
-    """The daemon's backlog when it is empty, when `end` is over, or when the daemon is paused."""
+def _drain(link: Link, end: float) -> Unflushed:
+    """Wait until the daemon's backlog is empty, `end` is over or the daemon is paused; return the backlog."""
     with Console(stderr=True).status("looking") as shown:
         try:
-            backlog = _ask(link, wire.Backlog(hurry=True), end)
-        except TimeoutError:  # a tier hangs; what is known without it is the answer
+            backlog = _ask(link, messages.Backlog(hurry=True), end)
+        except TimeoutError:  # a tier hangs, so the answer has no backlog of it
             link.close()
             raise StoreUnavailable("the tiers did not answer within --deadline; `tierd status` says which") from None
         while backlog.left and not backlog.paused and time.monotonic() < end:
@@ -115,11 +130,11 @@ def _drain(link: Link, end: float) -> Backlog:
             text = ", ".join(f"{name}: {parts} parts, {size(sent)}" for name, (parts, sent) in tiers.items())
             shown.update(Text(printable(text)))
             time.sleep(_POLL_S)
-            backlog = _ask(link, wire.Backlog(), max(end, time.monotonic() + _MARGIN_S))
+            backlog = _ask(link, messages.Backlog(), max(end, time.monotonic() + _MARGIN_S))
     return backlog
 
 
-def _ask(link: Link, request: wire.Backlog, end: float) -> Backlog:
+def _ask(link: Link, request: messages.Backlog, end: float) -> Unflushed:
     return backlog_of(link.ask(request, max(0.1, end - time.monotonic())))
 
 
@@ -150,10 +165,10 @@ def wait(
     if step is not None:
         check_step(step)
     with _daemon(spool, config) as link:
-        names = [one["name"] for one in link.ask(wire.Status())["status"]["tiers"]]
+        names = [one["name"] for one in link.ask(messages.Status())["status"]["tiers"]]
         if tier is not None and tier not in names:
             raise ConfigError(f"--tier {tier!r}: the daemon has no tier of that name; it has {', '.join(names)}")
-        link.ask(wire.Candidates(run=run))  # after this, what a trainer has handed over is in the spool
+        link.ask(messages.Candidates(run=run))  # after this, handed-over snapshots are in the spool
         found = _find(link, run, step, attempt)
         checkpoint = CheckpointId(run, found["attempt"], found["step"])
         for name in [tier] if tier else names:
@@ -169,8 +184,8 @@ def wait(
 
 
 def _find(link: Link, run: str, step: int | None, attempt: str | None) -> dict[str, Any]:
-    """The newest checkpoint that fits, as `ls` shows it."""
-    for one in link.ask(wire.Report(run=run))["report"]["checkpoints"]:
+    """Return the newest checkpoint that fits, as `ls` shows it."""
+    for one in link.ask(messages.Report(run=run))["report"]["checkpoints"]:
         usable = any(copy["state"] != "quarantined" for copy in one["copies"])
         if usable and step in (None, one["step"]) and attempt in (None, one["attempt"]):
             return dict(one)
@@ -180,14 +195,14 @@ def _find(link: Link, run: str, step: int | None, attempt: str | None) -> dict[s
 
 
 def _wait(link: Link, checkpoint: CheckpointId, found: dict[str, Any], tier: str, end: float) -> None:
-    """Until `tier` holds every rank's part; parts that no place shows yet are other nodes' to send."""
+    """Wait until `tier` holds every rank's part. Other nodes have to send the parts that no place shows yet."""
     asked = set[PartId]()
     while not any(copy["place"] == tier and copy["state"] == "verified" for copy in found["copies"]):
         ranks = {rank for copy in found["copies"] if copy["state"] != "quarantined" for rank in copy["ranks"]}
         parts = {PartId(checkpoint, rank, found["world_size"]) for rank in ranks} - asked
         for part in sorted(parts):
             left = max(0.0, end - time.monotonic())
-            link.ask(wire.Wait(part=part, tier=tier, timeout_s=left), left + _MARGIN_S)
+            link.ask(messages.Wait(part=part, tier=tier, timeout_s=left), left + _MARGIN_S)
         asked |= parts
         if not parts:
             if time.monotonic() >= end:
@@ -198,7 +213,7 @@ def _wait(link: Link, checkpoint: CheckpointId, found: dict[str, Any], tier: str
 
 
 def _daemon(spool: Path | None, config: Path | None) -> Link:
-    """A line to the daemon of the spool; the error says how to flush without one."""
+    """Connect to the daemon of the spool; the error says how to flush without a daemon."""
     found: Spool | None = places(spool, None, config).spool
     if found is None:
         raise ConfigError("the spool that --config names is not there yet: no daemon has run")

@@ -1,6 +1,6 @@
-"""What every command accepts, and where it leads: a spool, tiers, a configuration.
+"""The options that commands share, and the places that they name: a spool, tiers, a configuration.
 
-Law: commands that only read take a place by its URL and need neither a daemon nor a configuration.
+Invariant: commands that only read accept a place by its URL and need neither a daemon nor a configuration.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import typer
 
 from tierd.core.config import LONGEST, Config, from_toml, from_urls
 from tierd.core.errors import ConfigError
-from tierd.core.retention import RetentionPolicy
-from tierd.spool import Spool
+from tierd.core.retention.policy import RetentionPolicy
+from tierd.spool.spool import Spool
 
 SpoolOption = Annotated[
     Path | None, typer.Option("--spool", metavar="DIR", help="The node's spool.", show_default=False)
@@ -35,7 +35,10 @@ AttemptOption = Annotated[
 BestOption = Annotated[
     str | None, typer.Option("--best", metavar="METRIC", help="The best by this metric.", show_default=False)
 ]
-ModeOption = Annotated[Literal["min", "max"], typer.Option("--mode", help="Whether less of it is better, or more.")]
+ModeOption = Annotated[
+    Literal["min", "max"],
+    typer.Option("--mode", metavar="min|max", help="Whether a smaller or a larger value is better."),
+]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 StepArgument = Annotated[int, typer.Argument(metavar="STEP", help="The checkpoint's step.")]
 KeyFileOption = Annotated[
@@ -47,7 +50,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """What a command was pointed at. `policy` says whether retention was configured, not defaulted."""
+    """The places that a command was given. `policy` says whether retention was configured, not defaulted."""
 
     spool: Spool | None
     config: Config | None
@@ -64,7 +67,7 @@ def places(
     """Resolve the options.
 
     Raises:
-        ConfigError: nothing was named, too much was, or it cannot be used.
+        ConfigError: no place was named, options exclude each other, or a place cannot be used.
     """
     if config is not None:
         if spool or urls or keep_last or key_file:
@@ -85,7 +88,7 @@ def places(
 
 
 def _spool(path: Path) -> Spool:
-    if not (path / ".tierd").is_dir():  # opening it would make one of any directory
+    if not (path / ".tierd").is_dir():  # because opening any directory would make it a spool
         raise ConfigError(f"{path}: not a spool; a Checkpointer or `tierd run` makes one")
     return Spool(path, write=False)
 

@@ -1,4 +1,4 @@
-"""Commands that keep the daemon off the tiers for a while: pause, resume. Both work where none runs, too."""
+"""Commands that stop the daemon's work on tiers for a while: pause, resume. Both also work without a daemon."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import typer
 
 from tierd.cli.options import ConfigOption, JsonOption, SpoolOption, places
 from tierd.cli.tables import console, paused, print_json
-from tierd.core import wire
 from tierd.core.errors import ConfigError, DaemonUnavailable, RequestUnknown, SpoolHeld, VersionMismatch
-from tierd.core.retention import seconds
-from tierd.daemon.pause import Pause
-from tierd.link import Link
-from tierd.spool import Spool, translated
+from tierd.core.retention.policy import seconds
+from tierd.daemon.pause import TierPause
+from tierd.ipc import messages
+from tierd.ipc.client import Link
+from tierd.spool.spool import Spool, translated
 
-_PATIENCE = 10.0  # seconds that a daemon which holds the spool may take until it listens
+_PATIENCE = 10.0  # seconds until a daemon that holds the spool has to listen
 
 ForOption = Annotated[
     str | None,
@@ -36,12 +36,12 @@ def pause(
     spool: SpoolOption = None, config: ConfigOption = None, for_: ForOption = None, json: JsonOption = False
 ) -> None:
     """Leave the tiers as they are for a while: no flush, no prune, no scrub. Saves and restores go on."""
-    _change(spool, config, wire.Pause(for_s=None if for_ is None else _time(for_)), json=json)
+    _change(spool, config, messages.Pause(for_s=None if for_ is None else _time(for_)), json=json)
 
 
 def resume(spool: SpoolOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
     """End a pause; what is pending is flushed."""
-    _change(spool, config, wire.Resume(), json=json)
+    _change(spool, config, messages.Resume(), json=json)
 
 
 def _time(text: str) -> float:
@@ -49,12 +49,12 @@ def _time(text: str) -> float:
         found = seconds(text)
     except ValueError as error:
         raise ConfigError(f"--for: {error}") from error
-    if not 0 < found <= wire.MAX_PAUSE:
+    if not 0 < found <= messages.MAX_PAUSE:
         raise ConfigError(f"--for {text}: more than nothing and at most a year; without --for, until `tierd resume`")
     return found
 
 
-def _change(spool: Path | None, config: Path | None, request: wire.Pause | wire.Resume, *, json: bool) -> None:
+def _change(spool: Path | None, config: Path | None, request: messages.Pause | messages.Resume, *, json: bool) -> None:
     found = places(spool, None, config).spool
     if found is None:
         raise ConfigError("the spool that --config names is not there yet: no daemon has run")
@@ -65,24 +65,24 @@ def _change(spool: Path | None, config: Path | None, request: wire.Pause | wire.
         console().print(paused(until) or "not paused")
 
 
-def _ask(spool: Spool, request: wire.Pause | wire.Resume) -> str | None:
-    """Tell the daemon, or what the next one will find. While one holds the spool, it alone is asked."""
+def _ask(spool: Spool, request: messages.Pause | messages.Resume) -> str | None:
+    """Send the request to the daemon that holds the spool. Without one, write the pause for the next daemon."""
     end = time.monotonic() + _PATIENCE
     while True:
         try:
             with Link(spool) as link:
                 answer: str | None = link.ask(request)["paused"]
                 return answer
-        except (VersionMismatch, RequestUnknown):  # it runs, so nobody else may change the pause
+        except (VersionMismatch, RequestUnknown):  # a daemon runs, so only it may change the pause
             raise
         except DaemonUnavailable as error:
             try:
                 with translated(f"spool {spool.root}"), spool.lock():
-                    state = Pause(spool)
-                    change = state.begin(request.for_s) if isinstance(request, wire.Pause) else state.end()
+                    state = TierPause(spool)
+                    change = state.begin(request.for_s) if isinstance(request, messages.Pause) else state.end()
                     asyncio.run(change)
                     return state.until
-            except SpoolHeld:  # one is starting or ending, or does not answer
+            except SpoolHeld:  # a daemon is starting or ending, or does not answer
                 if time.monotonic() > end:
                     raise error from None
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Commands that only look at checkpoints: ls, show, verify."""
+"""Commands that only read checkpoints: ls, show, verify."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from tierd.cli.options import (
     UrlArgument,
     places,
 )
-from tierd.cli.tables import checkpoints, complain, console, print_json, progress, size, table
-from tierd.core import wire
+from tierd.cli.tables import checkpoints, complain, console, print_checkpoints, print_json, progress, size, table
 from tierd.core.errors import (
     CheckpointNotFound,
     DaemonAbsent,
@@ -38,16 +37,18 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
+from tierd.core.planning.inventory import SPOOL, Inventory
 from tierd.core.report import Report, report
-from tierd.core.resume import not_found, restore_candidates
-from tierd.core.world import SPOOL, World
-from tierd.daemon.copies import read_manifest
-from tierd.daemon.observe import look_around
-from tierd.daemon.prune import verify as verify_on_tier
+from tierd.core.timeline.candidates import not_found, restore_candidates
 from tierd.daemon.service import open_tiers
-from tierd.link import Link
-from tierd.persist import bad_chunks
-from tierd.spool import Spool
+from tierd.daemon.tiers.observe import look_around
+from tierd.daemon.tiers.prune import verify as verify_on_tier
+from tierd.daemon.transfer.replicas import read_manifest
+from tierd.ipc import messages
+from tierd.ipc.client import Link
+from tierd.priority import hasten
+from tierd.spool.file_io import bad_chunks
+from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 
 
@@ -70,7 +71,7 @@ def ls(
     if json:
         print_json(found)
     else:
-        console().print(checkpoints(found))
+        print_checkpoints(found)
         for name in found.unreached:
             console().print(f"{name} did not answer")
     if found.unreached or unanswered:
@@ -89,14 +90,14 @@ def show(
 ) -> None:
     """One checkpoint: its manifest's files, metrics, origin, and every copy."""
     where = places(spool, url, config, key_file=key_file)
-    world = asyncio.run(_look(where, run))
-    checkpoint = choose(world, run, step, attempt)
+    inventory = asyncio.run(look(where, run))
+    checkpoint = choose(inventory, run, step, attempt)
     found = next(
         c
-        for c in report(world, where.config, run, defaults=where.policy).checkpoints
+        for c in report(inventory, where.config, run, defaults=where.policy).checkpoints
         if (c.step, c.attempt) == _name(checkpoint)
     )
-    manifests = asyncio.run(_manifests(where, world, checkpoint))
+    manifests = asyncio.run(_manifests(where, inventory, checkpoint))
     if json:
         print_json({"checkpoint": found, "manifests": manifests})
         return
@@ -111,8 +112,12 @@ def show(
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What re-reading one copy of one part found: `wrong` is empty when every byte is right; or why it could not be
-    checked at all."""
+    """The result of reading one copy of one part again.
+
+    Attributes:
+        wrong: the damage; empty: every byte is right.
+        unchecked: why the copy could not be checked: a newer format, another key; empty: it was checked.
+    """
 
     place: str
     run: str
@@ -153,14 +158,14 @@ def _found(check: Check) -> str:
     return f"not checked: {check.unchecked}" if check.unchecked else "; ".join(check.wrong) or "right"
 
 
-def choose(world: World, run: str, step: int, attempt: str | None) -> CheckpointId:
-    """The checkpoint that a person means by its step; raises `CheckpointNotFound`."""
-    resume = restore_candidates(world, run, step, attempt)
+def choose(inventory: Inventory, run: str, step: int, attempt: str | None) -> CheckpointId:
+    """Return the checkpoint of a step that a person named; raises `CheckpointNotFound`."""
+    resume = restore_candidates(inventory, run, step, attempt)
     if resume.candidates:
         return resume.candidates[0].checkpoint
     named = {
         checkpoint
-        for place in world.places.values()
+        for place in inventory.places.values()
         for checkpoint in (*place.checkpoints, *(part.checkpoint for part in place.quarantined))
     }
     matching = [c for c in named if (c.run, c.step) == (run, step) and attempt in (None, c.attempt)]
@@ -176,12 +181,12 @@ def _name(checkpoint: CheckpointId) -> tuple[int, str]:
 
 
 def _report(where: Places, run: str | None) -> tuple[Report, bool]:
-    """What `ls` shows, and whether a daemon runs that did not say what else there is."""
+    """Return the report of `ls`, and whether a daemon runs that did not report its places."""
     unanswered = False
     if where.spool is not None and not where.config:
         try:
-            with Link(where.spool) as link:  # it knows the tiers and their retention
-                return wire.read_member(link.ask(wire.Report(run=run)), "report", Report), False
+            with Link(where.spool) as link:  # the daemon knows the tiers and their retention
+                return messages.read_member(link.ask(messages.Report(run=run)), "report", Report), False
         except VersionMismatch as error:
             complain(f"{error}. Without it, only the spool is shown")
         except DaemonAbsent:
@@ -189,31 +194,33 @@ def _report(where: Places, run: str | None) -> tuple[Report, bool]:
         except DaemonUnavailable as error:
             complain(f"{error}. Without it, only the spool is shown")
             unanswered = True
-    return report(asyncio.run(_look(where, run)), where.config, run, defaults=where.policy), unanswered
+    return report(asyncio.run(look(where, run)), where.config, run, defaults=where.policy), unanswered
 
 
-async def _look(where: Places, run: str | None) -> World:
+async def look(where: Places, run: str | None) -> Inventory:
+    """Observe all places for one run, or for all."""
+    hasten()  # a person waits
     async with AsyncExitStack() as stack:
-        return await look_around(where.spool, await _stores(where, stack), run)
+        return await look_around(where.spool, await _stores(where, stack), run, chunks=False)
 
 
 async def _stores(where: Places, stack: AsyncExitStack) -> dict[str, Store]:
     return await open_tiers(where.config, stack) if where.config else {}
 
 
-async def _manifests(where: Places, world: World, checkpoint: CheckpointId) -> list[Manifest]:
-    """Each rank's manifest, from the first place that has it readable; a tier's tells how chunks are stored."""
+async def _manifests(where: Places, inventory: Inventory, checkpoint: CheckpointId) -> list[Manifest]:
+    """Return each rank's manifest, from the first place with a readable one. A tier's says how chunks are stored."""
     found: dict[PartId, Manifest] = {}
     async with AsyncExitStack() as stack:
         for name, store in (await _stores(where, stack)).items():
-            place = world.tiers[name]
+            place = inventory.tiers[name]
             seen = place.checkpoints.get(checkpoint) if place else None
             for part in seen.parts() if seen else ():
                 try:
                     found.setdefault(part, await read_manifest(store, part))
                 except TierdError:
                     continue
-    seen = world.spool.checkpoints.get(checkpoint)
+    seen = inventory.spool.checkpoints.get(checkpoint)
     for part in seen.parts() if seen else ():
         assert where.spool is not None
         try:
@@ -227,10 +234,10 @@ async def _verify(where: Places, run: str | None, step: int | None) -> tuple[lis
     checks: list[Check] = []
     async with AsyncExitStack() as stack:
         stores = await _stores(where, stack)
-        world = await look_around(where.spool, stores, run)
+        inventory = await look_around(where.spool, stores, run)
         work = [
             (name, part, facts.stored_size or facts.size if facts else 0)
-            for name, place in world.places.items()
+            for name, place in inventory.places.items()
             for checkpoint, seen in sorted(place.checkpoints.items(), reverse=True)
             if run in (None, checkpoint.run) and step in (None, checkpoint.step)
             for part in sorted(seen.parts(), reverse=True)
@@ -240,7 +247,7 @@ async def _verify(where: Places, run: str | None, step: int | None) -> tuple[lis
             task = bar.add_task("", total=sum(todo for *_, todo in work))
             for name, part, _ in work:
                 checks.append(await _check(where.spool, stores, name, part, lambda done: bar.advance(task, done)))
-    return checks, [name for name, place in world.tiers.items() if place is None]
+    return checks, [name for name, place in inventory.tiers.items() if place is None]
 
 
 async def _check(spool: Spool | None, stores: dict[str, Store], name: str, part: PartId, read: Any) -> Check:
@@ -256,7 +263,7 @@ async def _check(spool: Spool | None, stores: dict[str, Store], name: str, part:
             manifest, wrong = await verify_on_tier(stores[name], part, read)
     except (ManifestError, ObjectNotFound) as error:
         wrong = [str(error)]
-    except FormatTooNew as error:  # who has the newer tierd, or the key, checks it
+    except FormatTooNew as error:  # a newer tierd, or one with the key, can check it
         wrong, unchecked = [], str(error)
     checkpoint = part.checkpoint
     total = manifest.size if manifest else 0

@@ -1,6 +1,6 @@
-"""Commands about the room that runs take: du, rm.
+"""Commands on the disk space of runs: du, rm.
 
-Law: `rm` deletes what it has shown, in the places that were named and nowhere else, and only after a yes.
+Invariant: `rm` deletes only objects that it has shown, only in the named places, and only after a yes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from tierd.cli.options import (
     places,
 )
 from tierd.cli.tables import console, print_json, size, table
-from tierd.core import wire
 from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
@@ -36,16 +35,17 @@ from tierd.core.errors import (
     StoreUnavailable,
 )
 from tierd.core.ids import check_run
-from tierd.core.world import SPOOL
-from tierd.daemon.observe import TierEye
+from tierd.core.planning.inventory import SPOOL
 from tierd.daemon.remove import Held, held_in_spool, held_on_tier, remove_from_spool, remove_from_tier
 from tierd.daemon.service import open_tiers
+from tierd.daemon.tiers.observe import TierObserver
 from tierd.daemon.usage import Usage, usage_in_spool, usage_on_tier
-from tierd.link import Link
-from tierd.spool import Spool, translated
+from tierd.ipc import messages
+from tierd.ipc.client import Link
+from tierd.spool.spool import Spool, translated
 from tierd.stores.base import Store
 
-_PATIENCE = 10.0  # seconds that a daemon which holds the spool may take until it listens
+_PATIENCE = 10.0  # seconds until a daemon that holds the spool has to listen
 
 
 def register(app: typer.Typer) -> None:
@@ -56,7 +56,7 @@ def register(app: typer.Typer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What `rm` found of a run, by place, and whether it was deleted there."""
+    """The objects of a run that `rm` found, by place, and whether it deleted them there."""
 
     run: str
     removed: bool
@@ -65,7 +65,7 @@ class Removal:
 
 @dataclass(frozen=True, slots=True)
 class Usages:
-    """What `du` found, and the tiers that did not answer."""
+    """The sizes that `du` found, and the tiers that did not answer."""
 
     usage: tuple[Usage, ...]
     unreached: tuple[str, ...]
@@ -132,19 +132,19 @@ async def _remove(where: Places, run: str) -> None:
 
 
 def _remove_locally(spool: Spool, run: str) -> None:
-    """Through the daemon that holds the spool; where none does, under its lock."""
+    """Delete the run in the spool: through the daemon that holds it; without a daemon, under the spool's lock."""
     end = time.monotonic() + _PATIENCE
     while True:
         try:
             with Link(spool) as link:
-                link.ask(wire.Remove(run=run))
+                link.ask(messages.Remove(run=run))
                 return
         except DaemonUnavailable as error:
             try:
                 with translated(f"spool {spool.root}"), spool.lock():
                     remove_from_spool(spool, run)
                     return
-            except SpoolHeld:  # one is starting or ending, or does not answer
+            except SpoolHeld:  # a daemon is starting or ending, or does not answer
                 if time.monotonic() > end:
                     raise error from None
         time.sleep(0.1)
@@ -191,7 +191,7 @@ async def _usages(where: Places, run: str | None) -> Usages:
     async with AsyncExitStack() as stack:
         for name, store in (await _stores(where, stack)).items():
             try:
-                names = {run} if run else await TierEye(store).runs()
+                names = {run} if run else await TierObserver(store).runs()
                 usage += [await usage_on_tier(store, name, one) for one in sorted(names)]
             except (StoreUnavailable, StoreRefused):
                 unreached.append(name)

@@ -1,4 +1,4 @@
-"""The command `status`: how the node's daemon does, also where the daemon is of another version.
+"""The command `status`, which shows the state of the node's daemon, of any version.
 
 Invariant: a member that the daemon does not send leaves out its line or shows as `unknown`; it never ends the command.
 """
@@ -15,12 +15,12 @@ from rich.table import Table
 
 from tierd.cli.options import ConfigOption, JsonOption, SpoolOption, places
 from tierd.cli.tables import complain, console, disagreements, paused, print_json, size, table
-from tierd.core import wire
-from tierd.core.alerts import BACKLOG
 from tierd.core.errors import ConfigError, VersionMismatch
-from tierd.core.launches import Lease, Rival, held, warning
-from tierd.link import Link
-from tierd.spool import Spool
+from tierd.core.timeline.launches import Lease, Rival, held, warning
+from tierd.events.alerts import BACKLOG
+from tierd.ipc import messages
+from tierd.ipc.client import Link
+from tierd.spool.spool import Spool
 
 Members = dict[str, Any]
 
@@ -54,14 +54,14 @@ def status(spool: SpoolOption = None, config: ConfigOption = None, json: JsonOpt
 
 
 def _ask(spool: Spool) -> Members:
-    """The daemon's status. Every version answers that request, so a daemon of any version is shown."""
+    """Return the daemon's status. Every version answers this request, so a daemon of any version is shown."""
     try:
         with Link(spool) as link:
-            return wire.read_member(link.ask(wire.Status()), "status", Members)
+            return messages.read_member(link.ask(messages.Status()), "status", Members)
     except VersionMismatch as error:
         complain(error)
     with Link(spool, greet=False) as link:
-        return wire.read_member(link.ask(wire.Status()), "status", Members)
+        return messages.read_member(link.ask(messages.Status()), "status", Members)
 
 
 def _daemon(answer: Members) -> Iterator[str]:
@@ -125,7 +125,7 @@ def _cell(text: Callable[[Members], str], tier: Members) -> str:
 
 def _efforts(answer: Members) -> Iterator[str]:
     for tier in answer["tiers"]:
-        yield f"{tier['name']}: {tier['effort']}"
+        yield f"{tier['name']}: {tier['compression']}"
 
 
 def _policies(answer: Members) -> Iterator[str]:
@@ -133,9 +133,9 @@ def _policies(answer: Members) -> Iterator[str]:
 
 
 def _tell(answer: Members) -> Iterator[str]:
-    for one in answer["tell"]:
+    for one in answer["notify"]:
         failed = f", the last failed: {one['last_error']}" if one["last_error"] else ""
-        counts = f"{one['told']} told, {one['untold']} not, {one['waiting']} waiting"
+        counts = f"{one['delivered']} delivered, {one['dropped']} dropped, {one['queued']} queued"
         yield f"{one['name']}: to {one['to']}: {counts}{failed}"
 
 

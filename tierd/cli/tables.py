@@ -1,7 +1,7 @@
-"""What a person sees.
+"""Output for people: tables, lines, progress.
 
-Law: answers go to stdout, all else to stderr; no progress where nobody looks. All text passes through `printable`, and
-none of it is markup, because names in a bucket are anybody's.
+Invariant: answers are written to stdout, everything else to stderr; progress only to a terminal. All text passes
+through `printable`, and none of it is markup, because anybody may choose names in a bucket.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from rich.table import Table
 from tierd.core.printable import printable, printable_json, printable_lines
 from tierd.core.report import Checkpoint, Copy, Report
 
-_WIDE = 200  # columns where nobody looks: a pipe should not lose text
+_MANY = 500  # lines
+_WIDE = 200  # columns without a terminal, because a pipe must not lose text
 
 
 class _Plain(Console):
@@ -28,17 +29,17 @@ class _Plain(Console):
 
 
 def console() -> Console:
-    """Standard output, at the terminal's width or wide enough for a pipe."""
+    """Return standard output, at the terminal's width or wide enough for a pipe."""
     return _Plain(width=None if sys.stdout.isatty() else _WIDE, highlight=False, markup=False, emoji=False)
 
 
 def complain(text: object) -> None:
-    """Print a line about what went wrong, or wants to be known beside the answer."""
+    """Print a line to stderr: an error, or a note on the answer."""
     print(f"tierd: {printable_lines(text)}", file=sys.stderr)
 
 
 def print_lines(text: object, *, error: bool = False) -> None:
-    """Print text of several lines as it is laid out."""
+    """Print text of several lines unchanged."""
     lines = map(printable, str(text).split("\n"))
     print("\n".join(lines), file=sys.stderr if error else sys.stdout, flush=True)
 
@@ -49,7 +50,7 @@ def print_json(answer: Any) -> None:
 
 
 def size(count: float) -> str:
-    """Bytes for a reader: 1.2 GiB."""
+    """Format bytes for people: 1.2 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -58,12 +59,12 @@ def size(count: float) -> str:
 
 
 def paused(until: str | None) -> str:
-    """A pause for a reader; empty when there is none."""
+    """Format a pause for people; empty without one."""
     return f"paused {'' if until == 'until resumed' else 'until '}{until}" if until else ""
 
 
 def disagreements(policies: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """A line for each policy that differs from another of its run on its tier, or cannot be read, and the way out."""
+    """Return a line with the remedy for each policy that is unreadable or differs from another of its run and tier."""
     found = [one for one in policies if one["disagrees"]]
     for one in found:
         rules = {name: value for name, value in (one["retention"] or {}).items() if value is not None}
@@ -74,7 +75,7 @@ def disagreements(policies: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """A plain table."""
+    """Return a table without borders."""
     made = Table(
         *columns, title=title and printable(title), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
     )
@@ -83,11 +84,29 @@ def table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str
     return made
 
 
+_COLUMNS = ("RUN", "STEP", "ATTEMPT", "WHERE", "STATE", "RANKS", "BYTES", "STORED", "CREATED", "KEPT BECAUSE")
+
+
 def checkpoints(report: Report) -> Table:
-    """One line for each copy of each checkpoint."""
-    columns = ("RUN", "STEP", "ATTEMPT", "WHERE", "STATE", "RANKS", "BYTES", "STORED", "CREATED", "KEPT BECAUSE")
-    rows = [_row(checkpoint, copy) for checkpoint in report.checkpoints for copy in checkpoint.copies]
-    return table(None, columns, rows)
+    """Return one line for each copy of each checkpoint."""
+    return table(None, _COLUMNS, _rows(report))
+
+
+def print_checkpoints(report: Report) -> None:
+    """Print the lines of `checkpoints`. Many lines are not laid out for the terminal, because that takes longer than to
+    observe the checkpoints."""
+    rows = _rows(report)
+    if len(rows) <= _MANY:
+        console().print(checkpoints(report))
+        return
+    cells = [_COLUMNS, *([printable(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _rows(report: Report) -> list[list[str]]:
+    return [_row(checkpoint, copy) for checkpoint in report.checkpoints for copy in checkpoint.copies]
 
 
 def _row(checkpoint: Checkpoint, copy: Copy) -> list[str]:
@@ -110,7 +129,7 @@ def _row(checkpoint: Checkpoint, copy: Copy) -> list[str]:
 
 @contextmanager
 def progress(what: str) -> Iterator[Progress]:
-    """A bar on stderr for long work; nothing where stderr is no terminal."""
+    """Return a progress bar on stderr for long work; it shows nothing if stderr is not a terminal."""
     with Progress(
         TextColumn(what),
         BarColumn(),

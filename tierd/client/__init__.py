@@ -1,1 +1,5 @@
-"""What runs inside the training process. Only these modules import torch; none loads asyncio or a store."""
+"""The code in the training process: `Checkpointer`, its connection to the daemon, when to save, and a launch's end.
+
+The package imports `state`, `ipc`, `spool` and `core`, and neither asyncio nor a store. `dcp`, `reading`, `adapters`,
+`bench` and `check` import it.
+"""

@@ -1,7 +1,7 @@
-"""Whether any tier takes this trainer's checkpoints, found out behind training and told in its log.
+"""Find out behind training whether any tier accepts this trainer's checkpoints, and log it.
 
-Law: the thread that trains never waits for it. One short question in a few seconds until a tier has accepted something
-and after a save; once a minute otherwise.
+Invariant: the training thread never waits for this. The daemon gets one short question every few seconds until a tier
+has accepted something, one after a save, and otherwise one per minute.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import time
 from collections.abc import Callable
 
 from tierd.core.errors import TierdError
-from tierd.core.remaining import Backlog
+from tierd.core.planning.unflushed import Unflushed
 
 log = logging.getLogger("tierd")
 
-_SOON_S, _SELDOM_S = 2.0, 60.0  # between two questions: while no tier has accepted anything, and later
+_SOON_S, _SELDOM_S = 2.0, 60.0  # between two questions: until a tier has accepted something, and later
 _AFTER_SAVE_S = 5.0  # from a save to the next question
-_AGAIN_S = 600.0  # between two warnings of the same trouble
-_PASSING = 3  # answers in a row with an error that may pass, before it is told
+_AGAIN_S = 600.0  # between two warnings of the same problem
+_PASSING = 3  # consecutive answers with an error that may pass, before it is logged
 
 
 class Acceptance:
-    """What was heard of the tiers so far, and what to say about it."""
+    """The tiers' acceptance so far, and the decision whether to log it."""
 
     def __init__(self) -> None:
         self.trouble = False
         self._in_a_row = 0
         self._warned_at: float | None = None
 
-    def hear(self, backlog: Backlog, now_s: float) -> None:
-        """Log that no tier accepts checkpoints: at once where every tier refuses, else after three answers."""
+    def hear(self, backlog: Unflushed, now_s: float) -> None:
+        """Log that no tier accepts checkpoints: at once if every tier refuses, else after three such answers."""
         trouble = backlog.trouble
         self.trouble = trouble is not None
         if trouble is None:
@@ -47,15 +47,15 @@ class Acceptance:
             self._warned_at = now_s
 
 
-class Watch:
-    """A thread that asks the daemon now and then.
+class AcceptanceWatch:
+    """A thread that asks the daemon for its backlog from time to time.
 
     Args:
-        ask: gets the daemon's backlog, within seconds, and with True after a fresh look at the tiers; raises as
-            `Link.ask` does.
+        ask: returns the daemon's backlog within seconds, with True after a fresh listing of the tiers; raises as
+            `Link.ask`.
     """
 
-    def __init__(self, ask: Callable[[bool], Backlog]) -> None:
+    def __init__(self, ask: Callable[[bool], Unflushed]) -> None:
         self._ask = ask
         self._acceptance = Acceptance()
         self._changed = threading.Condition()
@@ -63,7 +63,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="tierd-tiers", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:  # no thread is to be had; saving goes on without it
+        except RuntimeError:  # no thread could be started; saving continues without it
             pass
 
     def saved(self) -> None:
@@ -73,7 +73,7 @@ class Watch:
             self._changed.notify()
 
     def close(self, patience_s: float) -> None:
-        """Ask no more; wait at most `patience_s` seconds for a question that is under way."""
+        """Ask no more; wait at most `patience_s` seconds for a running question."""
         with self._changed:
             self._ended = True
             self._changed.notify()
@@ -85,14 +85,14 @@ class Watch:
         while not self._rest(_SELDOM_S if accepted and not self._acceptance.trouble else _SOON_S):
             try:
                 backlog = self._ask(not looked)
-            except (TierdError, TimeoutError, OSError):  # whoever keeps the daemon running tells of it
+            except (TierdError, TimeoutError, OSError):  # `Attachment.keep` logs this failure
                 continue
             looked = True
             accepted |= any(tier.accepts for tier in backlog.tiers.values())
             self._acceptance.hear(backlog, time.monotonic())
 
     def _rest(self, seconds: float) -> bool:
-        """Wait until it is time to ask; whether this ended meanwhile."""
+        """Wait until the next question is due; return whether `close` was called meanwhile."""
         with self._changed:
             if not self._saved:
                 self._changed.wait_for(lambda: self._ended or self._saved, seconds)

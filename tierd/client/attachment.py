@@ -1,52 +1,57 @@
-"""The trainer's tie to the node's daemon.
+"""The trainer's connection to the node's daemon.
 
-Law: the daemon is a convenience of saving and a necessity only of restoring what the spool lacks. Losing it is logged.
-One that is silent is waited for once: after that, a question that lies unanswered in its socket tells when it wakes.
+Invariant: saving works without the daemon; only restoring what the spool lacks needs it. Losing the daemon is logged. A
+silent daemon is waited for once. After that, an unanswered request stays in its socket, and the answer shows when the
+daemon wakes.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import socket
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from tierd.client.acceptance import Watch
+from tierd.client.acceptance import AcceptanceWatch
+from tierd.client.ranks.tier_board import TierBoard
 from tierd.core.config import from_urls
 from tierd.core.errors import ConfigError, DaemonSilent, DaemonUnavailable, TierdError, VersionMismatch
 from tierd.core.ids import PartId
-from tierd.core.remaining import Backlog, backlog_of
-from tierd.core.sight import told
+from tierd.core.planning.unflushed import Unflushed, backlog_of
+from tierd.core.timeline.run_view import RunView
 from tierd.core.urls import parse_url
-from tierd.core.wire import Attach, Candidates, MakeRoom, Request
-from tierd.core.wire import Backlog as AskBacklog
-from tierd.link import Link, start_daemon
-from tierd.spool import Spool
+from tierd.ipc.client import Link, start_daemon
+from tierd.ipc.messages import Attach, Candidates, MakeRoom, Request, read_member
+from tierd.ipc.messages import Backlog as AskBacklog
+from tierd.spool.spool import Spool
 
 log = logging.getLogger("tierd")
 
-_TOLD = 5.0  # seconds that what it is told may take
-_ANSWER = 5.0  # seconds that naming an attempt waits for the daemon's look at the tiers
+_TOLD = 5.0  # seconds that delivering one event may take
+_ANSWER = 5.0  # seconds that naming an attempt waits for the daemon's listing of the tiers
 _ROOM = 10.0  # seconds that a save which met a full disk waits for the daemon to make room
-_SILENCE = 1.0  # seconds of them without a sign of work after which the daemon counts as stopped
+_SILENCE = 1.0  # seconds of `_ROOM` without a sign of work after which the daemon counts as stopped
 _ALONE = 30.0  # seconds for which no save asks a daemon that was found stopped
 
 
 class Attachment:
-    """Known to the daemon as a trainer for as long as this is open, where one is to be.
+    """A trainer's registration with the daemon, for as long as this object is open. Without tiers there is none.
 
     Attributes:
-        keep_last: how many checkpoints the daemon keeps in the spool; None while no daemon has said so.
+        keep_last: how many checkpoints the daemon keeps in the spool; None until a daemon has said so.
 
     Args:
-        to: URLs of the tiers that a daemon is started for; None where one is expected to be there; empty for none.
-        run: which this trainer saves. The tiers are asked for it, and other runs in the spool may count as finished.
+        to: URLs of the tiers for which a daemon is started; None if a daemon is expected to be there; empty for no
+            tiers.
+        run: the run that this trainer saves. The daemon observes its tiers for this run, and may treat other runs in
+            the spool as finished.
 
     Raises:
         ConfigError: a URL cannot be used.
-        DaemonUnavailable: the daemon for `to` did not start. One that is there and silent is done without.
+        DaemonUnavailable: the daemon for `to` did not start. A daemon that is there but silent does not raise.
     """
 
     def __init__(self, spool: Spool, to: Sequence[str] | None, run: str) -> None:
@@ -59,32 +64,33 @@ class Attachment:
         self._silence = ""  # why the daemon cannot be asked, since it fell silent
         self._lock = threading.Lock()
         self._keeping: threading.Thread | None = None
-        self._warned = ""  # of which silence or mismatch of versions the log was told
-        self._telling: threading.Thread | None = None  # the last one that does
-        self._watch: Watch | None = None
-        self._not_before = 0.0  # monotonic seconds; no save asks the daemon earlier
+        self._warned = ""  # the silence or version mismatch that was last logged
+        self._telling: threading.Thread | None = None  # the last thread that delivers an event
+        self._watch: AcceptanceWatch | None = None
+        self._not_before = 0.0  # monotonic seconds; no save asks the daemon before this time
+        self._tiers: dict[str, str] | None = None  # name -> URL, as the daemon reported
         if self._to:
             try:
                 self._attach(self._to)
             except DaemonSilent as error:
                 self._warn(error)
-            self._watch = Watch(functools.partial(self._backlog, run))
+            self._watch = AcceptanceWatch(functools.partial(self._backlog, run))
         else:
             self.renew()
 
     @property
     def to(self) -> str:
-        """What was given, for messages and to be compared; URLs hold no secret."""
+        """The given URLs as text, for messages and comparisons between ranks; URLs hold no secret."""
         return repr(self._to if self._to is None else [str(parse_url(url)) for url in self._to])
 
     @property
     def tiers(self) -> bool:
-        """Whether there may be copies beyond the spool."""
+        """Whether copies may exist beyond the spool."""
         return self._to != ()
 
     @property
     def silent(self) -> str:
-        """Why the daemon cannot be asked, where it is there and was not heard since it fell silent; else empty."""
+        """Why a running daemon cannot be asked, since it fell silent and sent nothing; else empty."""
         return self._silence if self._is_silent() else ""
 
     def _is_silent(self) -> bool:
@@ -94,23 +100,23 @@ class Attachment:
         return not link.heard() if link else time.monotonic() < self._not_before
 
     def attempts(self, run: str) -> set[str]:
-        """Every attempt that the spool or, where it answers within seconds, the daemon shows."""
+        """Return every attempt in the spool and, if the daemon answers within seconds, on the tiers."""
         try:
             seen = self._spool.attempts(run)
-        except OSError as error:  # the clock's word then; naming an attempt must not end a training
+        except OSError as error:  # the clock decides then, because naming an attempt must not end a training
             log.warning("spool %s: %s", self._spool.root, error)
             seen = set()
         if self.tiers:
             try:
-                seen |= told(self._ask_for_save(Candidates(run=run), _ANSWER)).attempts
+                seen |= read_member(self._ask_for_save(Candidates(run=run), _ANSWER), "sight", RunView).attempts
             except (TierdError, TimeoutError):
-                pass  # the spool's word, and the clock's
+                pass  # the spool and the clock decide then
         return seen
 
     def keep(self) -> None:
-        """After a save: the daemon may have ended, and this checkpoint needs one, or another may have come.
+        """Renew the registration after a save, because the daemon may have ended, or another one may have started.
 
-        Returns at once: a daemon that takes its time to start, or to answer, must not hold up the next save.
+        Returns at once, because a daemon that starts or answers slowly must not delay the next save.
         """
         if self._watch:
             self._watch.saved()
@@ -119,11 +125,11 @@ class Attachment:
         self._keeping = threading.Thread(target=self.renew, name="tierd-keep")
         try:
             self._keeping.start()
-        except RuntimeError:  # the interpreter is ending, and starts no thread any more
+        except RuntimeError:  # the interpreter is ending, and starts no more threads
             self.renew()
 
     def renew(self) -> None:
-        """Attach again, to a new daemon if need be and `to` says which, unless the old tie still holds."""
+        """Register again unless the connection still holds. Starts a daemon if `to` names tiers and there is none."""
         if self._to == ():
             return
         try:
@@ -142,9 +148,9 @@ class Attachment:
             log.warning("no daemon takes checkpoints from the spool: %s", error)
 
     def make_room(self, part: PartId, size_bytes: int, quota: bool) -> bool:
-        """Have the daemon give up verified copies, so that `size_bytes` fit; whether a second try is worth it.
+        """Ask the daemon to delete verified copies, so that `size_bytes` fit; return whether a second try is worth it.
 
-        It takes at most `_ROOM` seconds, and so is nothing for the thread that trains.
+        Takes at most `_ROOM` seconds, so the training thread must not call it.
         """
         if self._to == ():
             return False
@@ -156,7 +162,7 @@ class Attachment:
             return False
 
     def _ask_for_save(self, request: Request, timeout_s: float) -> dict[str, Any]:
-        """Ask while a save waits: a daemon that is stopped costs `_SILENCE` seconds, and is then left alone."""
+        """Ask while a save waits. A stopped daemon costs `_SILENCE` seconds, and is then not asked for a while."""
         begun = time.monotonic()
         if begun < self._not_before:
             raise DaemonUnavailable("the daemon was silent a moment ago")
@@ -164,19 +170,20 @@ class Attachment:
             with Link(self._spool, silence_s=_SILENCE) as link:
                 return link.ask(request, timeout_s)
         except DaemonUnavailable:
-            if time.monotonic() - begun >= _SILENCE:  # it is there, or nobody would have been waited for
+            if time.monotonic() - begun >= _SILENCE:  # the daemon is stopped: an absent one would have failed at once
                 self._not_before = time.monotonic() + _ALONE
             raise
 
     def tell(self, request: Request) -> None:
-        """Have the daemon know of something, after what it was told before; returns at once, and where none answers
-        soon, nobody is told."""
+        """Send an event to the daemon in order, without blocking. The event is dropped if no daemon answers within
+        `_TOLD` seconds.
+        """
         if self.tiers:
             told = request, self._telling
             self._telling = threading.Thread(target=self._tell, args=told, name="tierd-tell", daemon=True)
             try:
                 self._telling.start()
-            except RuntimeError:  # the interpreter is ending, or no thread is to be had
+            except RuntimeError:  # the interpreter is ending, or no thread could be started
                 pass
 
     def _tell(self, request: Request, before: threading.Thread | None) -> None:
@@ -188,15 +195,15 @@ class Attachment:
         except (TierdError, TimeoutError, OSError) as error:
             log.info("the daemon was not told: %s", error)
 
-    def _backlog(self, run: str, hurry: bool) -> Backlog:
+    def _backlog(self, run: str, hurry: bool) -> Unflushed:
         with Link(self._spool) as link:
             return backlog_of(link.ask(AskBacklog(hurry=hurry, run=run), _ANSWER))
 
     def close(self, patience_s: float = _TOLD) -> None:
-        """Let go. The daemon flushes what is left and ends by itself. `renew` attaches again.
+        """Close the connection. The daemon flushes what is left and ends by itself. `renew` registers again.
 
         Args:
-            patience_s: seconds that what it is being told, and asked, may still take.
+            patience_s: seconds that pending events and questions may still take.
         """
         end_s = time.monotonic() + patience_s
         if self._watch:
@@ -214,7 +221,8 @@ class Attachment:
             self._link = self._reach(to)
             self._link.greet()
             answer = self._link.ask(Attach(run=self._run), None if to is not None else _ANSWER)
-        except VersionMismatch as error:  # that daemon flushes what it finds in the spool, attached to or not
+        except VersionMismatch as error:
+            # That daemon flushes what it finds in the spool, with or without a registration.
             self._let_go()
             if str(error) != self._warned:
                 self._warned = str(error)
@@ -224,9 +232,36 @@ class Attachment:
             self._silence, self._not_before = str(error), time.monotonic() + _ALONE
             raise
         self._not_before, self._warned = 0.0, ""
-        tiers, self.keep_last = answer["tiers"], answer.get("keep_last")
+        self._tiers = tiers = answer["tiers"]
+        self.keep_last = answer.get("keep_last")
         if config is not None and sorted(tiers.values()) != sorted(tier.url for tier in config.tier):
             log.warning("spool %s: its daemon has other tiers than `to` names: %s", self._spool.root, tiers)
+
+    def board(self, launch: str, world: int) -> TierBoard | None:
+        """Make a board on a tier for ranks on several nodes that cannot talk otherwise; None without a tier.
+
+        Raises:
+            DaemonUnavailable: no daemon of this version answers here, so the other nodes' ranks would wait in vain.
+        """
+        if self._to == ():
+            return None
+        why = self._silence
+        if self._tiers is None and not why:
+            try:
+                self._attach(self._to)
+                why = self._warned
+            except (DaemonUnavailable, TimeoutError, OSError) as error:
+                why = str(error)
+        if self._tiers is None:
+            raise DaemonUnavailable(
+                f"{world} ranks on several nodes have no way to talk but their daemons and a tier, and on node "
+                f"{socket.gethostname()} {why}; or initialise torch.distributed before the Checkpointer is made, or "
+                "give every rank the same attempt= (tierd.new_attempt() makes one)"
+            )
+        for name, url in self._tiers.items():
+            tier = f"tier {name} ({parse_url(url)})"
+            return TierBoard(self._spool, self._run, launch, world, tier, self.renew)
+        return None
 
     def _reach(self, to: Sequence[str] | None) -> Link:
         try:

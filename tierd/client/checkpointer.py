@@ -1,54 +1,56 @@
-"""The training process's side: save and go on, restore what is verified.
+"""`Checkpointer`: save and restore the checkpoints of one run from inside the training process.
 
-Law: training never waits for the daemon and never dies of it. What fails after `save` returned is a value on the
-`Save`, a log line and a count; only what the caller got wrong is raised.
+Invariant: training never waits for the daemon and never fails because of it. A failure after `save` has returned is
+recorded in the `Save`, in the log and in `Stats`. Only a caller's mistake raises an exception.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from tierd.client.attachment import Attachment
-from tierd.client.beside import Beside
-from tierd.client.capture import Capture, Capturer
-from tierd.client.choosing import Choice
 from tierd.client.closing import Closing, check_failed, check_wait
-from tierd.client.entries import check_written_by_save
-from tierd.client.handoff import HandOff
-from tierd.client.launch import Launch, tell_failure
-from tierd.client.load import check_fit, chosen, load
-from tierd.client.overlap import Gate
-from tierd.client.pipeline import Pipeline
-from tierd.client.ranks import SILENT_S, Ranks
-from tierd.client.restore import Found, Restored, Restorer
-from tierd.client.save import Save, Stats, checked_metrics
-from tierd.client.slots import device_of, estimate
-from tierd.client.snapshot import Snapshot
-from tierd.client.source import MEMORY
-from tierd.client.space import SpaceCheck
-from tierd.client.state import unflatten
-from tierd.client.turns import short_turns
-from tierd.core.choose import Goal, When, check_epoch
+from tierd.client.disk_space import SpaceCheck
+from tierd.client.ranks.launch import Launch, tell_failure
+from tierd.client.ranks.other_launches import Beside
+from tierd.client.ranks.ranks import SILENT_S, Ranks
+from tierd.client.restoring.device_uploads import Uploads
+from tierd.client.restoring.entries import check_written_by_save
+from tierd.client.restoring.restorer import Found, Restored, Restorer
+from tierd.client.saving.arena_staging import Staging
+from tierd.client.saving.handoff import HandoffClient
+from tierd.client.saving.interpreter_lock import short_turns
+from tierd.client.saving.pipeline import Pipeline
+from tierd.client.saving.save import Save, Stats, checked_metrics
+from tierd.client.saving.slots import device_of, estimate
+from tierd.client.saving.snapshot import Snapshot
+from tierd.client.saving.step_gate import Gate
+from tierd.client.schedule import Schedule
 from tierd.core.errors import ConfigError, SaveSkipped, StepRefused
-from tierd.core.ids import PartId, check_attempt, check_run, check_step
+from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check_step
 from tierd.core.manifest import TENSORS, TREE
-from tierd.core.retention import RetentionPolicy, checked
-from tierd.core.wire import MAX_TOLD, Failed
-from tierd.core.world import SPOOL
-from tierd.link import Link
-from tierd.records import set_policy
-from tierd.spool import Spool, translated
-from tierd.stage import describe_directory
+from tierd.core.planning.inventory import SPOOL
+from tierd.core.retention.policy import RetentionPolicy, checked
+from tierd.core.save_policy import Goal, When, check_epoch
+from tierd.ipc.client import Link
+from tierd.ipc.messages import MAX_TOLD, Failed, Leaked
+from tierd.spool.records import set_policy
+from tierd.spool.spool import Spool, translated
+from tierd.spool.stage import describe_directory
+from tierd.state.capture import Capture, Capturer
+from tierd.state.flatten import unflatten
+from tierd.state.load import check_fit, chosen, load
 
 if TYPE_CHECKING:
     from typing import Self
@@ -59,40 +61,45 @@ log = logging.getLogger("tierd")
 
 _BUSY = ("wait", "skip", "fail")
 _MAX_SLOTS = 16
-_PATIENCE_S = 2.0  # that closing waits for what the daemon is still being told
+_PATIENCE_S = 2.0  # how long `close` waits for events that are still being sent to the daemon
 
 
 class Checkpointer:
-    """Saves and restores one run's checkpoints through a spool.
+    """Save and restore the checkpoints of one run through a spool.
 
-    Every rank of a launch makes one, and restores, together with the others: that is where they agree. Saving waits for
-    no other rank.
+    Every rank of a launch makes one `Checkpointer`. All ranks call `restore` together, because there they agree on one
+    checkpoint. `save` waits for no other rank.
 
     Args:
-        spool: directory on local disk; made if it is missing.
+        spool: a directory on a local disk. It is created if it is missing.
         run: the training job's name, the same in every launch.
-        rank, world_size: from an initialised `torch.distributed`, else from the environment of the launcher (torchrun,
-            mpirun, srun, …: the README's table), when not given; else rank 0 of 1.
-        attempt: this launch's name, shared by all ranks; agreed on through `torch.distributed` or torchrun's agent, or
-            derived from SLURM's environment, when not given.
-        to: URLs of the tiers: a daemon for them is started unless one holds the spool. Not given: a daemon is expected
-            to be there or to come (systemd). Empty: the spool is all there is, and nothing prunes it.
-        slots: snapshots that may be in memory at a time; each takes the size of the state.
-        when_busy: what `save` does while every slot is still being persisted: `"wait"` for one, `"skip"` (the `Save`
-            has then ended with `SaveSkipped`), or `"fail"` (raise it).
-        when: what `due` goes by, the same on every rank.
-        retention: what the run keeps on every tier, and in the spool where no configuration says that; the same on
-            every rank. Not given: what a configuration or an earlier launch said, else `keep_last=3`.
-        rank_timeout: seconds that ranks wait, in `restore`, for one that does not come to it or gives no sign of life
-            in it; one that reads is waited for. A process group's own timeout counts where it is shorter.
+        rank, world_size: this process's rank and the number of ranks. If not given, they are read from an initialised
+            `torch.distributed`, else from the launcher's environment (torchrun, mpirun, srun, …: see the how-to for
+            several ranks), else they are rank 0 of 1.
+        attempt: this launch's name, shared by all ranks. If not given, the ranks agree on one through
+            `torch.distributed`, torchrun's agent, the spool or a tier, or derive it from SLURM's environment.
+        to: URLs of the tiers. A daemon for them is started unless one already holds the spool. If not given, tierd
+            expects that a daemon runs or will be started (by systemd, for example). If empty, checkpoints stay in the
+            spool and nothing prunes them.
+        slots: how many snapshots may be in memory at a time. Each takes the size of the state.
+        when_busy: what `save` does while every slot is still being persisted: `"wait"` waits for a slot, `"skip"`
+            returns a `Save` that has ended with `SaveSkipped`, and `"fail"` raises `SaveSkipped`.
+        when: the rule by which `due` decides, the same on every rank.
+        retention: which checkpoints the run keeps on every tier, and in the spool if no configuration has a policy for
+            the spool. The same on every rank. If not given, the policy of a configuration or of an earlier launch
+            applies, else `keep_last=3`.
+        rank_timeout: how many seconds `restore` waits for a rank that does not call `restore`, or shows no sign of life
+            in it. A rank that is reading is waited for without limit. A process group's own timeout applies if it is
+            shorter.
 
     Raises:
-        ConfigError: a name, rank, URL or policy cannot be used; or the launcher told a rank and not how many there are,
-            or the reverse; or ranks were given different ones, or cannot agree; or `when` hangs on a clock or a metric,
-            and they cannot talk.
-        StoreUnavailable: another rank could not begin; says which and why.
-        SpoolUnusable: the spool cannot be written to, or something of the run lies behind a link.
-        DaemonUnavailable: the daemon for `to` did not start. One that is there and stopped is done without.
+        ConfigError: a name, rank, URL or policy cannot be used; the launcher sets a rank without the number of ranks,
+            or the reverse; ranks were given different arguments, or cannot agree; or `when` depends on a clock or a
+            metric, and the ranks cannot talk to each other.
+        StoreUnavailable: another rank could not begin; the message names the rank and the reason.
+        SpoolUnusable: the spool cannot be written to, or something of the run lies behind a symbolic link.
+        DaemonUnavailable: the daemon for `to` did not start. A daemon that is there but stopped does not raise, except
+            if ranks on several nodes have no other connection to each other.
     """
 
     def __init__(
@@ -110,34 +117,55 @@ class Checkpointer:
         rank_timeout: float = SILENT_S,
     ) -> None:
         self._closed = False
-        self._saved: set[str] = set()  # attempts that this launch made something durable under
-        self._failed: dict[int, str] = {}  # why, by step, where no later save of the step became durable
+        self._saved: set[str] = set()  # attempts under which this launch made a checkpoint durable
+        self._failed: dict[int, str] = {}  # step -> reason, if no later save of that step became durable
         self._verified: set[str] = set()  # tiers that `close` has waited for with success
         self._pid = os.getpid()
-        self._hold: Link | None = None  # while it is open, the daemon leaves the last restored directory alone
+        # While this link is open, the daemon does not delete the last restored directory.
+        self._hold: Link | None = None
         self._when_busy = when_busy
         self.stats = Stats()
         failure: Exception | None = None
         try:
             self._spool = Spool(spool)
-        except Exception as error:  # the others are told before it is raised
+        except Exception as error:  # raised later, because the other ranks must be notified first
             failure = error
         room = None if failure or attempt is not None else self._spool.control
-        self._ranks = Ranks(rank, world_size, room, run, _seconds(rank_timeout))
-        with self._ranks.attending():
-            self._begin(failure, run, attempt, to, slots, when, retention)
+        with ExitStack() as undo:
+            # Attach at most once, and before the ranks talk, because some ranks talk through their daemons.
+            attach = functools.cache(functools.partial(self._attach, to, run, retention, undo))
+            self._ranks = Ranks(
+                rank, world_size, room, run, _seconds(rank_timeout), lambda *launch: attach().board(*launch)
+            )
+            with self._ranks.attending():
+                self._begin(failure, run, attempt, slots, when, retention, attach)
+            undo.pop_all()
+
+    def _attach(
+        self, to: Sequence[str] | None, run: str, retention: RetentionPolicy | None, undo: ExitStack
+    ) -> Attachment:
+        check_run(run)
+        with translated(f"spool {self._spool.root}"):
+            self._spool.check_way(run)  # because a restore observes what lies inside
+        # Set before a daemon starts, because that daemon would otherwise prune without this policy.
+        if retention is not None:
+            with translated(f"spool {self._spool.root}"):
+                set_policy(self._spool.control, run, checked(retention))
+        self._daemon = Attachment(self._spool, to, run)
+        undo.callback(self._daemon.close)
+        return self._daemon
 
     def _begin(
         self,
         failure: Exception | None,
         run: str,
         attempt: str | None,
-        to: Sequence[str] | None,
         slots: int,
         when: When | None,
         retention: RetentionPolicy | None,
+        attach: Callable[[], Attachment],
     ) -> None:
-        """Settle with the other ranks what this launch is; a rank that cannot tells them, because they wait for it."""
+        """Agree with the other ranks on this launch. A rank that fails notifies them, because they wait for it."""
         try:
             if failure is not None:
                 raise failure
@@ -147,60 +175,56 @@ class Checkpointer:
                 raise ConfigError(f"when_busy={self._when_busy!r}: one of {', '.join(_BUSY)}")
             check_run(run)
             given = check_attempt(attempt) if attempt is not None else None
-            self._choice = Choice(when, self._ranks)
-            with translated(f"spool {self._spool.root}"):
-                self._spool.check_home(run)
-            if retention is not None:  # before a daemon is there that would decide without it
-                with translated(f"spool {self._spool.root}"):
-                    set_policy(self._spool.control, run, checked(retention))
-            self._daemon = Attachment(self._spool, to, run)
+            self._choice = Schedule(when, self._ranks)
+            attach()
         except Exception as error:
             tell_failure(self._ranks, run, error)
             raise
-        try:
-            self._beside = Beside(self._spool, asks=self._daemon.tiers)
-            seen = functools.partial(self._daemon.attempts, run)
-            options = {"when": repr(when), "to": self._daemon.to, "retention": repr(retention)}
-            self._launch = Launch(self._spool, run, self._ranks, given, seen, options, self._beside.saving)
-        except BaseException:
-            self._daemon.close()
-            raise
+        self._beside = Beside(self._spool, asks=self._daemon.tiers)
+        seen = functools.partial(self._daemon.attempts, run)
+        options = {"when": repr(when), "to": self._daemon.to, "retention": repr(retention)}
+        self._launch = Launch(self._spool, run, self._ranks, given, seen, options, self._beside.saving)
         self._capturer = Capturer()
         self._gate = Gate(self.stats)
-        self._line = HandOff(self._spool) if self._daemon.tiers else None
+        self._line = HandoffClient(self._spool) if self._daemon.tiers else None
         self._pipeline = Pipeline(self._spool, slots, self.stats, self._line, self._ended, self._daemon.make_room)
-        self._staged_bytes = 0  # of what was last staged: the next will be about as large
+        self._staging = Staging(self._pipeline, self._gate)
+        self._staged_bytes = 0  # size of the last staged part; the next one is probably about as large
         self._space = SpaceCheck(self._spool, lambda: self._daemon.keep_last)
-        self._space.done = not self._daemon.tiers  # nothing is pruned there, so no number is right
+        self._space.done = not self._daemon.tiers  # without tiers nothing is pruned, so no expected number is right
 
     @property
     def attempt(self) -> str:
-        """This launch's name. Settled at the first use: later than everything that was there before."""
+        """This launch's name. It is chosen at the first use, and sorts after every attempt that existed then."""
         return self._launch.attempt
 
     def due(self, step: int, epoch: int | None = None, metrics: Mapping[str, float] | None = None) -> bool:
-        """Whether to save now, by `when`; the same on every rank, which all ask at the same steps.
+        """Return whether to save now by the rule `when`. Every rank must ask at the same steps; all get the same
+        answer.
 
-        It changes nothing: it says so again, at this step or the next, until a save counts, which is when its snapshot
-        was taken (or a DCP save began); one skipped by `when_busy` does not. One that fails later counts, but its
-        metric is forgotten. Several ranks count steps and epochs from where a checkpoint was last found due: what it
-        came to on one rank the others do not know.
+        Asking changes nothing. `due` keeps returning True, at this step or the next, until a save counts. A save counts
+        once its snapshot was taken, or once a DCP save began. A save that `when_busy` skipped does not count. A save
+        that fails later counts, but the value of its metric is forgotten. With several ranks, steps and epochs are
+        counted from where a checkpoint was last found due. A rank cannot count from the last success, because it does
+        not know whether the others' saves succeeded.
 
-        Steps and epochs cost no talk between ranks. With `every` and `best` rank 0 decides: at steps that may be due by
-        its clock, which it names in advance, and where metrics are given.
+        `steps` and `epochs` need no communication between ranks. With `every` and `best`, rank 0 decides. The ranks
+        then communicate only where metrics are given, and at steps that may be due by rank 0's clock. Rank 0 names such
+        steps in advance.
 
         Args:
-            epoch: which has just ended, counted from 0; None within one.
-            metrics: given where they were measured, at the same steps on every rank; only rank 0's count. NaN is no
-                better than anything. What was best so far is known again after a restore, from the metrics of rank 0's
-                manifests of the complete checkpoints on the timeline (a `save` after `due` at the same step has the
-                value in its metrics by itself); so let `keep_best` keep it.
+            step: the training step, at least 0.
+            epoch: the epoch that has just ended, counted from 0; None within an epoch.
+            metrics: the metrics measured at this step. Give them at the same steps on every rank; only rank 0's values
+                count. NaN is not better than any value. After a restore, the best value so far comes from rank 0's
+                manifests of the complete checkpoints on the timeline. So let the retention rule `keep_best` keep the
+                best checkpoint. A `save` that follows `due` at the same step stores the value in its metrics.
 
         Raises:
-            StepRefused: no int, or negative.
-            ConfigError: there is no `when`; `epoch` is no number; or `metrics` lacks what it goes by on rank 0, which
-                every rank is told.
-            StoreUnavailable: another rank cannot be heard.
+            StepRefused: `step` is no int, or is negative.
+            ConfigError: the `Checkpointer` has no `when`; `epoch` is no number; or `metrics` on rank 0 lacks the metric
+                of `when`, which is then raised on every rank.
+            StoreUnavailable: another rank cannot be reached.
         """
         self._check_open()
         return self._choice.due(check_step(step), None if epoch is None else check_epoch(epoch), metrics)
@@ -208,27 +232,37 @@ class Checkpointer:
     # -- save -------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, state: Mapping[str, object], metrics: Mapping[str, float] | None = None) -> Save:
-        """Snapshot `state` and return; persisting goes on behind.
+        """Take a snapshot of `state` and return. A thread then makes the snapshot durable behind training.
 
         Nothing that training changes afterwards gets into the checkpoint. While the last save is still being persisted,
-        this one does what `when_busy` says; a wait is counted (`stats.waited_s`). What an attached optimizer alone
-        changes is copied behind training; everything else before this returns. Once that is copied, what is no
-        tensor is encoded (behind the next step where it is long) and a daemon is there, killing this process loses
-        nothing of it.
+        `when_busy` decides what this call does; the time of a wait is added to `stats.waited_s`. Tensors that only an
+        attached optimizer changes are copied behind training. Everything else is copied before `save` returns.
+
+        If a daemon runs, killing this process loses nothing of the snapshot once two things are done. The tensors are
+        copied, and the values that are no tensors are encoded (behind the next step if that takes long).
+
+        Args:
+            step: the training step, at least 0. An attempt commits each step once.
+            state: a mapping of names to objects with `state_dict`, tensors or plain values.
+            metrics: a mapping of names to numbers, stored with the checkpoint.
+
+        Returns:
+            A `Save`, which reports when the checkpoint is durable or why it failed.
 
         Raises:
-            StepRefused: no int, negative, or already committed by this attempt.
-            StateRefused: a value cannot be stored; names its path.
+            StepRefused: `step` is no int, is negative, or was already committed by this attempt.
+            StateRefused: a value cannot be stored; the message names its path.
             SaveSkipped: an earlier save is still being persisted, and `when_busy` is `"fail"`.
-            ConfigError: a metric is not a number, or the checkpointer is closed; or another process saves this rank of
-                this attempt, which is named.
+            ConfigError: a metric is not a number; the checkpointer is closed; or another process, which the message
+                names, saves this rank of this attempt.
         """
         begun = time.perf_counter()
         self._check_open()
         part, numbers = self._part(step, metrics)
         save = Save(part, self._spool)
         skips = self._when_busy != "wait" and self._pipeline.busy
-        self._gate.confirm(wait=not skips)  # this save would be copied behind them
+        # Confirm earlier late copies first, because this save would be copied after them.
+        self._gate.confirm(wait=not skips)
         if skips:
             return self._skipped(save)
         try:
@@ -267,7 +301,7 @@ class Checkpointer:
                 self._gate.watch(snapshot)
                 save.asked = snapshot.reached
             else:
-                snapshot.encode()  # beside the copy
+                snapshot.encode()  # concurrently with the copy
             snapshot.wait()
         except BaseException:
             if snapshot.give_up():
@@ -275,18 +309,22 @@ class Checkpointer:
             raise
 
     def attach(self, *optimizers: Optimizer) -> None:
-        """Let `save` return before what these optimizers change is copied: their parameters and their own state. It is
-        copied behind forward and backward, and their next `step()` waits for it (`stats.step_waited_s`).
+        """Copy these optimizers' parameters and state behind training, after `save` has returned.
 
-        Between a `save` and the next `step()` nothing else may write to those tensors (a hand-made weight clipping,
-        `load_state_dict`, `all_reduce`). Such a write is noticed: that save fails with `TornSnapshot`, and later saves
-        copy those tensors before they return. So a checkpoint is kept only after the training thread has come to the
-        next `step()`, `save`, `restore`, `close`, `Save.wait` or `Save.done`, or after 10 seconds. The README's table
-        of writers says what is noticed, and how. Copies that training keeps by itself (an EMA, SWA), buffers and
-        everything else are copied before `save` returns.
+        The copy runs during the forward and backward passes. The optimizers' next `step()` waits until it has ended
+        (`stats.step_waited_s`).
+
+        Between a `save` and the next `step()` nothing else may write to those tensors: no manual weight clipping, no
+        `load_state_dict`, no `all_reduce`. If tierd notices such a write, that save fails with `TornSnapshot`, and
+        later saves copy those tensors before they return. docs/explanation/save.md says which writes are noticed, and
+        how.
+
+        Therefore a checkpoint is kept only after the training thread has reached the next `step()`, `save`, `restore`,
+        `close`, `Save.wait` or `Save.done`, or after 10 seconds. Buffers, copies that training keeps by itself (an EMA,
+        SWA) and everything else are copied before `save` returns.
 
         Raises:
-            ConfigError: something other than a `torch.optim.Optimizer`.
+            ConfigError: an argument is not a `torch.optim.Optimizer`.
         """
         self._check_open()
         self._gate.attach(optimizers)
@@ -302,7 +340,7 @@ class Checkpointer:
         return save
 
     def _ended(self, save: Save, error: Exception | None) -> None:
-        """A save has become durable or failed. Not in the thread that trains."""
+        """Record that a save has become durable or has failed. Runs in another thread than training."""
         if error is not None:
             self._launch.steps.discard(save.step)
             self._tell_failed(save.part, error)
@@ -316,18 +354,22 @@ class Checkpointer:
 
     @contextmanager
     def stage(self, step: int, metrics: Mapping[str, float] | None = None) -> Iterator[Path]:
-        """A directory for any other library to write into; leaving the block without an exception commits it.
+        """Give a directory for another library's files, and commit it when the block ends without an exception.
+
+        Args:
+            step, metrics: as for `save`.
 
         Raises:
-            StepRefused: as `save`.
-            ManifestError: something other than plain files was written there.
-            SpoolFull, SpoolUnusable: it could not be made durable.
+            StepRefused: as for `save`.
+            ManifestError: the directory contains something other than plain files.
+            SpoolFull, SpoolUnusable: the directory could not be made durable.
         """
         self._check_open()
         part, numbers = self._part(step, metrics)
         try:
             with translated(f"spool {self._spool.root}"):
-                if self._spool.free()[0] < self._staged_bytes:  # what writes there is asked for no second try
+                # Make room now, because the other library's write is not tried again.
+                if self._spool.free()[0] < self._staged_bytes:
                     self._daemon.make_room(part, self._staged_bytes, quota=False)
                 stage = self._spool.stage(part)
             with stage:
@@ -343,7 +385,7 @@ class Checkpointer:
         self._staged(part.checkpoint.step, numbers)
 
     def _staged(self, step: int, numbers: dict[str, float]) -> None:
-        """What something else wrote is committed."""
+        """Record that a staged directory was committed."""
         self._launch.steps.add(step)
         self._durable(self._launch.attempt, step)
         self.stats.saves += 1
@@ -352,9 +394,10 @@ class Checkpointer:
         self._daemon.keep()
 
     def _unstaged(self, part: PartId, error: BaseException) -> None:
-        """What something else was to write is not there."""
+        """Record that a staged directory was not committed."""
         self._choice.ended(part.checkpoint.step, durable=False)
-        if isinstance(error, Exception) and not isinstance(error, StepRefused):  # a committed step was not lost
+        # A refused step is already committed, so nothing was lost.
+        if isinstance(error, Exception) and not isinstance(error, StepRefused):
             self._tell_failed(part, error)
 
     def _durable(self, attempt: str, step: int) -> None:
@@ -365,6 +408,12 @@ class Checkpointer:
         why = (str(error) or type(error).__name__)[:MAX_TOLD]
         self._failed[part.checkpoint.step] = why
         self._daemon.tell(Failed(part=part, why=why))
+
+    def tell_leaked(self, step: int, why: str) -> None:
+        """Report to the daemon that this step trained on repeated or validation samples. Called by `SampleWatch`."""
+        launch = self._launch
+        part = PartId(CheckpointId(launch.run, launch.attempt, check_step(step)), launch.rank, launch.world)
+        self._daemon.tell(Leaked(part=part, why=why[:MAX_TOLD]))
 
     # -- restore ----------------------------------------------------------------------------------------------------
 
@@ -379,39 +428,45 @@ class Checkpointer:
         only: str | Collection[str] | None = None,
         at_least: int | None = None,
     ) -> Restored | None:
-        """Load the newest verified checkpoint of this run's timeline into `state`, or the best.
+        """Load the newest verified checkpoint of this run's timeline into `state`, or the best one by a metric.
 
-        All ranks of a launch call it together, and get the same checkpoint, or none of them does.
+        All ranks of a launch call `restore` together. Either all of them get the same checkpoint, or none gets one.
 
         Args:
-            state: as for `save`. Objects get `load_state_dict`, plain values are replaced in the mapping, tensors are
-                filled in place. None: only verify, and return the directory (for what `stage` wrote).
-            step: this step and no other.
-            attempt: of this attempt; a checkpoint of a branch that the timeline left is asked for so.
-            best: a metric: the complete checkpoint with the smallest (`mode="min"`) or largest (`"max"`) number for it
-                in rank 0's manifest, of equals the newest; if that is corrupt, the next best. Every place has to
-                answer.
-            only: names of entries, `"model"` say, or `("model", "ema")`: they alone are loaded, and whatever else is
-                in `state` stays as it is. Of these every byte is verified, and others are not read.
-            at_least: a step that is known to have been saved: nothing older is restored, and a run that has nothing is
-                no fresh start.
+            state: as for `save`. Objects are loaded with `load_state_dict`, plain values are replaced in the mapping,
+                and tensors are filled in place. If None, the checkpoint is only verified, and `Restored.directory`
+                holds its files (for checkpoints that `stage` wrote).
+            step: restore this step and no other.
+            attempt: restore a checkpoint of this attempt. A checkpoint of a branch, which is not on the timeline, needs
+                this argument.
+            best: a metric's name. Restore the complete checkpoint with the smallest (`mode="min"`) or largest (`"max"`)
+                value in rank 0's manifest; among equals, the newest. If that checkpoint is corrupt, the next best is
+                restored. Every place has to answer.
+            mode: whether a smaller (`"min"`) or a larger (`"max"`) value of `best` is better.
+            only: names of entries, such as `"model"` or `("model", "ema")`. Only these are loaded; every other entry of
+                `state` stays unchanged. Every byte of these entries is verified; other entries are not read.
+            at_least: a step that is known to have been saved. Nothing older is restored, and an empty run raises
+                instead of counting as a fresh start.
 
         Returns:
-            None when the run has no checkpoint anywhere: a fresh start.
+            What was restored; None if the run has no checkpoint in any place, which means a fresh start.
 
         Raises:
-            CheckpointNotFound: none could be verified, or not the one asked for, or none of `at_least`; says what was
-                skipped and why. Or none has a number for the metric; says which there are.
-            StateMismatch: it does not fit `state`; names the first few places. Nothing was loaded, unless an object's
-                own `load_state_dict` refused what fitted.
-            StoreUnavailable, DaemonUnavailable: a place that may hold a newer or the right copy did not answer; or
-                another rank could not restore, and why.
-            ConfigError: a given attempt cannot go on from it; ranks were asked for different checkpoints; `state` lacks
-                what `only` names.
+            CheckpointNotFound: no checkpoint could be verified, or not the requested one, or none from `at_least` on;
+                the message says which were skipped and why. Or no checkpoint has a value for the metric; the message
+                says which metrics exist.
+            StateMismatch: the checkpoint does not fit `state`; the message names the first few places. Nothing was
+                loaded, unless an object's own `load_state_dict` refused a value that fits.
+            StoreUnavailable, DaemonUnavailable: a place that may hold a newer checkpoint, or the requested one, did not
+                answer; or another rank could not restore, and the message says why.
+            ConfigError: the given attempt cannot continue from this checkpoint; ranks asked for different checkpoints;
+                or `state` lacks an entry that `only` names.
         """
         goal = None if best is None else Goal(best, mode)
         names = (only,) if isinstance(only, str) else only if only is None else tuple(only)
-        restorer = self._restorer(keep=state is not None, best=best, only=names)
+        device = None if state is None or names is not None else device_of(state)
+        uploads = Uploads(state, device) if state is not None and device is not None else None
+        restorer = self._restorer(keep=state is not None, best=best, only=names, uploads=uploads)
 
         def fits(found: Found) -> dict[str, Any]:
             self._launch.check_given(found.part.checkpoint, found.attempts)
@@ -422,11 +477,13 @@ class Checkpointer:
             return tree
 
         self._let_go()
-        with self._ranks.attending():
+        with self._ranks.attending(), contextlib.ExitStack() as ending:
+            if uploads:
+                ending.callback(uploads.close)
             found = restorer.restore(step, attempt, fits, goal, at_least)
             if found is not None:
                 self._hold = found.hold
-                self._load(found, state, names, restorer)
+                self._load(found, state, names, restorer, uploads)
         self._choice.resume(found.part.checkpoint if found else None, restorer.resume)
         if found is None:
             self._launch.go_on_from(None, restorer.resume.attempts, restorer.agreement.clocks)
@@ -454,8 +511,15 @@ class Checkpointer:
             directory=found.directory,
         )
 
-    def _restorer(self, *, keep: bool, best: str | None = None, only: Collection[str] | None = None) -> Restorer:
-        """What finds the way back, once all that was saved before is durable, or has failed."""
+    def _restorer(
+        self,
+        *,
+        keep: bool,
+        best: str | None = None,
+        only: Collection[str] | None = None,
+        uploads: Uploads | None = None,
+    ) -> Restorer:
+        """Make the `Restorer`, after every earlier save has become durable or has failed."""
         self._check_open()
         self._gate.confirm()
         self._pipeline.drain()
@@ -472,22 +536,31 @@ class Checkpointer:
             metrics=tuple({name for name in (best, self._choice.metric) if isinstance(name, str)}),
             only=only,
             silent=self._daemon.silent,
+            uploads=uploads,
         )
 
     def _load(
-        self, found: Found, state: MutableMapping[str, Any] | None, names: Collection[str] | None, restorer: Restorer
+        self,
+        found: Found,
+        state: MutableMapping[str, Any] | None,
+        names: Collection[str] | None,
+        restorer: Restorer,
+        uploads: Uploads | None = None,
     ) -> None:
-        """Load what every rank has verified, and hear that every rank has loaded it: only then all go on from there."""
+        """Load the verified part, then wait until every rank has loaded its part: only then may any rank continue."""
         failure: Exception | None = None
         try:
             if state is not None:
                 into = chosen(state, names)
-                load(into, found.tree, lent=found.tier == MEMORY, file=found.files[TENSORS])
-                if into is not state and isinstance(state, MutableMapping):  # another takes no values, as `fits` saw
+                staged = uploads.staged(found.tree) if uploads else {}
+                load(into, found.tree, lent=found.arena is not None, file=found.files[TENSORS], staged=staged)
+                # Any other mapping has no plain values to replace: `fits` has checked that.
+                if into is not state and isinstance(state, MutableMapping):
                     state.update(into)
         except Exception as error:
             failure = error
-        if self._launch.world == 1:  # what was loaded halfway still came from there
+        # Also after a partial load, because the state then still comes from this checkpoint.
+        if self._launch.world == 1:
             if failure is not None:
                 self._launch.go_on_from(found.part.checkpoint, found.attempts, found.clocks)
                 raise failure
@@ -517,28 +590,28 @@ class Checkpointer:
         self._ranks.check_group()
 
     def close(self, wait: str | None = None, timeout: float | None = None) -> None:
-        """Wait until every save is durable in the spool (or failed), and let go of the daemon, which flushes on alone.
+        """Wait until every save is durable in the spool or has failed, then detach from the daemon, which flushes on.
 
-        Where nobody would flush on, this warns of the saves that are on no tier, with their number and steps: no tier
-        accepts checkpoints, no daemon answers, or the daemon ends with this process, because this process is PID 1 of
-        its container or PID 1 ends with it.
+        `close` warns of the saves that are on no tier, with their number and steps, if nobody would flush them later.
+        That is so if no tier accepts checkpoints, if no daemon answers, or if the daemon ends with this process. The
+        daemon ends with this process if this process is PID 1 of its container, or if PID 1 ends with it.
 
         Args:
-            wait: None: where the daemon ends with this process, also wait for the tiers, at most 10 minutes. `"local"`:
-                never wait for a tier. A tier's name: wait until that tier has verified every save of this launch that
-                its retention wants.
-            timeout: seconds that the wait for tiers may take, after every save has ended. None: 10 minutes, or for a
-                named tier, as long as the daemon works.
+            wait: None: if the daemon ends with this process, wait for the tiers too, at most 10 minutes. `"local"`:
+                wait for no tier. A tier's name: wait until that tier has verified every save of this launch that its
+                retention keeps.
+            timeout: how many seconds to wait for tiers, after every save has ended. None: 10 minutes, or for a named
+                tier, as long as the daemon works.
 
         Raises:
-            TimeoutError: the named tier does not have everything after `timeout`; names the steps.
-            SaveFailed: a tier was named, and has everything but saves that failed; names the steps.
-            StoreRefused: the named tier says no; names the steps.
+            TimeoutError: the named tier lacks saves after `timeout`; the message names their steps.
+            SaveFailed: the named tier has everything but saves that failed; the message names their steps.
+            StoreRefused: the named tier refuses; the message names the steps.
             ConfigError: `wait` or `timeout` cannot be used, or there is no such tier.
             DaemonUnavailable: a tier was named, and no daemon answers.
 
-        It is closed in any case, except after a `wait` or `timeout` of the wrong kind. A named tier can still be waited
-        for then: call it again after an error, or after a close that waited for no tier.
+        The `Checkpointer` is closed even if `close` raises, unless `wait` or `timeout` has a wrong type. After an
+        error, or after a close that waited for no tier, call `close` again to wait for a named tier.
         """
         check_wait(wait, timeout, tiers=self._daemon.tiers)
         if os.getpid() != self._pid:  # a forked child has none of the threads
@@ -566,6 +639,7 @@ class Checkpointer:
             if not self._closed:
                 self._closed = True
                 self._pipeline.close()
+                self._staging.close()
             self._let_go()
             self._ranks.close()
             self._beside.close()
@@ -584,7 +658,7 @@ class Checkpointer:
         except Exception as error:
             if kind is None:
                 raise
-            log.error("closing failed, too: %s", error)  # what is in flight is what the caller has to see
+            log.error("closing failed, too: %s", error)  # the caller has to see the exception that is already in flight
 
 
 def _seconds(rank_timeout: float) -> float:

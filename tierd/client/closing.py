@@ -1,6 +1,7 @@
-"""The end of a `Checkpointer`: what this launch saved and no tier has yet is waited for, or told of.
+"""The end of a `Checkpointer`: wait for the saves of this launch that no tier has yet, or warn of them.
 
-Law: a plain close waits for tiers only where the daemon ends with this process; otherwise the daemon flushes on alone.
+Invariant: a plain close waits for tiers only if the daemon ends with this process; otherwise the daemon flushes on
+alone.
 """
 
 from __future__ import annotations
@@ -12,29 +13,29 @@ from collections.abc import Callable, Mapping, Sequence
 from tierd.client.outliving import ends_with_us
 from tierd.core.errors import ConfigError, DaemonUnavailable, SaveFailed, StoreRefused, TierdError
 from tierd.core.ids import PartId
-from tierd.core.remaining import Backlog, Remaining, backlog_of
-from tierd.core.wire import Backlog as AskBacklog
-from tierd.core.world import SPOOL
-from tierd.link import Link
-from tierd.spool import Spool
+from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.unflushed import Remaining, Unflushed, backlog_of
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Backlog as AskBacklog
+from tierd.spool.spool import Spool
 
 log = logging.getLogger("tierd")
 
-LAST_FLUSH_S = 600.0  # that a plain close waits for tiers where the daemon ends with this process
+LAST_FLUSH_S = 600.0  # how long a plain close waits for tiers if the daemon ends with this process
 _POLL_S = 0.5
-_ANSWER_S = 10.0  # that the daemon may take to answer a question
-_SOON_S = 3.0  # that a plain close waits for the daemon's first answer
-_LEAST_S = 0.25  # that a question may take where no time is left
-_PROGRESS_S = 15.0  # between two lines of progress
-_NAMED = 10  # steps that a line names
+_ANSWER_S = 10.0  # how long the daemon may take to answer a question
+_SOON_S = 3.0  # how long a plain close waits for the daemon's first answer
+_LEAST_S = 0.25  # how long a question may take if no time is left
+_PROGRESS_S = 15.0  # between two log lines of progress
+_NAMED = 10  # steps that a message names
 
 
 class Closing:
-    """What is left of one launch's saves, as its daemon says.
+    """The saves of one launch that are not on every tier yet, as the daemon reports them.
 
     Args:
-        mine: whether this launch saved a part.
-        renew: makes sure that there is a daemon, if one was asked for.
+        mine: returns whether this launch saved a part.
+        renew: makes sure that a daemon runs, if one was asked for.
     """
 
     def __init__(self, spool: Spool, mine: Callable[[PartId], bool], renew: Callable[[], None]) -> None:
@@ -42,13 +43,13 @@ class Closing:
         self._ends_with_us = False
 
     def wait_for(self, tier: str, timeout_s: float | None) -> None:
-        """Return when `tier` has verified every save of this launch that it wants.
+        """Return when `tier` has verified every save of this launch that its retention keeps.
 
-        Where it raises, it also reports what is on no tier, if nobody may flush it any more.
+        If it raises, it also reports the saves that are on no tier, if nobody may flush them any more.
 
         Raises:
-            TimeoutError: not within `timeout_s`, or the daemon does not answer; names what is missing.
-            StoreRefused: the tier says no; names what is missing.
+            TimeoutError: saves are missing after `timeout_s`, or the daemon does not answer; the message names them.
+            StoreRefused: the tier refuses; the message names the missing saves.
             ConfigError: the daemon has no tier of that name.
             DaemonUnavailable: no daemon answers.
         """
@@ -62,7 +63,7 @@ class Closing:
             self._warn(backlog, waited=False)
             raise ConfigError(f"wait={tier!r}: the daemon has no tier of that name; it has {', '.join(backlog.tiers)}")
 
-        def done(now: Backlog) -> bool:
+        def done(now: Unflushed) -> bool:
             left = [one for one in self._left(now) if tier in one.lacks]
             state = now.tiers.get(tier)
             if left and (state is None or state.refused):
@@ -79,10 +80,10 @@ class Closing:
             raise TimeoutError(f"{tier}: {_steps(left)} not verified there after {timeout_s:g} s{why}")
 
     def end(self, *, patient: bool, timeout_s: float | None) -> None:
-        """Report what is on no tier if nobody may flush it any more; raises nothing.
+        """Report the saves that are on no tier if nobody may flush them any more; raises nothing.
 
         Args:
-            patient: first wait for the tiers where the daemon ends with this process, at most `timeout_s`, or
+            patient: first wait for the tiers if the daemon ends with this process, at most `timeout_s`, or
                 `LAST_FLUSH_S` without one.
         """
         begun_s = time.monotonic()
@@ -93,8 +94,8 @@ class Closing:
             except TimeoutError:
                 if not (patient and self._ends_with_us):
                     raise
-                backlog = self._ask(end_s)  # nobody flushes later, so a slow daemon is given longer
-            if self._ends_with_us or backlog.trouble:  # else the daemon goes on with it
+                backlog = self._ask(end_s)  # no daemon flushes later, so a slow one gets more time
+            if self._ends_with_us or backlog.trouble:  # else the daemon continues to flush
                 backlog = self._ask(end_s, hurry=True)
                 waits = patient and self._ends_with_us
                 if waits:
@@ -103,9 +104,10 @@ class Closing:
         except (TierdError, TimeoutError, OSError) as error:
             self._report_unknown(error)
 
-    def _worth_waiting(self, backlog: Backlog) -> bool:
-        """Whether some tier may still take something: one that accepts, or for what is on no tier, one that only
-        does not answer now."""
+    def _worth_waiting(self, backlog: Unflushed) -> bool:
+        """Whether some tier may still take a save: a tier that accepts, or for saves on no tier, one that only does not
+        answer now.
+        """
         if backlog.paused:
             return False
         return any(
@@ -114,8 +116,8 @@ class Closing:
             for name in one.lacks
         )
 
-    def _poll(self, done: Callable[[Backlog], bool], end_s: float | None, backlog: Backlog) -> Backlog:
-        """The first backlog that is `done`, or the last one that was heard when the time is over."""
+    def _poll(self, done: Callable[[Unflushed], bool], end_s: float | None, backlog: Unflushed) -> Unflushed:
+        """Return the first backlog that is `done`, or the last one before `end_s`."""
         told = time.monotonic()
         while not done(backlog) and (end_s is None or time.monotonic() < end_s):
             if time.monotonic() - told > _PROGRESS_S:
@@ -129,33 +131,35 @@ class Closing:
                     raise
         return backlog
 
-    def _ask(self, end_s: float | None, *, hurry: bool = False) -> Backlog:
-        """The backlog, by `end_s` of the monotonic clock; `hurry`: after a fresh look at the tiers, if they answer."""
+    def _ask(self, end_s: float | None, *, hurry: bool = False) -> Unflushed:
+        """Ask for the backlog until `end_s` of the monotonic clock; with `hurry`, after a fresh listing of the tiers if
+        they answer.
+        """
         share = 0.6 if hurry else 1.0  # the rest is for the second question
         request = AskBacklog(hurry=hurry)
         try:
             return self._answer(request, _limit(end_s, share))
         except DaemonUnavailable:
-            self._renew()  # the one that `to` asked for may have ended or died
+            self._renew()  # the daemon that `to` asked for may have ended or died
             return self._answer(request, _limit(end_s))
         except TimeoutError:
             if not hurry:
                 raise
-            return self._answer(AskBacklog(), _limit(end_s))  # a tier hangs: what is known without it
+            return self._answer(AskBacklog(), _limit(end_s))  # a tier hangs: ask without it
 
-    def _answer(self, request: AskBacklog, limit_s: float) -> Backlog:
+    def _answer(self, request: AskBacklog, limit_s: float) -> Unflushed:
         with Link(self._spool) as link:
             self._ends_with_us = link.about_peer(ends_with_us)
             return backlog_of(link.ask(request, limit_s))
 
-    def _left(self, backlog: Backlog) -> list[Remaining]:
+    def _left(self, backlog: Unflushed) -> list[Remaining]:
         return [one for one in backlog.left if self._mine(one.part)]
 
-    def _warn(self, backlog: Backlog, *, waited: bool) -> None:
+    def _warn(self, backlog: Unflushed, *, waited: bool) -> None:
         if self._ends_with_us or backlog.trouble:
             self._report(backlog, waited=waited)
 
-    def _report(self, backlog: Backlog, *, waited: bool) -> None:
+    def _report(self, backlog: Unflushed, *, waited: bool) -> None:
         nowhere = [one for one in self._left(backlog) if not one.on]
         if not nowhere:
             return
@@ -166,7 +170,7 @@ class Closing:
         log.warning("closed: %s on no tier, only in the spool: %s%s", _steps(nowhere), why, last)
 
     def _in_spool(self) -> list[Remaining]:
-        """What this launch saved and the spool still has, newest first."""
+        """Return this launch's saves that the spool still has, newest first."""
         try:
             parts = [part for part in self._spool.parts() if self._mine(part)]
         except (OSError, TierdError):
@@ -179,7 +183,7 @@ class Closing:
 
 
 def check_wait(wait: object, timeout: object, *, tiers: bool) -> None:
-    """Raise `ConfigError` where `Checkpointer.close` cannot wait so."""
+    """Raise `ConfigError` if `Checkpointer.close` cannot use these arguments."""
     if wait is not None and (not isinstance(wait, str) or not wait):
         raise ConfigError(f'wait={wait!r}: None, "local", or a tier\'s name')
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0):
@@ -189,10 +193,10 @@ def check_wait(wait: object, timeout: object, *, tiers: bool) -> None:
 
 
 def check_failed(tier: str, failed: Mapping[int, str]) -> None:
-    """Raise `SaveFailed` where a save of this launch failed, so that no tier gets it.
+    """Raise `SaveFailed` if a save of this launch failed, so that no tier gets it.
 
     Args:
-        failed: by step whose save failed, why.
+        failed: step -> why its save failed.
     """
     if failed:
         steps = _steps_are(sorted(failed, reverse=True))
@@ -200,7 +204,7 @@ def check_failed(tier: str, failed: Mapping[int, str]) -> None:
 
 
 def _limit(end_s: float | None, share: float = 1.0) -> float:
-    """Seconds that one answer may take."""
+    """Return the seconds that one answer may take."""
     return _ANSWER_S if end_s is None else min(_ANSWER_S, max(_LEAST_S, share * (end_s - time.monotonic())))
 
 
@@ -209,7 +213,7 @@ def _steps(left: Sequence[Remaining]) -> str:
 
 
 def _steps_are(newest_first: Sequence[int]) -> str:
-    """`2 saves (steps 7, 9) are`, newest last."""
+    """Format as `2 saves (steps 7, 9) are`, newest last."""
     steps = [str(step) for step in newest_first]
     named = ", ".join(reversed(steps[:_NAMED]))
     older = f"{len(steps) - _NAMED} older and " if len(steps) > _NAMED else ""

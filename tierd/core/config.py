@@ -1,6 +1,6 @@
-"""The daemon's configuration: a `tierd.toml`, or nothing but a spool and URLs.
+"""The daemon's configuration: a `tierd.toml`, or only a spool and URLs.
 
-Law: an unknown key, a wrong type or an unusable value is refused with the key's path; nothing is guessed.
+Invariant: an unknown key, a wrong type or an unusable value is refused with the key's path; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -14,39 +14,51 @@ import msgspec
 from msgspec import Meta
 
 from tierd.core.errors import ConfigError
-from tierd.core.events import CHOICES
+from tierd.core.event_kinds import CHOICES
 from tierd.core.rate import Rate, rate
-from tierd.core.retention import Duration, RetentionPolicy, seconds
+from tierd.core.retention.policy import Duration, RetentionPolicy, seconds
 from tierd.core.urls import parse_url
 from tierd.core.webhook import check_webhook, is_reference, shown
 
-LONGEST = 64 << 10  # characters of a file
-_DEEP = re.compile(r"^(?:[^.#\n]*\.){65}", re.MULTILINE)  # a dotted key costs tomllib its length squared, or more
+LONGEST = 64 << 10  # characters in a file
+_DEEP = re.compile(r"^(?:[^.#\n]*\.){65}", re.MULTILINE)  # tomllib takes quadratic time or more for a dotted key
 _RESERVED = frozenset({"local"})  # the spool's own name among the tiers
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tier: where it is and what it keeps. The order in the file is the order of preference when reading."""
+    """One tier: its place and its retention policy. Reads prefer tiers in the order of the file.
+
+    Attributes:
+        name: how commands, events and logs call the tier: lower case letters, digits and `-`; `local` is the spool.
+        url: a place: `file:///directory` or `s3://bucket/prefix`.
+        retention: which checkpoints the daemon keeps on this tier; None: the policy that the run has recorded there.
+        verify: `checksum`: bytes that the server compared with a checksum count as verified, if the server was
+            observed to refuse a wrong checksum, and everything else is read back; `read`: everything is read back.
+        limit_up: the most bytes per second that the daemon sends to this tier, on average.
+        limit_down: the most bytes per second that the daemon reads from it, on average; restores are not limited.
+        key_file: the absolute path of the key that encrypts everything on this tier; None: no encryption.
+    """
 
     name: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9-]{0,31}\Z")]
     url: str
-    retention: RetentionPolicy | None = None  # None: the run's own policy holds
+    retention: RetentionPolicy | None = None
     verify: Literal["checksum", "read"] = "checksum"
-    limit_up: Rate | None = None  # of what the daemon sends there
-    limit_down: Rate | None = None  # and reads there, but for restores
-    key_file: Annotated[str, Meta(pattern="^/")] | None = None  # what lies there is encrypted with the key in it
+    limit_up: Rate | None = None
+    limit_down: Rate | None = None
+    key_file: Annotated[str, Meta(pattern="^/")] | None = None
 
 
-class TellConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whom events are told: exactly one of `url` and `command`.
+class NotifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A receiver of events, with exactly one of `url` and `command`.
 
     Attributes:
-        url: what each event is posted to, as `core/webhook.py` reads it.
-        command: an absolute path and its arguments; it gets each event on its standard input.
-        headers: more headers of a post, by name; what each says is read from where it points.
-        events: which; None are those that are `usual`.
-        per_minute: more than these are held back, counted, and told as one.
-        timeout_s: a try that takes longer has failed.
+        url: an HTTPS address to which each event is posted as JSON; or `env:NAME` or `file:/path`, from which the
+            daemon reads the address.
+        command: an absolute path and its arguments; the command gets each event as JSON on its standard input.
+        headers: additional headers of a post, by name; each value is `env:NAME` or `file:/path`.
+        events: the kinds of events that are sent; None: those that are sent by default.
+        per_minute: events beyond this number in a minute are held back, counted, and reported as one `more`.
+        timeout_s: the time after which a try counts as failed, in seconds.
     """
 
     url: Annotated[str, Meta(min_length=1)] | None = None
@@ -58,20 +70,26 @@ class TellConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything the daemon is told.
+    """The whole configuration of a daemon.
 
     Attributes:
-        spool: absolute path of the spool's directory.
-        tier: the tiers, in order of preference.
-        retention: what stays in the spool, of what a tier has verified; None: what the trainer says, or the default.
-        rescan: at least this often everything is looked at again, whatever events say.
-        drain: how long SIGTERM lets flushes in flight go on.
-        hold_for: a tier that has not answered for longer is no reason any more to keep what it wants on other tiers.
-        min_free_percent: with less of the spool's disk free, local copies that a tier has verified go early.
-        finished: a run without a trainer for so long, of which a tier has verified everything, leaves the spool.
-        scrub: every copy is read again, and compared, within this; "0s": none is.
-        scrub_rate: how fast, in each place.
-        tell: whom events are told.
+        spool: the absolute path of the spool's directory.
+        tier: the tiers, each a `[[tier]]`, in order of preference.
+        retention: which checkpoints the daemon keeps in the spool after a tier has verified them; None: the
+            trainer's policy, else `keep_last = 3`.
+        rescan: while a trainer is attached or work is pending, the daemon lists the spool and the tiers at least
+            this often.
+        drain: how long flushes go on after SIGTERM.
+        hold_for: the daemon stops keeping checkpoints in other places for a tier that has not answered for longer
+            than this.
+        min_free_percent: if less of the spool's disk is free, the daemon deletes local copies that a tier has
+            verified before retention would; it keeps a run's newest copy while the run has a trainer.
+        finished: how long a run has no trainer and no new part before the daemon deletes it from the spool. The
+            daemon waits until the tiers hold all checkpoints of the run that they want.
+        scrub: the daemon verifies every copy again within this time; `0s`: it verifies only copies in which an error
+            was found.
+        scrub_rate: how fast the scrub reads, in each place.
+        notify: the receivers of events, each a `[[notify]]`.
     """
 
     spool: Annotated[str, Meta(pattern=r"^/[^\x00]*\Z")]
@@ -84,7 +102,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     finished: Duration = "1d"
     scrub: Duration = "30d"
     scrub_rate: Rate = "20MB/s"
-    tell: tuple[TellConfig, ...] = ()
+    notify: tuple[NotifyConfig, ...] = ()
 
     def named(self, name: str) -> TierConfig:
         """The tier called `name`."""
@@ -92,20 +110,24 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def without_addresses(config: Config) -> Config:
-    """The same, with no more of each webhook's address, and of each command's arguments, than may be shown."""
-    tells = []
-    for tell in config.tell:
-        url = tell.url if tell.url is None or is_reference(tell.url) else shown(tell.url)
-        words = tell.command and tuple(word if not number else "…" for number, word in enumerate(tell.command))
-        tells.append(msgspec.structs.replace(tell, url=url, command=words))
-    return msgspec.structs.replace(config, tell=tuple(tells))
+    """The configuration with each webhook's address shortened to its origin and each command's arguments hidden."""
+    receivers = []
+    for receiver in config.notify:
+        url = receiver.url if receiver.url is None or is_reference(receiver.url) else shown(receiver.url)
+        words = receiver.command and tuple(word if not number else "…" for number, word in enumerate(receiver.command))
+        receivers.append(msgspec.structs.replace(receiver, url=url, command=words))
+    return msgspec.structs.replace(config, notify=tuple(receivers))
 
 
 def from_toml(text: str, where: str) -> Config:
-    """Read a configuration file's text.
+    """Parse the text of a configuration file.
+
+    Args:
+        text: the text.
+        where: the file's name, for error messages.
 
     Raises:
-        ConfigError: naming `where`, the key's path and what is wrong with it.
+        ConfigError: the text cannot be used; the message names `where`, the key's path and the reason.
     """
     if len(text) > LONGEST:
         raise ConfigError(f"{where}: it has more than {LONGEST} characters; is it the right file?")
@@ -115,7 +137,7 @@ def from_toml(text: str, where: str) -> Config:
         config = msgspec.convert(tomllib.loads(text), Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {_readable(str(error))}") from error
-    except (ValueError, RecursionError) as error:  # not only TOMLDecodeError: a number of 5,000 digits, say
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, for example, raises no TOMLDecodeError
         raise ConfigError(f"{where}: not TOML: {error}") from error
     return _checked(config, where)
 
@@ -127,14 +149,17 @@ def from_urls(
     key_file: str | None = None,
     where: str = "--to",
 ) -> Config:
-    """The configuration that ``tierd run --spool DIR --to URL`` means; tiers are named after their URL's scheme.
-    `where` begins an error's message.
+    """Make the configuration of ``tierd run --spool DIR --to URL``. Tiers are named after their URL's scheme.
 
     Args:
+        spool: the absolute path of the spool's directory.
+        urls: the URL of each tier.
         retention: the policy in every place; None: each run's own.
+        key_file: the absolute path of the key that encrypts every tier; None: no encryption.
+        where: the beginning of error messages.
 
     Raises:
-        ConfigError: no URL, or one that cannot be used.
+        ConfigError: there is no URL, or one cannot be used.
     """
     if not urls:
         raise ConfigError("no tier: name at least one with --to URL, or give --config FILE")
@@ -166,26 +191,26 @@ def _checked(config: Config, where: str) -> Config:
         _check_rate(tier.limit_down, f"{where}: tier[{index}].limit_down")
         names.add(tier.name)
         urls[url] = tier.name
-    for index, tell in enumerate(config.tell):
-        _check_tell(tell, f"{where}: tell[{index}]")
+    for index, receiver in enumerate(config.notify):
+        _check_receiver(receiver, f"{where}: notify[{index}]")
     return config
 
 
-def _check_tell(tell: TellConfig, where: str) -> None:
-    if (tell.url is None) == (tell.command is None):
+def _check_receiver(receiver: NotifyConfig, where: str) -> None:
+    if (receiver.url is None) == (receiver.command is None):
         raise ConfigError(f"{where}: give either url or command")
     try:
-        if tell.url is not None:
-            check_webhook(tell.url, tell.headers)
-        elif tell.headers:
+        if receiver.url is not None:
+            check_webhook(receiver.url, receiver.headers)
+        elif receiver.headers:
             raise ConfigError("headers: a command has none")
     except ConfigError as error:
         raise ConfigError(f"{where}.{error}") from error
-    if tell.command is not None and not tell.command[0].startswith("/"):
+    if receiver.command is not None and not receiver.command[0].startswith("/"):
         raise ConfigError(f"{where}.command: it begins with an absolute path; no shell looks for it")
-    if any("\0" in word for word in tell.command or ()):
+    if any("\0" in word for word in receiver.command or ()):
         raise ConfigError(f"{where}.command: it holds a NUL")
-    for name in tell.events or ():
+    for name in receiver.events or ():
         if name not in CHOICES:
             raise ConfigError(f"{where}.events: unknown event {name!r}: there are {', '.join(CHOICES)}")
 
@@ -199,6 +224,7 @@ def _check_rate(text: str | None, where: str) -> None:
 
 
 def _readable(message: str) -> str:
-    # msgspec says "... - at `$.tier[0].url`": the path first reads better, and `$.` means nothing to a user.
+    # msgspec writes "... - at `$.tier[0].url`". The path is moved to the front, and `$.`, which users do not know, is
+    # removed.
     match = re.fullmatch(r"(.*) - at `\$\.?(.*)`", message)
     return f"{match[2]}: {match[1]}" if match else message

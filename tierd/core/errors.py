@@ -1,7 +1,8 @@
-"""Every error that tierd raises, named after the condition it states.
+"""Every error that tierd raises, named after the condition that it reports.
 
-Law: an error is not corruption. Only `CorruptChunk` and `ManifestError` say that bytes are proven wrong; nothing else
-may quarantine, step back or prune. A foreign exception becomes one of these once, at the edge where it appears.
+Invariant: an error is not corruption. Only `CorruptChunk` and `ManifestError` prove that bytes are wrong; no other
+error may lead to a quarantine, a fallback or a prune. An exception of another library is converted into one of these
+once, where it first appears.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from tierd.core.printable import printable_lines
 
 
 class TierdError(Exception):
-    """The base of every error that tierd raises on purpose. What it says is safe to look at, because names and servers'
+    """The base of every error that tierd raises on purpose. Its text is safe to print, because names and servers'
     answers in it are escaped."""
 
     def __str__(self) -> str:
@@ -20,24 +21,26 @@ class TierdError(Exception):
 
 
 class ConfigError(TierdError):
-    """The configuration, a URL, a name or an argument cannot be used; the message names the place."""
+    """The configuration, a URL, a name or an argument cannot be used; the message says which one."""
 
 
 class StepRefused(TierdError):
-    """The step is no int, is negative, or was already committed by this attempt."""
+    """The step is not an int, is negative, or was already committed by this attempt."""
 
 
 class StateRefused(TierdError):
-    """A value in the state has no safe encoding, or one in a checkpoint no safe decoding; the message names its path.
-    Nothing was written or loaded."""
+    """A value in the state has no safe encoding, or a value in a checkpoint has no safe decoding.
+
+    The message names the value's path. Nothing was written or loaded.
+    """
 
 
 class StateMismatch(TierdError):
-    """The checkpoint does not fit the objects it should be loaded into; whatever was loaded before is named."""
+    """The checkpoint does not fit the objects to be loaded into; the message names entries that are already loaded."""
 
 
 class StoreUnavailable(TierdError):
-    """The store did not answer, or answered that it cannot now. The only condition that is retried."""
+    """The store did not answer, or answered that it cannot serve the request now. Only this condition is retried."""
 
 
 class StoreFull(StoreUnavailable):
@@ -45,15 +48,16 @@ class StoreFull(StoreUnavailable):
 
 
 class StoreRefused(TierdError):
-    """The store answered no: credentials, permissions, a missing bucket. Trying again at once will not help."""
+    """The store refused: credentials, permissions, a missing bucket. An immediate retry would not help."""
 
 
 class DeleteRefused(StoreRefused):
-    """The store does not let this be deleted: no permission, or a lock on it. Whoever may only add writes on."""
+    """The store refused to delete an object: no permission, or a lock on the object. Puts go on, because a tier may
+    allow only these."""
 
 
 class ObjectNotFound(TierdError):
-    """The store answered, and the key is not there."""
+    """The store answered that the key does not exist."""
 
 
 class CorruptChunk(TierdError):
@@ -61,24 +65,26 @@ class CorruptChunk(TierdError):
 
 
 class ManifestError(TierdError):
-    """A manifest is truncated, altered, oversized, or says something that no honest writer says: proven corruption."""
+    """A manifest is truncated, altered, oversized, or states what no correct writer states: proven corruption."""
 
 
 class FormatTooNew(TierdError):
-    """An intact manifest of a format version that this tierd does not know. Not corruption: a newer tierd reads it."""
+    """An intact manifest has a format version that this tierd does not know. Not corruption: a newer tierd reads it."""
 
 
 class WrongKey(FormatTooNew):
-    """What lies there is encrypted with a key that is not at hand, or not at all where a key is required. Not
-    corruption: who has the right key reads it."""
+    """An object is encrypted with another key than the given one, or only one of the object and the tier has a key.
+
+    Not corruption, because the object is readable with the right key.
+    """
 
 
 class CheckpointNotFound(TierdError):
-    """No verified checkpoint answers the request; the message says what was skipped, why, and what else there is."""
+    """No verified checkpoint matches the request; the message names skipped checkpoints with reasons, and others."""
 
 
 class SpoolUnusable(TierdError):
-    """The spool is no directory, or is not readable or writable."""
+    """The spool is not a directory, or is not readable or writable."""
 
 
 class SpoolHeld(SpoolUnusable):
@@ -94,11 +100,11 @@ class SaveFailed(TierdError):
 
 
 class SaveSkipped(TierdError):
-    """An earlier save was still being persisted, and `when_busy` says not to wait for it."""
+    """An earlier save was still being persisted, and `when_busy` was set not to wait for it."""
 
 
 class TornSnapshot(TierdError):
-    """A tensor changed while it was copied, by other means than an attached optimizer's step; nothing was kept."""
+    """A tensor changed while it was copied, not by an attached optimizer's step; nothing of the save was kept."""
 
 
 class DaemonUnavailable(TierdError):
@@ -106,31 +112,33 @@ class DaemonUnavailable(TierdError):
 
 
 class DaemonAbsent(DaemonUnavailable):
-    """No daemon runs on the spool: there is no socket, or nobody listens."""
+    """No daemon runs on the spool: there is no socket, or no process listens on it."""
 
 
 class DaemonSilent(DaemonUnavailable):
-    """A daemon holds the spool and does not answer, as one that is stopped does. The message names the process."""
+    """A daemon holds the spool and does not answer, for example a stopped one. The message names its process."""
 
 
 class VersionMismatch(DaemonUnavailable):
-    """Client and daemon are too far apart to work together; the message says which one to upgrade."""
+    """The versions of client and daemon are too far apart to work together; the message says which one to upgrade."""
 
 
 class RequestUnknown(DaemonUnavailable):
-    """The daemon is older than this request. It answers other requests."""
+    """The daemon is too old to know this request. It answers other requests."""
 
 
 class LoopFailed(TierdError):
-    """A training loop under check ended, failed, hung or could not be killed before it was through: nothing could be
-    compared. The message holds the end of its output."""
+    """A training loop under check ended early, failed, hung or could not be killed, so nothing could be compared.
+
+    The message has the end of the loop's output.
+    """
 
 
 EXHAUSTED = "no more memory or threads for this process: raise its limits (ulimit -v, ulimit -u, or the container's)"
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Whether an error, or one of a group, says that this process gets no more memory or threads."""
+    """Whether an error, or one in an exception group, means that this process gets no more memory or threads."""
     if isinstance(error, BaseExceptionGroup):
         return any(map(is_exhausted, error.exceptions))
     threads = isinstance(error, RuntimeError) and "start new thread" in str(error)

@@ -1,6 +1,6 @@
-"""Names: runs, attempts, checkpoints and parts, and the one place that turns them into paths and keys and back.
+"""Names of runs, attempts, checkpoints and parts, and their conversion into paths and keys and back.
 
-Law: a name that comes from outside (an argument, a listing, a manifest) becomes a path or a key only by passing here.
+Invariant: a name from outside (an argument, a listing, a manifest) becomes a path or a key only in this module.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from tierd.core.errors import ConfigError, StepRefused
 
-MAX_STEP = 10**12 - 1  # steps are written with twelve digits, so that names sort as numbers do
+MAX_STEP = 10**12 - 1  # steps are written with twelve digits, so that names sort like numbers
 MAX_WORLD = 99_999
 
-LATEST_MS = 7_258_118_400_000  # the year 2200: nobody makes an attempt after that
-_THEN_MS = 1_780_000_000_000  # 2026: no clock that shows less is believed
-_AHEAD_MS = 50 * 365 * 86_400_000  # how far ahead of a clock a launch is followed: fifty years
+LATEST_MS = 7_258_118_400_000  # the year 2200: no honest attempt is later
+_THEN_MS = 1_780_000_000_000  # 2026: a clock that shows an earlier time counts as wrong
+_AHEAD_MS = 50 * 365 * 86_400_000  # fifty years: an attempt further ahead of the clock does not advance later names
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ATTEMPT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")
@@ -25,16 +25,16 @@ _CHECKPOINT = re.compile(r"([0-9]{12})\.([0-9a-f]{12}-[0-9a-f]{8})")
 _RETENTION = re.compile(r"([0-9a-f]{8})\.([a-z]{1,16})\.json")
 _HEAD = re.compile(r"([0-9a-f]{8})\.json")
 _PART = re.compile(r"([0-9]{5})-of-([0-9]{5})")
-README_KEY = "README.md"  # what a tier is, for whoever finds it
-CHECK_KEY = "README.md.check"  # of `config check --reach`, for a moment
-OWN_KEYS = frozenset({README_KEY, CHECK_KEY})  # a tier's own objects at its root, which are no runs
+README_KEY = "README.md"  # explains the tier to a person who finds it
+CHECK_KEY = "README.md.check"  # exists only while `config check --reach` runs
+OWN_KEYS = frozenset({README_KEY, CHECK_KEY})  # the tier's own objects at its root, which are not runs
 
 
 def check_run(run: str) -> str:
     """Return `run` if it can name a run.
 
     Raises:
-        ConfigError: anything but 1 to 128 of ``A-Za-z0-9._-`` beginning with a letter or digit.
+        ConfigError: it is not 1 to 128 characters of ``A-Za-z0-9._-`` that begin with a letter or digit.
     """
     if not isinstance(run, str) or not _RUN.fullmatch(run) or run in OWN_KEYS:
         raise ConfigError(f"run {run!r}: a run's name is 1 to 128 of A-Za-z0-9._-, a letter or digit first")
@@ -48,9 +48,9 @@ def check_step(step: object) -> int:
         StepRefused: not an integer (a bool or float is not), negative, or beyond `MAX_STEP`.
     """
     try:
-        if isinstance(step, bool):
-            raise TypeError
-        number = operator.index(step)  # type: ignore[arg-type]  # arrays have __index__ too, and most of them refuse it
+        if isinstance(step, bool) or str(getattr(step, "dtype", "")).endswith("bool"):
+            raise TypeError  # numpy 1 and torch accept their booleans as an index
+        number = operator.index(step)  # type: ignore[arg-type]  # arrays have __index__ too, and most raise TypeError
     except TypeError:
         raise StepRefused(f"step {step!r}: a step is an int, not {type(step).__name__}") from None
     if not 0 <= number <= MAX_STEP:
@@ -59,10 +59,10 @@ def check_step(step: object) -> int:
 
 
 def check_attempt(attempt: str) -> str:
-    """Return `attempt` if it has the form that `next_attempt` gives.
+    """Return `attempt` if it has the form of `next_attempt`'s result.
 
     Raises:
-        ConfigError: any other form, or a time after `LATEST_MS`.
+        ConfigError: it has another form, or a time after `LATEST_MS`.
     """
     if not isinstance(attempt, str) or not _ATTEMPT.fullmatch(attempt) or int(attempt[:12], 16) >= LATEST_MS:
         raise ConfigError(
@@ -73,20 +73,21 @@ def check_attempt(attempt: str) -> str:
 
 
 def is_attempt(name: str) -> bool:
-    """Whether `name` has the form that `next_attempt` gives."""
+    """Whether `name` has the form of `next_attempt`'s result."""
     return _ATTEMPT.fullmatch(name) is not None
 
 
 def next_attempt(now_ms: int, seen: Iterable[str], token: str) -> str:
-    """Name a launch so that it sorts after every attempt in `seen`, even when the clock was set back.
+    """Name a launch so that the name sorts after every attempt in `seen`, even if the clock was set back.
 
-    A hybrid logical clock (Kulkarni et al., 2014): wall time, pushed past everything already seen, unless that lies
-    fifty years ahead: no launch was made then, and names like that could use up the clock.
+    The name is a hybrid logical clock (Kulkarni et al., 2014): the wall time, or one millisecond after the latest
+    attempt in `seen` if that is later. Attempts more than fifty years ahead of the clock are ignored. No honest launch
+    made them, and such names could use up the clock's range.
 
     Args:
-        now_ms: wall clock, milliseconds since 1970.
-        seen: attempts that the spool, the daemon or a restored checkpoint shows.
-        token: 8 random hex digits, which keep two launches of one millisecond apart.
+        now_ms: the wall clock, milliseconds since 1970.
+        seen: the attempts that the spool, the daemon or a restored checkpoint shows.
+        token: 8 random hex digits, which distinguish two launches of one millisecond.
     """
     most = max(now_ms, _THEN_MS) + _AHEAD_MS
     latest = max((at for attempt in seen if (at := int(attempt[:12], 16)) <= most), default=-1)
@@ -95,7 +96,7 @@ def next_attempt(now_ms: int, seen: Iterable[str], token: str) -> str:
 
 @dataclass(frozen=True, slots=True, order=True)
 class CheckpointId:
-    """`(run, attempt, step)`, ordered so: the latest attempt is the newest, whatever its step."""
+    """`(run, attempt, step)`, compared in this order, so that the latest attempt is the newest whatever its step."""
 
     run: str
     attempt: str
@@ -111,8 +112,10 @@ class CheckpointId:
 
     @staticmethod
     def parse(run: str, name: str) -> CheckpointId | None:
-        """The checkpoint that `name` means inside `run`, or None when it means none: also where its attempt is of
-        the year 2200 or later, because nobody can have made it."""
+        """The checkpoint named `name` inside `run`; None if the name is not a checkpoint's.
+
+        A name whose attempt is of the year 2200 or later also gives None, because no honest launch made it.
+        """
         match = _CHECKPOINT.fullmatch(name)
         if match is None or int(match[2][:12], 16) >= LATEST_MS or not _RUN.fullmatch(run):
             return None
@@ -121,7 +124,7 @@ class CheckpointId:
 
 @dataclass(frozen=True, slots=True, order=True)
 class PartId:
-    """What one rank contributes to a checkpoint."""
+    """One rank's part of a checkpoint. `world` is the world size."""
 
     checkpoint: CheckpointId
     rank: int
@@ -133,8 +136,8 @@ class PartId:
         return f"{self.rank:05}-of-{self.world:05}"
 
     @property
-    def lane(self) -> str:
-        """The writer, whatever its step and attempt: ``<run>.<rank:05>-of-<world:05>``."""
+    def writer(self) -> str:
+        """The writer, independent of step and attempt: ``<run>.<rank:05>-of-<world:05>``."""
         return f"{self.checkpoint.run}.{self.name}"
 
     def __str__(self) -> str:
@@ -151,18 +154,18 @@ class PartId:
 
     @property
     def quarantine_key(self) -> str:
-        """Where a manifest goes on a tier whose chunks are proven corrupt beyond repair."""
+        """The key to which a manifest on a tier is moved when its chunks are proven corrupt beyond repair."""
         return f"{self.checkpoint.run}/quarantine/{self.checkpoint.name}/{self.name}.json"
 
     @staticmethod
     def parse(run: str, checkpoint: str, name: str) -> PartId | None:
-        """The part that ``<checkpoint>/<name>`` means inside `run`, or None when it means none."""
+        """The part named ``<checkpoint>/<name>`` inside `run`; None if the name is not a part's."""
         owner, pair = CheckpointId.parse(run, checkpoint), PartId.parse_name(f"{name}.json")
         return PartId(owner, *pair) if owner and pair else None
 
     @staticmethod
     def parse_name(name: str) -> tuple[int, int] | None:
-        """The rank and the world size of a manifest that is called `name` on a tier, or None."""
+        """The rank and the world size of a manifest named `name` on a tier; None if the name is not a manifest's."""
         match = _PART.fullmatch(name.removesuffix(".json")) if name.endswith(".json") else None
         if match is None:
             return None
@@ -171,7 +174,7 @@ class PartId:
 
     @staticmethod
     def parse_key(key: str) -> PartId | None:
-        """The part whose manifest lies under `key`, whether in ``manifests/`` or in ``quarantine/``."""
+        """The part whose manifest has this key, in ``manifests/`` or in ``quarantine/``; None for any other key."""
         pieces = key.split("/")
         if len(pieces) != 4 or pieces[1] not in ("manifests", "quarantine") or not pieces[3].endswith(".json"):
             return None
@@ -182,7 +185,7 @@ def check_rank(rank: object, world: object) -> tuple[int, int]:
     """Return `(rank, world)` as ints.
 
     Raises:
-        ConfigError: unless 0 <= rank < world <= `MAX_WORLD`.
+        ConfigError: not 0 <= rank < world <= `MAX_WORLD`.
     """
     if (
         isinstance(rank, bool)
@@ -195,7 +198,8 @@ def check_rank(rank: object, world: object) -> tuple[int, int]:
     return rank, world
 
 
-KINDS = ("manifests", "chunks", "pins", "quarantine", "retention", "timeline", "flushing", "pruning")  # below a run
+# The kinds of objects below a run.
+KINDS = ("manifests", "chunks", "pins", "quarantine", "retention", "timeline", "flushing", "pruning", "meetings")
 
 
 def manifests_prefix(run: str) -> str:
@@ -222,12 +226,27 @@ def pruning_prefix(run: str) -> str:
     return f"{run}/pruning/"
 
 
+def meetings_prefix(run: str) -> str:
+    return f"{run}/meetings/"
+
+
+def note_key(run: str, launch: str, name: str) -> str:
+    """The key of a note that the ranks of a launch leave for each other on a tier: ``meetings/<launch>/<name>``.
+
+    Args:
+        run: the run.
+        launch: 32 hex digits.
+        name: the note's name, as in `messages.Notes`.
+    """
+    return f"{meetings_prefix(run)}{launch}/{name}"
+
+
 def pin_key(checkpoint: CheckpointId) -> str:
     return f"{pins_prefix(checkpoint.run)}{checkpoint.name}"
 
 
 def parse_pin(run: str, key: str) -> CheckpointId | None:
-    """The checkpoint that the pin under `key` keeps, or None when the key is not one of `run`'s pins."""
+    """The checkpoint that the pin with this key keeps; None if the key is not one of `run`'s pins."""
     prefix = pins_prefix(run)
     return CheckpointId.parse(run, key.removeprefix(prefix)) if key.startswith(prefix) else None
 
@@ -237,12 +256,12 @@ def retention_prefix(run: str) -> str:
 
 
 def retention_key(run: str, by: str, given: str) -> str:
-    """Where a tier holds the policy that node `by` (8 hex digits) has for `run`: ``retention/<by>.<given>.json``."""
+    """The key of the policy that node `by` (8 hex digits) has for `run`: ``retention/<by>.<given>.json``."""
     return f"{retention_prefix(run)}{by}.{given}.json"
 
 
 def parse_retention(run: str, key: str) -> tuple[str, str] | None:
-    """`(by, given)` of the policy that lies under `key`, or None when the key is not one of `run`'s policies."""
+    """`(by, given)` of the policy with this key; None if the key is not one of `run`'s policies."""
     match = _RETENTION.fullmatch(key.removeprefix(retention_prefix(run)))
     return (match[1], match[2]) if match else None
 
@@ -252,18 +271,18 @@ def heads_prefix(run: str) -> str:
 
 
 def head_key(run: str, by: str) -> str:
-    """Where a tier holds the head of `run` that node `by` (8 hex digits) wrote: ``timeline/<by>.json``."""
+    """The key of the head of `run` that node `by` (8 hex digits) wrote: ``timeline/<by>.json``."""
     return f"{heads_prefix(run)}{by}.json"
 
 
 def parse_head(run: str, key: str) -> str | None:
-    """`by` of the head that lies under `key`, or None when the key is not one of `run`'s heads."""
+    """`by` of the head with this key; None if the key is not one of `run`'s heads."""
     match = _HEAD.fullmatch(key.removeprefix(heads_prefix(run)))
     return match[1] if match else None
 
 
 def chunk_owner(run: str, key: str) -> CheckpointId | None:
-    """The checkpoint under whose name a chunk lies, by its key relative to the run; None where that is no chunk's."""
+    """The checkpoint under whose name a chunk is stored, by the chunk's key relative to the run; None if no chunk's."""
     pieces = key.split("/")
     return CheckpointId.parse(run, pieces[1]) if len(pieces) == 4 and pieces[0] == "chunks" else None
 

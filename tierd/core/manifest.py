@@ -1,7 +1,7 @@
-"""The manifest: the immutable description of what one rank contributed. `FORMAT.md` is its prose.
+"""The manifest: the immutable description of one rank's part. `FORMAT.md` describes the format.
 
-Law: metadata is never executable and never trusted. Bytes become a `Manifest` only through `decode`, which checks the
-self-digest, the schema, every bound and every path; `encode` is its inverse.
+Invariant: metadata is never executable and never trusted. Bytes become a `Manifest` only through `decode`, which checks
+the self-digest, the schema, every bound and every path; `encode` is its inverse.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tierd.core.ids import MAX_STEP, MAX_WORLD, CheckpointId, PartId, chunk_owne
 from tierd.core.seal import seal, unsealed, version_of
 
 VERSION = 1
-ENCRYPTED = 2  # the version of what an encrypted tier has in a manifest's place
+ENCRYPTED = 2  # the version of the object that an encrypted tier has in place of a manifest
 MANIFEST_NAME = "manifest.json"  # inside a part's directory in the spool
-TENSORS = "tensors.safetensors"  # what `save` writes: every tensor,
-TREE = "state.json"  # and everything else, naming them
-DRAFT_NAME = f"{MANIFEST_NAME}.new"  # while the other is being healed, or what it describes is on its way
+TENSORS = "tensors.safetensors"  # the file in which `save` stores every tensor
+TREE = "state.json"  # the file in which `save` stores all other values, with references to the tensors
+DRAFT_NAME = f"{MANIFEST_NAME}.new"  # a manifest's name while the manifest is repaired or the part is fetched
 _RESERVED = (MANIFEST_NAME, DRAFT_NAME)
-CHUNK_SIZE = 32 << 20  # what this writer cuts files into, bytes
-MAX_CHUNK_SIZE = 256 << 20  # what a reader accepts, bytes: a chunk is held in memory whole
+CHUNK_SIZE = 32 << 20  # the largest chunk that tierd writes, in bytes
+MAX_CHUNK_SIZE = 256 << 20  # the largest chunk that tierd reads, in bytes, because a chunk is held in memory whole
 MAX_FILES = 100_000
 MAX_METRICS = 1_000
 
@@ -39,9 +39,10 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a chunk rests on a tier: its encoded form, which is byte-identical on every tier.
+    """A chunk's encoded form on a tier, which is byte-identical on every tier.
 
-    `checked` names the checksum by which the tier itself verified what it took; empty, it was read back and compared.
+    `checked` names the checksum by which the tier itself verified the put; if it is empty, the object was read back and
+    compared.
     """
 
     codec: Annotated[str, Meta(pattern=r"^[a-z0-9]{1,16}\Z")]
@@ -52,12 +53,12 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def form(self) -> tuple[str, int, str]:
-        """What makes two objects the same bytes, wherever they lie."""
+        """The codec, size and digest, which are equal for two objects exactly if they have the same bytes."""
         return self.codec, self.size, self.xxh3_128
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A run of a file's bytes: `size` raw bytes and their digest. `stored` is absent in the spool."""
+    """A range of a file: `size` raw bytes and their digest. `stored` is absent in the spool."""
 
     size: Annotated[int, Meta(ge=1, le=MAX_CHUNK_SIZE)]
     xxh3_128: Digest
@@ -65,7 +66,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
-    """A file by its relative path; `chunks` cover its `size` bytes in order, with no gap."""
+    """A file by its relative path. Its `chunks` cover its `size` bytes in order and without gaps."""
 
     path: Annotated[str, Meta(min_length=1, max_length=1024)]
     size: Annotated[int, Meta(ge=0)]
@@ -80,7 +81,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank contributed. `created` is RFC 3339 in UTC; `metrics` may hold NaN or infinities."""
+    """The description of one rank's part. `created` is RFC 3339 in UTC; `metrics` may contain NaN or infinities."""
 
     version: int
     run: str
@@ -100,7 +101,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def origin(self) -> CheckpointId | None:
-        """The checkpoint that this attempt resumed from, or None when it began from nothing."""
+        """The checkpoint from which this attempt resumed; None if it began from nothing."""
         origin = self.resumed_from
         return CheckpointId(self.run, origin.attempt, origin.step) if origin else None
 
@@ -125,7 +126,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def owners(self) -> frozenset[CheckpointId]:
-        """The checkpoints under whose names the chunks lie on a tier: its own, and those that it shares chunks with."""
+        """The checkpoints under whose names the chunks are stored on a tier: its own, and those of shared chunks."""
         keys = {chunk.stored.key.rpartition("/")[0]: chunk.stored.key for chunk in self.chunks() if chunk.stored}
         found = {chunk_owner(self.run, key) for key in keys.values()}
         return frozenset(owner for owner in found if owner)
@@ -144,7 +145,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wrapped(msgspec.Struct, frozen=True, kw_only=True):
-    """What an encrypted tier has in a manifest's place: the manifest, encrypted, in base64 without padding."""
+    """The object that an encrypted tier has in place of a manifest: the encrypted manifest, in unpadded base64."""
 
     version: int
     cipher: Literal["aes-256-gcm"]
@@ -153,18 +154,18 @@ class Wrapped(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_metric_name(name: object) -> bool:
-    """Whether `name` can name a metric: it is printed as it is, so it holds no control character."""
+    """Whether `name` can name a metric. Control characters are refused, because names are printed unescaped."""
     return isinstance(name, str) and 0 < len(name) <= 256 and not _CONTROL.search(name)
 
 
 def metrics_to_json(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """JSON has no NaN and no infinity: those become strings that `float` reads back."""
+    """The metrics for JSON. NaN and infinities become strings that `float` parses, because JSON has no such numbers."""
     finite = float("inf")
     return {name: value if -finite < value < finite else str(value) for name, value in metrics.items()}
 
 
 def chunk_sizes(size: int, chunk_size: int = CHUNK_SIZE) -> list[int]:
-    """How a file of `size` bytes is cut: full chunks, then the rest. An empty file has no chunk."""
+    """The sizes of a file's chunks, regardless of its contents: full chunks, then the rest. An empty file has none."""
     full, rest = divmod(size, chunk_size)
     return [chunk_size] * full + ([rest] if rest else [])
 
@@ -172,8 +173,10 @@ def chunk_sizes(size: int, chunk_size: int = CHUNK_SIZE) -> list[int]:
 def encode(manifest: Manifest) -> bytes:
     """The manifest as one JSON object whose last member, `digest`, is the xxh3-128 of every byte before its comma.
 
+    The result is decoded again before it is returned, so that every written manifest can be read.
+
     Raises:
-        ManifestError: no reader would take it (too many files, too long a path): what is written can be read.
+        ManifestError: `decode` refuses the manifest, for example for too many files or too long a path.
     """
     data = seal(manifest)
     decode(data, manifest.part)
@@ -181,15 +184,15 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def wrap(key_id: str, encrypted: bytes) -> bytes:
-    """What lies on an encrypted tier instead of a manifest: `encrypted` in base64, under a seal of the same kind."""
+    """The object that an encrypted tier has in place of a manifest: `encrypted`, in base64, with the same seal."""
     return seal(Wrapped(version=ENCRYPTED, cipher="aes-256-gcm", key_id=key_id, encrypted=encrypted.decode()))
 
 
 def unwrap(data: bytes, where: str) -> Wrapped | None:
-    """What `wrap` made; None where that is something of version 1, which is not encrypted.
+    """Decode a result of `wrap`; None for an unencrypted object, which has version 1.
 
     Raises:
-        ManifestError, FormatTooNew: as `decode`.
+        ManifestError, FormatTooNew: in the same cases as `decode`.
     """
     body = unsealed(data, where)
     try:
@@ -204,16 +207,16 @@ def unwrap(data: bytes, where: str) -> Wrapped | None:
 
 
 def decode(data: bytes, expected: PartId | None = None) -> Manifest:
-    """Read a manifest that came from anywhere.
+    """Decode and check a manifest from an untrusted source.
 
     Args:
         data: the object's or file's bytes.
-        expected: the part that the place it was found at names; a manifest that says another is refused.
+        expected: the part that the object's key or the file's path names; a manifest of another part is refused.
 
     Raises:
-        ManifestError: truncated, altered, oversized or unsafe; the message says which and where.
-        FormatTooNew: intact, and of a version that this tierd does not know.
-        WrongKey: intact, and encrypted.
+        ManifestError: the manifest is truncated, altered, oversized or unsafe; the message says which and where.
+        FormatTooNew: the manifest is intact, and of a version that this tierd does not know.
+        WrongKey: the manifest is intact and encrypted.
     """
     where = f"manifest of {expected}" if expected else "manifest"
     body = unsealed(data, where)
@@ -224,7 +227,7 @@ def decode(data: bytes, expected: PartId | None = None) -> Manifest:
         if version != VERSION:
             raise FormatTooNew(f"{where}: format version {version}; this tierd reads {VERSION}: use a newer one")
         manifest = _decoder.decode(body)
-        manifest.numbers  # noqa: B018  # every metric is a number, or a string that float() reads
+        manifest.numbers  # noqa: B018  # raises if a metric is neither a number nor a string that float() parses
         created = manifest.created_at
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ManifestError(f"{where}: {error}") from error
@@ -245,7 +248,7 @@ def decode(data: bytes, expected: PartId | None = None) -> Manifest:
 
 
 def encrypted_with(data: bytes) -> str:
-    """The id of the key that encrypted an object; empty where it is not encrypted, or not intact."""
+    """The id of the key that encrypted an object; empty if the object is not encrypted or not intact."""
     try:
         return _key_id(unsealed(data, ""))
     except ManifestError:
@@ -259,7 +262,7 @@ def _key_id(body: bytes) -> str:
         return ""
 
 
-# Made once, on import: msgspec looks a type up when it meets it first, and two threads that do so at once crash it.
+# Made once, on import, because msgspec inspects a type on first use, and crashes if two threads do so at once.
 _decoder = msgspec.json.Decoder(Manifest)
 _wrapped = msgspec.json.Decoder(Wrapped)
 
@@ -287,7 +290,7 @@ def _check_key(chunk: Chunk, rank: int, where: str) -> None:
     match = _CHUNK_KEY.fullmatch(chunk.stored.key)
     if match is None or int(match[1]) != rank:
         raise ManifestError(f"{where}: {chunk.stored.key!r} is no key of a chunk of rank {rank}")
-    if (match[2], match[3]) != (chunk.xxh3_128, chunk.stored.codec):  # whoever mends it would overwrite another one
+    if (match[2], match[3]) != (chunk.xxh3_128, chunk.stored.codec):  # a repair would overwrite another chunk
         raise ManifestError(f"{where}: {chunk.stored.key!r} is another chunk's key than {chunk.xxh3_128}'s")
 
 
@@ -295,7 +298,8 @@ def check_path(path: str, where: str) -> None:
     """Refuse a path that could leave its directory, shadow the manifest or not exist on a common file system.
 
     Raises:
-        ManifestError: absolute, empty component, ``.``, ``..``, control character, component over 255 bytes, reserved.
+        ManifestError: the path is absolute or reserved, contains a control character, or has a component that is empty,
+            ``.``, ``..`` or longer than 255 bytes.
     """
     try:
         pieces = [piece.encode() for piece in path.split("/")]

@@ -1,11 +1,11 @@
-"""A pickle, interpreted as plain data: the opcodes that Python's pickler emits for DCP's metadata, and no others.
+"""An interpreter of pickles as plain data: only the opcodes that Python's pickler emits for DCP's metadata.
 
-Invariant: nothing is imported, called, hashed or compared, whatever the pickle says. A class is a `Named`, an instance
-of one a `Made`, a dict a `Pairs`, because a dict would hash keys that the pickle made up. So the time is linear in the
-pickle's length, and so is the memory: each byte makes at most one object, and every third a container.
+Invariant: nothing is imported, called, hashed or compared, whatever the pickle contains. A class becomes a `Named`, an
+instance a `PickledInstance`, and a dict a `Pairs`, because a real dict would hash keys that the pickle made up. So time
+and memory are linear in the pickle's length: each byte makes at most one object, and every third byte a container.
 
-What comes out may refer to itself, and may be small here and endless to whoever follows every reference: the caller
-limits how far it goes.
+The result may refer to itself, so a small result may be endless for code that follows every reference. The caller has
+to limit how far it follows references.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from typing import Any
 
 from tierd.core.errors import ManifestError, StateRefused
 
-DICT = "dict"  # the kind of a class whose instances, made of nothing, are dicts: OrderedDict
+DICT = "dict"  # the kind of a class whose instances, if made without arguments, are dicts: OrderedDict
 _SPARE = 100_000  # containers that even a short pickle may make
-_DENSE = 3  # bytes for each container; in DCP's densest metadata, of one-dimensional chunks, more than four
-_MARKS = 100  # marks that are open at once; DCP's metadata has six
-_LEVELS = 32  # of tuples in tuples; DCP's metadata has two, a planner's own data may have more
-_SHOWN = 100  # characters of a name in a message
+_DENSE = 3  # bytes per container; DCP's densest metadata, of one-dimensional chunks, has more than four
+_MARKS = 100  # the most marks that are open at once; DCP's metadata has six
+_LEVELS = 32  # the most levels of tuples in tuples; DCP's metadata has two, a planner's own data may have more
+_SHOWN = 100  # the most characters of a name in a message
 
-# Opcodes that the loop itself interprets, because most of DCP's metadata are these.
+# Opcodes that the loop itself interprets, because most opcodes of DCP's metadata are these.
 _MEMOIZE, _BINGET, _LONG_BINGET, _BININT1, _SHORT_TEXT, _STOP = 0x94, 0x68, 0x6A, 0x4B, 0x8C, 0x2E
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A class, or another global, that a pickle may name; `kind` and `name` mean something to the caller alone."""
+    """A class, or another global, that a pickle may name. Only the caller interprets `kind` and `name`."""
 
     kind: str
     name: str
 
 
 class Pairs(list[Any]):
-    """A dict: its keys and values in turn, in the pickle's order, none of them looked at."""
+    """A dict as a flat list of alternating keys and values in the pickle's order, none of them inspected."""
 
     __slots__ = ()
 
 
-class Made:
-    """An instance of what is named, as the pickle describes it: made of `arguments`, then given a `state`."""
+class PickledInstance:
+    """An instance of a `Named` as the pickle describes it: made from `arguments`, then given a `state`."""
 
     __slots__ = ("arguments", "of", "state")
 
@@ -53,16 +53,20 @@ class Made:
 
 
 def interpret(data: bytes, names: Mapping[tuple[str, str], Named]) -> Any:
-    """Return what the pickle describes: None, bool, int, float, str, bytes, list, tuple, `Pairs`, `Named`, `Made`.
+    """Interpret a pickle.
 
     Args:
         data: the whole pickle, of protocol 2 to 5.
-        names: what it may name, by module and qualified name.
+        names: the globals that the pickle may name, by module and qualified name.
+
+    Returns:
+        A None, bool, int, float, str, bytes, list, tuple, `Pairs`, `Named` or `PickledInstance`.
 
     Raises:
-        StateRefused: it names something else, or would change something that it only names. That proves no corruption,
-            because a pickle of other classes may do so.
-        ManifestError: it is no pickle, or none that Python's pickler makes of plain objects.
+        StateRefused: the pickle names another global, or would change an object that it only names, or makes too many
+            or too deeply nested containers. This is no proof of corruption, because a pickle of other classes may do
+            so.
+        ManifestError: the data is no pickle, or none that Python's pickler makes of plain objects.
     """
     machine = _Machine(data, names)
     try:
@@ -76,7 +80,7 @@ def _shown(text: str) -> str:
 
 
 class _Machine:
-    """The pickle's stack machine. `at` is where its next opcode is."""
+    """The pickle's stack machine. `at` is the offset of the next opcode."""
 
     def __init__(self, data: bytes, names: Mapping[tuple[str, str], Named]) -> None:
         self.at = 0
@@ -84,7 +88,7 @@ class _Machine:
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []  # the stacks below each open mark, which an opcode must not reach
         self._memo: list[Any] = []
-        self._levels: dict[int, int] = {}  # of tuples in a tuple, by its id: whatever is made is kept
+        self._levels: dict[int, int] = {}  # of tuples in a tuple, by its id; ids are unique, as every object is kept
         self._left = _SPARE + len(data) // _DENSE
 
     def run(self) -> Any:
@@ -122,7 +126,7 @@ class _Machine:
     # -- arguments --------------------------------------------------------------------------------------------------
 
     def _take(self, size: int) -> bytes:
-        """The next bytes; what is said to be longer than what is left takes no memory."""
+        """The next `size` bytes. A size larger than the rest of the pickle allocates no memory."""
         found = self._data[self.at : self.at + size]
         if len(found) != size:
             raise ManifestError(f"byte {self.at}: it names {size} bytes, and has {len(found)} left")
@@ -162,7 +166,8 @@ class _Machine:
         self._push(struct.unpack(">d", self._take(8))[0])
 
     def _put(self, width: int) -> None:
-        """Only the next place, as every pickler does: Python would make room for all places up to the one named."""
+        """Store into the memo, only at its next index, as every pickler does. Python's unpickler would allocate all
+        indices up to the given one."""
         if self._number(width) != len(self._memo):
             raise ManifestError(f"byte {self.at}: it fills a place of its memo out of turn")
         self._memo.append(self._stack[-1])
@@ -176,7 +181,7 @@ class _Machine:
         self._stack.append(container)
 
     def _tuple(self, items: list[Any]) -> None:
-        """Tuples alone are limited in depth here, because they are the cheapest way to depth."""
+        """Make a tuple. Only the depth of tuples is limited here, because tuples nest with the fewest bytes."""
         made = tuple(items)
         inner = [self._levels.get(id(one), 0) for one in items if type(one) is tuple]
         if inner:
@@ -208,7 +213,7 @@ class _Machine:
             raise ManifestError(f"byte {self.at - 1}: it puts {len(items)} items into a {type(target).__name__}")
         target.extend(items)
 
-    # -- what is named ----------------------------------------------------------------------------------------------
+    # -- globals and instances --------------------------------------------------------------------------------------
 
     def _name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
@@ -222,13 +227,13 @@ class _Machine:
         of, arguments = self._pop(2)
         if type(of) is not Named or type(arguments) is not tuple:
             raise ManifestError(f"byte {self.at - 1}: it makes an instance of a {type(of).__name__}")
-        self._hold(Pairs() if of.kind == DICT and not arguments else Made(of, arguments))
+        self._hold(Pairs() if of.kind == DICT and not arguments else PickledInstance(of, arguments))
 
     def _build(self) -> None:
-        """Give an instance its state: once, and nothing but an instance that this pickle made."""
+        """Give an instance its state. Only an instance that this pickle made can get one, and only once."""
         [state] = self._pop(1)
         target = self._stack[-1]
-        if type(target) is not Made or target.state is not None:
+        if type(target) is not PickledInstance or target.state is not None:
             what = target.name if type(target) is Named else f"a {type(target).__name__}"
             raise StateRefused(f"it would change {what}, which DCP's own metadata does not do")
         target.state = state

@@ -1,10 +1,10 @@
-"""Text of unknown origin, made safe to look at: the one function that all tierd shows passes through.
+"""Escaping of text of unknown origin. Everything that tierd prints passes through this module.
 
-Names in a bucket, and what a server answers, may hold characters that a terminal obeys, that turn the order of a line
-around, or that end it. A person would then read something other than what is there.
+Names in a bucket and answers of a server may contain characters that control a terminal, reverse the order of a line,
+or end it. A person would then read something other than the actual text.
 
-Invariant: what is given back holds no character of the categories Cc, Cf, Cs, Co, Cn, Zl or Zp. It can be given again,
-and stays what it is.
+Invariant: the result contains no character of the categories Cc, Cf, Cs, Co, Cn, Zl or Zp. Escaping a result again does
+not change it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from unicodedata import category
 
 
 def printable(text: object) -> str:
-    """`text` as one line: what is not for the eye stands there as an escape, as in ``\\x9b`` or ``\\u202e``."""
+    """`text` as one line, with each unprintable character escaped, as in ``\\x9b`` or ``\\u202e``."""
     shown = str(text)
     if shown.isprintable():
         return shown
@@ -21,14 +21,14 @@ def printable(text: object) -> str:
 
 
 def printable_lines(text: object) -> str:
-    """As `printable`, for text of several lines. Lines after the first are indented where they are not yet, so that
-    none passes for one of tierd's own."""
+    """Escape like `printable`, but keep lines. Lines after the first are indented if they are not yet, so that no line
+    can be mistaken for one of tierd's own."""
     first, *others = map(printable, str(text).split("\n"))
     return "\n".join([first, *(one if one.startswith("  ") else f"  {one}" for one in others)])
 
 
 def printable_json(text: str) -> str:
-    """JSON of the same value, without characters that are not for the eye but line feeds between its tokens."""
+    """JSON of the same value, with each unprintable character escaped except line feeds between tokens."""
     if text.replace("\n", "").isprintable():
         return text
     return "".join([one if one == "\n" or _is_visible(one) else _json_escaped(one) for one in text])

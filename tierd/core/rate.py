@@ -1,6 +1,6 @@
-"""How fast bytes may move: ``"200MB/s"`` in a configuration.
+"""Rates in bytes per second: ``"200MB/s"`` in a configuration.
 
-Law: a rate names its unit; kB, MB and GB are powers of 1000, KiB, MiB and GiB of 1024. Nothing is guessed.
+Invariant: a rate names its unit, and no unit is guessed. kB, MB and GB are powers of 1000; KiB, MiB and GiB of 1024.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def rate(text: str) -> int:
     """A `Rate` in bytes per second, at least 1.
 
     Raises:
-        ValueError: it is none, or less than a byte per second; the message says how one is written.
+        ValueError: the text is not a rate, or less than a byte per second; the message shows how to write one.
     """
     match = _RATE.fullmatch(text)
     if match is None:

@@ -1,4 +1,4 @@
-"""What `ls` and `show` tell, as plain data. Its JSON form is a stable contract, written down in the README."""
+"""The output of `ls` and `show` as plain data. Its JSON form is a stable contract, shown in the reference."""
 
 from __future__ import annotations
 
@@ -7,23 +7,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tierd.core.config import Config
-from tierd.core.demand import Demand
 from tierd.core.errors import FormatTooNew
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.plan import judge
-from tierd.core.policies import known_policy
-from tierd.core.resume import restore_candidates
-from tierd.core.retention import HOPED_FOR, Verdict
-from tierd.core.world import SPOOL, Facts, Place, Seen, World, is_complete, runs, union
+from tierd.core.planning.demand import Demand
+from tierd.core.planning.inventory import (
+    SPOOL,
+    CheckpointCopy,
+    Inventory,
+    ManifestFacts,
+    Place,
+    is_complete,
+    runs,
+    union,
+)
+from tierd.core.planning.plan import judge
+from tierd.core.retention.policies import known_policy
+from tierd.core.retention.policy import HOPED_FOR, Verdict
+from tierd.core.timeline.candidates import restore_candidates
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
     """One place's copy of a checkpoint.
 
-    `state` is one of: `verified` (a tier: every byte was read back), `committed` (the spool: durable, digests taken
-    from memory), `incomplete` (parts are missing), `corrupt` (a manifest cannot be used), `unreadable` (by this
-    tierd, or without its key), `quarantined`. Sizes: bytes, of the `read` ranks whose manifests were read.
+    Attributes:
+        state: `verified` (a tier: every byte was verified there before its manifest was put), `committed` (the
+            spool: durable, with digests taken from memory), `incomplete` (parts are missing), `corrupt` (a manifest
+            cannot be used), `unreadable` (by this version, or without the key), `quarantined` (proven corrupt, and no
+            other copy could repair it).
+        ranks: the ranks whose parts are there.
+        read: the number of ranks whose manifests were read; `size` and `stored_size` are sums over these.
+        size: bytes before compression.
+        stored_size: bytes as stored.
+        keep: whether retention keeps the copy.
+        reasons: the rules that keep it, or why no rule does.
+        defects: the errors of its manifests.
     """
 
     place: str
@@ -39,7 +57,17 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One checkpoint and its copies. `resumes`: a restore would try this one first. `created` is RFC 3339, UTC."""
+    """One checkpoint and its copies.
+
+    Attributes:
+        created: RFC 3339 in UTC; None: no manifest could be read.
+        metrics: of the lowest rank whose manifest could be read; None for a value that is not finite.
+        resumed_from: the checkpoint from which its launch resumed; None: none, or not known.
+        complete: whether every rank has a part in some place.
+        pinned: whether it is pinned anywhere.
+        resumes: whether a restore tries this checkpoint first.
+        copies: its copies, by place.
+    """
 
     run: str
     step: int
@@ -56,35 +84,44 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything known of the asked runs, newest checkpoint first; `unreached` tiers did not answer."""
+    """Everything known of the requested runs.
+
+    Attributes:
+        checkpoints: run by run, in the order of their names; of each run the newest first.
+        unreached: tiers that did not answer.
+    """
 
     checkpoints: tuple[Checkpoint, ...]
     unreached: tuple[str, ...]
 
 
-def report(world: World, config: Config | None, run: str | None = None, *, defaults: bool = True) -> Report:
-    """Describe `run`, or every run. Without a configuration no verdicts are given: every copy says `keep`.
+def report(inventory: Inventory, config: Config | None, run: str | None = None, *, defaults: bool = True) -> Report:
+    """Describe `run`, or every run. Without a configuration there are no verdicts, and every copy has `keep` set.
 
     Args:
-        defaults: where nobody said what a run keeps, judge by the default policy; without, that place has no verdicts.
+        inventory: the observed places.
+        config: the tiers and their policies; None: no verdicts.
+        run: the only run to describe; None: every run.
+        defaults: whether to judge by the default policy in a place for which no policy was given. If False, such a
+            place has no verdicts.
     """
-    asked = [name for name in runs(world) if run in (None, name)]
-    found = [checkpoint for name in asked for checkpoint in _run(world, config, name, defaults)]
-    unreached = tuple(name for name, place in world.tiers.items() if place is None)
+    asked = [name for name in runs(inventory) if run in (None, name)]
+    found = [checkpoint for name in asked for checkpoint in _run(inventory, config, name, defaults)]
+    unreached = tuple(name for name, place in inventory.tiers.items() if place is None)
     return Report(tuple(found), unreached)
 
 
-def _run(world: World, config: Config | None, run: str, defaults: bool) -> list[Checkpoint]:
-    places = world.places
-    demand = Demand(world, config, run) if config else None
+def _run(inventory: Inventory, config: Config | None, run: str, defaults: bool) -> list[Checkpoint]:
+    places = inventory.places
+    demand = Demand(inventory, config, run) if config else None
     verdicts = {
         name: {one.id: one for one in judge(demand, name)}
         for name in places
-        if demand and config and (defaults or known_policy(world, config, run, name))
+        if demand and config and (defaults or known_policy(inventory, config, run, name))
     }
-    resume = restore_candidates(world, run)
+    resume = restore_candidates(inventory, run)
     first = resume.candidates[0].checkpoint if resume.candidates else None
-    copies = world.copies(run)
+    copies = inventory.copies(run)
     aside: dict[CheckpointId, dict[str, list[PartId]]] = defaultdict(lambda: defaultdict(list))
     for name, place in places.items():
         for part in sorted(place.quarantined):
@@ -106,7 +143,7 @@ def _run(world: World, config: Config | None, run: str, defaults: bool) -> list[
 def _checkpoint(
     checkpoint: CheckpointId,
     places: Mapping[str, Place],
-    copies: Mapping[str, Seen],
+    copies: Mapping[str, CheckpointCopy],
     aside: Mapping[str, list[PartId]],
     verdicts: Mapping[str, Verdict],
     *,
@@ -133,14 +170,14 @@ def _checkpoint(
     )
 
 
-def _facts(place: Place, seen: Seen | None, aside: list[PartId] | None) -> Facts | None:
-    """What the lowest rank of which anything was read says."""
+def _facts(place: Place, seen: CheckpointCopy | None, aside: list[PartId] | None) -> ManifestFacts | None:
+    """The facts of the lowest rank whose manifest was read, quarantined or not."""
     known = {**{part: place.quarantined[part] for part in aside or ()}, **(seen.facts if seen else {})}
     found = [(part.rank, part.world, part) for part, facts in known.items() if facts]
     return known[min(found)[-1]] if found else None
 
 
-def _copy(name: str, seen: Seen | None, aside: list[PartId], verdict: Verdict | None) -> Copy:
+def _copy(name: str, seen: CheckpointCopy | None, aside: list[PartId], verdict: Verdict | None) -> Copy:
     ranks = sorted(rank for some in seen.ranks.values() for rank in some) if seen else [part.rank for part in aside]
     facts = seen.facts.values() if seen else ()
     return Copy(
@@ -156,8 +193,8 @@ def _copy(name: str, seen: Seen | None, aside: list[PartId], verdict: Verdict | 
     )
 
 
-def _reasons(seen: Seen | None, verdict: Verdict) -> tuple[str, ...]:
-    """The verdict's reasons; where no part is missing, unusable manifests make the copy incomplete, and it says so."""
+def _reasons(seen: CheckpointCopy | None, verdict: Verdict) -> tuple[str, ...]:
+    """The verdict's reasons, one of which says so if unusable manifests, and no missing part, make it incomplete."""
     if seen is None or not seen.defects or not is_complete(seen.ranks):
         return verdict.reasons
     count = sum(map(len, seen.ranks.values()))
@@ -165,7 +202,7 @@ def _reasons(seen: Seen | None, verdict: Verdict) -> tuple[str, ...]:
     return tuple(unusable if reason == HOPED_FOR else reason for reason in verdict.reasons)
 
 
-def _state(name: str, seen: Seen) -> str:
+def _state(name: str, seen: CheckpointCopy) -> str:
     if seen.defects:
         strange = all(isinstance(defect, FormatTooNew) for defect in seen.defects.values())
         return "unreadable" if strange else "corrupt"

@@ -1,7 +1,7 @@
-"""The seal: how an object of JSON ends in the digest of itself.
+"""The seal: a JSON object's last member, which is the digest of the bytes before it.
 
-Law: every version of the format keeps two things, the seal and the member `version`. So a newer object is never
-mistaken for a corrupt one.
+Invariant: every version of the format keeps the seal and the member `version`. So a newer object is never mistaken for
+a corrupt one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Version(msgspec.Struct):
     version: int
 
 
-# Made once, on import: msgspec looks a type up when it meets it first, and two threads that do so at once crash it.
+# Made once, on import, because msgspec inspects a type on first use, and crashes if two threads do so at once.
 _version = msgspec.json.Decoder(_Version)
 
 
@@ -31,10 +31,10 @@ def seal(members: msgspec.Struct) -> bytes:
 
 
 def unsealed(data: bytes, where: str, most: int = MAX_MANIFEST_SIZE) -> bytes:
-    """The JSON object in front of an intact seal.
+    """Verify the seal and return the JSON object without it.
 
     Raises:
-        ManifestError: longer than `most` bytes, truncated, or altered.
+        ManifestError: the data is longer than `most` bytes, truncated, or altered.
     """
     if len(data) > most:
         raise ManifestError(f"{where}: {len(data)} bytes; at most {most} are read")
@@ -47,10 +47,10 @@ def unsealed(data: bytes, where: str, most: int = MAX_MANIFEST_SIZE) -> bytes:
 
 
 def digest_of(data: bytes) -> str:
-    """The digest that an intact object ends in, 32 hex digits."""
+    """The digest at the end of an intact object, 32 hex digits."""
     return data[-_SEAL_SIZE + len(_SEAL) : -3].decode()
 
 
 def version_of(body: bytes) -> int:
-    """The version of what `unsealed` gave. Raises `msgspec.DecodeError`, ValueError or RecursionError."""
+    """The version of an object returned by `unsealed`. Raises `msgspec.DecodeError`, ValueError or RecursionError."""
     return _version.decode(body).version

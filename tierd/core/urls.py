@@ -1,7 +1,7 @@
-"""What a store's URL may say.
+"""Parsing and checking of a store's URL.
 
-Law: a URL names a place and how to reach it, never who asks: credentials in it are refused, and no message repeats a
-part of a URL in which one could stand.
+Invariant: a URL names a place and how to reach it, and never contains credentials. Credentials are refused, and no
+message repeats a part of a URL that could contain one.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, assert_never
 from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from tierd.core.errors import ConfigError
 
-_SCHEMES = ("file", "s3")
 _BUCKET = re.compile(r"(?!.*\.\.)(?!\d+\.\d+\.\d+\.\d+$)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"(?!\.\.?$)[A-Za-z0-9._=-]{1,255}")
-_MAX_PREFIX = 256  # characters; with the longest of tierd's keys this stays below S3's 1,024
+_MAX_PREFIX = 256  # characters; with the longest of tierd's keys this remains below S3's limit of 1,024
 _HOST = re.compile(r"([A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*\.?|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
 _ENDPOINT_PATH = re.compile(r"(/[A-Za-z0-9._-]+)*/?")
 _PLAIN = re.compile(r"[A-Za-z_-]{1,32}")  # too short and too plain to be a secret, so that it may be repeated
@@ -26,7 +25,7 @@ _CHAIN = (
     "credentials do not belong in a URL, which ends up in logs and argument lists; tierd takes them from the standard "
     "AWS chain: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws/credentials, or the instance's role"
 )
-# What may follow '?': its form, and how a message words that.
+# The parameters after '?': the form of each value, and its description for messages.
 _PARAMETERS = {
     "addressing": (re.compile(r"auto|path|virtual"), "auto, path or virtual"),
     "endpoint": (re.compile(r".+"), "http(s)://host[:port]"),
@@ -34,7 +33,7 @@ _PARAMETERS = {
     "sse_kms_key_id": (re.compile(r"[A-Za-z0-9:/_-]{1,512}"), "a KMS key's id, ARN or alias"),
     "storage_class": (re.compile(r"[A-Z_]{1,64}"), "capital letters and '_', as in STANDARD_IA"),
 }
-_ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")  # storage classes of which nothing can be read before it is restored
+_ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")  # storage classes whose objects must be restored before they can be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +51,15 @@ class StoreUrl:
     storage_class: str | None = None
 
     def __str__(self) -> str:
-        if self.scheme == "file":
-            return f"file://{quote(self.path)}"
+        match self.scheme:
+            case "file":
+                return f"file://{quote(self.path)}"
+            case "s3":
+                return self._s3_url()
+            case _ as unknown:  # a scheme that was added above and not here
+                assert_never(unknown)
+
+    def _s3_url(self) -> str:
         given = {name: getattr(self, name) for name in _PARAMETERS}
         if self.addressing == "auto":
             del given["addressing"]
@@ -62,12 +68,12 @@ class StoreUrl:
 
 
 def parse_url(text: str) -> StoreUrl:
-    """Read ``file:///path``, a plain absolute path, or ``s3://bucket[/prefix][?parameter=value&...]``.
+    """Parse ``file:///path``, a plain absolute path, or ``s3://bucket[/prefix][?parameter=value&...]``.
 
     The parameters of s3 are `StoreUrl`'s fields: endpoint, region, addressing, sse_kms_key_id, storage_class.
 
     Raises:
-        ConfigError: names the piece that can't be used, and the way out.
+        ConfigError: a piece cannot be used; the message names the piece and a remedy.
     """
     if not text.isprintable() or text != text.strip():
         raise ConfigError("store URL: it holds a control character, or white space at an end")
@@ -76,8 +82,8 @@ def parse_url(text: str) -> StoreUrl:
     scheme, colon, rest = text.partition(":")
     if not colon or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]{0,15}", scheme):
         _refuse("a store is an absolute path, file:///path or s3://bucket/prefix; a relative path is none of these")
-    if (scheme := scheme.lower()) not in _SCHEMES:
-        _refuse(f"unknown scheme {scheme!r}{_near(scheme, _SCHEMES)}: a store is file:///path or s3://bucket/prefix")
+    if (scheme := scheme.lower()) not in _PARSERS:
+        _refuse(f"unknown scheme {scheme!r}{_near(scheme, _PARSERS)}: a store is file:///path or s3://bucket/prefix")
     if not rest.startswith("//"):
         _refuse(
             f"{scheme}: is followed by '//', as in {'file:///mnt/tier' if scheme == 'file' else 's3://bucket/prefix'}"
@@ -90,7 +96,7 @@ def parse_url(text: str) -> StoreUrl:
         _refuse(_CHAIN)
     if split.fragment or text.endswith("#"):
         _refuse("'#' and what follows it mean nothing here; write it as %23 if it is part of a path")
-    return _file(split) if scheme == "file" else _s3(split)
+    return _PARSERS[scheme](split)
 
 
 def _file(split: SplitResult) -> StoreUrl:
@@ -145,6 +151,9 @@ def _s3(split: SplitResult) -> StoreUrl:
     )
 
 
+_PARSERS = {"file": _file, "s3": _s3}
+
+
 def _parameters(query: str) -> dict[str, str]:
     given: dict[str, str] = {}
     for pair in query.split("&") if query else ():
@@ -192,7 +201,8 @@ def _near(word: str, known: object) -> str:
 
 
 def _shown(piece: str) -> str:
-    """`piece` as a message may repeat it: "key:secret" and "secret@bucket" are how credentials get into a URL."""
+    """`piece` as a message may show it. Pieces with ':', '@' or '+' are hidden, because credentials get into URLs as
+    "key:secret" or "secret@bucket"."""
     return "what stands there (not repeated here)" if re.search(r"[:@+]", piece) or len(piece) > 255 else repr(piece)
 
 

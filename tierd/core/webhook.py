@@ -1,7 +1,7 @@
-"""What a webhook's address may say.
+"""Checks of a webhook's address and headers.
 
-Law: an address is a secret (who knows it may post there), so no message repeats more of it than scheme, host and port.
-Its path and what headers say may come from a file or the environment, and headers may come from nowhere else.
+Invariant: no message repeats more of an address than scheme, host and port, because anybody who knows the address may
+post there. The address may come from a file or the environment. The values of headers must come from there.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ _WAY_OUT = "write env:NAME or file:/path, which the daemon reads at its start"
 
 
 def is_reference(text: str) -> bool:
-    """Whether a value is ``env:NAME`` or ``file:/path``, and stands somewhere else."""
+    """Whether a value is ``env:NAME`` or ``file:/path``, which refer to a value stored elsewhere."""
     return _REFERENCE.fullmatch(text) is not None
 
 
 def check_webhook(url: str, headers: Mapping[str, str]) -> None:
-    """Refuse what cannot be posted to, as far as it stands here; raises `ConfigError` that begins with the key."""
+    """Check an address and its headers, as far as they are given directly and not by reference.
+
+    Raises:
+        ConfigError: one cannot be used; the message begins with the key.
+    """
     if not is_reference(url):
         shown(url)
     for name, value in headers.items():
@@ -39,10 +43,10 @@ def check_webhook(url: str, headers: Mapping[str, str]) -> None:
 
 
 def shown(url: str) -> str:
-    """What may be shown of a webhook's address: ``https://host:port/…``.
+    """The part of a webhook's address that messages may show: ``https://host:port/…``.
 
     Raises:
-        ConfigError: it is none, holds a user's name or password, or would cross a network unencrypted.
+        ConfigError: it is no address, contains a user name or password, or would cross a network unencrypted.
     """
     if url.startswith(("env:", "file:")):
         _refuse(_WAY_OUT)

@@ -1,8 +1,11 @@
-"""The daemon's side of the unix socket: it answers what trainers and the command line ask.
+"""The control socket: it answers requests of trainers and of the command line over the spool's unix socket.
 
-Law: a request changes nothing that reconciling would not, except pins and pauses; what trainers report is told on.
-Whatever a peer sends or however it goes away, the daemon goes on; the socket is for its owner alone (0600), and only
-its owner and root are answered.
+Invariants:
+
+- A request changes nothing that reconciling would not change, except pins, pauses and the removal of a run.
+- Reports of trainers are passed on as events.
+- The daemon continues after any bytes from a peer and after any disconnection.
+- The socket is for its owner alone (mode 0600); only its owner and root get answers.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ from typing import Any
 
 import msgspec
 
-from tierd.core import wire
 from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
@@ -32,49 +34,52 @@ from tierd.core.errors import (
     StoreUnavailable,
     TierdError,
 )
-from tierd.core.head import newest
 from tierd.core.ids import CheckpointId, PartId, pin_key
-from tierd.core.launches import beside
-from tierd.core.policies import policy_for
+from tierd.core.planning.inventory import SPOOL, Inventory
 from tierd.core.report import report
-from tierd.core.sight import see
+from tierd.core.retention.policies import policy_for
+from tierd.core.timeline.head import newest
+from tierd.core.timeline.launches import beside
+from tierd.core.timeline.run_view import run_view_of
 from tierd.core.urls import parse_url
-from tierd.core.world import SPOOL, World
-from tierd.daemon.handoff import HandOff
-from tierd.daemon.lane import Lane
+from tierd.daemon.handoff import HandoffServer
 from tierd.daemon.peers import Peers, unknown
+from tierd.daemon.rank_notes import RankNotes
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.remove import remove_from_spool
 from tierd.daemon.status import status
-from tierd.daemon.tell import Teller
+from tierd.daemon.tier_worker import TierWorker
+from tierd.events.notifier import Notifier
+from tierd.ipc import messages
 from tierd.priority import hasten
-from tierd.records import policies
-from tierd.trust import listen, peer_pid, stranger
+from tierd.spool.permissions import listen, peer_pid, stranger
+from tierd.spool.records import policies
 
 log = logging.getLogger("tierd.daemon")
 
-_ROOM = 15.0  # seconds that a thread waits for room to be made, which takes fewer
-_PATIENCE = 60.0  # seconds that a restore waits for a tier's answer, where it can do without
-_FLUSHES = 600.0  # seconds that a removal waits for what was being flushed
+_ROOM = 15.0  # seconds that a thread waits for disk space to be freed, which takes less
+_PATIENCE = 60.0  # seconds that a restore waits for a tier's answer if the spool suffices
+_FLUSHES = 600.0  # seconds that a removal waits for flushes under way
 
 
 class Control:
-    """Answers requests.
+    """Answer requests on the control socket.
 
     Attributes:
-        trainers: how many are attached.
-        seen: whether any ever was.
-        teller: whose receivers `status` shows.
-        working: the requests that are under way.
+        trainers: how many trainers are attached.
+        seen: whether a trainer ever attached.
+        notifier: the notifier whose receivers `status` shows.
+        working: the requests under way.
     """
 
-    def __init__(self, reconciler: Reconciler, handoff: HandOff, teller: Teller | None = None) -> None:
+    def __init__(self, reconciler: Reconciler, handoff: HandoffServer, notifier: Notifier | None = None) -> None:
         self._reconciler = reconciler
-        self.teller = teller or Teller()
+        self.notifier = notifier or Notifier()
         self.working: set[asyncio.Future[dict[str, Any]]] = set()
         self._handoff = handoff
         self._connections: set[asyncio.Task[None]] = set()
         self._peers = Peers("control")
+        self._meetings = RankNotes(reconciler.tiers.who)
         self.trainers = 0
         self.seen = False
         reconciler.attended = lambda: self.trainers > 0
@@ -83,18 +88,18 @@ class Control:
     async def listening(self) -> AsyncIterator[None]:
         """Listen on the spool's socket while the context lasts."""
         spool = self._reconciler.spool
-        listener = listen(spool.socket, socket.SOCK_STREAM)  # the spool's lock says that no other daemon lives
-        server = await asyncio.start_unix_server(self._serve, sock=listener, limit=wire.MAX_REQUEST)
+        listener = listen(spool.socket, socket.SOCK_STREAM)  # safe to replace: the spool's lock excludes another daemon
+        server = await asyncio.start_unix_server(self._serve, sock=listener, limit=messages.MAX_REQUEST)
         self._handoff.room = functools.partial(self._make_room, asyncio.get_running_loop())
         try:
             yield
         finally:
-            self._handoff.room = None  # from here on nothing answers a thread that asks
+            self._handoff.room = None  # the loop ends, so a thread that asks would wait in vain
             server.close()
             for task in self._connections:
                 task.cancel()
             await asyncio.gather(*self._connections, return_exceptions=True)
-            with suppress(OSError):  # a disk that fails must not keep a daemon from ending in order
+            with suppress(OSError):  # so that a failing disk does not prevent an orderly end
                 spool.socket.unlink(missing_ok=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -102,7 +107,7 @@ class Control:
         assert task is not None
         self._connections.add(task)
         held: set[PartId] = set()
-        attached: wire.Attach | None = None
+        attached: messages.Attach | None = None
         greeted = False
         try:
             if (uid := stranger(writer.get_extra_info("socket"))) is not None:
@@ -111,25 +116,26 @@ class Control:
             pid = peer_pid(writer.get_extra_info("socket"))
             while line := await reader.readline():
                 try:
-                    request: wire.Hello | wire.AnyRequest | RequestUnknown = wire.decode_request(line)
-                except wire.UnknownKind as error:
+                    request: messages.Hello | messages.AnyRequest | RequestUnknown = messages.decode_request(line)
+                except messages.UnknownKind as error:
                     request = unknown(error)
-                if isinstance(request, wire.Attach) and attached is None:
+                if isinstance(request, messages.Attach) and attached is None:
                     attached, self.seen = request, True
                     self.trainers += 1
                     self._reconciler.presence.came(request.run)
                 match request:
                     case RequestUnknown():
-                        reply = wire.error_reply(request)
-                    case wire.Hello():
+                        reply = messages.error_reply(request)
+                    case messages.Hello():
                         reply, greeted = self._peers.answer(pid, request), True
                     case _:
-                        if not greeted and not isinstance(request, wire.Status):  # every version may ask for that
+                        # Allowed to every version without a greeting.
+                        if not greeted and not isinstance(request, messages.Status):
                             self._peers.unnamed(pid)
                         reply = await self._answer(request, writer, held)
-                writer.write(wire.encode_line(reply))
+                writer.write(messages.encode_line(reply))
                 await writer.drain()
-                if isinstance(request, wire.Hello) and not reply["ok"]:
+                if isinstance(request, messages.Hello) and not reply["ok"]:
                     break
         except (msgspec.DecodeError, ValueError) as error:  # ValueError: a line beyond the limit
             log.warning("control: dropped a connection that sent no request: %s", error)
@@ -147,50 +153,53 @@ class Control:
             writer.close()
 
     async def _answer(
-        self, request: wire.AnyRequest, writer: asyncio.StreamWriter, held: set[PartId]
+        self, request: messages.AnyRequest, writer: asyncio.StreamWriter, held: set[PartId]
     ) -> dict[str, Any]:
         work = asyncio.ensure_future(self._do(request, held))
         self.working.add(work)
         work.add_done_callback(self.working.discard)
-        beat_s = min(wire.BEAT if isinstance(request, wire.MakeRoom | wire.Candidates) else math.inf, wire.HEARTBEAT)
+        beat_s = min(
+            messages.BEAT if isinstance(request, messages.MakeRoom | messages.Candidates) else math.inf,
+            messages.HEARTBEAT,
+        )
         try:
             while True:
                 done, _ = await asyncio.wait([work], timeout=beat_s)
                 if done:
                     return {"ok": True, **work.result()}
-                writer.write(wire.encode_line({"working": True, **self._progress(request)}))
+                writer.write(messages.encode_line({"working": True, **self._progress(request)}))
                 await writer.drain()
         except (TierdError, TimeoutError) as error:
-            return wire.error_reply(error)
+            return messages.error_reply(error)
         except OSError as error:
             if isinstance(error, ConnectionError):
                 raise
-            return wire.error_reply(error)
+            return messages.error_reply(error)
         finally:
             work.cancel()
 
-    async def _do(self, request: wire.AnyRequest, held: set[PartId]) -> dict[str, Any]:
-        hasten()  # this task's: somebody waits
+    async def _do(self, request: messages.AnyRequest, held: set[PartId]) -> dict[str, Any]:
+        hasten()  # this task's threads do not yield to training, because a peer waits
         match request:
-            case wire.Attach(run=run):
+            case messages.Attach(run=run):
                 self._reconciler.wake()
                 tiers = {tier.name: tier.url for tier in self._reconciler.config.tier}
                 return {"pid": os.getpid(), "tiers": tiers, "keep_last": await self._keep_last(run)}
-            case wire.Status():
-                lent, tell = self._handoff.lent_bytes(), self.teller.status()
-                return {"status": status(self._reconciler, self.trainers, lent, tell)}
-            case wire.Report(run=run):
+            case messages.Status():
+                handed_over, notified = self._handoff.handed_over_bytes(), self.notifier.status()
+                return {"status": status(self._reconciler, self.trainers, handed_over, notified)}
+            case messages.Report(run=run):
                 await self._look(run)
-                return {"report": report(self._reconciler.world(), self._reconciler.config, run)}
-            case wire.Candidates(run=run, metrics=metrics):
-                await self._handoff.settled()  # what a trainer handed over before it died is seen, too
+                return {"report": report(self._reconciler.inventory(), self._reconciler.config, run)}
+            case messages.Candidates(run=run, metrics=metrics):
+                await self._handoff.settled()  # to include snapshots that a dead trainer handed over
                 slow, silent = await self._look(run, patient=False)
-                world = self._reconciler.world()
-                there = {name: None if name in slow else place for name, place in world.tiers.items()}
-                world = replace(world, tiers=there)
-                sight = await asyncio.to_thread(see, world, run, metrics)
+                inventory = self._reconciler.inventory()
+                there = {name: None if name in slow else place for name, place in inventory.tiers.items()}
+                inventory = replace(inventory, tiers=there)
+                sight = await asyncio.to_thread(run_view_of, inventory, run, metrics)
                 return {"sight": msgspec.structs.replace(sight, silent=self._located(silent, sight.unreached))}
-            case wire.Fetch(part=part, wanted=wanted):
+            case messages.Fetch(part=part, wanted=wanted):
                 if part not in held:
                     self._reconciler.hold(part)
                     held.add(part)
@@ -198,51 +207,63 @@ class Control:
                     return {"tiers": await self._reconciler.fetch(part, wanted=wanted)}
                 except (StoreUnavailable, StoreRefused) as error:
                     raise type(error)(f"node {socket.gethostname()}: {error}") from error
-            case wire.Wait(part=part, tier=tier, timeout_s=timeout, needed=needed):
+            case messages.Wait(part=part, tier=tier, timeout_s=timeout, needed=needed):
                 self._reconciler.needed.update([part.checkpoint] * needed)
+                self._reconciler.awaited[part] += 1
                 try:
                     return await self._wait(part, tier, timeout)
                 finally:
                     self._reconciler.needed -= Counter([part.checkpoint] * needed)
-            case wire.Backlog(hurry=hurry, run=run):
+                    self._reconciler.awaited -= Counter([part])
+            case messages.Backlog(hurry=hurry, run=run):
                 if hurry:
                     await self._handoff.settled()
                     self._reconciler.retry_now()
                     await self._look(run)
                 return {"backlog": self._reconciler.backlog_now()}
-            case wire.Pin(checkpoint=checkpoint, pinned=pinned):
+            case messages.Pin(checkpoint=checkpoint, pinned=pinned):
                 return await self._pin(checkpoint, pinned)
-            case wire.Failed(part=part, why=why):
-                self._reconciler.notices.given_up(part, why)
+            case messages.Failed(part=part, why=why):
+                self._reconciler.save_events.given_up(part, why)
                 return {}
-            case wire.FellBack(checkpoint=checkpoint, skipped=skipped):
+            case messages.Leaked(part=part, why=why):
+                self._reconciler.journal.tell("samples leaked", SPOOL, part, why)
+                return {}
+            case messages.FellBack(checkpoint=checkpoint, skipped=skipped):
                 self._reconciler.journal.tell("fell back", SPOOL, checkpoint, f"passed over: {'; '.join(skipped)}")
                 return {}
-            case wire.Launches(run=run):
-                return {"launches": beside(self._reconciler.world(), run, time.time())}
-            case wire.MakeRoom(run=run, size_bytes=size, quota=quota):
+            case messages.Launches(run=run):
+                return {"launches": beside(self._reconciler.inventory(), run, time.time())}
+            case messages.Notes():
+                return await self._meetings.handle(request, self._reconciler.stores)
+            case messages.MakeRoom(run=run, size_bytes=size, quota=quota):
                 return asdict(await self._reconciler.room.make(run, size, quota=quota))
-            case wire.Remove(run=run):
+            case messages.Remove(run=run):
                 return await self._remove(run)
-            case wire.Pause(for_s=for_s):
+            case messages.Pause(for_s=for_s):
                 return await self._pause(self._reconciler.pause.begin(for_s))
-            case wire.Resume():
+            case messages.Resume():
                 return await self._pause(self._reconciler.pause.end())
 
-    def _progress(self, request: wire.AnyRequest) -> dict[str, Any]:
-        at = self._reconciler.fetching.get(request.part) if isinstance(request, wire.Fetch) else None
+    def _progress(self, request: messages.AnyRequest) -> dict[str, Any]:
+        at = self._reconciler.fetching.get(request.part) if isinstance(request, messages.Fetch) else None
         return {"done": at.done, "total": at.total, "tiers": at.tiers} if at else {}
 
     async def _keep_last(self, run: str | None) -> int:
-        """How many checkpoints of a run stay in the spool. Its trainer may just have said so, after the last look."""
-        world, config = self._reconciler.world(), self._reconciler.config
+        """Return how many checkpoints of a run the spool keeps.
+
+        The policies are read anew, because the run's trainer may have recorded its own after the last observation.
+        """
+        inventory, config = self._reconciler.inventory(), self._reconciler.config
         with suppress(OSError):
             given = await asyncio.to_thread(policies, self._reconciler.spool.control, [run] if run else [])
-            world = replace(world, spool=replace(world.spool, policies={**world.spool.policies, **given}))
-        return policy_for(world, config, run or "", SPOOL).keep_last
+            inventory = replace(
+                inventory, spool=replace(inventory.spool, policies={**inventory.spool.policies, **given})
+            )
+        return policy_for(inventory, config, run or "", SPOOL).keep_last
 
     def _located(self, silent: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-        """Of these tiers, where each does not answer, and why."""
+        """Say for each of these tiers that does not answer at which node and URL, and why."""
         urls = {tier.name: str(parse_url(tier.url)) for tier in self._reconciler.config.tier}
         return {
             name: f"node {socket.gethostname()}: {urls[name]}: {silent[name]}"
@@ -251,29 +272,32 @@ class Control:
         }
 
     async def _look(self, run: str | None, *, patient: bool = True) -> tuple[list[str], dict[str, str]]:
-        """A fresh look at everything. A tier that fails is unknown in the world, which is the answer.
+        """Observe all places afresh. A tier that fails becomes unknown in the inventory.
 
-        Until every tier has answered, no look leaves the run out, because a restore would take that for a fresh start.
+        Until every tier has answered, no observation leaves the run out, because a restore would take that for a fresh
+        start.
 
         Args:
-            patient: wait for each tier's answer, however slow it is. Otherwise for `_PATIENCE` seconds, where the
-                newest checkpoint that is known is whole in the spool.
+            run: the run that is asked for; None: all runs of the spool.
+            patient: wait for each tier's answer, however slow it is. Otherwise wait `_PATIENCE` seconds if the newest
+                known checkpoint is complete in the spool.
 
         Returns:
-            The tiers that were too slow, and of each that did not answer, why.
+            The tiers that were too slow, and the reason for each tier that did not answer.
         """
         reconciler = self._reconciler
         if run is not None:
             reconciler.interest.add(run)
             reconciler.presence.asked(run)
             reconciler.asking[run] += 1
-        looks = {name: asyncio.ensure_future(reconciler.look(name)) for name in reconciler.lanes}
+        looks = {name: asyncio.ensure_future(reconciler.look(name)) for name in reconciler.workers}
         try:
             await asyncio.wait([looks[SPOOL]])
-            local = run is not None and _is_whole_here(reconciler.world(), run)
+            local = run is not None and _is_whole_here(reconciler.inventory(), run)
             await asyncio.wait(looks.values(), timeout=None if patient or not local else _PATIENCE)
         finally:
-            slow = [name for name, look in looks.items() if look.cancel()]  # it goes on for whoever else waits for it
+            # Only this wait ends: other callers share the observation.
+            slow = [name for name, look in looks.items() if look.cancel()]
             if run is not None:
                 reconciler.asking -= Counter([run])
         for name in slow:
@@ -295,7 +319,7 @@ class Control:
         return slow, silent
 
     def _make_room(self, loop: asyncio.AbstractEventLoop, part: PartId, size_bytes: int, quota: bool) -> bool:
-        """Make room for a part; called in a thread that persists it, and waits for that alone."""
+        """Free disk space for a part. Called in a thread that persists the part and that waits only for this."""
         making = asyncio.run_coroutine_threadsafe(
             self._reconciler.room.make(part.checkpoint.run, size_bytes, quota=quota), loop
         )
@@ -320,11 +344,11 @@ class Control:
                     if isinstance(lane.last_error, StoreRefused):
                         raise StoreRefused(f"{tier}: {part} is not there yet, and the tier refuses: {lane.last_error}")
                     await self._reconciler.moved.wait()
-                    lane = self._lane(tier)  # a reload may have changed it, or taken it out
+                    lane = self._lane(tier)  # a reload may have replaced or removed it
         except TimeoutError:
             why = f"; its last error: {lane.last_error}" if lane.last_error else ""
             why += f"; paused: {until}" if (until := self._reconciler.pause.until) else ""
-            # Without the time: what is asked for one part is what others have left of it, so the asker tells it.
+            # The message omits the timeout, because the caller shares one timeout among several parts and reports it.
             raise TimeoutError(f"{tier}: {part} is not verified there yet{why}") from None
         return {}
 
@@ -338,18 +362,20 @@ class Control:
         reconciler.interest.discard(run)
         await reconciler.look(SPOOL)
         log.warning("spool %s: run %s was deleted, as asked", reconciler.spool.root, run)
-        async with asyncio.timeout(_FLUSHES), reconciler.moved:  # one may put a manifest still
-            await reconciler.moved.wait_for(lambda: all(one.checkpoint.run != run for one in reconciler.world().busy))
+        async with asyncio.timeout(_FLUSHES), reconciler.moved:  # because one may still put a manifest
+            await reconciler.moved.wait_for(
+                lambda: all(one.checkpoint.run != run for one in reconciler.inventory().busy)
+            )
         return {}
 
-    def _lane(self, tier: str) -> Lane:
+    def _lane(self, tier: str) -> TierWorker:
         if tier not in self._reconciler.stores:
             names = ", ".join([SPOOL, *self._reconciler.stores])
             raise ConfigError(f"tier {tier!r}: the daemon has no tier of that name; it has {names}")
-        return self._reconciler.lanes[tier]
+        return self._reconciler.workers[tier]
 
     async def _pause(self, change: Coroutine[Any, Any, None]) -> dict[str, Any]:
-        await asyncio.shield(change)  # file and memory agree, even where the asker goes away
+        await asyncio.shield(change)  # so that file and memory agree even if the peer disconnects
         self._reconciler.wake()
         until = self._reconciler.pause.until
         log.info("paused: %s", until) if until else log.info("resumed")
@@ -363,9 +389,9 @@ class Control:
         return {}
 
 
-def _is_whole_here(world: World, run: str) -> bool:
-    """Whether the newest checkpoint of a run that any place was seen to have, or remembers, is whole in the spool."""
-    one = newest(world.remembered(run), run)
-    last = max((*world.copies(run), *([one] if one else ())), default=None)
-    seen = world.spool.checkpoints.get(last) if last else None
+def _is_whole_here(inventory: Inventory, run: str) -> bool:
+    """Whether the spool has all of the newest checkpoint of a run that any place has, or remembers in a head."""
+    one = newest(inventory.remembered(run), run)
+    last = max((*inventory.copies(run), *([one] if one else ())), default=None)
+    seen = inventory.spool.checkpoints.get(last) if last else None
     return seen is not None and seen.usable

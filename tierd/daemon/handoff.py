@@ -1,9 +1,11 @@
-"""Taking over what trainers lend: their arenas, and the snapshots in them.
+"""The hand-off socket: it takes over the arenas of trainers, and commits the snapshots in them.
 
-Law: once a `Persist` message is in this socket, its snapshot needs its trainer no more: it is committed whether or not
-anybody is left to be told. A trainer that dies leaves its arena here for a while, so that its successor restores from
-memory. Blocking work in threads of its own, one a trainer; nothing here touches the event loop. Who is refused is told
-why, and writes its checkpoints itself.
+Invariant: once a `Persist` message is in this socket, the daemon commits its snapshot without the trainer. It does so
+whether or not the trainer still lives to get the reply.
+
+A dead trainer's arena is kept here for a while, so that its successor restores from memory. Each trainer has its own
+thread, because persisting blocks; nothing here touches the event loop. A refused trainer gets the reason, and writes
+its checkpoints itself.
 """
 
 from __future__ import annotations
@@ -19,69 +21,72 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import msgspec
 
-from tierd.arena import Arena
-from tierd.commit import Room, Written, write_part, write_with_room
-from tierd.core import wire
 from tierd.core.errors import DaemonUnavailable, ObjectNotFound, StepRefused, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE, decode
-from tierd.daemon import lines
-from tierd.daemon.lines import Line, Snapshot
+from tierd.daemon import handoff_lines
+from tierd.daemon.handoff_lines import HandedOverSnapshot, TrainerConnection
 from tierd.daemon.peers import THIS, Peers, unknown
-from tierd.spool import Spool, condition
-from tierd.trust import listen, peer_pid, stranger
+from tierd.ipc import messages
+from tierd.spool.arena import Arena
+from tierd.spool.commit import CommittedPart, Room, write_part, write_with_room
+from tierd.spool.permissions import listen, peer_pid, stranger
+from tierd.spool.spool import Spool, condition
 
 log = logging.getLogger("tierd.daemon")
 
-_ORPHAN = 30.0  # seconds that a dead trainer's memory waits for its successor
-_TICK = 0.5  # seconds
-_SAID = 60.0  # seconds between two lines of the log about connections that were refused
+_ORPHAN = 30.0  # seconds for which a dead trainer's memory is kept for its successor
+_TICK = 0.5  # seconds between two polls
+_SAID = 60.0  # seconds between two log lines about refused connections
 
 
-class HandOff:
+class HandoffServer:
     """The daemon's side of the hand-off socket.
 
     Args:
-        told: called, in a thread, with every part that was committed from a trainer's memory, or why it was not.
+        spool: the local tier.
+        told: callback, run in a thread, for every part that was committed from a trainer's memory, or with the error.
     """
 
-    def __init__(self, spool: Spool, told: Callable[[PartId, Written | Exception], None]) -> None:
+    def __init__(self, spool: Spool, told: Callable[[PartId, CommittedPart | Exception], None]) -> None:
         self._spool = spool
         self._told = told
         self._changed = threading.Condition()
-        self._lines: list[Line] = []
-        self._orphans: dict[str, Line] = {}
+        self._lines: list[TrainerConnection] = []
+        self._orphans: dict[str, TrainerConnection] = {}
         self._peers = Peers("hand-off")
         self._pool = ThreadPoolExecutor(64, thread_name_prefix="tierd-persist")
         self._waiters = ThreadPoolExecutor(8, thread_name_prefix="tierd-settle")
         self._stopping = False
-        self._refused, self._said = 0, -_SAID  # connections since the log said so, at what monotonic second
-        self.room: Room | None = None  # asked where a commit meets a full disk
+        # Refused connections since the last log line; its time, monotonic seconds.
+        self._refused, self._said = 0, -_SAID
+        self.room: Room | None = None  # frees disk space when a commit finds the disk full
 
     # -- for the rest of the daemon ---------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        """Whether a trainer is there, or a dead one's memory waits for its successor."""
+        """Whether a trainer is connected, or a dead trainer's memory waits for its successor."""
         with self._changed:
             return bool(self._lines or self._orphans)
 
-    def lanes(self) -> frozenset[str]:
-        """`PartId.lane` of everybody who will write again: whose pruned files are worth keeping."""
+    def writers(self) -> frozenset[str]:
+        """`PartId.writer` of every rank that will write again, and whose pruned files are therefore worth keeping."""
         with self._changed:
             return frozenset(line.lane for line in (*self._lines, *self._orphans.values()) if line.lane)
 
-    def lent_bytes(self) -> int:
-        """Memory that trainers, living and dead, share with this daemon."""
+    def handed_over_bytes(self) -> int:
+        """The memory, in bytes, that trainers, living and dead, share with this daemon."""
         with self._changed:
             lines = (*self._lines, *self._orphans.values())
             return sum(arena.size for line in lines for arena in line.arenas.values())
 
     async def settled(self) -> None:
-        """Return when all that trainers who died had handed over is committed, or has failed."""
+        """Return when every snapshot that dead trainers had handed over is committed, or has failed."""
         await asyncio.get_running_loop().run_in_executor(self._waiters, self._settle)
 
     def _settle(self) -> None:
@@ -92,7 +97,7 @@ class HandOff:
 
     @contextmanager
     def listening(self, drain: float) -> Iterator[None]:
-        """Take snapshots while the context lasts; its end waits `drain` seconds for what is in hand."""
+        """Accept snapshots while the context lasts; its exit waits `drain` seconds for snapshots in progress."""
         path = self._spool.handoff_socket
         self._tidy()
         listener = listen(path, socket.SOCK_SEQPACKET)
@@ -105,11 +110,11 @@ class HandOff:
             yield
         finally:
             self._stopping = True
-            os.eventfd_write(wake, 1)  # because shutting a listening socket down wakes nobody who polls it
+            os.eventfd_write(wake, 1)  # because shutdown of a listening socket does not wake a poll
             accepting.join()
             listener.close()
             os.close(wake)
-            with suppress(OSError):  # a disk that fails must not keep what is in hand from its end
+            with suppress(OSError):  # so that a failing disk does not prevent the commits under way
                 path.unlink(missing_ok=True)
             self._stop(drain)
 
@@ -118,7 +123,7 @@ class HandOff:
             lines = list(self._lines)
         for line in lines:
             try:
-                line.socket.shutdown(socket.SHUT_RD)  # what was sent is still read, and then the end
+                line.socket.shutdown(socket.SHUT_RD)  # packets that were sent are still read, then EOF
             except OSError:
                 pass
         end = time.monotonic() + drain
@@ -147,20 +152,20 @@ class HandOff:
                     time.sleep(_TICK)
                 continue
             if (uid := stranger(connection)) is not None:
-                connection.close()  # and with it what was sent already, descriptors included
+                connection.close()  # also closes descriptors that were already sent
                 log.warning("hand-off: turned away a peer of uid %d", uid)
                 continue
             connection.setblocking(True)
-            self._take(Line(connection))
+            self._take(TrainerConnection(connection))
 
-    def _take(self, line: Line) -> None:
+    def _take(self, line: TrainerConnection) -> None:
         line.thread = threading.Thread(target=self._serve, args=(line,), name="tierd-line", daemon=True)
         with self._changed:
-            has_room = lines.has_room(self._lines)
+            has_room = handoff_lines.has_room(self._lines)
             if has_room:
                 self._lines.append(line)
         if not has_room:
-            many = f"it has {lines.MOST} connections, as many as it takes, and none of them is idle"
+            many = f"it has {handoff_lines.MOST} connections, as many as it takes, and none of them is idle"
             self._refuse(line, f"{many}; end processes that hold some and save nothing")
             return
         try:
@@ -170,10 +175,10 @@ class HandOff:
                 self._lines.remove(line)
             self._refuse(line, f"it gets no thread for one more ({error}); raise its limit (TasksMax=, ulimit -u)")
 
-    def _refuse(self, line: Line, why: str) -> None:
-        """Say so in the place of the greeting, and end the connection."""
+    def _refuse(self, line: TrainerConnection, why: str) -> None:
+        """Send the reason in place of the greeting, and close the connection."""
         error = DaemonUnavailable(f"the daemon of spool {self._spool.root} refuses this connection: {why}")
-        self._reply(line, wire.error_reply(error))
+        self._reply(line, messages.error_reply(error))
         line.socket.close()
         self._refused += 1
         if time.monotonic() - self._said >= _SAID:
@@ -184,20 +189,20 @@ class HandOff:
         with self._changed:
             expired = [lane for lane, line in self._orphans.items() if line.expires <= time.monotonic()]
             gone = [self._orphans.pop(lane) for lane in expired]
-        for line in gone:  # without the lock, because unmapping much memory takes long, and other lines have to beat
+        for line in gone:  # without the lock: unmapping takes long, and other connections must send beats
             line.close()
         if gone:
             self._tidy()
 
     def _tidy(self) -> None:
-        """Delete the pruned files that waited for writers who are gone."""
+        """Delete the pruned files that were kept for writers that are gone."""
         try:
-            self._spool.drop_recycled(self.lanes())
+            self._spool.drop_recycled(self.writers())
         except OSError as error:
             log.warning("spool %s: %s", self._spool.root, error)
 
-    def _serve(self, line: Line) -> None:
-        self._reply(line, wire.greeting(THIS.version))  # and somebody is awake here
+    def _serve(self, line: TrainerConnection) -> None:
+        self._reply(line, messages.greeting(THIS.version))  # also shows that this daemon is awake
         try:
             while True:
                 packet, fds = _received(line.socket)
@@ -209,14 +214,14 @@ class HandOff:
             pass
         except (OSError, ValueError, MemoryError, msgspec.DecodeError, TierdError) as error:
             log.warning("hand-off: dropped a trainer's connection: %s", str(error))
-            line.left = True  # it lives, and will use its arenas
+            line.left = True  # the trainer lives and will use its arenas, so they are not kept for a successor
         finally:
             self._ended(line)
 
-    def _ended(self, line: Line) -> None:
+    def _ended(self, line: TrainerConnection) -> None:
         with self._changed:
             self._lines.remove(line)
-            gone: Line | None = line
+            gone: TrainerConnection | None = line
             if not (line.left or line.last is None or self._stopping):
                 gone = self._orphans.pop(line.lane, None)
                 line.expires = time.monotonic() + _ORPHAN
@@ -227,106 +232,112 @@ class HandOff:
             gone.close()
         self._tidy()
 
-    def _answer(self, line: Line, packet: bytes, fds: list[int]) -> bool:
-        """Do as one packet says; whether the connection goes on."""
+    def _answer(self, line: TrainerConnection, packet: bytes, fds: list[int]) -> bool:
+        """Process one packet; return whether the connection stays open."""
         arenas: list[Arena] = []
         try:
-            message = wire.decode_handed(packet)
+            message = messages.decode_handed(packet)
             while fds:
                 arenas.append(Arena.received(fds.pop(0)))
-        except wire.UnknownKind as error:
-            self._reply(line, wire.error_reply(unknown(error)))
+        except messages.UnknownKind as error:
+            self._reply(line, messages.error_reply(unknown(error)))
             return True
         finally:
             for fd in fds:
                 os.close(fd)
-        if not line.greeted and not isinstance(message, wire.Hello):
+        if not line.greeted and not isinstance(message, messages.Hello):
             self._peers.unnamed(peer_pid(line.socket))
         line.greeted = True
         match message, arenas:
-            case wire.Hello(), []:
+            case messages.Hello(), []:
                 return bool(self._peers.answer(peer_pid(line.socket), message)["ok"])
-            case wire.Lend(slot=slot), [arena]:
+            case messages.Lend(slot=slot), [arena]:
                 former = line.arenas.pop(slot, None)
                 if former:
                     former.close()
                 line.arenas[slot] = arena
-            case wire.Persist(), [box]:
+            case messages.Persist(), [box]:
                 self._reply(line, self._persist(line, message, box))
-            case wire.Recall(part=part), []:
+            case messages.Recall(part=part), []:
                 self._recall(line, part)
-            case wire.Leave(), []:
+            case messages.Leave(), []:
                 line.left = True
             case _:
                 raise ValueError("a message with the wrong number of descriptors")
         return True
 
-    def _persist(self, line: Line, message: wire.Persist, box: Arena) -> dict[str, object]:
+    def _persist(self, line: TrainerConnection, message: messages.Persist, box: Arena) -> dict[str, object]:
         part, arena = message.part, line.arenas.get(message.slot)
         if arena is None or message.tensors > arena.size or message.manifest + message.tree > box.size:
             raise ValueError(f"{part}: its snapshot lies outside what was lent")
         manifest = decode(bytes(box.view[: message.manifest]), part)
         tree = box.view[message.manifest : message.manifest + message.tree]
         with self._changed:
-            line.lane = part.lane
-            former = self._orphans.pop(part.lane, None)
+            line.lane = part.writer
+            former = self._orphans.pop(part.writer, None)
             line.last = None
         if former:
-            self._pool.submit(former.close)  # not here, because unmapping much memory takes long
+            self._pool.submit(former.close)  # in the pool, because unmapping much memory takes long
         del former
         files = {TENSORS: arena.view[: message.tensors], TREE: tree}
         work = self._pool.submit(
             write_with_room, lambda: write_part(self._spool, manifest, files), part, files, self.room
         )
-        while not concurrent.futures.wait([work], timeout=wire.BEAT).done:
+        while not concurrent.futures.wait([work], timeout=messages.BEAT).done:
             self._beat(line)
-        # Not raised here: a traceback through this frame would be a cycle, and keep the arena mapped for long.
-        if isinstance(raised := work.exception(), Exception):  # told to the trainer, if there is one, as what it is
+        # Not raised, because a traceback through this frame would be a cycle and keep the arena mapped for long.
+        if isinstance(raised := work.exception(), Exception):  # the trainer, if alive, gets the error's own type
             error = condition(raised, f"spool {self._spool.root}") if isinstance(raised, OSError) else raised
             if not isinstance(error, StepRefused) and not self._spool.has(part):
                 self._told(part, error)
-            return wire.error_reply(error)
+            return messages.error_reply(error)
         written = work.result()
-        line.last = Snapshot(message, arena, box)
-        self._told(part, written)
+        line.last = HandedOverSnapshot(message, arena, box)
+        self._told(part, replace(written, metrics=manifest.numbers))
         return {"ok": True, "direct": written.direct, "recycled": written.recycled}
 
-    def _recall(self, line: Line, part: PartId) -> None:
+    def _recall(self, line: TrainerConnection, part: PartId) -> None:
         with self._changed:
-            orphan = self._orphans.get(part.lane)
+            orphan = self._orphans.get(part.writer)
             if orphan is None or orphan.last is None or orphan.last.message.part != part:
-                self._reply(line, wire.error_reply(ObjectNotFound(f"no trainer left {part} in memory")))
+                self._reply(line, messages.error_reply(ObjectNotFound(f"no trainer left {part} in memory")))
                 return
             last = orphan.last
-            del self._orphans[part.lane]
+            del self._orphans[part.writer]
             for arena in orphan.arenas.values():
                 if arena is not last.arena:
                     arena.close()
-            line.arenas, line.last, line.lane = {0: last.arena}, last, part.lane
+            line.arenas, line.last, line.lane = {0: last.arena}, last, part.writer
         found = last.message
         sizes = {"tensors": found.tensors, "manifest": found.manifest, "tree": found.tree}
         self._reply(line, {"ok": True, **sizes}, [last.arena.fd, last.box.fd])
 
-    def _reply(self, line: Line, reply: dict[str, object], fds: list[int] | None = None) -> None:
+    def _reply(self, line: TrainerConnection, reply: dict[str, object], fds: list[int] | None = None) -> None:
         try:
             socket.send_fds(line.socket, [msgspec.json.encode(reply)], fds or [], socket.MSG_NOSIGNAL)
         except OSError:
-            pass  # nobody is left to be told; what was sent before is still done
+            pass  # the trainer is gone; its earlier requests are still completed
 
-    def _beat(self, line: Line) -> None:
-        """Show that this daemon works; without waiting, because a trainer that reads nothing must not hold it up."""
+    def _beat(self, line: TrainerConnection) -> None:
+        """Show that this daemon works.
+
+        The send never waits, because a trainer that does not read must not block the daemon.
+        """
         try:
             line.socket.send(msgspec.json.encode({"working": True}), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         except OSError:
-            pass  # nobody is left to be told, or a trainer that is busy has as much to read as the socket holds
+            pass  # the trainer is gone, or busy with a full socket
 
 
 def _received(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """The next packet; empty at the end. Of a peer that died with answers unread, the system says so once, as a reset,
-    before it gives what was sent: that is read all the same."""
+    """Return the next packet; empty at the end.
+
+    If a peer died with unread answers, the kernel first raises ConnectionResetError once, and then delivers the packets
+    that it had sent. They are read all the same.
+    """
     for _ in range(2):
         try:
-            packet, fds, _, _ = socket.recv_fds(connection, wire.MAX_PACKET, 8, socket.MSG_CMSG_CLOEXEC)
+            packet, fds, _, _ = socket.recv_fds(connection, messages.MAX_PACKET, 8, socket.MSG_CMSG_CLOEXEC)
             return packet, fds
         except ConnectionResetError:
             continue

@@ -1,8 +1,10 @@
-"""Pausing: for a while, the tiers are left as they are.
+"""Pauses, during which the tiers are left as they are.
 
-Law: while paused, nothing is flushed, scrubbed or, on a tier, pruned or mended; looking, healing for a restore, taking
-snapshots over and the spool's housekeeping go on. A pause is a file in the spool, `.tierd/paused`, empty or holding its
-end, so that it outlives the daemon. The wall clock is asked once, at the start; from then on the monotonic one.
+Invariant: while paused, the daemon flushes and scrubs nothing, and prunes and repairs nothing on a tier. It still
+observes, repairs for a restore, takes over snapshots and cleans the spool.
+
+A pause is a file in the spool, `.tierd/paused`, so that it outlives the daemon. The file is empty or holds the end of
+the pause. The wall clock is read once, at the start; from then on the monotonic clock counts.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import TypeAlias
 
-from tierd.persist import private, sync_directory
-from tierd.spool import Spool, translated
+from tierd.spool.file_io import private, sync_directory
+from tierd.spool.spool import Spool, translated
 
 log = logging.getLogger("tierd.daemon")
 
@@ -29,22 +31,22 @@ Turn: TypeAlias = Callable[[], Awaitable[None]]  # awaited before each chunk
 
 
 async def at_once() -> None:
-    """The turn of who waits for nobody."""
+    """The `Turn` of an operation that never waits."""
 
 
-class Pause:
-    """Whether the daemon of a spool is paused; it begins as the one before was left."""
+class TierPause:
+    """Whether the daemon of a spool is paused; initially as the last daemon left it."""
 
     def __init__(self, spool: Spool) -> None:
         self._path = spool.control / "paused"
         self._doing = f"spool {spool.root}: {self._path.name}"
         self._changed = asyncio.Event()
-        self._turn = asyncio.Lock()  # file and memory change together, and no two changes at once
+        self._turn = asyncio.Lock()  # serializes changes, so that file and memory agree
         self._until: datetime | None = None
         self._end = 0.0  # monotonic seconds
         with translated(self._doing):
             try:
-                # O_NONBLOCK: a FIFO in its place would be waited for.
+                # O_NONBLOCK, because opening a FIFO in its place would block.
                 with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | _PLAIN)) as file:
                     self._load(file.read(_LONG).decode(errors="replace").strip(), os.fstat(file.fileno()).st_mtime)
             except FileNotFoundError:
@@ -56,7 +58,7 @@ class Pause:
             try:
                 self._until = datetime.fromisoformat(text).astimezone(UTC)
                 left = (self._until - datetime.now(UTC)).total_seconds()
-                # A clock that was set back since makes no pause longer than it was.
+                # If the clock was set back since, the pause must not become longer.
                 left = min(left, self._until.timestamp() - written)
             except (ValueError, OverflowError):
                 log.warning("%s: %r is no time, so until resumed", self._doing, text)
@@ -64,7 +66,7 @@ class Pause:
 
     @property
     def left(self) -> float:
-        """Seconds until it ends by itself: infinite when it does not, 0 when nothing is paused."""
+        """Seconds until the pause ends by itself: infinite if it does not, 0 if there is no pause."""
         return max(0.0, self._end - time.monotonic())
 
     @property
@@ -73,13 +75,13 @@ class Pause:
 
     @property
     def until(self) -> str | None:
-        """The end in RFC 3339, or "until resumed"; None when nothing is paused."""
+        """The end in RFC 3339, or "until resumed"; None if there is no pause."""
         if not self.paused:
             return None
         return self._until.isoformat(timespec="seconds") if self._until else "until resumed"
 
     async def wait(self) -> None:
-        """Return when nothing is paused; at once, if so."""
+        """Return when there is no pause."""
         while self.paused:
             try:
                 async with asyncio.timeout(None if math.isinf(self.left) else self.left):
@@ -88,7 +90,7 @@ class Pause:
                 pass
 
     async def begin(self, for_s: float | None) -> None:
-        """Pause for `for_s` seconds, or until resumed; in place of a pause that there is. Durable on return."""
+        """Pause for `for_s` seconds, or until resumed if None, in place of any present pause. Durable on return."""
         async with self._turn:
             until = None if for_s is None else datetime.now(UTC) + timedelta(seconds=for_s)
             await asyncio.to_thread(self._write, until.isoformat() if until else "")
@@ -96,14 +98,14 @@ class Pause:
             self._change(math.inf if for_s is None else time.monotonic() + for_s)
 
     async def end(self) -> None:
-        """Go on. Durable on return."""
+        """End the pause. Durable on return."""
         async with self._turn:
             await asyncio.to_thread(self._remove)
             self._change(0.0)
 
     def _change(self, end: float) -> None:
         self._end = end
-        self._changed.set()  # whoever waits looks again
+        self._changed.set()  # wake all waiters, so that they check again
         self._changed = asyncio.Event()
 
     def _write(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Which clients this daemon works with, and the one line of the log for each that it does not."""
+"""Version checks of this daemon's clients, with one log line for each client that it does not work with."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from tierd import __version__
 from tierd.core.errors import RequestUnknown, VersionMismatch
-from tierd.core.protocol import PROTOCOL, Peer, explain
-from tierd.core.wire import Hello, UnknownKind, error_reply, greeting
+from tierd.ipc.messages import Hello, UnknownKind, error_reply, greeting
+from tierd.ipc.protocol import PROTOCOL, Peer, explain
 
 log = logging.getLogger("tierd.daemon")
 
@@ -17,7 +17,7 @@ _MOST = 1000  # peers that are remembered as logged
 
 
 def unknown(error: UnknownKind) -> RequestUnknown:
-    """The error that answers a request of a later client; the connection goes on after it."""
+    """Return the error that answers a request of a newer client; the connection continues after it."""
     return RequestUnknown(f"{error}: the daemon ({THIS}) is older than the client; upgrade the daemon")
 
 
@@ -33,7 +33,7 @@ class Peers:
         self._logged: set[tuple[int, Peer]] = set()
 
     def answer(self, pid: int, hello: Hello) -> dict[str, Any]:
-        """Answer a greeting: this daemon's versions, with an error where it does not work with the client's."""
+        """Answer a greeting with this daemon's versions, and with an error if it does not work with the client's."""
         why = explain(hello.peer, THIS)
         if not why:
             return greeting(THIS.version)
@@ -41,9 +41,9 @@ class Peers:
         return greeting(THIS.version) | error_reply(VersionMismatch(why))
 
     def unnamed(self, pid: int) -> None:
-        """Log a client that sent a request before any greeting, so is older than protocol numbers.
+        """Log a client that sent a request before any greeting, and so is older than protocol numbers.
 
-        Such a client is answered, because the requests that it knows have kept their form.
+        Such a client gets answers, because the requests that it knows have kept their form.
         """
         client = Peer(None, "")
         self._log(pid, client, f"answered pid {pid}, although {explain(client, THIS)}")

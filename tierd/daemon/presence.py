@@ -1,7 +1,7 @@
-"""Who trains on this node: which runs in the spool have a trainer, and which have had none for long.
+"""Which runs in the spool have a trainer on this node, and which have had none for long.
 
-Law: nothing is deleted on this word alone. The wall clock only says how old the newest part is, so what it finds
-finished leaves the spool only once a tier was seen to hold it.
+Invariant: nothing is deleted because of this alone. The wall clock only gives the age of the newest part. So a run that
+counts as finished leaves the spool only after a tier was seen to hold it.
 """
 
 from __future__ import annotations
@@ -13,32 +13,33 @@ from collections.abc import Collection, Iterable, Mapping
 
 
 class Presence:
-    """The attached trainers, by run. `None` is the run of a trainer that does not say it: it may be any."""
+    """The attached trainers, by run. `None` stands for a trainer that does not name its run, which may be any."""
 
     def __init__(self) -> None:
         self._attached: Counter[str | None] = Counter()
-        self._seen: dict[str, float] = {}  # run -> when its last trainer left, or somebody asked; monotonic seconds
+        self._seen: dict[str, float] = {}  # run -> when its last trainer left, or it was asked for; monotonic seconds
         self._begun = time.monotonic()
 
     def came(self, run: str | None) -> None:
-        """A trainer has attached."""
+        """Note that a trainer has attached."""
         self._attached[run] += 1
 
     def left(self, run: str | None) -> None:
-        """Its connection has ended."""
+        """Note that a trainer's connection has ended."""
         self._attached -= Counter([run])
         if run is not None:
             self.asked(run)
 
     def asked(self, run: str) -> None:
-        """Somebody wants to know of a run: a trainer that restores it, say."""
+        """Note a request about a run, for example of a trainer that restores it."""
         self._seen[run] = time.monotonic()
 
     def trainerless(self, runs: Iterable[str], writers: Collection[str]) -> frozenset[str]:
-        """Those of `runs` that nobody saves.
+        """Return those of `runs` that no trainer saves.
 
         Args:
-            writers: `PartId.lane` of everybody who has handed a snapshot over and is still there.
+            runs: the runs to check.
+            writers: `PartId.writer` of every trainer that has handed over a snapshot and is still connected.
         """
         if self._attached[None]:
             return frozenset()
@@ -46,11 +47,13 @@ class Presence:
         return frozenset(run for run in runs if run not in trained)
 
     def quiet(self, touched: Mapping[str, float | None], writers: Collection[str], for_s: float) -> frozenset[str]:
-        """Those of the runs in `touched` that had neither a trainer nor a new part for `for_s` seconds.
+        """Return the runs in `touched` that had neither a trainer nor a new part for `for_s` seconds.
 
         Args:
-            touched: when the run's newest part was committed, seconds since 1970; None for a run that the spool has
-                nothing of, which counts from when it was last asked for.
+            touched: run -> when its newest part was committed, seconds since 1970. None for a run without parts in the
+                spool, which counts from when it was last asked for.
+            writers: as for `trainerless`.
+            for_s: how long, in seconds.
         """
         now, today = time.monotonic(), time.time()
         found = set()

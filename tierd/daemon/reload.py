@@ -1,7 +1,7 @@
-"""Taking up a changed configuration while the daemon runs: SIGHUP, `systemctl reload`.
+"""Reload of a changed configuration while the daemon runs (SIGHUP, `systemctl reload`).
 
-Law: a configuration that cannot be used changes nothing. The spool's lock, both sockets and what trainers have handed
-over stay as they are; what only a new process can take up is refused.
+Invariant: an unusable configuration changes nothing. The spool's lock, both sockets and handed-over snapshots stay as
+they are. A change that needs a new process is refused.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ from contextlib import AsyncExitStack
 from tierd.core.config import Config
 from tierd.core.errors import ConfigError, TierdError
 from tierd.daemon.control import Control
-from tierd.daemon.notify import notify
 from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.tell import Teller
+from tierd.daemon.systemd import notify
+from tierd.events.notifier import Notifier
 from tierd.stores.base import Store
 
 log = logging.getLogger("tierd.daemon")
 
-OpenAll = Callable[[Config, AsyncExitStack], Awaitable[tuple[Mapping[str, Store], Teller]]]
+OpenAll = Callable[[Config, AsyncExitStack], Awaitable[tuple[Mapping[str, Store], Notifier]]]
 
 
 class Reload:
-    """The configuration that a daemon goes by, what was opened for it, and its successor.
+    """The daemon's present configuration and the stores opened for it, and their replacement.
 
     Args:
         reread: reads the configuration file again; raises `ConfigError`.
         open_all: opens a configuration's stores and receivers.
         opened: holds the stores that are in use.
+        notifier: the notifier that is in use.
 
     Attributes:
-        teller: the one in use.
-        turn: held while a configuration is taken up.
+        notifier: the notifier that is in use.
+        turn: a lock that is held during a reload.
     """
 
     def __init__(
@@ -43,10 +44,10 @@ class Reload:
         reread: Callable[[], Config],
         open_all: OpenAll,
         opened: AsyncExitStack,
-        teller: Teller,
+        notifier: Notifier,
     ) -> None:
         self._reread, self._open_all = reread, open_all
-        self._opened, self.teller = opened, teller
+        self._opened, self.notifier = opened, notifier
         self._leaving: set[asyncio.Task[None]] = set()
         self.turn = asyncio.Lock()
 
@@ -74,12 +75,12 @@ class Reload:
         if config.spool != reconciler.config.spool:
             raise ConfigError(f"spool: {config.spool!r}: another spool needs a restart")
         async with AsyncExitStack() as fresh:
-            stores, teller = await self._open_all(config, fresh)
+            stores, notifier = await self._open_all(config, fresh)
             opened, self._opened = self._opened, fresh.pop_all()
         await reconciler.reconfigure(config, stores)
-        before, self.teller = self.teller, teller
-        teller.start(reconciler.journal)
-        control.teller = teller
+        before, self.notifier = self.notifier, notifier
+        notifier.start(reconciler.journal)
+        control.notifier = notifier
         leaving = asyncio.ensure_future(_leave(before, opened, set(control.working)))
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
@@ -89,14 +90,14 @@ class Reload:
         for leaving in list(self._leaving):
             leaving.cancel()
         await asyncio.gather(*self._leaving, return_exceptions=True)
-        await self.teller.close()
+        await self.notifier.close()
         await self._opened.aclose()
 
 
-async def _leave(teller: Teller, opened: AsyncExitStack, working: set[asyncio.Future[dict[str, object]]]) -> None:
-    """Close what the configuration before had opened, once no request uses it any more."""
+async def _leave(notifier: Notifier, opened: AsyncExitStack, working: set[asyncio.Future[dict[str, object]]]) -> None:
+    """Close the stores and receivers of the former configuration, once no request uses them any more."""
     try:
-        await teller.close()
+        await notifier.close()
         if working:
             await asyncio.wait(working)
     finally:

@@ -1,6 +1,7 @@
-"""Removing a whole run from one place, because a person said so.
+"""Removal of a whole run from one place, because a person demands it.
 
-Law: manifests go first, so that whatever is cut off leaves nothing that looks whole; and nothing of another run goes.
+Invariant: manifests are deleted first, so that an interruption leaves nothing that seems complete. Nothing of another
+run is deleted.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierd import living
 from tierd.core.errors import StoreRefused
 from tierd.core.ids import (
     chunks_prefix,
@@ -22,17 +22,24 @@ from tierd.core.ids import (
     pruning_prefix,
     quarantine_prefix,
 )
-from tierd.records import forget, recorded
-from tierd.spool import Spool
+from tierd.spool import leases
+from tierd.spool.records import forget, recorded
+from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 
-_BATCH = 1000  # keys
-_PASSES = 3  # over what came meanwhile
+_BATCH = 1000  # keys that one call deletes
+_PASSES = 3  # passes, because objects may be put meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one place holds of a run; all of its objects count, in the spool all of its files."""
+    """The size of one run in one place.
+
+    Attributes:
+        checkpoints: how many checkpoints.
+        objects: how many objects; in the spool, files.
+        stored_bytes: their size.
+    """
 
     place: str
     checkpoints: int
@@ -41,10 +48,10 @@ class Held:
 
 
 async def held_on_tier(store: Store, name: str, run: str) -> Held:
-    """What lies under the run's name on a tier.
+    """Count a run's objects on a tier.
 
     Raises:
-        StoreUnavailable, StoreRefused: some of it could not be asked.
+        StoreUnavailable, StoreRefused: the tier failed.
     """
     checkpoints, objects, size = set[str](), 0, 0
     async for info in store.scan(f"{run}/"):
@@ -55,12 +62,16 @@ async def held_on_tier(store: Store, name: str, run: str) -> Held:
 
 
 def held_in_spool(spool: Spool, name: str, run: str) -> Held:
-    """What lies in the spool of a run. Raises OSError where that cannot be told."""
+    """Count a run's files in the spool.
+
+    Raises:
+        OSError: the spool cannot be read.
+    """
     checkpoints = {part.checkpoint for part in spool.parts() if part.checkpoint.run == run}
     sizes = [
         Path(directory, name).lstat().st_size for directory, _, names in os.walk(spool.root / run) for name in names
     ]
-    if not sizes:  # it may be remembered all the same
+    if not sizes:  # records of it may exist all the same
         sizes = [path.lstat().st_size for path in recorded(spool.control, run)]
     return Held(name, len(checkpoints), len(sizes), sum(sizes))
 
@@ -69,8 +80,8 @@ async def remove_from_tier(store: Store, run: str) -> None:
     """Delete every object of a run.
 
     Raises:
-        StoreUnavailable: the rest is still there; what is gone had no manifest any more.
-        StoreRefused: somebody keeps writing there, or the store says no.
+        StoreUnavailable: the rest is still there; every deleted chunk had lost its manifest before.
+        StoreRefused: another process keeps writing there, or the store refuses.
     """
     names = (manifests_prefix, quarantine_prefix, pins_prefix, flushing_prefix, pruning_prefix, chunks_prefix)
     for _ in range(_PASSES):
@@ -85,7 +96,7 @@ async def remove_from_tier(store: Store, run: str) -> None:
 
 
 async def _batches(store: Store, prefix: str) -> AsyncIterator[list[str]]:
-    """The keys under `prefix`, so many at a time, each listed after the ones before may have been deleted."""
+    """Yield the keys under `prefix`, `_BATCH` at a time; each is listed after the caller has processed the last."""
     after = ""
     while True:
         keys: list[str] = []
@@ -101,9 +112,12 @@ async def _batches(store: Store, prefix: str) -> AsyncIterator[list[str]]:
 
 
 def remove_from_spool(spool: Spool, run: str) -> None:
-    """Delete a run's parts, those in quarantine, its pins and records, and what was on its way.
+    """Delete a run's parts, quarantined parts, pins, records and unfinished stages from the spool.
 
-    Whoever calls holds the spool's lock, or is its daemon. Raises OSError where the disk does not let it.
+    The caller holds the spool's lock, or is its daemon.
+
+    Raises:
+        OSError: the disk fails or refuses.
     """
     spool.remove(part for part in spool.parts() if part.checkpoint.run == run)
     for part in spool.quarantined():
@@ -117,10 +131,10 @@ def remove_from_spool(spool: Spool, run: str) -> None:
         if (room in ("stage", "fetch") and _is_of(rest, run)) or (room == "empty" and rest.split("/")[0] == run):
             spool.discard(name)
     forget(spool.control, run, time.time_ns())
-    living.forget(spool.control, run)
+    leases.forget(spool.control, run)
 
 
 def _is_of(stage: str, run: str) -> bool:
-    # <run>.<step:012>.<attempt>.<part>[.<token>], and a run's name may hold dots, too.
+    # A stage is named <run>.<step:012>.<attempt>.<part>[.<token>], and a run's name may contain dots too.
     rest = stage.removeprefix(f"{run}.")
     return rest != stage and rest[:12].isdigit() and rest[12:13] == "."

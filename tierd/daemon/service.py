@@ -1,7 +1,7 @@
-"""The composition root of the daemon: it opens what the others only use, and closes it in the right order.
+"""The composition root of the daemon: it opens stores, locks and sockets, and closes them in the right order.
 
-Law: one daemon a spool. It starts by looking, whatever the last one left; SIGTERM and SIGINT drain, and what is left
-then is returned, logged and shown to systemd.
+Invariant: a spool has at most one daemon. The daemon starts by observing the spool, however the last daemon ended.
+SIGTERM and SIGINT drain; the parts that are left then are returned, logged and shown to systemd.
 """
 
 from __future__ import annotations
@@ -13,39 +13,43 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
-from tierd.commit import Written
 from tierd.core.config import Config
-from tierd.core.events import Event
+from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
+from tierd.core.planning.unflushed import Remaining
 from tierd.core.rate import rate
-from tierd.core.remaining import Remaining
-from tierd.core.retention import seconds
+from tierd.core.retention.policy import seconds
 from tierd.core.urls import parse_url
 from tierd.daemon.control import Control
-from tierd.daemon.handoff import HandOff
-from tierd.daemon.notify import feed_watchdog, notify
+from tierd.daemon.fs_events import watching
+from tierd.daemon.handoff import HandoffServer
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.reload import Reload
-from tierd.daemon.tell import Teller
-from tierd.daemon.watch import watching
+from tierd.daemon.systemd import feed_watchdog, notify
+from tierd.events.notifier import Notifier
 from tierd.priority import spare_address_space
-from tierd.spool import Spool
-from tierd.stores.apart import check_apart
+from tierd.spool.commit import CommittedPart
+from tierd.spool.permissions import leave_no_core
+from tierd.spool.spool import Spool
 from tierd.stores.base import Store
+from tierd.stores.directory_overlap import check_apart
 from tierd.stores.keys import read_key
 from tierd.stores.open import open_store
-from tierd.trust import leave_no_core
 
 log = logging.getLogger("tierd.daemon")
 
-_GRACE = 2.0  # seconds without a trainer before an idle daemon ends: a restarting trainer finds it still there
-_RELOADING = 15.0  # seconds that SIGTERM waits for a reload that is under way
+_GRACE = 2.0  # seconds without a trainer before an idle daemon ends, so that a restarting trainer still finds it
+_RELOADING = 15.0  # seconds that SIGTERM waits for a reload under way
 _SHOWN = 1.0  # seconds between two lines for systemd while the daemon drains
 _FIRST = 120.0  # seconds that a daemon started by a trainer waits for one to attach
 
 
 async def open_tiers(config: Config, stack: AsyncExitStack) -> dict[str, Store]:
-    """Open every tier's store, in order; `stack` closes them. Raises `ConfigError` where a key cannot be used."""
+    """Open every tier's store, in order; `stack` closes them.
+
+    Raises:
+        ConfigError: a key cannot be used.
+    """
     stores: dict[str, Store] = {}
     for tier in config.tier:
         up, down = (rate(limit) if limit else None for limit in (tier.limit_up, tier.limit_down))
@@ -55,16 +59,16 @@ async def open_tiers(config: Config, stack: AsyncExitStack) -> dict[str, Store]:
     return stores
 
 
-async def open_all(config: Config, stack: AsyncExitStack) -> tuple[dict[str, Store], Teller]:
-    """Open all that a configuration refers to. A check of it does the same, so that it is the verdict of a start.
+async def open_all(config: Config, stack: AsyncExitStack) -> tuple[dict[str, Store], Notifier]:
+    """Open all that a configuration refers to. A check of a configuration does the same, so it predicts a start.
 
     Raises:
-        ConfigError: a tier's URL cannot be opened, or its key or what a `[[tell]]` refers to not be used; or a tier's
-            directory is not apart from the spool's and the others'.
+        ConfigError: a tier's URL cannot be opened; its key or a file or command of a `[[notify]]` cannot be used; or a
+            tier's directory overlaps with the spool's or another tier's.
     """
     await check_apart(config)
-    teller = Teller(config.tell, config.spool)
-    return await open_tiers(config, stack), teller
+    notifier = Notifier(config.notify, config.spool)
+    return await open_tiers(config, stack), notifier
 
 
 async def serve(
@@ -75,15 +79,17 @@ async def serve(
     reread: Callable[[], Config] | None = None,
     told: Callable[[Event], None] | None = None,
 ) -> tuple[Remaining, ...]:
-    """Run the daemon until it is told to stop, or with `until_idle` until no trainer is left and all is flushed.
+    """Run the daemon until a signal ends it, or with `until_idle` until no trainer is left and all is flushed.
 
     Args:
+        config: the configuration.
+        until_idle: end when no trainer is left and everything is flushed.
         await_trainer: with `until_idle`: also wait 120 s for a first trainer, because a trainer started this daemon.
         reread: reads the configuration again, for SIGHUP; None: SIGHUP ends the process.
-        told: called with every event as it happens.
+        told: callback that gets every event as it happens.
 
     Returns:
-        The parts that some tier still lacked when the daemon was told to stop and `drain` was over; empty otherwise.
+        The parts that some tier still lacked when `drain` was over after a signal; empty otherwise.
 
     Raises:
         SpoolUnusable: the spool cannot be used, or another daemon holds it.
@@ -91,7 +97,7 @@ async def serve(
     """
     leave_no_core()
     spare_address_space()
-    await check_apart(config)  # before a spool is made in the middle of a tier
+    await check_apart(config)  # before a spool is created inside a tier's directory
     spool = Spool(Path(config.spool))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -103,24 +109,24 @@ async def serve(
     async with AsyncExitStack() as stack:
         stack.enter_context(spool.lock())
         opened = await stack.enter_async_context(AsyncExitStack())
-        stores, teller = await open_all(config, opened)
-        reload = Reload(reread or (lambda: config), open_all, opened, teller)
+        stores, notifier = await open_all(config, opened)
+        reload = Reload(reread or (lambda: config), open_all, opened, notifier)
 
         def heard(event: Event) -> None:
-            reload.teller.offer(event)
+            reload.notifier.offer(event)
             if told is not None:
                 told(event)
 
-        stack.push_async_callback(reload.close)  # after all that still tells something
+        stack.push_async_callback(reload.close)  # closed after every source of events
         reconciler = Reconciler(config, spool, stores, heard)
-        reload.teller.start(reconciler.journal)
+        reload.notifier.start(reconciler.journal)
 
-        def taken(part: PartId, outcome: Written | Exception) -> None:
+        def taken(part: PartId, outcome: CommittedPart | Exception) -> None:
             loop.call_soon_threadsafe(reconciler.taken, part, outcome)
 
-        handoff = HandOff(spool, taken)
-        reconciler.writers = handoff.lanes
-        control = Control(reconciler, handoff, reload.teller)
+        handoff = HandoffServer(spool, taken)
+        reconciler.writers = handoff.writers
+        control = Control(reconciler, handoff, reload.notifier)
         stack.enter_context(watching(spool, reconciler.wake))
         stack.enter_context(handoff.listening(seconds(config.drain)))
         await stack.enter_async_context(control.listening())
@@ -142,7 +148,7 @@ async def serve(
                 notify("STOPPING=1")
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_RELOADING):
-                        await reload.turn.acquire()  # one that is under way ends first, and no other begins
+                        await reload.turn.acquire()  # let a reload under way end, and prevent another
                 log.info("stopping: flushes in hand have %s", reconciler.config.drain)
                 left = await _drain(reconciler, seconds(reconciler.config.drain))
         finally:
@@ -157,7 +163,7 @@ async def serve(
 
 
 async def _drain(reconciler: Reconciler, timeout_s: float) -> tuple[Remaining, ...]:
-    """Drain, and show systemd meanwhile and at the end what is left."""
+    """Drain, and show systemd meanwhile and at the end which parts are left."""
 
     async def show() -> None:
         while True:
@@ -173,14 +179,14 @@ async def _drain(reconciler: Reconciler, timeout_s: float) -> tuple[Remaining, .
     return left
 
 
-async def _idle(reconciler: Reconciler, control: Control, handoff: HandOff, await_trainer: bool) -> None:
-    """Return when every trainer has gone, none is expected back, and nothing is left to flush."""
+async def _idle(reconciler: Reconciler, control: Control, handoff: HandoffServer, await_trainer: bool) -> None:
+    """Return when every trainer has left, none is expected back, and nothing is left to flush."""
     loop = asyncio.get_running_loop()
     end = loop.time() + _FIRST
     while await_trainer and not control.seen and loop.time() < end:
         await asyncio.sleep(0.2)
-    # Before a first look nothing is known to be left. A tier that fails it lacks whatever the spool holds.
-    await asyncio.gather(*(reconciler.look(name) for name in reconciler.lanes), return_exceptions=True)
+    # Observe first, because `pending` knows no parts before. A tier that fails counts as lacking all of them.
+    await asyncio.gather(*(reconciler.look(name) for name in reconciler.workers), return_exceptions=True)
     quiet = 0.0
     while quiet < (_GRACE if control.seen else 0.2):
         await asyncio.sleep(0.2)

@@ -1,4 +1,4 @@
-"""How the daemon does, as plain data: the answer to `status`. Its JSON form is a stable contract (README)."""
+"""The daemon's status as plain data: the answer to `status`. Its JSON form is a stable contract."""
 
 from __future__ import annotations
 
@@ -8,31 +8,44 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from tierd.core.events import Event
+from tierd.core.event_kinds import Event
 from tierd.core.ids import retention_key
-from tierd.core.launches import Lease, Rival, beside, leases
-from tierd.core.policies import disagreeing
-from tierd.core.retention import RetentionPolicy
+from tierd.core.planning.inventory import Inventory
+from tierd.core.retention.policies import disagreeing
+from tierd.core.retention.policy import RetentionPolicy
+from tierd.core.timeline.launches import Lease, Rival, beside, leases
 from tierd.core.urls import parse_url
-from tierd.core.world import World
-from tierd.daemon.journal import AlertStatus
 from tierd.daemon.peers import THIS
 from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.scrub import ScrubStatus
-from tierd.daemon.tell import TellStatus
+from tierd.daemon.scrub.scrubber import ScrubStatus
+from tierd.events.journal import AlertStatus
+from tierd.events.notifier import NotifyStatus
 
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """One lane. `effort` says whether chunks are compressed for it and why. `pending_parts` and `pending_bytes` are
-    what the spool has and the tier lacks, `pending_prunes` copies that retention gave up and that are still there;
-    `append_only`: the tier lets nothing be deleted, so none is pruned. `retry_in_s` is set while it backs off,
-    `asked_until` while it asked to be left alone: RFC 3339."""
+    """One tier, as the daemon's worker for it sees it.
+
+    Attributes:
+        url: the tier's address, without credentials.
+        doing: the action under way; None: the worker is idle.
+        compression: whether the daemon compresses chunks for this tier, and why.
+        reached: whether the tier answered the last listing.
+        pending_parts: parts that the spool has and the tier lacks.
+        pending_bytes: the size of these parts in the spool.
+        pending_prunes: copies on the tier that retention does not keep and that are still there.
+        append_only: whether the tier refuses deletions, so that the daemon prunes nothing there.
+        failures: failed tries in a row.
+        retry_in_s: seconds until the next try after a failure; None: no retry is waiting.
+        asked_until: RFC 3339; until then the daemon sends nothing, because the server asked for it with `Retry-
+            After`; None: the server did not ask.
+        last_error: the message of the last failure; None: none.
+    """
 
     name: str
     url: str
     doing: str | None
-    effort: str
+    compression: str
     reached: bool
     pending_parts: int
     pending_bytes: int
@@ -46,9 +59,19 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True)
 class PolicyStatus:
-    """A run's retention as one node recorded it on a tier, under `key`. `given`: by a `configuration`, a `trainer`, or
-    as the `default`. `retention` is null where it cannot be read, and `why` says the reason. `disagrees`: several are
-    given there and differ, so whatever any of them keeps is kept; or one cannot be read, and nothing is deleted."""
+    """A run's retention as one node recorded it on a tier.
+
+    Attributes:
+        by: the node that recorded it, as 8 hexadecimal digits.
+        host: that node's host name.
+        written: when it was recorded, RFC 3339.
+        given: who set it: a `configuration`, a `trainer`, or nobody (`default`).
+        key: the object on the tier that holds it.
+        retention: the rules; None: the object cannot be read.
+        why: why it cannot be read, or empty.
+        disagrees: several policies are recorded there and differ, so the daemon keeps all that any of them keeps;
+            or one cannot be read, so the daemon deletes nothing.
+    """
 
     run: str
     tier: str
@@ -64,9 +87,28 @@ class PolicyStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The whole daemon. `version` is its version of tierd, `protocol` its protocol number; `spool_free` is a share of
-    its disk; `paused` is the end of a pause in RFC 3339, or "until resumed"; `lent_bytes` is memory of trainers, living
-    and dead, that snapshots are handed over in; `counters` count since the start."""
+    """The whole daemon.
+
+    Attributes:
+        pid: its process.
+        version: its version of tierd.
+        protocol: its protocol number.
+        spool: the path of the spool.
+        spool_free: the free share of the spool's disk, from 0 to 1.
+        spool_parts: parts in the spool.
+        trainers: attached training processes.
+        paused: the end of a pause in RFC 3339, or `until resumed`; None: not paused.
+        handed_over_bytes: memory of trainers, alive or dead, that holds handed-over snapshots.
+        tiers: each tier, in order of preference.
+        policies: the retention of each run on each tier.
+        launches: launches that save the same run at the same time.
+        leases: who saves which rank on this node.
+        scrub: the progress of the scrub.
+        counters: counts since the daemon's start: see the metrics reference.
+        events: the last events.
+        alerts: failures that go on.
+        notify: the receivers of events.
+    """
 
     pid: int
     version: str
@@ -76,7 +118,7 @@ class Status:
     spool_parts: int
     trainers: int
     paused: str | None
-    lent_bytes: int
+    handed_over_bytes: int
     tiers: tuple[TierStatus, ...]
     policies: tuple[PolicyStatus, ...]
     launches: tuple[Rival, ...]
@@ -85,37 +127,39 @@ class Status:
     counters: dict[str, int]
     events: tuple[Event, ...]
     alerts: tuple[AlertStatus, ...]
-    tell: tuple[TellStatus, ...]
+    notify: tuple[NotifyStatus, ...]
 
 
-def status(reconciler: Reconciler, trainers: int, lent_bytes: int, tell: tuple[TellStatus, ...] = ()) -> Status:
+def status(
+    reconciler: Reconciler, trainers: int, handed_over_bytes: int, notify: tuple[NotifyStatus, ...] = ()
+) -> Status:
     """Describe a running reconciler."""
-    world = reconciler.world()
-    counted = {"told": sum(one.told for one in tell), "untold": sum(one.untold for one in tell)}
+    inventory = reconciler.inventory()
+    counted = {"delivered": sum(one.delivered for one in notify), "dropped": sum(one.dropped for one in notify)}
     return Status(
         pid=os.getpid(),
         version=THIS.version,
         protocol=str(THIS.protocol),
         spool=str(reconciler.spool.root),
-        spool_free=world.free,
-        spool_parts=sum(1 for _ in world.spool.parts()),
+        spool_free=inventory.free,
+        spool_parts=sum(1 for _ in inventory.spool.parts()),
         trainers=trainers,
         paused=reconciler.pause.until,
-        lent_bytes=lent_bytes,
+        handed_over_bytes=handed_over_bytes,
         tiers=tuple(_tier(reconciler, tier.name, tier.url) for tier in reconciler.config.tier),
-        policies=tuple(_policies(world)),
-        launches=tuple(one for run in sorted(world.spool.alive) for one in beside(world, run, time.time())),
-        leases=leases(world),
+        policies=tuple(_policies(inventory)),
+        launches=tuple(one for run in sorted(inventory.spool.alive) for one in beside(inventory, run, time.time())),
+        leases=leases(inventory),
         scrub=reconciler.scrubber.status(),
         counters={name: reconciler.journal.counters[name] for name in COUNTERS} | counted,
         events=tuple(reconciler.journal.events),
         alerts=reconciler.journal.alerts(),
-        tell=tell,
+        notify=notify,
     )
 
 
-def _policies(world: World) -> Iterator[PolicyStatus]:
-    for tier, place in world.tiers.items():
+def _policies(inventory: Inventory) -> Iterator[PolicyStatus]:
+    for tier, place in inventory.tiers.items():
         if place is None:
             continue
         for run, stored in sorted(place.policies.items()):
@@ -136,43 +180,43 @@ def _policies(world: World) -> Iterator[PolicyStatus]:
 
 
 def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
-    lane = reconciler.lanes[name]
+    worker = reconciler.workers[name]
     parts, size = reconciler.backlog(name)
-    left, asked = lane.retry_at - lane.now(), reconciler.tiers.asked_s(name)
+    left, asked = worker.retry_at - worker.now(), reconciler.tiers.asked_s(name)
     return TierStatus(
         name=name,
         url=str(parse_url(url)),
-        doing=lane.doing,
-        effort=reconciler.tiers.pace.effort(name).why,
-        reached=reconciler.world().tiers[name] is not None,
+        doing=worker.doing,
+        compression=reconciler.tiers.throughput.compression(name).why,
+        reached=reconciler.inventory().tiers[name] is not None,
         pending_parts=parts,
         pending_bytes=size,
         pending_prunes=reconciler.pending_prunes(name),
         append_only=bool(reconciler.tiers.refusal(name)),
-        failures=lane.failures,
+        failures=worker.failures,
         retry_in_s=round(left, 1) if left > 0 else None,
         asked_until=(datetime.now(UTC) + timedelta(seconds=asked)).isoformat(timespec="seconds") if asked else None,
-        last_error=str(lane.last_error) if lane.last_error else None,
+        last_error=str(worker.last_error) if worker.last_error else None,
     )
 
 
 COUNTERS = {
-    "persisted": "snapshots that trainers handed over, committed to the spool",
-    "persist_failures": "snapshots that could not be; their trainers were told",
-    "flushed": "parts put on a tier, each byte of them verified there",
-    "flushed_raw_bytes": "bytes of those parts in the spool",
-    "flushed_sent_bytes": "bytes put for them; less than stored where an interrupted flush went on",
-    "flushed_shared_bytes": "bytes in the spool that were not sent, since an older checkpoint's chunks hold them",
-    "pruned": "copies of checkpoints deleted by retention",
+    "persisted": "snapshots that trainers handed over and that the daemon committed to the spool",
+    "persist_failures": "handed-over snapshots that could not be committed; their trainers got the error",
+    "flushed": "parts sent to a tier, with each byte verified there",
+    "flushed_raw_bytes": "the size of these parts in the spool",
+    "flushed_sent_bytes": "bytes sent for them; less than stored if an interrupted flush was continued",
+    "flushed_shared_bytes": "bytes in the spool that were not sent, because chunks of an older checkpoint hold them",
+    "pruned": "copies of checkpoints that retention deleted",
     "corruptions": "copies proven corrupt",
-    "healed_chunks": "chunks written to the spool from a tier",
-    "quarantined": "copies set aside as beyond repair",
-    "scrubbed": "copies read again whole",
-    "scrubbed_bytes": "bytes read for that",
-    "scrub_findings": "chunks and manifests found corrupt by that, each told once",
-    "repaired_chunks": "chunks put right on a tier",
-    "alerts": "things that failed three times in a row",
-    "told": "events that receivers took, each counted once for each of them",
-    "untold": "events that were held back, found no room, or were given up",
-    "errors": "looks and actions that failed and were tried again",
+    "healed_chunks": "chunks of the spool that were repaired from a tier",
+    "quarantined": "copies that were quarantined, because no place had the right bytes",
+    "scrubbed": "copies that the scrub read completely",
+    "scrubbed_bytes": "bytes that the scrub read",
+    "scrub_findings": "chunks and manifests that the scrub found corrupt, each counted once",
+    "repaired_chunks": "chunks of a tier that were repaired from another place",
+    "alerts": "actions that failed three times in a row",
+    "delivered": "events that receivers took, counted once for each receiver",
+    "dropped": "events that receivers did not get: held back, no room in the queue, or given up",
+    "errors": "listings and actions that failed and were tried again",
 }

@@ -1,4 +1,4 @@
-"""How much room runs take in a place, and how much of it several checkpoints share. Reads every manifest there."""
+"""How many bytes runs occupy in a place, and how many of them checkpoints share. Reads every manifest there."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from dataclasses import dataclass
 
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import PartId, manifests_prefix
-from tierd.core.world import SPOOL
-from tierd.daemon.copies import read_manifest
-from tierd.daemon.manifests import READERS
+from tierd.core.planning.inventory import SPOOL
 from tierd.daemon.remove import held_in_spool, held_on_tier
-from tierd.daemon.together import each
-from tierd.spool import Spool
+from tierd.daemon.tiers.manifests import READERS
+from tierd.daemon.transfer.concurrency import each
+from tierd.daemon.transfer.replicas import read_manifest
+from tierd.spool.spool import Spool
 from tierd.stores.base import ObjectInfo, Store
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one run takes in one place.
+    """The size of one run in one place.
 
     Attributes:
         stored_bytes: of all its objects; in the spool, of all its files.
         shared_bytes: of chunks that more than one checkpoint names, each counted once; 0 in the spool.
-        unreadable: manifests that cannot be used, so the chunks that they name count as nobody's.
+        unreadable: manifests that cannot be used, so that the chunks that they name are not counted as shared.
     """
 
     place: str
@@ -34,16 +34,20 @@ class Usage:
 
 
 def usage_in_spool(spool: Spool, run: str) -> Usage:
-    """What a run takes in the spool. Raises OSError where that cannot be told."""
+    """Return the size of a run in the spool.
+
+    Raises:
+        OSError: the spool cannot be read.
+    """
     held = held_in_spool(spool, SPOOL, run)
     return Usage(SPOOL, run, held.checkpoints, held.stored_bytes, 0, 0)
 
 
 async def usage_on_tier(store: Store, name: str, run: str) -> Usage:
-    """What a run takes on a tier.
+    """Return the size of a run on a tier.
 
     Raises:
-        StoreUnavailable, StoreRefused: some of it could not be asked.
+        StoreUnavailable, StoreRefused: the tier failed.
     """
     held = await held_on_tier(store, name, run)
     naming = _Naming(store)
@@ -52,7 +56,7 @@ async def usage_on_tier(store: Store, name: str, run: str) -> Usage:
 
 
 class _Naming:
-    """Which checkpoint named each chunk first, and the sizes of those that another named, too."""
+    """The first checkpoint that names each chunk, and the sizes of chunks that a second one names."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for callers that have none, or one that is busy with them (a notebook's)."""
+"""An event loop in a dedicated thread, for callers without a loop of their own or inside a running one (a notebook)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tierd.priority import hasten
 T = TypeVar("T")
 
 
-class Loop:
-    """Runs coroutines, from any thread but its own, until `close`."""
+class LoopThread:
+    """Run coroutines until `close`, called from any thread but the loop's own."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -27,11 +27,11 @@ class Loop:
 
     @property
     def is_gone(self) -> bool:
-        """Whether there is no thread: it was ended, or stayed in the process that this one was forked from."""
+        """Whether there is no loop thread: it was closed, or this process was forked from the one that runs it."""
         return self._closed or os.getpid() != self._pid
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Wait for a coroutine's result; one that is interrupted (Ctrl-C) is cancelled.
+        """Run a coroutine and return its result. An interrupt (Ctrl-C) cancels the coroutine.
 
         Raises:
             ConfigError: the loop is closed, or belongs to the process that this one was forked from.
@@ -61,5 +61,5 @@ class Loop:
 
 
 async def _hastily(coroutine: Coroutine[Any, Any, T]) -> T:
-    hasten()  # somebody waits for it
+    hasten()  # the caller waits for the result
     return await coroutine

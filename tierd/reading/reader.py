@@ -1,6 +1,6 @@
-"""The reader: what `tierd.open` gives.
+"""`Reader`, which `tierd.open` returns.
 
-Law: a reader changes nothing outside of this process but the directory that `download` was given.
+Invariant: outside of this process, a reader changes only the directory that `download` writes to.
 """
 
 from __future__ import annotations
@@ -12,13 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from tierd.client.entries import check_written_by_save, read_entries
-from tierd.client.load import check_fit, chosen, load
-from tierd.client.ranks import Ranks
-from tierd.client.search import Search, Skipped
-from tierd.client.state import unflatten
-from tierd.client.values import show_part
-from tierd.core.choose import Goal, check_goal
+from tierd.client.ranks.ranks import Ranks
+from tierd.client.restoring.entries import check_written_by_save, read_entries
+from tierd.client.restoring.search import Search, Skipped
 from tierd.core.config import from_urls
 from tierd.core.errors import (
     CheckpointNotFound,
@@ -32,14 +28,18 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check_step
 from tierd.core.manifest import TENSORS, TREE, Manifest
-from tierd.core.resume import Candidate, restore_candidates
+from tierd.core.planning.inventory import CheckpointCopy, Inventory, is_complete, union
+from tierd.core.save_policy import Goal, check_goal
+from tierd.core.timeline.candidates import Candidate, restore_candidates
 from tierd.core.urls import parse_url
-from tierd.core.world import Seen, World, is_complete, union
-from tierd.daemon.download import Progress
-from tierd.daemon.export import Exported, export
-from tierd.device import memory_for, settle
+from tierd.daemon.transfer.download import Progress
+from tierd.daemon.transfer.export import Exported, export
 from tierd.reading.shared import differing
-from tierd.reading.tiers import TierFiles, Tiers, TierView
+from tierd.reading.tiers import RunOnTiers, TierFiles, TierView
+from tierd.spool.direct_io import memory_for, settle
+from tierd.state.flatten import unflatten
+from tierd.state.load import check_fit, chosen, load
+from tierd.state.values import show_part
 from tierd.stores.base import Store
 from tierd.stores.keys import read_key
 from tierd.stores.open import open_store
@@ -49,21 +49,23 @@ if TYPE_CHECKING:
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
-_RUNS = 20  # that an error names
+_RUNS = 20  # runs that an error message names, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One checkpoint on the tiers, from names and manifests alone; no chunk was read.
+    """One checkpoint on the tiers, described from names and manifests alone; no chunk was read.
 
     Attributes:
+        step: the step at which it was saved.
+        attempt: the launch that saved it.
         created: when rank 0 began to save it, by that node's clock, in UTC; None if no manifest can be read.
-        metrics: rank 0's, as given to `save`.
+        metrics: rank 0's metrics, as given to `save`.
         world_size: how many ranks saved it.
         complete: whether the tiers together have every rank's part. A part whose manifest is known to be unusable
             (corrupt, or encrypted with another key) does not count.
-        tiers: those that have every rank's part alone.
-        resumes: whether a restore would load it, unless reading its chunks shows otherwise.
+        tiers: the tiers that each have every rank's part.
+        resumes: whether a restore would load this checkpoint, unless a chunk turns out to be corrupt.
     """
 
     step: int
@@ -78,10 +80,10 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a reader's restore gave; the members that `Restored` has mean the same.
+    """The result of `Reader.restore`. Its members have the same meanings as those of `Restored`.
 
     Attributes:
-        rank: whose part was loaded; where no rank was asked for and all have the same, 0.
+        rank: the rank whose part was loaded; 0 if the call named no rank, because all ranks have the same entries then.
         world_size: how many ranks saved the checkpoint.
     """
 
@@ -98,14 +100,16 @@ class Loaded:
 def open(url_or_urls: PathLike | Sequence[PathLike], run: str, key_file: PathLike | None = None) -> Reader:
     """Open a run's checkpoints for reading, on one tier or on several, in order of preference.
 
-    Nothing is connected to before the first call. It needs no spool and no daemon, and writes nothing to a tier.
+    The call connects to nothing; the first read does. A reader needs no spool and no daemon, and writes nothing to a
+    tier.
 
     Args:
         url_or_urls: `file:///path` or `s3://bucket/prefix`, as in a tier's configuration.
-        key_file: the key that they are encrypted with.
+        run: the training job's name.
+        key_file: the file with the key that encrypts the tiers.
 
     Raises:
-        ConfigError: a URL, the run's name or the key cannot be used; or a package is missing, and says which.
+        ConfigError: a URL, the run's name or the key is invalid, or a package is missing; the message names it.
     """
     if isinstance(url_or_urls, str | bytes | os.PathLike) or not isinstance(url_or_urls, Iterable):
         url_or_urls = [url_or_urls]
@@ -122,8 +126,8 @@ def open(url_or_urls: PathLike | Sequence[PathLike], run: str, key_file: PathLik
 class Reader:
     """Reads one run's checkpoints. Made by `tierd.open`; a context manager.
 
-    An evaluation, an export or a notebook uses this and not a `Checkpointer`: it starts no daemon, needs no spool, and
-    nothing that it does changes what retention keeps. Works where an event loop is running already.
+    Use it in an evaluation, an export or a notebook instead of a `Checkpointer`. A reader starts no daemon, needs no
+    spool, and has no influence on retention. It also works inside a running event loop.
 
     Args:
         stores: the tiers by name, in order of preference; `close` closes them.
@@ -132,27 +136,28 @@ class Reader:
 
     def __init__(self, stores: Mapping[str, Store], run: str) -> None:
         self.run = check_run(run)
-        self._tiers = Tiers(stores, run)
+        self._tiers = RunOnTiers(stores, run)
 
     @property
     def unreached(self) -> tuple[str, ...]:
-        """The tiers that did not answer when last looked at."""
+        """The tiers that did not answer the most recent listing."""
         return tuple(self._tiers.unreached)
 
-    # -- looking ----------------------------------------------------------------------------------------------------
+    # -- listing ----------------------------------------------------------------------------------------------------
 
     def checkpoints(self) -> tuple[Listed, ...]:
-        """What there is: first those that a restore would try, in that order, then all others, newest first.
+        """List the run's checkpoints.
 
-        Empty where the run has none, or none yet. What tiers hold that did not answer (`unreached`) is not there.
+        The order is: first those that a restore would try, in that order, then all others, newest first. The result is
+        empty if the run has no checkpoint yet. It lacks the checkpoints that only a tier in `unreached` holds.
 
         Raises:
             StoreUnavailable: no tier answered.
         """
-        world = self._tiers.look()
-        copies = world.copies(self.run)
-        tried = [candidate.checkpoint for candidate in restore_candidates(world, self.run).candidates]
-        first = _first(world, {one: copies[one] for one in tried})
+        inventory = self._tiers.look()
+        copies = inventory.copies(self.run)
+        tried = [candidate.checkpoint for candidate in restore_candidates(inventory, self.run).candidates]
+        first = _first(inventory, {one: copies[one] for one in tried})
         found = []
         for one in (*tried, *sorted(copies.keys() - set(tried), reverse=True)):
             seen = copies[one]
@@ -173,7 +178,7 @@ class Reader:
             )
         return tuple(found)
 
-    # -- loading ----------------------------------------------------------------------------------------------------
+    # -- restoring --------------------------------------------------------------------------------------------------
 
     def restore(
         self,
@@ -189,20 +194,22 @@ class Reader:
     ) -> Loaded:
         """Load the newest verified checkpoint of the run's timeline into `state`, or the best.
 
-        It does what `Checkpointer.restore` does, from the tiers alone.
+        The result is the same as that of `Checkpointer.restore`, with the tiers as its only source.
 
         Args:
             state, step, attempt, best, mode, only, at_least: as for `Checkpointer.restore`.
-            rank: load what this rank saved, whatever the number of ranks now. Not given: what is loaded must be the
-                same on all ranks that saved.
+            rank: load this rank's part, independently of the present number of ranks. If it is not given, the loaded
+                entries must be the same on all ranks that saved.
 
         Raises:
-            CheckpointNotFound: the tiers have none, or none could be verified, or not the one asked for; says what was
-                skipped and why, or which runs there are. Unlike a trainer, a reader always expects a checkpoint.
-            StateMismatch: it does not fit `state`; or entries differ between ranks, and no rank was given: names them.
-            StoreUnavailable: a tier that may hold a newer or the right copy did not answer, or what was read vanished
-                again and again.
-            ConfigError: `state` lacks what `only` names; the checkpoint has no such rank; the reader is closed.
+            CheckpointNotFound: the tiers have no checkpoint, or not the requested one, or none could be verified. The
+                message names each skipped checkpoint with the reason, or the runs that exist. A trainer may begin
+                without a checkpoint; a reader always expects one.
+            StateMismatch: the checkpoint does not fit `state`, or entries differ between ranks and no rank was given;
+                the message names them.
+            StoreUnavailable: a tier that may hold a newer or the right copy did not answer, or checkpoints vanished
+                repeatedly while they were read.
+            ConfigError: `state` lacks a name in `only`; the checkpoint has no such rank; the reader is closed.
         """
         names = (only,) if isinstance(only, str) else only if only is None else tuple(only)
         if not isinstance(state, Mapping):
@@ -230,7 +237,7 @@ class Reader:
                     skipped=search.skipped(candidate.checkpoint),
                     unreached=search.resume.unreached,
                 )
-            del found, error  # memory, before the next one is read
+            del found, error  # frees the memory before the next candidate is read
         incomplete = [str(one) for one in search.skipped()]
         raise CheckpointNotFound("\n  ".join([self._none_there(), *incomplete]))
 
@@ -243,7 +250,11 @@ class Reader:
         names: Collection[str] | None,
         rank: int | None,
     ) -> tuple[tuple[Manifest, dict[str, Any], memoryview] | None, Exception | None]:
-        """What `candidate` holds for `state`, verified and fitting; or why not."""
+        """Read and verify `candidate`, and check that it fits `state`.
+
+        Returns:
+            The manifest, the tree and the tensors, or None and the error.
+        """
         try:
             manifest, found = _whole(files, names, rank)
             search.check_origin(manifest)
@@ -266,7 +277,7 @@ class Reader:
         what = f"the runs there are: {', '.join(there[:_RUNS])}{more}" if there else "there is no run at all"
         return f"run {self.run!r}: the tiers have no complete checkpoint of it; {what}"
 
-    # -- copying out ------------------------------------------------------------------------------------------------
+    # -- downloading ------------------------------------------------------------------------------------------------
 
     def download(
         self,
@@ -278,19 +289,20 @@ class Reader:
         mode: Literal["min", "max"] = "min",
         rank: int | None = None,
     ) -> Exported:
-        """Copy the files of the newest verified checkpoint, or the best, into `directory`, one directory a rank, as
-        `tierd restore` does. One that was interrupted goes on from where it was.
+        """Copy the files of the newest verified checkpoint, or the best, into `directory`, as `tierd restore` does.
+
+        Each rank's files are in their own directory. A call after an interrupted one continues the copy.
 
         Args:
             directory: empty or absent.
             step, attempt, best, mode: as for `restore`.
-            rank: this rank's files alone.
+            rank: copy this rank's files alone.
 
         Raises:
-            CheckpointNotFound, StoreUnavailable: as `restore`; here every tier has to answer.
-            SpoolFull: there is no room.
-            ConfigError: `directory` is in the way; the checkpoint has no such rank; or the best is asked for, and a
-                step.
+            CheckpointNotFound, StoreUnavailable: as for `restore`; but every tier has to answer.
+            SpoolFull: the disk is full.
+            ConfigError: `directory` exists and is not usable; the checkpoint has no such rank; or both the best and a
+                step were requested.
         """
         target = Path(_path(directory, "download(directory): a path"))
         if best is not None and step is not None:
@@ -305,10 +317,10 @@ class Reader:
                 raise
             raise CheckpointNotFound(self._none_there()) from error
 
-    # -- the end ----------------------------------------------------------------------------------------------------
+    # -- closing ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let go of connections and threads. Harmless when done before."""
+        """Release connections and threads. Closing twice is harmless."""
         self._tiers.close()
 
     def __enter__(self) -> Self:
@@ -319,28 +331,33 @@ class Reader:
 
 
 def _path(given: object, wanted: str) -> PathLike:
-    """What can be a path or a URL. Raises `ConfigError`, which says what is wanted, for anything else."""
+    """Return `given` if it can be a path or a URL; else raise `ConfigError` with the description in `wanted`."""
     if not isinstance(given, str | os.PathLike):
         raise ConfigError(f"{wanted}, and not a {type(given).__name__}")
     return given
 
 
-def _first(world: World, tried: Mapping[CheckpointId, Mapping[str, Seen]]) -> CheckpointId | None:
-    """Of the candidates, in the order in which a restore tries them, the first whose manifests are not known to be
-    unusable; None where a restore would not pass over one before it."""
+def _first(inventory: Inventory, tried: Mapping[CheckpointId, Mapping[str, CheckpointCopy]]) -> CheckpointId | None:
+    """Return the candidate that a restore would load, as far as the manifests show; None if that cannot be known.
+
+    A restore passes over a candidate only if its manifests are proven corrupt.
+    """
     for one, seen in tried.items():
         if is_complete(union(*(place.sound for place in seen.values()))):
             return one
         corrupt = all(isinstance(why, ManifestError) for place in seen.values() for why in place.defects.values())
-        if not corrupt or None in world.tiers.values():
-            return None  # another key, or a tier that does not answer now, may tell that it is right
+        if not corrupt or None in inventory.tiers.values():
+            return None  # another key, or a tier that does not answer now, may prove this candidate valid
     return None
 
 
 def _whole(
     files: TierFiles, names: Collection[str] | None, rank: int | None
 ) -> tuple[Manifest, Mapping[str, memoryview]]:
-    """The rank's part, or what all have the same; where tiers contradict each other, the one whose bytes are right."""
+    """Read the rank's part, or the part that all ranks share.
+
+    If tiers contradict each other, the content whose bytes verify is used.
+    """
     while True:
         try:
             return _read(files, _part(files, names, rank), names)
@@ -350,11 +367,11 @@ def _whole(
 
 
 def _part(files: TierFiles, names: Collection[str] | None, rank: int | None) -> PartId:
-    """The part to read from.
+    """Return the part to read from.
 
     Raises:
-        ConfigError: it has no such rank.
-        StateMismatch: no rank was given, and what is wanted differs between ranks.
+        ConfigError: the checkpoint has no such rank.
+        StateMismatch: no rank was given, and the requested entries differ between ranks.
     """
     if rank is not None:
         if type(rank) is not int or not 0 <= rank < files.world:

@@ -1,6 +1,6 @@
-"""The tiers as a reader sees them: what lies there of one run, and any verified range of a part's files.
+"""Read one run from its tiers: list its checkpoints, and read any verified range of a part's files.
 
-Law: only `get` and `scan` of a store are called.
+Invariant: this module calls only `get` and `scan` of a store.
 """
 
 from __future__ import annotations
@@ -11,54 +11,54 @@ from itertools import accumulate
 
 import msgspec
 
-from tierd.client.files import Ranges, Span
+from tierd.client.restoring.ranged_reader import PartRanges, Span
 from tierd.core.errors import CorruptChunk, ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
-from tierd.core.sight import Sight, see
-from tierd.core.world import Place, World
-from tierd.daemon.budget import Budget
-from tierd.daemon.copies import Copies, is_there
-from tierd.daemon.observe import TierEye
-from tierd.daemon.together import to_the_end, together
-from tierd.reading.loop import Loop
+from tierd.core.planning.inventory import Inventory, Place
+from tierd.core.timeline.run_view import RunView, run_view_of
+from tierd.daemon.tiers.observe import TierObserver
+from tierd.daemon.transfer.concurrency import to_the_end, together
+from tierd.daemon.transfer.memory_budget import Budget
+from tierd.daemon.transfer.replicas import Replicas, is_there
+from tierd.reading.loop import LoopThread
 from tierd.stores.base import Store
 
 log = logging.getLogger("tierd")
 
-_HANDS = 8  # chunks on their way at once for one caller, as far as the budget goes
+_HANDS = 8  # chunks in flight at once for one caller, within the memory budget
 
 
-class Tiers:
+class RunOnTiers:
     """One run on its tiers.
 
     Attributes:
-        unreached: tiers that did not answer the last look, with the reason.
+        unreached: the tiers that did not answer the most recent listing, with the reason.
     """
 
     def __init__(self, stores: Mapping[str, Store], run: str) -> None:
-        self.stores, self.run, self.loop, self.budget = stores, run, Loop(), Budget()
+        self.stores, self.run, self.loop, self.budget = stores, run, LoopThread(), Budget()
         self.unreached: dict[str, str] = {}
-        self._eyes = {name: TierEye(store) for name, store in stores.items()}
+        self._eyes = {name: TierObserver(store) for name, store in stores.items()}
 
-    def look(self) -> World:
-        """Look at every tier.
+    def look(self) -> Inventory:
+        """List the run on every tier.
 
         Raises:
-            StoreUnavailable: none of them answered; says why.
+            StoreUnavailable: no tier answered; the message has the reasons.
         """
         return self.loop.run(self._look())
 
     def runs(self) -> list[str]:
-        """The runs that any tier has. Raises `StoreUnavailable` or `StoreRefused` where one does not answer."""
+        """List the runs on all tiers. Raises `StoreUnavailable` or `StoreRefused` if a tier does not answer."""
         return self.loop.run(self._runs())
 
     def has(self, checkpoint: CheckpointId, world: int) -> bool:
-        """Whether the tiers still list every rank's part. Raises as `runs`."""
+        """Return whether the tiers still list every rank's part. Raises as `runs`."""
         return self.loop.run(is_there(self.stores, checkpoint, world))
 
     def close(self) -> None:
-        """Close the stores, and end the thread. Harmless the second time, and in a forked process."""
+        """Close the stores, and end the thread. Harmless when called twice, and in a forked process."""
         if self.loop.is_gone:
             return
         try:
@@ -66,7 +66,7 @@ class Tiers:
         finally:
             self.loop.close()
 
-    async def _look(self) -> World:
+    async def _look(self) -> Inventory:
         unreached: dict[str, str] = {}
 
         async def one(name: str) -> Place | None:
@@ -82,7 +82,7 @@ class Tiers:
         if len(unreached) == len(self._eyes):
             why = "; ".join(f"{name}: {reason}" for name, reason in self.unreached.items())
             raise StoreUnavailable(f"run {self.run!r}: no tier could be asked: {why}")
-        return World(Place(), dict(zip(self._eyes, places, strict=True)))
+        return Inventory(Place(), dict(zip(self._eyes, places, strict=True)))
 
     async def _runs(self) -> list[str]:
         return sorted({run for eye in self._eyes.values() for run in await eye.runs()})
@@ -93,34 +93,37 @@ class Tiers:
 
 
 class TierView:
-    """Shows a search what the tiers alone hold.
+    """The view of a run that a search uses, from the tiers alone.
 
     Args:
-        metrics: whose values a look tells.
+        metrics: the metrics whose values each view includes.
     """
 
-    def __init__(self, tiers: Tiers, metrics: Collection[str]) -> None:
+    deep = True  # always, because a reader lists the names on the tiers anyway
+
+    def __init__(self, tiers: RunOnTiers, metrics: Collection[str]) -> None:
         self._tiers, self._metrics = tiers, metrics
 
-    def sight(self) -> Sight:
-        sight = see(self._tiers.look(), self._tiers.run, self._metrics)
+    def sight(self) -> RunView:
+        sight = run_view_of(self._tiers.look(), self._tiers.run, self._metrics)
         return msgspec.structs.replace(sight, silent=self._tiers.unreached)
 
     def flush(self, checkpoint: CheckpointId) -> None:
-        """Nothing: a reader holds nothing that others lack."""
+        """Do nothing: a reader holds no part that a tier lacks."""
 
     def close(self) -> None:
-        """Nothing: the tiers outlive a search."""
+        """Do nothing: the tiers outlive a search."""
 
 
-class TierFiles(Ranges):
-    """Reads one checkpoint's files. May be used by several threads at once."""
+class TierFiles(PartRanges):
+    """Reads one checkpoint's files. Several threads may use it at once."""
 
-    def __init__(self, tiers: Tiers, checkpoint: CheckpointId, world: int) -> None:
+    def __init__(self, tiers: RunOnTiers, checkpoint: CheckpointId, world: int) -> None:
         super().__init__()
         self._tiers, self.checkpoint, self.world = tiers, checkpoint, world
-        self._copies: dict[PartId, Copies] = {}
-        self._contents: dict[PartId, list[Manifest]] = {}  # what the tiers say that the part holds; the first counts
+        self._copies: dict[PartId, Replicas] = {}
+        # The contents that tiers claim for the part; the first one counts.
+        self._contents: dict[PartId, list[Manifest]] = {}
         self._corrupt: PartId | None = None
 
     def part(self, rank: int) -> PartId:
@@ -128,13 +131,13 @@ class TierFiles(Ranges):
 
     @property
     def used(self) -> tuple[str, ...]:
-        """The tiers that gave something, in order."""
+        """The tiers that provided bytes, in order of preference."""
         used = {name for copies in self._copies.values() for name in copies.used}
         return tuple(name for name in self._tiers.stores if name in used)
 
     def manifest(self, part: PartId) -> Manifest:
         if part not in self._contents:
-            copies = Copies(part, self._tiers.stores)
+            copies = Replicas(part, self._tiers.stores)
             self._tiers.loop.run(copies.ask())
             contents = copies.contents()
             if not contents:
@@ -155,8 +158,13 @@ class TierFiles(Ranges):
                 raise
 
     def turn(self) -> bool:
-        """After `CorruptChunk`: whether tiers contradict each other about that part, and there is a content left to
-        believe. What was read before is void then."""
+        """Switch to another content of a corrupt part, if the tiers contradict each other about it.
+
+        Call it after `CorruptChunk`.
+
+        Returns:
+            Whether there is another content to read. The caller must then discard all bytes that it read before.
+        """
         part, self._corrupt = self._corrupt, None
         if part is None or len(self._contents[part]) < 2:
             return False
@@ -168,7 +176,7 @@ class TierFiles(Ranges):
     async def _fill(self, memory: memoryview, base: int, part: PartId, path: str, spans: list[Span]) -> None:
         copies, files = self._copies[part], self._contents[part][0].files
         number = next(number for number, file in enumerate(files) if file.path == path)
-        wanted: dict[tuple[int, int], list[Span]] = {}  # index and offset of a chunk -> what lies in it
+        wanted: dict[tuple[int, int], list[Span]] = {}  # index and offset of a chunk -> the spans that it overlaps
         for span in spans:
             sizes = (chunk.size for chunk in span.file.chunks[span.first : span.end])
             for chunk in enumerate(accumulate(sizes, initial=span.start), span.first):
@@ -193,7 +201,7 @@ def _by_file(spans: Collection[Span]) -> dict[tuple[PartId, str], list[Span]]:
 
 
 def _place(memory: memoryview, base: int, raw: memoryview, offset: int, spans: list[Span]) -> None:
-    """Copy of a chunk, which begins at `offset` of its file, what `spans` want of it."""
+    """Copy into `memory` the parts of `spans` that a chunk holds. The chunk begins at `offset` of its file."""
     for span in spans:
         begin, end = max(span.offset, offset), min(span.offset + span.length, offset + len(raw))
         memory[begin - base : end - base] = raw[begin - offset : end - offset]

@@ -1,7 +1,8 @@
-"""A place that lets nothing be deleted: append-only credentials, a bucket's policy, locks on objects.
+"""A wrapper for stores that permit no deletions: append-only credentials, a bucket policy, object locks.
 
-Law: what was refused is remembered, so that nobody asks in vain again and again; it is asked again after `_AGAIN_S`,
-because permissions change. Only deletions are looked at; everything else passes.
+Invariant: the wrapper remembers a refused deletion and refuses further ones itself, so that the daemon does not repeat
+a request in vain. It asks the store again after `_AGAIN_S`, because permissions change. All calls but deletions pass
+through.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ from collections.abc import AsyncGenerator, Sequence
 from tierd.core.errors import DeleteRefused
 from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, is_authentic
 
-_AGAIN_S = 600.0  # that a refusal is believed
+_AGAIN_S = 600.0  # seconds for which a refusal counts before the store is asked again
 
 
 class DeletionGuard:
-    """`inner`, with a memory of what it does not let be deleted.
+    """Wrap `inner` and remember which deletions it refuses.
 
     Attributes:
-        refused: why, as the place said it last; empty while nothing is known to be refused.
-        encrypts: as `inner` has it.
+        refused: the latest reason that the store gave; empty while no refusal is known.
+        encrypts: the same as `inner.encrypts`.
     """
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
         self.encrypts = is_authentic(inner)
         self.refused = ""
-        self._until: dict[str, float] = {}  # sort of object -> monotonic seconds until which it is not asked for
+        self._until: dict[str, float] = {}  # kind of object -> monotonic seconds until which no deletion of it is tried
         self._worked = False
 
     def __repr__(self) -> str:
@@ -35,18 +36,18 @@ class DeletionGuard:
 
     @property
     def rests(self) -> bool:
-        """Whether nothing should be deleted for now, because some of it would be refused."""
+        """Whether deletions should pause, because the store would refuse some of them."""
         return any(time.monotonic() < until for until in self._until.values())
 
     async def check(self, key: str) -> None:
-        """Have it known whether anything can be deleted, before something is put that only a deletion can end.
+        """Find out whether the store permits deletions, before the caller puts an object that must later be deleted.
 
         Args:
-            key: one that nothing lies under; it is deleted where no deletion has worked yet. A file system refuses
-                only where something lies, so after a refusal an empty object is put there first, which means nothing.
+            key: a key that no object uses. It is deleted if no deletion has succeeded yet. After a refusal an empty
+                object is put there first, because a file system refuses only the deletion of a file that exists.
 
         Raises:
-            DeleteRefused: nothing can.
+            DeleteRefused: the store permits no deletion.
         """
         refused = self.refused
         if not self._worked or refused:
@@ -56,7 +57,7 @@ class DeletionGuard:
             await self.delete([key])
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """As a `Store` does. Raises DeleteRefused at once where that is known."""
+        """Delete `keys` as a `Store` does. Raise DeleteRefused at once if an earlier refusal still counts."""
         sorts = {_sort(key) for key in keys}
         if any(time.monotonic() < self._until.get(sort, 0.0) for sort in sorts):
             raise DeleteRefused(self.refused)
@@ -74,7 +75,7 @@ class DeletionGuard:
 
     @property
     def asked_s(self) -> float:
-        """As `inner` has it."""
+        """The same as `inner.asked_s`."""
         return asked_s(self._inner)
 
     async def put(self, key: str, data: Buffer) -> str:
@@ -91,5 +92,5 @@ class DeletionGuard:
 
 
 def _sort(key: str) -> str:
-    """The sort of object that lies under a key: ``<run>/<sort>/…``. A policy may let marks go and keep manifests."""
+    """Return the kind of the object at `key`: ``<run>/<kind>/…``. A bucket policy may permit deleting marks only."""
     return key.partition("/")[2].partition("/")[0]

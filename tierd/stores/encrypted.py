@@ -1,11 +1,14 @@
-"""Any store, encrypted: whoever sees into it reads no checkpoint, and whoever writes to it makes none that is believed.
+"""A wrapper that encrypts any store: no one can read or forge a checkpoint without the key.
 
-Law: everything but the tier's README is encrypted and authenticated with the tier's key, each object as the one of its
-name, an empty one as well. Pins and marks alone may lie there empty, because earlier versions put them so. What is not,
-is refused: a chunk as corrupt; a manifest as corrupt where this key made it, and else as not readable here, since
-another key, or none, proves nothing. Nothing is handed on before its tag was checked. `FORMAT.md` is its prose.
+Invariant: every object but the tier's README, an empty one included, is encrypted and authenticated with the tier's key
+and bound to its name. Only pins and marks may also be stored as empty objects without encryption, because earlier
+versions of tierd put them so.
 
-Above it, nothing knows of encryption: chunks are encoded, compared, shared and mended by their own bytes and digests.
+An object that fails this check is refused. A chunk counts as corrupt. A manifest counts as corrupt if this key made it.
+Any other manifest counts as unreadable here, because a different key, or no key, proves nothing. No byte is returned
+before its tag was verified. `FORMAT.md` describes the format.
+
+Callers do not notice encryption: they encode, compare, share and repair chunks by their plain bytes and digests.
 """
 
 from __future__ import annotations
@@ -30,17 +33,17 @@ from cryptography.hazmat.primitives.ciphers import (
 from tierd.core.errors import CorruptChunk, ManifestError, StoreRefused, WrongKey
 from tierd.core.ids import parse_retention
 from tierd.core.manifest import unwrap, wrap
-from tierd.core.run_retention import is_plain
+from tierd.core.retention.stored import is_plain
 from tierd.core.seal import MAX_MANIFEST_SIZE
-from tierd.device import memory_for
 from tierd.priority import POLITE, is_hasty
+from tierd.spool.direct_io import memory_for
 from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, check_key, octets, room
 from tierd.stores.keys import Key
 
 _NONCE, _TAG = 12, 16  # bytes
-_MORE = _NONCE + _TAG  # that an encrypted chunk is longer by
-_SMALL = 64 << 10  # bytes; less is done within 0.1 ms
-_PIECE = 1 << 20  # bytes that are encrypted between two chances for other threads
+_MORE = _NONCE + _TAG  # bytes by which an encrypted chunk is longer
+_SMALL = 64 << 10  # bytes; a smaller object is encrypted within 0.1 ms
+_PIECE = 1 << 20  # bytes that are encrypted before other threads get a chance to run
 _PLAIN = frozenset({"README.md"})
 _MARK = re.compile(r"[^/]+/(?:pins|pruning)/[^/]+")
 _CHUNK = re.compile(r"([^/]+/chunks/[^/]+/[0-9]{5}/)([0-9a-f]{32})(\.[a-z0-9]{1,16})")
@@ -49,24 +52,25 @@ _WRAPPED = len(wrap("0" * 16, b""))
 
 
 class EncryptedStore:
-    """`inner`, as it looks to who has `key`.
+    """Present the encrypted objects of `inner` as plain objects, using `key`.
 
     Attributes:
-        encrypts: an object is in memory twice while it is moved, as it is and encrypted.
+        encrypts: always true. An object is in memory twice while it is moved: plain and encrypted.
     """
 
     encrypts = True
 
     def __init__(self, inner: Store, key: Key) -> None:
         self._inner, self._key = inner, key
-        self._names: tuple[str, CipherContext, CipherContext] | None = None  # of one directory, there and back
+        # The directory, with the ciphers that encrypt and decrypt its names.
+        self._names: tuple[str, CipherContext, CipherContext] | None = None
 
     def __repr__(self) -> str:
         return f"EncryptedStore({self._inner!r}, {self._key!r})"
 
     @property
     def asked_s(self) -> float:
-        """As `inner` has it."""
+        """The same as `inner.asked_s`."""
         return asked_s(self._inner)
 
     async def put(self, key: str, data: Buffer) -> str:
@@ -81,19 +85,19 @@ class EncryptedStore:
         return await self._inner.put(key, wrapped)
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
-        """As the contract says, and:
+        """Read and decrypt an object, as `Store.get` does.
 
         Raises:
-            CorruptChunk, ManifestError: it is not what this key encrypted under this name; the latter of what is no
-                chunk.
-            WrongKey: it is encrypted with another key, or not at all.
+            CorruptChunk: the chunk is not what this key encrypted under this name.
+            ManifestError: any other object is not what this key encrypted under this name.
+            WrongKey: the object is encrypted with another key, or not at all.
         """
         if check_key(key) in _PLAIN:
             return await self._inner.get(key, into)
         chunk = _CHUNK.fullmatch(key) is not None
         found = octets(await (self._get_chunk(key, into) if chunk else self._inner.get(key)))
         if not found and _MARK.fullmatch(key):
-            data = found  # from before pins and marks had a tag; it says no more than its name does
+            data = found  # written before pins and marks had a tag; the name carries all the information
         elif chunk:
             data = await _turned(self._decrypt, key, found)
         else:
@@ -101,7 +105,8 @@ class EncryptedStore:
         if into is None:
             return data
         filled = room(into, len(data), f"{self!r}: get {key}")
-        for at in range(0, len(data), _PIECE):  # on this thread: nothing writes there once the call is cancelled
+        # On this thread, because nothing may write to `into` after the call was cancelled.
+        for at in range(0, len(data), _PIECE):
             filled[at : at + _PIECE] = data[at : at + _PIECE]
             await asyncio.sleep(0)
         return filled
@@ -114,14 +119,14 @@ class EncryptedStore:
             return await self._inner.get(self._hidden(key), memory_for(size)[:size])
         except StoreRefused:
             async with aclosing(self._inner.scan(self._hidden(key))) as listing:
-                async for info in listing:  # larger than there is room for, as the caller counts?
+                async for info in listing:  # is the plain chunk larger than `into`?
                     room(into, max(info.size - _MORE, 0), f"{self!r}: get {key}")
                     break
             raise
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         directory = _CHUNKS.match(prefix)
-        # Names of chunks sort otherwise than they are listed: a directory of them is read whole.
+        # Encrypted names of chunks sort differently from plain ones, so a directory of chunks is read whole.
         inner_prefix = prefix
         if directory:
             digest = re.match(r"[0-9a-f]{32}\.", prefix[directory.end() :])
@@ -130,7 +135,8 @@ class EncryptedStore:
                 inner_prefix = self._rename(directory[0], digest[0][:32], hide=True) + prefix[directory.end() + 32 :]
         inside = _CHUNKS.match(after)
         inner_after = after
-        if inside and after[inside.end() :] < "g":  # behind every digest, all sorts as it is listed
+        # No digest sorts at or after "g", and all other names sort as `inner` lists them.
+        if inside and after[inside.end() :] < "g":
             inner_after = after[: inside.end()]
         page: list[ObjectInfo] = []
         here = ""
@@ -161,12 +167,15 @@ class EncryptedStore:
     # -- names ------------------------------------------------------------------------------------------------------
 
     def _hidden(self, key: str) -> str:
-        """Where an object lies in `inner`: a digest of its content in its name would tell what it is."""
+        """Return the object's key in `inner`.
+
+        The digest in a chunk's name is encrypted, because a plain digest would reveal the content.
+        """
         match = _CHUNK.fullmatch(key)
         return self._rename(match[1], match[2], hide=True) + match[3] if match else key
 
     def _shown(self, info: ObjectInfo) -> ObjectInfo:
-        """What `inner` lists, as it is called and as large as it is here."""
+        """Convert a listed object of `inner` to its plain name and size."""
         if match := _CHUNK.fullmatch(info.key):
             key = self._rename(match[1], match[2], hide=False) + match[3]
             return ObjectInfo(key, max(info.size - _MORE, 0), info.token)
@@ -175,18 +184,18 @@ class EncryptedStore:
         return ObjectInfo(info.key, max((info.size - _WRAPPED) * 3 // 4 - _MORE, 0), info.token)
 
     def _rename(self, directory: str, digest: str, *, hide: bool) -> str:
-        # A digest is one block, so it is enciphered as it is; blocks of one directory are all different.
+        # ECB is safe here: a digest is exactly one block, and all the blocks of one directory differ.
         if self._names is None or self._names[0] != directory:
             cipher = Cipher(algorithms.AES(self._key.derive("names", directory[:-1])), modes.ECB())  # noqa: S305
             self._names = directory, cipher.encryptor(), cipher.decryptor()
         _, there, back = self._names
         return directory + (there if hide else back).update(bytes.fromhex(digest)).hex()
 
-    # -- bytes, in threads ------------------------------------------------------------------------------------------
+    # -- encryption, in threads -------------------------------------------------------------------------------------
 
     def _turn(self, key: str, nonce: bytes, tag: bytes | None = None) -> AEADCipherContext:
-        """To encrypt the object of this name, or with its tag, to decrypt it."""
-        # A key for each directory: random nonces never come near their limit of 2^32 under one.
+        """Begin to encrypt the object `key`, or to decrypt it if its `tag` is given."""
+        # Each directory has its own key, so random nonces never come near the limit of 2^32 under one key.
         secret = self._key.derive("objects", key.rpartition("/")[0])
         cipher = Cipher(algorithms.AES(secret), modes.GCM(nonce, tag))
         turn = cipher.encryptor() if tag is None else cipher.decryptor()
@@ -217,7 +226,7 @@ class EncryptedStore:
                 memory[:] = found
                 found = memory
             turn = self._turn(key, bytes(found[:_NONCE]), bytes(found[-_TAG:]))
-            for at in range(_NONCE, len(found) - _TAG, _PIECE):  # where it lies: it is nobody else's
+            for at in range(_NONCE, len(found) - _TAG, _PIECE):  # in place, because this call alone owns the buffer
                 turn.update_into(found[at : min(at + _PIECE, len(found) - _TAG)], found[at:])
             turn.finalize()
         except InvalidTag:
@@ -252,8 +261,10 @@ def _sorted(page: list[ObjectInfo]) -> list[ObjectInfo]:
 
 
 async def _turned(turn: Callable[[str, memoryview], memoryview], key: str, data: memoryview) -> memoryview:
-    """What `turn` makes of an object's bytes; where they are many, in a thread. What a cancelled call leaves running
-    there writes only to memory of its own."""
+    """Run `turn` (encrypt or decrypt) on an object's bytes, in a thread if they are many.
+
+    A thread that outlives its cancelled call writes only to its own memory.
+    """
     if len(data) < _SMALL:
         return turn(key, data)
     pool = None if is_hasty() else POLITE

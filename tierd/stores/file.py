@@ -1,13 +1,16 @@
 """Objects as files below a directory: NFS, Lustre, a second disk.
 
-Law: nothing is ever written to, or read from, a place that is not the root that was opened. A root is never created,
-for a missing one is more often a missing mount; give a *subdirectory* of the mount, which is missing when the mount is.
-The first put makes `.tmp` in the root, and from then on that directory is the root's mark: every call checks it, every
-put goes through it, so that a file system unmounted under a running daemon is `StoreUnavailable`, not an empty tier or
-a put to the disk below. A symlink inside the root is never followed.
+Invariant: no call writes to, or reads from, a directory other than the root that was opened first. The store never
+creates a root, because a missing root is most often a missing mount. Configure a *subdirectory* of the mount, because
+it is missing whenever the mount is.
 
-Every call runs whole in one of the store's own threads: a hung NFS server then holds up no other tier, and a cancelled
-call returns at once although its thread can't. A cancelled put may go on reading its buffer, but never publishes after.
+The first put creates `.tmp` in the root. From then on that directory marks the root: every call checks it, and every
+put passes through it. If a file system is unmounted under a running daemon, calls raise `StoreUnavailable`; the store
+never seems to be an empty tier, and no put reaches the disk below. The store never follows a symlink inside the root.
+
+Each call runs as a whole in one of the store's own threads. A hung NFS server therefore blocks no other tier, and a
+cancelled call returns at once although its thread can't. A cancelled put may continue to read its buffer, but never
+publishes the object.
 """
 
 from __future__ import annotations
@@ -28,24 +31,25 @@ import aiofiles
 from aiofiles.threadpool.binary import AsyncFileIO
 
 from tierd.core.errors import DeleteRefused, ObjectNotFound, StoreFull, StoreRefused, StoreUnavailable, TierdError
-from tierd.device import LARGE, memory_for, set_direct
 from tierd.priority import Pools
+from tierd.spool.direct_io import LARGE, memory_for, set_direct
 from tierd.stores.base import Buffer, ObjectInfo, check_key, check_size, is_key, octets, room
-from tierd.stores.fds import DIRECTORY, closing, descend, lock, sweep, sync_directory, unlink
+from tierd.stores.descriptors import DIRECTORY, closing, descend, lock, sweep, sync_directory, unlink
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _TMP = ".tmp"
 _TMP_NAME = re.compile(r"[0-9a-f]{32}")
-_PIECE = 16 << 20  # bytes written between two looks at whether the put was cancelled
+_PIECE = 16 << 20  # bytes written between two checks of whether the put was cancelled
 _READ_PIECE = 1 << 20  # bytes; small enough to stay in the processor's cache until it is copied
-_DIRECT_PIECE = 4 << 20  # bytes; past the page cache nothing is read ahead
+_DIRECT_PIECE = 4 << 20  # bytes; direct I/O has no read-ahead, so it needs larger requests
 _THREADS = 16
-_SWEEP = 1000  # leftovers looked at, at most
-_PUT_TRIES = 8  # against deletes that remove the directory, and sweeps that remove the temp file, under a put
+_SWEEP = 1000  # leftover temp files that one sweep examines, at most
+_PUT_TRIES = 8  # attempts, because a delete may remove the directory and a sweep the temp file while a put runs
+_SMALL = 1 << 20  # bytes
 _STAT_PAGE = 256
-_KEPT = (errno.EPERM, errno.EACCES, errno.EROFS)  # by an entry that may not be removed
+_KEPT = (errno.EPERM, errno.EACCES, errno.EROFS)  # errors for an entry that may not be removed
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EFBIG}
@@ -60,10 +64,10 @@ class FileStore:
         self._path = root
         self._threads = Pools(_THREADS, "tierd-file")
         self._opening = threading.Lock()
-        self._seen = False  # the root was there once
-        self._marked = False  # and had its mark
+        self._seen = False  # whether the root has existed
+        self._marked = False  # whether the root has had its mark
         self._swept = False
-        self._durable: set[str] = set()  # directories whose own entries are known to be on the device
+        self._durable: set[str] = set()  # directories whose own entries are known to be durable
 
     def __repr__(self) -> str:
         return f"FileStore({str(self._path)!r})"
@@ -80,8 +84,13 @@ class FileStore:
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         check_key(key)
-        # Reading is all that aiofiles can be trusted with here: a cancelled write of its goes on while the file is
-        # closed under it, and could end in whatever file is given the number next.
+        if into is None:
+            with self._translated(f"get {key}"):
+                small = await asyncio.get_running_loop().run_in_executor(self._threads.here(), self._get_small, key)
+            if small is not None:
+                return small
+        # aiofiles is used for reads only. It lets a cancelled write go on while the file is closed, and the write could
+        # reach another file that was given the same descriptor number.
         with self._translated(f"get {key}"):
             async with aiofiles.open(key, "rb", buffering=0, opener=self._open, executor=self._threads.here()) as file:
                 size, doing = os.fstat(file.fileno()).st_size, f"{self._path}: get {key}"
@@ -94,7 +103,7 @@ class FileStore:
                 return data
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        pending = [_parent(prefix)]  # a stack of keys in order, next one last; directories end in '/'
+        pending = [_parent(prefix)]  # a stack of keys in order, the next one last; directories end in '/'
         while pending:
             if not (first := pending.pop()) or first.endswith("/"):
                 pending += reversed(await self._run(self._list, first, prefix, after))
@@ -122,7 +131,7 @@ class FileStore:
 
     @contextmanager
     def _translated(self, doing: str) -> Iterator[None]:
-        """The one place where an OSError becomes an error of tierd's."""
+        """Translate each OSError into one of tierd's errors; the only place that does so."""
         try:
             yield
         except OSError as error:
@@ -137,11 +146,11 @@ class FileStore:
                 kind = StoreRefused
             raise kind(what) from error
 
-    # From here on everything is synchronous and runs in a thread.
+    # All methods from here on are synchronous and run in a thread.
 
     @contextmanager
     def _root(self) -> Iterator[int]:
-        """The root's descriptor, after a look at whether this is still the place that it was."""
+        """Open the root's descriptor, after checking that the path still leads to the same root."""
         try:
             root = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
@@ -149,7 +158,8 @@ class FileStore:
                 raise StoreUnavailable(f"{self._path} has vanished: is its file system still mounted?") from None
             raise StoreRefused(f"{self._path} does not exist: mount it, or create it with mkdir") from None
         with closing(root):
-            self._seen, marked = True, self._marked  # before the look: another thread's put may make the mark after it
+            # Before the check, because another thread's put may make the mark after it.
+            self._seen, marked = True, self._marked
             try:
                 os.stat(_TMP, dir_fd=root, follow_symlinks=False)
                 self._marked = True
@@ -166,7 +176,7 @@ class FileStore:
         *parents, name = key.split("/")
         try:
             with self._root() as root, descend(root, parents) as parent:
-                # O_NONBLOCK: a FIFO that someone planted is refused below, not waited for
+                # O_NONBLOCK, because a planted FIFO must be refused below and not block the open
                 fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
         except (NotADirectoryError, FileNotFoundError) as error:
             raise FileNotFoundError(errno.ENOENT, "no such object") from error
@@ -180,9 +190,14 @@ class FileStore:
         raise FileNotFoundError(errno.ENOENT, "not a regular file")
 
     def _list(self, directory: str, prefix: str, after: str) -> list[str]:
-        """What of `directory` (empty, or ending in '/') a scan may show: keys, and directories, which end in '/'."""
+        """List the entries of `directory` (empty, or ending in '/') that a scan may show.
+
+        Returns:
+            Sorted keys; subdirectories end in '/'.
+        """
         found = []
-        with self._root() as root:  # each step looks at the root, so that one that went away is no shorter listing
+        # Each step checks the root, so that a root that vanished never yields a shorter listing.
+        with self._root() as root:
             if directory and not is_key(directory[:-1]):
                 return []
             try:
@@ -215,6 +230,16 @@ class FileStore:
                 pass  # removed meanwhile
         return infos
 
+    def _get_small(self, key: str) -> bytes | None:
+        """Read a small object, as most manifests are, in one thread call instead of three; None if it is not small."""
+        with closing(self._open(key, os.O_RDONLY | os.O_CLOEXEC)) as fd:
+            if (size := os.fstat(fd).st_size) > _SMALL:
+                return None
+            check_size(size, f"{self._path}: get {key}")
+            data = b"".join(iter(lambda: os.read(fd, _SMALL), b""))
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            return data
+
     def _put(self, key: str, data: memoryview, stop: threading.Event) -> None:
         with self._root() as root:
             self._prepare(root)
@@ -231,25 +256,37 @@ class FileStore:
         temporary, flags = secrets.token_hex(16), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with descend(root, [_TMP]) as tmp, closing(os.open(temporary, flags, _mode(root) & 0o666, dir_fd=tmp)) as fd:
             try:
-                lock(fd)  # for as long as the descriptor is open: tells a sweep that its writer lives
+                lock(fd)  # held while the descriptor is open, so that a sweep knows that its writer lives
                 for start in range(0, len(data), _PIECE):
                     piece = data[start : start + _PIECE]
                     while piece and not stop.is_set():
                         piece = piece[os.write(fd, piece) :]
                 if stop.is_set():
                     return
-                os.fsync(fd)  # never tried again: after an error the kernel calls the lost pages clean
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # a read-back should come from the device
+                os.fsync(fd)  # never retried, because after an error the kernel marks the lost pages clean
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that a read-back comes from the device
                 with self._make_directory(root, parents) as parent:
-                    if not stop.is_set():  # set later than this, all of the data was read before it could change
+                    if not stop.is_set():  # if it is set after this check, all the data was read before it could change
                         os.rename(temporary, name, src_dir_fd=tmp, dst_dir_fd=parent)
                         sync_directory(parent)
             finally:
-                unlink(temporary, tmp)  # there is nothing left to unlink after a rename
+                self._remove_temporary(temporary, tmp)
+
+    def _remove_temporary(self, name: str, tmp: int) -> None:
+        """Remove a put's temp file, unless a rename has moved it already.
+
+        If that fails, the next put sweeps again, because a daemon that runs for months must not collect one temp file
+        per I/O error.
+        """
+        try:
+            unlink(name, tmp)
+        except OSError:
+            self._swept = False
+            raise
 
     @contextmanager
     def _make_directory(self, root: int, parts: Sequence[str]) -> Iterator[int]:
-        """Open a directory, making what is missing; its entries in the directories above are durable."""
+        """Open a directory, creating missing components, with its entries in the parent directories durable."""
         fd = os.dup(root)
         try:
             for depth, part in enumerate(parts, 1):
@@ -259,7 +296,7 @@ class FileStore:
                     made = True
                 except FileExistsError:
                     pass
-                # One that was there may have been made by a put that hasn't synced it yet: sync all but the known.
+                # An existing directory may come from a put that hasn't synced it yet, so sync all but the known ones.
                 if made or path not in self._durable:
                     sync_directory(fd)
                     self._durable.add(path)
@@ -271,8 +308,11 @@ class FileStore:
             os.close(fd)
 
     def _prepare(self, root: int) -> None:
-        """Before the first put: make the mark, and remove temp files whose writer is gone, which is when nobody holds
-        their lock. Where locks don't reach other nodes this can hit a living one's: its put then begins anew."""
+        """Make the root's mark and sweep temp files, before the first put and after a put that left its temp file.
+
+        A sweep removes unlocked temp files, because their writer has ended. If locks do not reach other nodes, the
+        sweep can remove the file of a live writer; that put then starts again.
+        """
         with self._opening:
             if self._swept:
                 return
@@ -281,9 +321,9 @@ class FileStore:
                 sync_directory(root)
             except FileExistsError:
                 pass
-            self._marked = self._swept = True
+            self._marked = True
             with descend(root, [_TMP]) as tmp:
-                sweep(tmp, _TMP_NAME, _SWEEP)
+                self._swept = sweep(tmp, _TMP_NAME, _SWEEP)
 
     def _delete(self, keys: Sequence[str]) -> None:
         with self._root() as root:
@@ -305,19 +345,22 @@ class FileStore:
                 self._remove_empty(root, parts)
 
     def _remove_empty(self, root: int, parts: list[str]) -> None:
-        """Remove a directory and those above it that are empty. A put that races makes them anew."""
+        """Remove an empty directory and its empty parents. A racing put creates them again."""
         try:
             while parts:
                 with descend(root, parts[:-1]) as above:
                     os.rmdir(parts[-1], dir_fd=above)
                 self._durable.discard("/".join(parts))
                 parts = parts[:-1]
-        except OSError:  # not empty, or gone
+        except OSError:  # not empty, or already removed
             pass
 
 
 def _removed(name: str, above: int) -> bool:
-    """Remove a file; whether that is allowed. Not where nothing can be put either: that is no append-only place."""
+    """Remove a file and return whether that is permitted.
+
+    On a read-only file system the error is raised, because a place that takes no put either is not append-only.
+    """
     try:
         unlink(name, above)
     except OSError as error:
@@ -329,8 +372,11 @@ def _removed(name: str, above: int) -> bool:
 
 
 async def _read_into(file: AsyncFileIO, view: memoryview) -> memoryview:
-    """Fill `view` from `file`, through a small buffer: a cancelled call's thread may still be reading into that. Past
-    the page cache where it is large, since pages that are read once cost more than their bytes."""
+    """Fill `view` from `file` through a small buffer.
+
+    The buffer is needed because the thread of a cancelled call may still write to it. A large read bypasses the page
+    cache, because pages that are read once cost more than their bytes.
+    """
     large = len(view) >= LARGE and set_direct(file.fileno(), True)
     buffer, at = memory_for(_DIRECT_PIECE if large else min(_READ_PIECE, len(view))), 0
     while at < len(view):
@@ -349,20 +395,24 @@ async def _read_into(file: AsyncFileIO, view: memoryview) -> memoryview:
 
 
 def _parent(key: str) -> str:
-    """The directory that holds `key`, with its '/'; a directory, which ends in '/', is its own."""
+    """Return the directory that holds `key`, with its '/'; a directory (ending in '/') is its own parent."""
     return key[: key.rfind("/") + 1]
 
 
 def _reaches(directory: str, prefix: str, after: str) -> bool:
-    """Whether a key in `directory` (ending in '/') may begin with `prefix` and sort after `after`."""
+    """Return whether a key in `directory` (ending in '/') may begin with `prefix` and sort after `after`."""
     if not (directory.startswith(prefix) or prefix.startswith(directory)):
         return False
-    inside = after.startswith(directory) and after[len(directory) :] < "\x7f"  # no key's character sorts after that
+    # Every character of a key sorts before '\x7f'.
+    inside = after.startswith(directory) and after[len(directory) :] < "\x7f"
     return directory > after or inside
 
 
 def _mode(root: int) -> int:
-    """The mode of a directory below `root`; the umask takes away from it. What is put there is for this user alone, but
-    where the root's set-gid bit says that a group shares it, the group may do what it may do with the root."""
+    """Return the mode for new directories and objects below `root`, before the umask applies.
+
+    Objects and directories are private to this user. If the root's set-gid bit says that a group shares it, the group
+    gets the same rights as on the root.
+    """
     mode = os.fstat(root).st_mode
     return 0o700 | (mode & 0o070 if mode & stat.S_ISGID else 0)

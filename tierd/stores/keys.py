@@ -1,7 +1,7 @@
-"""The key that a tier is encrypted with: 32 random bytes, in a file as 64 hex digits.
+"""The encryption key of a tier: 32 random bytes, stored in a file as 64 hex digits.
 
-Law: a key goes nowhere but into what is derived from it. What is shown of it, in manifests, messages and `repr`, is its
-id, which tells keys apart and nothing about them.
+Invariant: a key is used only to derive other keys. Manifests, messages and `repr` show only its id, which identifies
+the key and reveals nothing about it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAKE = "openssl rand -hex 32 > FILE makes one"
 
 
 class Key:
-    """A key, and what is derived from it. Each directory of a tier has keys of its own.
+    """A tier's key. Each directory of a tier has its own derived keys.
 
     Attributes:
         id: 16 hex digits.
@@ -37,15 +37,16 @@ class Key:
         return f"Key({self.id})"
 
     def derive(self, purpose: str, directory: str) -> bytes:
-        """32 bytes for one purpose in one directory."""
+        """Derive a key of 32 bytes for one purpose in one directory."""
         return hmac.digest(self._secret, f"tierd {purpose} {directory}".encode(), "sha256")
 
 
 def read_key(path: Path) -> Key:
-    """The key in a file that nobody else can read.
+    """Read a key from a file that no other user can read.
 
     Raises:
-        ConfigError: it cannot be read, is open to others, or holds no key; never shows what it holds.
+        ConfigError: the file cannot be read, is open to other users, or holds no key. The message never shows the
+            file's content.
     """
     data = read_private(path, 66, f"; {_MAKE}")
     if not _HEX.fullmatch(data):
@@ -54,13 +55,17 @@ def read_key(path: Path) -> Key:
 
 
 def read_private(path: Path, size: int, hint: str = "") -> bytes:
-    """The first `size` bytes of a file that nobody else can read; raises `ConfigError` as `read_key`.
+    """Read the first `size` bytes of a file that no other user can read.
 
     Args:
-        hint: how such a file is made.
+        hint: advice on how to create such a file, for the error message.
+
+    Raises:
+        ConfigError: the file cannot be read or is open to other users.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO is refused, not waited for
+        # O_NONBLOCK, so that a FIFO is refused and does not block.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):

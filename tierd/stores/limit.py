@@ -1,11 +1,13 @@
-"""A limit on how many bytes per second any store moves, each way by itself.
+"""A limit on how many bytes per second a store moves, separately for puts and gets.
 
-Law: chunks wait until they and the bytes before them are paid for, first come, first served; so what begins in any span
-of time is at most the limit times that span, plus one second's worth or one chunk, whichever is more. A chunk by itself
-goes at the line's speed: the limit is an average. What is no chunk is charged, but never waits: a tier whose manifests
-came late would look as if it did not answer. What a restore moves is not limited, for training waits for it.
+Invariant: a chunk waits until its own bytes and all bytes charged before it are paid for, in FIFO order. In any span of
+time, at most (limit times span) bytes begin to move, plus the larger of one second's worth and one chunk. A single
+chunk moves at the speed of the network, because the limit is an average.
 
-A limit stands outside of retries: no deadline runs while a chunk waits, and a repeated attempt is not charged again.
+Other objects are charged but never wait, because a tier with slow manifests would seem unavailable. Restores are not
+limited, because training waits for them.
+
+The limit wraps the retries: no deadline runs while a chunk waits, and a repeated attempt is not charged again.
 """
 
 from __future__ import annotations
@@ -17,24 +19,28 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from tierd.priority import is_hasty
 from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s
 
-_BURST_S = 1.0  # what an idle line has saved up, in seconds of its rate
+_BURST_S = 1.0  # seconds of its rate that an idle bucket saves up
 
 
 class _Bucket:
-    """`rate` bytes per second. `_level` is what may be moved now; below 0, what was charged and is not paid yet."""
+    """A token bucket of `rate` bytes per second.
+
+    `_level` is the number of bytes that may move now. Below 0, it is the number of bytes that were charged and are not
+    yet paid for.
+    """
 
     def __init__(self, rate: int, clock: Callable[[], float], sleep: Callable[[float], Awaitable[None]]) -> None:
         self._rate, self._clock, self._sleep = rate, clock, sleep
         self._most = rate * _BURST_S
         self._level, self._at = self._most, clock()
-        self._turn = asyncio.Lock()  # lets its waiters in in the order in which they came
+        self._turn = asyncio.Lock()  # admits its waiters in FIFO order
 
     async def take(self, size: int) -> None:
-        """Charge `size` bytes, and return when they and all before them are paid."""
+        """Charge `size` bytes, and return when they and all bytes charged before them are paid for."""
         async with self._turn:
             self.charge(size)
             try:
-                while self._level <= -1:  # less than a byte is rounding
+                while self._level <= -1:  # less than a byte is a rounding error
                     await self._sleep(-self._level / self._rate)
                     self.charge(0)
             except asyncio.CancelledError:
@@ -42,7 +48,10 @@ class _Bucket:
                 raise
 
     def charge(self, size: int) -> None:
-        """Count `size` bytes as moved; less than 0 gives back what was not. Whoever takes next waits for them."""
+        """Count `size` bytes as moved, without waiting; the next `take` waits for them.
+
+        A negative `size` refunds bytes.
+        """
         now = self._clock()
         self._level = min(self._level + (now - self._at) * self._rate, self._most)
         self._level = min(self._level - size, self._most)
@@ -50,11 +59,11 @@ class _Bucket:
 
 
 class LimitedStore:
-    """`inner`, moving at most `up` bytes per second in puts and `down` in gets; None is no limit.
+    """Wrap `inner` and move at most `up` bytes per second in puts and `down` in gets; None means no limit.
 
-    A get is charged for all the room that it brings and given back what the object did not fill; without `into` it is
-    charged when its size is known, and the next one waits. A call that fails stays charged, since some of it may have
-    moved. `clock` and `sleep` are there for tests.
+    A get is charged for the size of its `into` and refunded the bytes that the object did not fill. A get without
+    `into` is charged when its size is known, and the next get waits. A failed call remains charged, because some of its
+    bytes may have moved. Tests replace `clock` and `sleep`.
     """
 
     def __init__(
@@ -75,7 +84,7 @@ class LimitedStore:
 
     @property
     def asked_s(self) -> float:
-        """As `inner` has it."""
+        """The same as `inner.asked_s`."""
         return asked_s(self._inner)
 
     async def put(self, key: str, data: Buffer) -> str:

@@ -1,4 +1,4 @@
-"""Objects in a dict: for tests and simulation. Obeys the whole contract but durability."""
+"""Objects in a dict, for tests and simulation. Keeps the whole contract except durability."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tierd.stores.base import Buffer, ObjectInfo, check_key, octets, room
 
 
 class MemoryStore:
-    """A `Store` that lives as long as the process. Each call yields to the loop once, as a real one would."""
+    """A `Store` that lives as long as the process. Each call yields to the loop once, as a networked store would."""
 
     def __init__(self) -> None:
-        self._objects: dict[str, tuple[bytes, int]] = {}  # content, and the number of the put that made it
+        self._objects: dict[str, tuple[bytes, int]] = {}  # content, and the sequence number of its put
         self._keys: list[str] = []  # sorted
         self._puts = 0
 
@@ -49,7 +49,7 @@ class MemoryStore:
         while at < len(self._keys) and (key := self._keys[at]).startswith(prefix):
             content, number = self._objects[key]
             yield ObjectInfo(key, len(content), str(number))
-            at = bisect_right(self._keys, key)  # the list may have changed while the consumer held the loop
+            at = bisect_right(self._keys, key)  # other tasks may have changed the list at the yield
 
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -60,4 +60,4 @@ class MemoryStore:
                 del self._keys[bisect_left(self._keys, key)]
 
     async def aclose(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: the store holds no connections or threads."""

@@ -1,8 +1,9 @@
-"""From a URL to a store that is ready for use. Called by the composition root only."""
+"""Open a store from its URL. Only the composition roots call this module."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import assert_never
 
 from tierd.core.errors import ConfigError
 from tierd.core.urls import StoreUrl
@@ -13,13 +14,17 @@ from tierd.stores.retry import RetryingStore
 
 
 def open_store(url: StoreUrl, up: int | None = None, down: int | None = None, key: Key | None = None) -> Store:
-    """The store at `url`, with deadlines and retries, moving at most `up` and `down` bytes per second, encrypted with
-    `key`.
+    """Open the store at `url`, with deadlines and retries.
 
-    Nothing is connected to, or looked at, before the first call.
+    It connects to nothing and reads nothing before the first call.
+
+    Args:
+        up: the most bytes per second that puts move; None for no limit.
+        down: the most bytes per second that gets move; None for no limit.
+        key: the key to encrypt with; None for no encryption.
 
     Raises:
-        ConfigError: an s3 URL, and aiobotocore is not installed; a key, and cryptography is not.
+        ConfigError: an s3 URL is given and aiobotocore is not installed, or a key and cryptography is not.
     """
     store: Store = RetryingStore(_plain(url))
     store = LimitedStore(store, up, down) if up or down else store
@@ -33,12 +38,20 @@ def open_store(url: StoreUrl, up: int | None = None, down: int | None = None, ke
 
 
 def _plain(url: StoreUrl) -> Store:
-    if url.scheme == "file":
-        from tierd.stores.file import FileStore
+    match url.scheme:
+        case "file":
+            from tierd.stores.file import FileStore
 
-        return FileStore(Path(url.path))
+            return FileStore(Path(url.path))
+        case "s3":
+            return _s3(url)
+        case _ as unknown:
+            assert_never(unknown)
+
+
+def _s3(url: StoreUrl) -> Store:
     try:
-        from tierd.stores.s3 import S3Store
+        from tierd.stores.s3.s3_store import S3Store
     except ModuleNotFoundError as error:
         raise ConfigError(f"{url} needs the package {error.name}: pip install 'tierd[s3]'") from error
     return S3Store(url)

@@ -1,9 +1,10 @@
 """Deadlines and retries around any store.
 
-Law: every call ends. Each attempt has a deadline; only `StoreUnavailable` is tried again, and the last is raised. An
-attempt whose outcome is unknown is repeated in full: every method of a `Store` is idempotent. A store that itself
-gives up what stalls names the lowest rate that it goes on with (`slowest`), because a deadline must not cut off bytes
-that flow.
+Invariant: every call ends. Each attempt has a deadline. Only `StoreUnavailable` is retried, and the last one is raised.
+An attempt with an unknown outcome is repeated in full, because every method of a `Store` is idempotent.
+
+A store that itself gives up stalled transfers declares the lowest rate that it accepts (`slowest`). A deadline must not
+cut off a transfer that makes progress.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ from tierd.stores.window import StoreThrottled, Window
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-_SLOWEST = 1_000_000  # bytes/s that a store must sustain to meet the deadline of a put or get, if it names no other
-_PER_KEY_S = 0.05  # what a delete is given on top, for each key
+# Bytes/s that a store must sustain to meet the deadline of a put or get, unless it declares `slowest`.
+_SLOWEST = 1_000_000
+_PER_KEY_S = 0.05  # seconds that a delete's deadline gains for each key
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.25, 20.0  # before the jitter
 
 
 class RetryingStore:
-    """`inner` with a deadline on every attempt, and up to `attempts` of them for each call.
+    """Wrap `inner` with a deadline on every attempt, and up to `attempts` attempts for each call.
 
-    An attempt may take `deadline_s` seconds, plus 1 s for each MB that it moves (more where `inner` has a `slowest`, in
-    bytes/s) or 0.05 s for each key it deletes; a scan's deadline and attempts begin anew with each object that arrives.
-    Between attempts it waits a random part ("full jitter") of a delay that doubles from 0.25 s to 20 s, on top of what
-    the store asks for. How many requests are under way follows from how many it refuses (`window`). `rng` and `sleep`
-    are there for tests.
+    An attempt may take `deadline_s` seconds. A put or get gains 1 s for each MB (more if `inner.slowest`, in bytes/s,
+    is lower), and a delete 0.05 s for each key. A scan's deadline and attempts start again with each object that
+    arrives.
+
+    Between attempts the store waits a random part ("full jitter") of a delay that doubles from 0.25 s to 20 s. The
+    server's Retry-After is added to it. `window` limits the number of concurrent requests by how many the server
+    refuses. Tests replace `rng` and `sleep`.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class RetryingStore:
 
     @property
     def asked_s(self) -> float:
-        """For how many seconds more nothing is asked of the store, because it asked for that."""
+        """For how many more seconds no request is sent, because the server asked for that."""
         return self._window.closed_s
 
     async def put(self, key: str, data: Buffer) -> str:
@@ -67,7 +71,7 @@ class RetryingStore:
         return await self._call(f"put {key}", size / self._slowest, lambda: self._inner.put(key, data))
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
-        size = LARGEST if into is None else into.nbytes  # whose size isn't known gets the time of the largest
+        size = LARGEST if into is None else into.nbytes  # an object of unknown size gets the time of the largest
         return await self._call(f"get {key}", size / self._slowest, lambda: self._inner.get(key, into))
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
@@ -82,7 +86,7 @@ class RetryingStore:
                     except StoreUnavailable as error:
                         failed += 1
                         await self._pause(doing, failed, error)
-                        break  # go on behind the last object that came
+                        break  # continue after the last object that arrived
                     failed, after = 0, info.key
                     yield info
 
@@ -100,7 +104,8 @@ class RetryingStore:
         failed = 0
         while True:
             try:
-                async with self._window.request():  # its wait is no part of the attempt's deadline
+                # Waiting for the window does not count towards the attempt's deadline.
+                async with self._window.request():
                     return await self._within(doing, self._deadline_s + extra_s, begin())
             except StoreUnavailable as error:
                 failed += 1
@@ -114,7 +119,7 @@ class RetryingStore:
             raise StoreUnavailable(f"{doing}: no answer within {deadline_s:g} s") from error
 
     async def _pause(self, doing: str, failed: int, error: StoreUnavailable) -> None:
-        """Wait before the next attempt, or raise `error` when there is none left."""
+        """Wait before the next attempt, or raise `error` if none is left."""
         if failed >= self._attempts:
             error.add_note(f"{doing}: attempt {failed} of {self._attempts}, the last")
             raise error

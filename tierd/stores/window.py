@@ -1,10 +1,11 @@
-"""How many requests a place is asked at once, after it has said that they are too many.
+"""A congestion window: how many requests a store receives at once after it has refused some as too many.
 
-Law: additive increase, multiplicative decrease, as TCP's congestion control (RFC 5681, section 3.1). A refusal halves
-the window, once for all the requests that were under way together; each answer opens it by a part, so that a whole
-window of answers adds one. Where the place says how long it wants to be left alone, nothing begins until then. Before
-the first refusal, and once it is wide again, nobody waits: nodes that share a place find their shares of it without
-knowing of each other.
+Invariant: additive increase, multiplicative decrease, as in TCP's congestion control (RFC 5681, section 3.1). A refusal
+halves the window, once for all the requests that were in flight together. Each answer widens the window a little, so
+that a whole window of answers adds one.
+
+If the server names a wait, no request begins until it has passed. Before the first refusal, and once the window is wide
+again, no request waits. Nodes that share a server thus find their shares of its capacity without any communication.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from contextlib import asynccontextmanager
 
 from tierd.core.errors import StoreUnavailable
 
-_WIDE = 64.0  # requests at once that no refusal is to be feared from, since no store of ours asks as many
+_WIDE = 64.0  # concurrent requests; the window is no limit at this width, because no store of tierd sends as many
 
 
 class StoreThrottled(StoreUnavailable):
-    """The store takes no more requests for now. `wait_s`: for so many seconds, where it says so; else 0."""
+    """The server refuses requests for now because there are too many.
+
+    Attributes:
+        wait_s: the seconds to wait that the server named; 0 if it named none.
+    """
 
     def __init__(self, message: str, wait_s: float = 0.0) -> None:
         super().__init__(message)
@@ -28,7 +33,7 @@ class StoreThrottled(StoreUnavailable):
 
 
 class Window:
-    """Requests of one place, and how many may be under way. `clock`, in seconds, and `sleep` are there for tests."""
+    """A limit on the requests in flight to one store. Tests replace `clock` (in seconds) and `sleep`."""
 
     def __init__(
         self,
@@ -43,12 +48,12 @@ class Window:
 
     @property
     def closed_s(self) -> float:
-        """For how many seconds more nothing begins, because the place asked for that."""
+        """For how many more seconds no request begins, because the server asked for that."""
         return max(0.0, self._closed_until - self._clock())
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
-        """Within, a request may be under way. Raises what it raised; learns from `StoreThrottled`."""
+        """Run one request inside the window. Pass on every exception, and narrow the window on `StoreThrottled`."""
         await self._wait()
         begun = self._clock()
         self._under_way += 1
@@ -75,6 +80,7 @@ class Window:
     def _refused(self, begun: float, wait_s: float) -> None:
         now = self._clock()
         self._closed_until = max(self._closed_until, now + wait_s)
-        if begun >= self._halved_at:  # a request that was under way with one refused before says nothing new
+        # A request that was in flight together with an earlier refused one adds no information.
+        if begun >= self._halved_at:
             self._most = max(1.0, min(self._most, self._under_way) / 2)
             self._halved_at = now

@@ -51,7 +51,7 @@ MET = (
 MUTANTS = (
     Mutant(
         "stored bytes are not compared with their digest",
-        "tierd/codec.py",
+        "tierd/codec/codec.py",
         "    if digest(data) != stored.xxh3_128:\n",
         "    if False:\n",
         "corruption --only 11",
@@ -59,7 +59,7 @@ MUTANTS = (
     ),
     Mutant(
         "decoded bytes are not compared with their digest",
-        "tierd/codec.py",
+        "tierd/codec/codec.py",
         "    if len(raw) != chunk.size or digest(raw) != chunk.xxh3_128:\n",
         "    if len(raw) != chunk.size:\n",
         "corruption --only 29",
@@ -67,7 +67,7 @@ MUTANTS = (
     ),
     Mutant(
         "bytes that are read from the spool are not compared",
-        "tierd/persist.py",
+        "tierd/spool/file_io.py",
         "    if digest(data) != chunk.xxh3_128:\n",
         "    if False:\n",
         "corruption --only 11",
@@ -99,7 +99,7 @@ MUTANTS = (
     ),
     Mutant(
         "a mended chunk is shown where it lay before",
-        "tierd/daemon/mend.py",
+        "tierd/daemon/scrub/tier_repair.py",
         "        if now is not manifest:\n",
         "        if False:\n",
         "corruption --only 112",
@@ -115,22 +115,21 @@ MUTANTS = (
     ),
     Mutant(
         "retention counts what lacks parts",
-        "tierd/core/plan.py",
-        "    infos = [info_of(seen, pins, complete=is_complete(seen.ranks)) for seen in tier.copies(run)]\n",
+        "tierd/core/planning/plan.py",
+        "    infos = [info_of(seen, pins, complete=seen.complete) for seen in tier.copies(run)]\n",
         "    infos = [info_of(seen, pins, complete=True) for seen in tier.copies(run)]\n",
-        "pytest tests/core/test_plan.py -k incomplete_checkpoint",
+        "pytest tests/core/planning/test_plan.py -k incomplete_checkpoint",
     ),
     Mutant(
         "retention keeps one less",
-        "tierd/core/retention.py",
+        "tierd/core/retention/policy.py",
         "        if place <= count:\n",
         "        if place < count:\n",
-        "corruption --only 501",
-        "was right and is gone",
+        "pytest tests/core/retention/test_policy.py -k golden",
     ),
     Mutant(
         "a restore does not say why it skips",
-        "tierd/client/search.py",
+        "tierd/client/restoring/search.py",
         "            self._passed[candidate.checkpoint] = settled.corrupt\n",
         '            self._passed[candidate.checkpoint] = ""\n',
         "corruption --only 63",
@@ -138,7 +137,7 @@ MUTANTS = (
     ),
     Mutant(
         "an export does not say what it skipped",
-        "tierd/daemon/export.py",
+        "tierd/daemon/transfer/export.py",
         "                tuple(skipped),\n",
         "                (),\n",
         "corruption --only 252",
@@ -146,7 +145,7 @@ MUTANTS = (
     ),
     Mutant(
         "a resume reads no heads",
-        "tierd/core/world.py",
+        "tierd/core/planning/inventory.py",
         "        for attempt, known in self.remembered(run).items():\n",
         "        for attempt, known in {}.items():\n",
         "corruption --only 18",
@@ -154,23 +153,23 @@ MUTANTS = (
     ),
     Mutant(
         "only the first rank's manifest tells where a launch came from",
-        "tierd/daemon/manifests.py",
-        "            if not any(isinstance(said, Facts) for said in one.said.values()):\n",
+        "tierd/daemon/tiers/manifests.py",
+        "            if not any(isinstance(said, ManifestFacts) for said in one.said.values()):\n",
         "            if False:\n",
         "corruption --only 160",
         "run step 3 (attempt 001800000001-00000001) came",
     ),
     Mutant(
         "a history that went back is not told",
-        "tierd/core/sight.py",
-        "    if lost := world.gone(run):\n",
+        "tierd/core/timeline/run_view.py",
+        "    if lost := inventory.gone(run):\n",
         "    if lost := None:\n",
         "corruption --only 27",
         "(gone) is newer than",
     ),
     Mutant(
         "a planted name decides what is newest",
-        "tierd/core/timeline.py",
+        "tierd/core/timeline/chain.py",
         "    newest = max(origins or steps, default=None)\n",
         "    newest = max({*origins, *steps}, default=None)\n",
         "corruption --only 7",
@@ -178,7 +177,7 @@ MUTANTS = (
     ),
     Mutant(
         "planted names of another number of ranks stop a resume",
-        "tierd/core/resume.py",
+        "tierd/core/timeline/candidates.py",
         "        hollow = {one for one in hollow if complete[one] != world}\n",
         "        hollow.clear()\n",
         "corruption --only 24",
@@ -186,7 +185,7 @@ MUTANTS = (
     ),
     Mutant(
         "a launch begins anew where only a head remembers that there was one",
-        "tierd/client/search.py",
+        "tierd/client/restoring/search.py",
         "any(one.reason != INCOMPLETE for one in skipped):\n",
         "any(one.reason not in (GONE, INCOMPLETE) for one in skipped):\n",
         "corruption --only 86",
@@ -194,7 +193,7 @@ MUTANTS = (
     ),
     Mutant(
         "what is newer by name alone is passed over unsaid",
-        "tierd/client/search.py",
+        "tierd/client/restoring/search.py",
         "        doubtful |= dict.fromkeys(resume.unvouched, UNVOUCHED)\n",
         "",
         "corruption --only 12",

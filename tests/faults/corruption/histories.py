@@ -23,13 +23,13 @@ from faults.corruption.remembered import HEAD, Known, is_foreign, look
 from faults.corruption.trials import _REASON, Trials, _skipped
 from faults.rounds import Lost
 
-from tierd.client.restore import Found
+from tierd.client.restoring.restorer import Found
 from tierd.core.errors import CheckpointNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.daemon import observe
-from tierd.daemon.budget import Budget
-from tierd.daemon.journal import Journal
-from tierd.daemon.repair import Repairer
+from tierd.daemon.scrub.repairer import Repairer
+from tierd.daemon.tiers import observe
+from tierd.daemon.transfer.memory_budget import Budget
+from tierd.events.journal import Journal
 from tierd.priority import hasten
 from tierd.stores.base import Buffer, ObjectInfo
 from tierd.stores.memory import MemoryStore

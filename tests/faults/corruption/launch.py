@@ -9,14 +9,14 @@ from typing import Any
 
 from faults.corruption.places import RUN, Places
 
-from tierd.client.agree import Agreement
-from tierd.client.launch import Clock
-from tierd.client.restore import Found, Restorer
+from tierd.client.ranks.launch import Clock
+from tierd.client.restoring.consensus import Agreement
+from tierd.client.restoring.restorer import Found, Restorer
 from tierd.core.errors import CheckpointNotFound
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.sight import Sight, see
-from tierd.daemon.observe import look_around
-from tierd.daemon.repair import Repairer
+from tierd.core.timeline.run_view import RunView, run_view_of
+from tierd.daemon.scrub.repairer import Repairer
+from tierd.daemon.tiers.observe import look_around
 
 Read = Callable[[PartId], "Mapping[str, bytes] | None"]  # what the spool gives of a part, None where it is corrupt
 
@@ -39,9 +39,10 @@ class _Ranks:
 
 
 class _Source:
-    """As `tierd.client.source.Source`, with the daemon's own code at the other end of no line."""
+    """As `tierd.client.restoring.source.NodeSource`, with the daemon's own code at the other end of no line."""
 
     arena = link = None
+    deep = True
 
     def __init__(self, places: Places, repairer: Repairer, loop: asyncio.AbstractEventLoop, read: Read) -> None:
         self._places, self._repairer, self._loop, self._read = places, repairer, loop, read
@@ -49,8 +50,8 @@ class _Source:
     def _wait(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def sight(self) -> Sight:
-        return see(self._wait(look_around(self._places.spool, self._places.stores, RUN)), RUN)
+    def sight(self) -> RunView:
+        return run_view_of(self._wait(look_around(self._places.spool, self._places.stores, RUN)), RUN)
 
     def obtain(self, part: PartId) -> Any:
         tier = "local"

@@ -20,13 +20,13 @@ import numpy as np
 from faults.corruption.cipher import UNREADABLE, Cipher
 from support.world import attempt
 
-from tierd import codec
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import VERSION, Chunk, Manifest, Origin, decode
-from tierd.daemon.flush import Way, flush
-from tierd.daemon.pace import Pace
-from tierd.persist import write_file
-from tierd.spool import Spool
+from tierd.core.manifest import VERSION, Manifest, Origin, decode
+from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.shared_encoding import Encoding
+from tierd.daemon.transfer.throughput import Throughput
+from tierd.spool.file_io import write_file
+from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.keys import Key
@@ -42,11 +42,11 @@ CHECKPOINTS = ((RUN, 1, 1), (RUN, 1, 2), (RUN, 1, 3), (RUN, 2, 3), (RUN, 2, 4), 
 ORIGIN = {attempt(1): None, attempt(2): (attempt(1), 2)}
 
 
-class Plain(Pace):
+class Plain(Throughput):
     """An encoder that never finds packing worth it."""
 
-    def encode(self, part: PartId, chunk: Chunk, raw: bytes | bytearray | memoryview) -> codec.Encoded:
-        return codec.encode(part, chunk, raw, pack=False)
+    def packs(self) -> bool:
+        return False
 
 
 def contents(run: str, launch: int, step: int, rank: int) -> dict[str, bytes]:
@@ -219,7 +219,7 @@ def build(root: Path, *, encrypted: bool) -> Places:
             held[part] = contents(run, launch, step, rank)
             commit(spool, part, held[part], ORIGIN[part.checkpoint.attempt] if run == RUN else None)
             for tier, store in stores.items():
-                way = Way(store, tier=tier, pace=Pace() if tier == "near" else Plain())
+                way = Route(store, tier=tier, encoding=Encoding(Throughput() if tier == "near" else Plain()))
                 await flush(spool, part, way, lender=lenders.get((tier, run, rank)))
                 lenders[tier, run, rank] = decode(bytes(await store.get(part.manifest_key)))
 

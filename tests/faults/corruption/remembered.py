@@ -1,6 +1,6 @@
 """What a run's names, manifests and heads say together, and what a resume must give by that: for `faults.corruption`.
 
-None of tierd's code is used, and what is required is said by FORMAT.md and the README: names tell what is complete; a
+None of tierd's code is used, and what is required is said by FORMAT.md and the docs: names tell what is complete; a
 launch's origin is told by any manifest of it that can be read, in any place, or else by any head; a launch of which
 nothing can be read is a name. Whatever was remembered and is not restored must be told.
 """

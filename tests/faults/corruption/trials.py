@@ -21,23 +21,23 @@ from faults.corruption.places import OTHER, RUN, TIERS, WORLD, Places
 from faults.rounds import Lost
 from support.world import reconciler, running, settle
 
-from tierd.client.restore import Found
+from tierd.client.restoring.restorer import Found
 from tierd.core.errors import CheckpointNotFound, CorruptChunk, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.scrub import Copy
-from tierd.daemon.budget import Budget
-from tierd.daemon.download import Progress
-from tierd.daemon.export import export
-from tierd.daemon.flush import Way, flush
-from tierd.daemon.journal import Journal
-from tierd.daemon.observe import look_around
+from tierd.core.planning.scrub_schedule import ScrubbedCopy
 from tierd.daemon.pause import at_once
-from tierd.daemon.prune import verify
 from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.repair import Repairer
-from tierd.daemon.reread import Reader
-from tierd.persist import bad_chunks
+from tierd.daemon.scrub.repairer import Repairer
+from tierd.daemon.scrub.verifier import CopyVerifier
+from tierd.daemon.tiers.observe import look_around
+from tierd.daemon.tiers.prune import verify
+from tierd.daemon.transfer.download import Progress
+from tierd.daemon.transfer.export import export
+from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.memory_budget import Budget
+from tierd.events.journal import Journal
 from tierd.priority import hasten
+from tierd.spool.file_io import bad_chunks
 
 Whole = dict[tuple[str, PartId], bool]  # a place and a part -> whether its copy is right
 
@@ -223,13 +223,15 @@ class Trials:
         place = noise.choice(PLACES)
         judge = self.judge
         repairer = Repairer(self.places.spool, self.places.stores, journal, Budget())
-        reader = Reader(self.places.spool, self.places.stores, repairer, journal, Budget(), 1 << 50, at_once, Counter())
+        reader = CopyVerifier(
+            self.places.spool, self.places.stores, repairer, journal, Budget(), 1 << 50, at_once, Counter()
+        )
         lenient = judge.lenient(focus)
         there = self._there(place, focus)
         must = self._mendable(place, focus)
         aside = place in TIERS and judge.honest(place, focus) is None and judge.readable(LOCAL, focus) is not None
         try:
-            whole = await reader.read(Copy(place, focus))
+            whole = await reader.read(ScrubbedCopy(place, focus))
         except ObjectNotFound:
             if there:
                 raise Lost(f"{place}: {focus} is there and was not found") from None
@@ -252,7 +254,7 @@ class Trials:
         if judge.exists(focus, spool=False) and place in TIERS and judge.manifest(place, focus) is not None:
             raise Lost(f"{place}: {focus} was not mended and not set aside")
         if place in TIERS and judge.copy_is_right(LOCAL, focus):
-            await flush(self.places.spool, focus, Way(self.places.stores[place]))
+            await flush(self.places.spool, focus, Route(self.places.stores[place]))
             if not judge.copy_is_right(place, focus):
                 raise Lost(f"{place}: {focus} was flushed anew and is not right")
             return "flushed anew"
@@ -355,12 +357,12 @@ class Trials:
 
     async def _scrub_all(self, daemon: Reconciler) -> None:
         for _ in range(2):
-            for name in daemon.lanes:
+            for name in daemon.workers:
                 await daemon.look(name)
-            world: dict[str, Any] = {LOCAL: daemon.world().spool, **daemon.world().tiers}
+            world: dict[str, Any] = {LOCAL: daemon.inventory().spool, **daemon.inventory().tiers}
             for name, place in world.items():
                 for part in sorted(place.parts()):
-                    await daemon.scrubber.scrub(Copy(name, part))
+                    await daemon.scrubber.scrub(ScrubbedCopy(name, part))
             await settle(daemon, _PATIENCE)
 
     def _owed(self) -> set[tuple[str, PartId]]:

@@ -55,15 +55,15 @@ _ON_EXT4 = ("full", "full", "inodes", "read-only", "vanished")
 MUTANTS = (
     Mutant(
         "an fsync that failed is called again",
-        "tierd/persist.py",
+        "tierd/spool/file_io.py",
         "        os.fsync(self._fd)\n        return File(",
         "        try:\n            os.fsync(self._fd)\n        except OSError:\n            os.fsync(self._fd)\n"
         "        return File(",
-        "pytest tests/test_persist.py -k an_error_of_the_system",
+        "pytest tests/spool/test_file_io.py -k an_error_of_the_system",
     ),
     Mutant(
         "a lane that failed does not rest",
-        "tierd/daemon/lane.py",
+        "tierd/daemon/tier_worker.py",
         "await self._sleep(self._retry, self.retry_at - self.now())",
         "await asyncio.sleep(0)",
         "disk --only 9",
@@ -87,7 +87,7 @@ MUTANTS = (
     ),
     Mutant(
         "a directory that cannot be listed is an empty one",
-        "tierd/spool.py",
+        "tierd/spool/spool.py",
         "    except FileNotFoundError:\n        return []\n",
         "    except OSError:\n        return []\n",
         "disk --only 2707",
@@ -95,7 +95,7 @@ MUTANTS = (
     ),
     Mutant(
         "a stage stays when its save fails",
-        "tierd/stage.py",
+        "tierd/spool/stage.py",
         "        self.abandon()\n",
         "        pass\n",
         "disk --only 7",
@@ -103,7 +103,7 @@ MUTANTS = (
     ),
     Mutant(
         "a save that failed is not counted",
-        "tierd/client/pipeline.py",
+        "tierd/client/saving/pipeline.py",
         "        self._stats.failed += 1\n",
         "",
         "disk --only 6",

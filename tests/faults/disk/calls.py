@@ -19,7 +19,7 @@ from typing import Any
 
 import aiofiles.threadpool
 
-from tierd import device
+from tierd.spool import direct_io
 
 WRITES = ("open", "pwrite", "write", "fsync", "fallocate", "mkdir", "rename", "unlink", "rmdir")
 READS = ("open", "preadv", "pread", "read", "stat", "lstat", "fstat", "scandir", "statvfs")
@@ -49,7 +49,7 @@ class Calls:
             if name not in ("read", "fallocate", "flock"):
                 setattr(os, name, self._hooked(name, getattr(os, name)))
         fcntl.flock = self._hooked("flock", fcntl.flock)
-        device._fallocate = self._fallocate(device._fallocate)
+        direct_io._fallocate = self._fallocate(direct_io._fallocate)
         calls = self
 
         class File(io.FileIO):

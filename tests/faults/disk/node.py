@@ -23,9 +23,8 @@ from support import by_hand
 from support.world import Daemon, settle
 
 import tierd
-from tierd.client import source
-from tierd.client.save import Save
-from tierd.core import sharing
+from tierd.client.restoring import source
+from tierd.client.saving.save import Save
 from tierd.core.errors import (
     CheckpointNotFound,
     CorruptChunk,
@@ -39,9 +38,12 @@ from tierd.core.errors import (
     TierdError,
 )
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.scrub import Copy
-from tierd.daemon import fetch, handoff, lane, reconcile, turns
-from tierd.daemon import tiers as tiering
+from tierd.core.planning import sharing
+from tierd.core.planning.scrub_schedule import ScrubbedCopy
+from tierd.daemon import handoff, reconcile, tier_worker
+from tierd.daemon.tiers import intents
+from tierd.daemon.tiers import tiers as tiering
+from tierd.daemon.transfer import fetch
 from tierd.stores.file import FileStore
 
 DEADLINE = 120.0  # seconds in which the daemon has to converge, and in which any call ends; the machine may be busy
@@ -51,9 +53,9 @@ KEEP = 3  # on each place: then a tier that was down gets all that it wants
 
 def hurry() -> None:
     """Waits of seconds become waits of milliseconds; their order stays."""
-    lane._LONGEST = BACKOFF
+    tier_worker._LONGEST = BACKOFF
     reconcile._ABANDONED, reconcile._STUCK, reconcile._AGAIN = 0.05, 0.05, 0.02
-    turns._OWN_STALE, turns._PAUSE = 0, 0.01
+    intents._OWN_STALE, intents._PAUSE = 0, 0.01
     tiering._ANSWER = 0.5
     source._PATIENCE = 0.5
     handoff._TICK = 0.05
@@ -67,7 +69,9 @@ _hasty: list[str] = []  # what lanes did before they had rested
 
 def _watch_lanes() -> None:
     """Note what a lane does before half of a backoff is over since it failed: a busy machine makes that later only."""
-    failed: weakref.WeakKeyDictionary[lane.Lane, float] = weakref.WeakKeyDictionary()  # when, monotonic seconds
+    failed: weakref.WeakKeyDictionary[tier_worker.TierWorker, float] = (
+        weakref.WeakKeyDictionary()
+    )  # when, monotonic seconds
     look, fail = reconcile.Reconciler._look_and_plan, reconcile.Reconciler._failed
 
     async def looked(daemon: Any, one: Any) -> Any:
@@ -264,7 +268,7 @@ class Node:
         except OSError as error:
             raise Lost(f"restore raises what is no error of tierd: {error!r}") from error
 
-    def scrub(self, copies: Collection[Copy]) -> None:
+    def scrub(self, copies: Collection[ScrubbedCopy]) -> None:
         """Read these copies again."""
         assert self.daemon
         for copy in copies:
@@ -275,10 +279,10 @@ class Node:
             except (TierdError, OSError) as error:  # its lane puts that off
                 self.lines.append(f"scrub: {error}")
 
-    def copies(self) -> list[Copy]:
+    def copies(self) -> list[ScrubbedCopy]:
         """What lies in the spool, there and on the tier that will fail."""
         found = [PartId.parse(*path.parts[-3:]) for path in sorted(self.spool.glob("run/*.*/*"))]
-        return [Copy(place, part) for part in found if part for place in ("local", "tier")]
+        return [ScrubbedCopy(place, part) for part in found if part for place in ("local", "tier")]
 
     def restore(self, step: int, or_newer: Collection[int] = ()) -> None:
         """Resume; `step` and nothing older may come."""
@@ -355,7 +359,7 @@ class Node:
 
     def converge(self) -> None:
         assert self.daemon
-        for one in self.daemon.reconciler.lanes.values():
+        for one in self.daemon.reconciler.workers.values():
             self.daemon.loop.call_soon_threadsafe(one.wake.set)
         try:
             self.daemon.call(settle(self.daemon.reconciler, DEADLINE), DEADLINE + 10)

@@ -21,10 +21,10 @@ from pathlib import Path
 from faults.rounds import Lost
 from support.world import part
 
-from tierd.commit import write_part
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.core.manifest import VERSION, Manifest
-from tierd.spool import Spool
+from tierd.spool.commit import write_part
+from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
 _CALLS = {  # strace's name -> what may meet it

@@ -40,7 +40,7 @@ MET = (*HOSTS, "daemon killed by its memory limit: in the middle of a flush")
 MUTANTS = (
     Mutant(
         "what a tier gave of a spool that is gone is not committed",
-        "tierd/daemon/fetch.py",
+        "tierd/daemon/transfer/fetch.py",
         "            await to_the_end(partial.commit, manifest)\n",
         "            pass\n",
         "host --only 0",
@@ -48,7 +48,7 @@ MUTANTS = (
     ),
     Mutant(
         "no part of a lower layer of overlayfs can be removed",
-        "tierd/spool.py",
+        "tierd/spool/spool.py",
         "            _take_apart(path, grave)\n",
         "            raise\n",
         "host --only 2",
@@ -56,21 +56,21 @@ MUTANTS = (
     ),
     Mutant(
         "no part of a lower layer of overlayfs can be quarantined",
-        "tierd/spool.py",
+        "tierd/spool/spool.py",
         "            self._trash(home)\n        sync_directory",
         "            raise\n        sync_directory",
         "pytest tests/system/test_overlay.py -k quarantine",
     ),
     Mutant(
         "the manifest of a part that is taken apart goes last",
-        "tierd/spool.py",
+        "tierd/spool/spool.py",
         "        (path / MANIFEST_NAME).rename(grave / MANIFEST_NAME)\n",
         "        pass\n",
         "pytest tests/system/test_overlay.py -k first",
     ),
     Mutant(
         "a trainer's lock is open for writing",
-        "tierd/living.py",
+        "tierd/spool/leases.py",
         "    mode, more = os.O_RDONLY, ",
         "    mode, more = os.O_RDWR, ",
         "host --only 4",
@@ -78,7 +78,7 @@ MUTANTS = (
     ),
     Mutant(
         "an error of the spool's file system counts as a full one",
-        "tierd/spool.py",
+        "tierd/spool/spool.py",
         "    return SpoolUnusable(text)\n",
         "    return SpoolFull(text)\n",
         "host --only 5",
@@ -86,14 +86,14 @@ MUTANTS = (
     ),
     Mutant(
         "what the daemon could not make durable is called committed",
-        "tierd/client/pipeline.py",
+        "tierd/client/saving/pipeline.py",
         "                raise error from None\n",
         "                raise\n",
-        "pytest tests/client/test_handoff.py -k could_not_make",
+        "pytest tests/client/saving/test_handoff.py -k could_not_make",
     ),
     Mutant(
         "failures of a lane are not counted",
-        "tierd/daemon/lane.py",
+        "tierd/daemon/tier_worker.py",
         "        self.failures += 1\n",
         "        self.failures = 0\n",
         "host --only 6",
@@ -101,7 +101,7 @@ MUTANTS = (
     ),
     Mutant(
         "what a daemon did not answer before its limit killed it is not written here",
-        "tierd/client/pipeline.py",
+        "tierd/client/saving/pipeline.py",
         '            log.warning("%s: %s; it is persisted here", manifest.part, error)',
         "            raise",
         "host --only 8",
@@ -109,10 +109,10 @@ MUTANTS = (
     ),
     Mutant(
         "a node's own mark stands until a clock that was set back has made up for it",
-        "tierd/daemon/turns.py",
+        "tierd/daemon/tiers/intents.py",
         "    if by == who and age < 0:\n",
         "    if False:\n",
-        "pytest tests/daemon/test_turns.py -k set_back",
+        "pytest tests/daemon/tiers/test_intents.py -k set_back",
     ),
     Mutant(
         "a launch is named by the wall clock alone",

@@ -18,9 +18,9 @@ from faults.kills.victims import end_with_parent
 from faults.rounds import Lost
 
 from tierd.core.errors import DaemonUnavailable
-from tierd.core.wire import Status
-from tierd.link import Link
-from tierd.spool import Spool
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Status
+from tierd.spool.spool import Spool
 
 KEEP = 3  # in the spool and on each tier
 DEADLINE_S = 120.0  # for whatever has to come; the machine may be busy

@@ -45,7 +45,7 @@ MUTANTS = (
     ),
     Mutant(
         "a frame may name any size",
-        "tierd/codec.py",
+        "tierd/codec/codec.py",
         "    if zstandard.get_frame_parameters(bytes(data[:32])).content_size != chunk.size:\n",
         "    if False:\n",
         "hostile --only 5",
@@ -53,7 +53,7 @@ MUTANTS = (
     ),
     Mutant(
         "metadata may have any key",
-        "tierd/client/dcp/metadata.py",
+        "tierd/dcp/metadata.py",
         "        if len(items) <= _KEY_ITEMS and ",
         "        if True or ",
         "hostile --only 59",
@@ -61,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         "metadata may refer to one thing without end",
-        "tierd/client/dcp/metadata.py",
+        "tierd/dcp/metadata.py",
         "        if self._left < 0:\n",
         "        if False:\n",
         "hostile --only 10",
@@ -70,14 +70,14 @@ MUTANTS = (
     Mutant(
         "metadata may give a state to what it names",
         "tierd/core/pickled.py",
-        "        if type(target) is not Made or target.state is not None:\n",
+        "        if type(target) is not PickledInstance or target.state is not None:\n",
         "        if target is None:\n",
         "hostile --only 10",
         "Error",
     ),
     Mutant(
         "a message may be nested as deep as it likes",
-        "tierd/core/wire.py",
+        "tierd/ipc/messages.py",
         "    except RecursionError as error:\n",
         "    except ZeroDivisionError as error:\n",
         "hostile --only 3",
@@ -93,7 +93,7 @@ MUTANTS = (
     ),
     Mutant(
         "a head is taken for whatever run and node it is found at",
-        "tierd/core/head.py",
+        "tierd/core/timeline/head.py",
         "    if (head.run, head.by) != (run, by):\n",
         "    if False:\n",
         "hostile --only 52",
@@ -101,7 +101,7 @@ MUTANTS = (
     ),
     Mutant(
         "a head may be of any size",
-        "tierd/core/head.py",
+        "tierd/core/timeline/head.py",
         "    body = unsealed(data, where, MAX_SIZE)\n",
         "    body = unsealed(data, where)\n",
         "hostile --only 28",
@@ -109,7 +109,7 @@ MUTANTS = (
     ),
     Mutant(
         "a launch may resume from a later one",
-        "tierd/core/head.py",
+        "tierd/core/timeline/head.py",
         "known.resumed_from.attempt >= one for one, known in",
         "not one for one, known in",
         "hostile --only 4",

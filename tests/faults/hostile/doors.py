@@ -20,15 +20,15 @@ from faults.hostile.readers import HANDED, MANIFEST, RAW, REQUESTS, TREE, sealed
 from faults.rounds import Lost
 from support.world import Daemon, commit, part
 
-from tierd.client.tree import parse_tree
 from tierd.core.errors import FormatTooNew, ManifestError, StateMismatch, TierdError
 from tierd.core.manifest import decode
-from tierd.core.wire import Status
-from tierd.daemon.observe import look_around
-from tierd.daemon.pause import Pause
-from tierd.daemon.scrubbed import Scrubbed
-from tierd.link import Link
-from tierd.spool import Spool
+from tierd.daemon.pause import TierPause
+from tierd.daemon.scrub.history import Scrubbed
+from tierd.daemon.tiers.observe import look_around
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Status
+from tierd.spool.spool import Spool
+from tierd.state.json_tree import parse_tree
 from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
 
@@ -145,7 +145,7 @@ def entries(noise: random.Random, room: Path, canary: Path) -> int:
             spool.leftovers,
             spool.quarantined,
             lambda: spool.attempts("run"),
-            lambda: Pause(spool),
+            lambda: TierPause(spool),
         ):
             try:
                 call()

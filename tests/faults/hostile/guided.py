@@ -17,7 +17,13 @@ WHAT = ("manifest", "config", "header", "tree", "planes", "wire")
 FIRST = 10**9
 _RUNS = 2500  # inputs of a process: starting one takes longer
 _STARTED = 10_000  # inputs of a round for each process that is started
-_MODULES = ["tierd.core.manifest", "tierd.core.config", "tierd.client.tensorfile", "tierd.client.tree", "tierd.planes"]
+_MODULES = [
+    "tierd.core.manifest",
+    "tierd.core.config",
+    "tierd.state.tensor_file",
+    "tierd.state.json_tree",
+    "tierd.codec.byte_planes",
+]
 
 
 def missing() -> str | None:
@@ -45,12 +51,12 @@ def main() -> None:
 
     what, runs, seed, corpus = sys.argv[1:]
     with atheris.instrument_imports(include=_MODULES, enable_loader_override=False):
-        from tierd import planes
-        from tierd.client.tensorfile import parse_layout
-        from tierd.client.tree import parse_tree
-        from tierd.core import wire
+        from tierd.codec import byte_planes
         from tierd.core.config import from_toml
         from tierd.core.manifest import decode
+        from tierd.ipc import messages
+        from tierd.state.json_tree import parse_tree
+        from tierd.state.tensor_file import parse_layout
     import msgspec
     from faults.hostile import readers
 
@@ -70,8 +76,8 @@ def main() -> None:
             lambda data: parse_tree(data, readers.STORED.__getitem__),
             json.dumps(readers.TREE).encode(),
         ),
-        "planes": (lambda data: planes.unpack(data, len(readers.RAW)), readers.PACKED),
-        "wire": (wire.decode_request, wire.encode_line(readers.REQUESTS[4])),
+        "planes": (lambda data: byte_planes.unpack(data, len(readers.RAW)), readers.PACKED),
+        "wire": (messages.decode_request, messages.encode_line(readers.REQUESTS[4])),
     }
     read, first = given[what]
     with open(f"{corpus}/first", "wb") as file:

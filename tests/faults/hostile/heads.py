@@ -19,11 +19,11 @@ from faults.rounds import Lost
 from support.world import attempt
 
 from tierd.core.errors import FormatTooNew, ManifestError
-from tierd.core.head import decode, encode
-from tierd.core.sight import see
-from tierd.core.timeline import timeline
-from tierd.core.world import Place, World
-from tierd.daemon.observe import TierEye
+from tierd.core.planning.inventory import Inventory, Place
+from tierd.core.timeline.chain import timeline
+from tierd.core.timeline.head import decode, encode
+from tierd.core.timeline.run_view import run_view_of
+from tierd.daemon.tiers.observe import TierObserver
 from tierd.stores.base import is_key
 from tierd.stores.memory import MemoryStore
 
@@ -144,7 +144,7 @@ def listing(noise: random.Random) -> None:
     # What no store takes, none lists; `is_key` is what any of them is asked with.
     store._objects = {key: (data, number) for number, (key, data) in enumerate(planted) if is_key(key)}
     store._keys = sorted(store._objects)
-    place = asyncio.run(TierEye(store).look({RUN}, {RUN: (0,)}, few=noise.choice([0, 100])))
+    place = asyncio.run(TierObserver(store).look({RUN}, {RUN: (0,)}, few=noise.choice([0, 100])))
     names = {key: match for key in store._keys if (match := _MANIFEST.fullmatch(key))}
     right = {
         (int(match[1]), match[2]) for match in names.values() if int(match[3]) < int(match[4]) and _is_launch(match[2])
@@ -152,10 +152,10 @@ def listing(noise: random.Random) -> None:
     if {(one.step, one.attempt) for one in place.checkpoints} != right:
         raise Lost(f"{sorted(store._keys)} were taken for {sorted(place.checkpoints)}")
     for seen in place.copies(RUN):
-        line = timeline({seen.id}, {seen.id}, World(Place(), {"t": place}).origins(RUN))
+        line = timeline({seen.id}, {seen.id}, Inventory(Place(), {"t": place}).origins(RUN))
         if len({*line.path, *line.branches}) != 1:
             raise Lost(f"{seen.id} is on no line: {line}")
-    see(World(Place(), {"t": place}), RUN)
+    run_view_of(Inventory(Place(), {"t": place}), RUN)
 
 
 HEADS: dict[str, Reader] = {"head": head, "listing": listing}

@@ -27,11 +27,8 @@ from support.world import attempt, part
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from tierd import codec, planes
-from tierd.client.dcp.metadata import read_metadata
-from tierd.client.tensorfile import parse_layout, plan_layout, view
-from tierd.client.tree import parse_tree
-from tierd.core import ids, wire
+from tierd.codec import byte_planes, codec
+from tierd.core import ids
 from tierd.core.config import from_toml
 from tierd.core.errors import (
     ConfigError,
@@ -46,10 +43,15 @@ from tierd.core.errors import (
 )
 from tierd.core.manifest import Chunk, Stored, decode
 from tierd.core.rate import rate
-from tierd.core.retention import seconds
-from tierd.core.run_retention import decode as decode_retention
-from tierd.core.sight import told
+from tierd.core.retention.policy import seconds
+from tierd.core.retention.stored import decode as decode_retention
+from tierd.core.timeline.run_view import RunView
 from tierd.core.urls import parse_url
+from tierd.dcp.metadata import read_metadata
+from tierd.ipc import messages
+from tierd.ipc.messages import read_member
+from tierd.state.json_tree import parse_tree
+from tierd.state.tensor_file import parse_layout, plan_layout, view
 from tierd.stores.base import is_key
 
 PART = part(7, 2, 1, 2)
@@ -492,7 +494,7 @@ def _bomb(size: int, *, named: bool = True) -> bytes:
     return b"".join([*(packer.compress(piece) for _ in range(size >> 20)), packer.flush()])
 
 
-PACKED = bytes(planes.pack(RAW) or b"")
+PACKED = bytes(byte_planes.pack(RAW) or b"")
 FRAME = zstandard.ZstdCompressor(level=1, write_content_size=True).compress(RAW)
 NAMELESS = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(RAW)
 BOMBS = (_bomb(1 << 20), _bomb(256 << 20), _bomb(1 << 30), _bomb(1 << 30, named=False))
@@ -515,19 +517,19 @@ def chunk(noise: random.Random) -> None:
     if found is not None and bytes(found) != RAW:
         raise Lost(f"wrong bytes came out of {form}")
     if form == "planes":
-        whole = only(lambda: planes.unpack(data, size), ValueError)
+        whole = only(lambda: byte_planes.unpack(data, size), ValueError)
         if whole is not None and len(whole) != size:
             raise Lost(f"{len(whole)} bytes instead of {size}")
 
 
 def _head(noise: random.Random, size: int) -> bytes:
-    head = planes.HEAD.pack(b"TPL1", size % (1 << 32), noise.choice([0, 11, 12, 14, 20, 21, 63, 255]), bytes(3))
-    block = planes.BLOCK_HEAD.pack(
+    head = byte_planes.HEAD.pack(b"TPL1", size % (1 << 32), noise.choice([0, 11, 12, 14, 20, 21, 63, 255]), bytes(3))
+    block = byte_planes.BLOCK_HEAD.pack(
         noise.choice([1, 2, 4, 8, 0x82, 0x84, 0x88, 0x81, 3, 0]), noise.choice([0, 1, 7, 200])
     )
     body = noise.choice([b"", BOMBS[0], *BOMBS[2:], bytes(64)])
     length = noise.choice([len(body), len(body), 0, 1, 4, 2**32 - 1, 1 << 20])
-    plane = planes.PLANE_HEAD.pack(noise.choice([0, 1, 1, 2, 3]), length) + body
+    plane = byte_planes.PLANE_HEAD.pack(noise.choice([0, 1, 1, 2, 3]), length) + body
     return (
         head
         + (block + plane) * noise.choice([1, 3, 1000 if len(plane) < 200 else 9])
@@ -576,18 +578,18 @@ def message(noise: random.Random) -> None:
     request = dumped(mutated(noise.choice(REQUESTS), noise, noise.randrange(1, 4)), noise)
     if noise.random() < 0.1:
         request = b'{"x":' + b"[" * noise.choice([500, 30_000]) + b',"op":"status"}'
-    only(lambda: wire.decode_request(request), msgspec.DecodeError, ValueError)
+    only(lambda: messages.decode_request(request), msgspec.DecodeError, ValueError)
     handed = dumped(mutated(noise.choice(HANDED), noise, noise.randrange(1, 4)), noise)
     if noise.random() < 0.1:
         handed = b'{"x":' + b"[" * noise.choice([500, 8000]) + b',"op":"leave"}'
-    found = only(lambda: wire.decode_handed(handed), msgspec.DecodeError, ValueError)
-    if isinstance(found, wire.Persist) and not is_key(found.part.manifest_key):
+    found = only(lambda: messages.decode_handed(handed), msgspec.DecodeError, ValueError)
+    if isinstance(found, messages.Persist) and not is_key(found.part.manifest_key):
         raise Lost(f"{found} was taken")
     reply = mutated(noise.choice(REPLIES), noise, noise.randrange(1, 3))
     if isinstance(reply, dict):
-        only(lambda: wire.raise_error(reply), TierdError, TimeoutError)
-        only(lambda: told(reply), DaemonUnavailable)
-        only(lambda: wire.greeted(reply))
+        only(lambda: messages.raise_error(reply), TierdError, TimeoutError)
+        only(lambda: read_member(reply, "sight", RunView), DaemonUnavailable)
+        only(lambda: messages.greeted(reply))
 
 
 READERS: dict[str, Reader] = {

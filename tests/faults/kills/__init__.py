@@ -44,7 +44,7 @@ _BY = "kills --trials 50 --seed 0"
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "two daemons hold one spool",
-        "tierd/spool.py",
+        "tierd/spool/spool.py",
         "                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n            except BlockingIOError",
         "                pass\n            except BlockingIOError",
         _BY,
@@ -52,7 +52,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "what a daemon did not answer before it died is not written here",
-        "tierd/client/pipeline.py",
+        "tierd/client/saving/pipeline.py",
         '            log.warning("%s: %s; it is persisted here", manifest.part, error)',
         "            raise",
         _BY,
@@ -60,7 +60,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a restore takes an older attempt's checkpoint first",
-        "tierd/core/resume.py",
+        "tierd/core/timeline/candidates.py",
         "lacking.get(one, ())) for one in order),",
         "lacking.get(one, ())) for one in sorted(order, key=lambda one: one.attempt)),",
         _BY,

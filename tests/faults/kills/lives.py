@@ -23,7 +23,7 @@ from faults.kills.victims import CALLS, RUN, Orders, Page, daemon, fork, rank
 from faults.rounds import Lost
 
 from tierd.core.config import Config, TierConfig
-from tierd.core.retention import RetentionPolicy
+from tierd.core.retention.policy import RetentionPolicy
 
 DEADLINE = 120.0  # seconds without anything new after which what has not come counts as hung
 _TICK = 0.004

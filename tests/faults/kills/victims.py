@@ -34,13 +34,15 @@ import torch
 from torch import distributed
 
 import tierd
-from tierd.client import handoff as giving
-from tierd.client import pipeline, snapshot, source
-from tierd.core import sharing
+from tierd.client.restoring import source
+from tierd.client.saving import handoff as giving
+from tierd.client.saving import pipeline, snapshot
 from tierd.core.config import Config
 from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, StateMismatch
+from tierd.core.planning import sharing
 from tierd.daemon import handoff as taking
-from tierd.daemon import lane, reconcile, service, turns
+from tierd.daemon import reconcile, service, tier_worker
+from tierd.daemon.tiers import intents
 
 RUN = "run"
 FROZEN = 1_100_000  # bytes: a chunk of its own, the same in every checkpoint, and large enough for direct I/O
@@ -220,9 +222,9 @@ def daemon(config: Config, page: Page, slow: float, *, last: bool) -> None:
         slow: seconds at most that persisting a snapshot takes longer, as on a busy disk.
         last: nobody is killed any more; what a kill left of a fetch is then given up soon.
     """
-    lane._LONGEST = 0.3
+    tier_worker._LONGEST = 0.3
     reconcile._STUCK, reconcile._AGAIN, reconcile._ABANDONED = 0.3, 0.1, 0.2
-    turns._OWN_STALE, turns._PAUSE = 300, 0.02
+    intents._OWN_STALE, intents._PAUSE = 300, 0.02
     taking._ORPHAN = 8.0
     sharing.SMALLEST_SHARED_BYTES = 1
     if last:
@@ -424,7 +426,7 @@ def _restore(checkpointer: tierd.Checkpointer, orders: Orders, tell: _Tell) -> i
 
 def _watch_giving(given: set[tuple[str, int]]) -> None:
     """Note which snapshots the daemon was told of: there is no other sign that it holds one (P11)."""
-    real = giving.HandOff.give
+    real = giving.HandoffClient.give
 
     def watched(self: Any, slot: int, arena: Any, manifest: Any, tensors: int, tree: bytes) -> Any:
         answer = real(self, slot, arena, manifest, tensors, tree)
@@ -432,4 +434,4 @@ def _watch_giving(given: set[tuple[str, int]]) -> None:
             given.add((manifest.attempt, manifest.step))
         return answer
 
-    giving.HandOff.give = watched  # type: ignore[method-assign]
+    giving.HandoffClient.give = watched  # type: ignore[method-assign]

@@ -146,7 +146,7 @@ _BY = "power --only {}"
 MUTANTS = (
     Mutant(
         "a part is renamed into place before its manifest is written",
-        "tierd/stage.py",
+        "tierd/spool/stage.py",
         "        write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))",
         "        target.parent.mkdir(parents=True, exist_ok=True)\n"
         "        self.path = self.path.rename(target)\n"
@@ -165,7 +165,7 @@ MUTANTS = (
     ),
     Mutant(
         "a file is not durable before it is shown",
-        "tierd/persist.py",
+        "tierd/spool/file_io.py",
         """        os.fsync(self._fd)
         return File(path=self._name""",
         """        return File(path=self._name""",
@@ -174,7 +174,7 @@ MUTANTS = (
     ),
     Mutant(
         "a commit is answered before it is durable",
-        "tierd/stage.py",
+        "tierd/spool/stage.py",
         """            sync_directory(target.parent)
             sync_directory(self.path.parent)
 """,
@@ -184,7 +184,7 @@ MUTANTS = (
     ),
     Mutant(
         "a part's spare is written over before its removal is durable",
-        "tierd/spool.py",
+        "tierd/spool/spool.py",
         """            _take_apart(path, grave)
         _sync_left(path.parent)
         return grave
@@ -197,7 +197,7 @@ MUTANTS = (
     ),
     Mutant(
         "a removal takes the files of what is visible",
-        "tierd/spool.py",
+        "tierd/spool/spool.py",
         "grave = self._bury(self.path(part))",
         "grave = self.path(part) if self.path(part).exists() else None",
         _BY.format(50),
@@ -205,7 +205,7 @@ MUTANTS = (
     ),
     Mutant(
         "a quarantine is answered before it is durable",
-        "tierd/spool.py",
+        "tierd/spool/spool.py",
         """        sync_directory(aside.parent)
         _sync_left(home.parent)
 """,
@@ -215,7 +215,7 @@ MUTANTS = (
     ),
     Mutant(
         "a pin is answered before it is durable",
-        "tierd/spool.py",
+        "tierd/spool/spool.py",
         """        if path.parent.is_dir():
             sync_directory(path.parent)
 """,
@@ -227,8 +227,8 @@ MUTANTS = (
         "a put is not durable before it is shown",
         "tierd/stores/file.py",
         # With the hint, which has the kernel begin to write at once, so that on a quick disk nothing would show.
-        """                os.fsync(fd)  # never tried again: after an error the kernel calls the lost pages clean
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # a read-back should come from the device
+        """                os.fsync(fd)  # never retried, because after an error the kernel marks the lost pages clean
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that a read-back comes from the device
 """,
         "",
         _BY.format(42),
@@ -247,10 +247,10 @@ MUTANTS = (
     ),
     Mutant(
         "a tier's chunks go before the manifest that names them",
-        "tierd/daemon/prune.py",
+        "tierd/daemon/tiers/prune.py",
         """            await store.delete(manifests)
         except DeleteRefused:
-            marks.begun = False  # no chunk is being deleted: the marks go, where they may
+            marks.begun = False  # no chunk is being deleted, so the marks may be removed
             raise
         gone = [key async for key in _lying(store, run, going)]
         aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.doomed]
@@ -258,7 +258,7 @@ MUTANTS = (
 """,
         """            pass
         except DeleteRefused:
-            marks.begun = False  # no chunk is being deleted: the marks go, where they may
+            marks.begun = False  # no chunk is being deleted, so the marks may be removed
             raise
         gone = [key async for key in _lying(store, run, going)]
         aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.doomed]
@@ -270,7 +270,7 @@ MUTANTS = (
     ),
     Mutant(
         "a fetched file is not durable before it is shown",
-        "tierd/daemon/download.py",
+        "tierd/daemon/transfer/download.py",
         """        os.fsync(self.fd)
         self.close()
 """,
@@ -281,7 +281,7 @@ MUTANTS = (
     ),
     Mutant(
         "a copy on a tier is set aside after it was taken away",
-        "tierd/daemon/prune.py",
+        "tierd/daemon/tiers/prune.py",
         """        await put_manifest(store, part.quarantine_key, data)
     await store.delete([part.manifest_key])
     return True

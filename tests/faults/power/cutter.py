@@ -23,7 +23,7 @@ from typing import Any
 
 from faults.power import loopfs
 
-import tierd.device
+import tierd.spool.direct_io
 
 speech = threading.Lock()  # held by whoever says something outside
 MOMENTS = ("before", "during", "after")
@@ -91,7 +91,9 @@ class Cutter:
     def install(self) -> None:
         for name in _CALLS:
             setattr(os, name, self._counted(_SAME.get(name, name), getattr(os, name)))
-        tierd.device._fallocate = self._counted("fallocate", tierd.device._fallocate, lambda answer: not answer)
+        tierd.spool.direct_io._fallocate = self._counted(
+            "fallocate", tierd.spool.direct_io._fallocate, lambda answer: not answer
+        )
         for module in (io, builtins):
             module.open = self._opening(io.open)  # type: ignore[attr-defined]
 

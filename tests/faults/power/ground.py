@@ -17,22 +17,22 @@ from faults.rounds import Lost
 from support.nodes import Inline
 from support.world import RUN, config, part
 
-import tierd.core.sharing
+import tierd.core.planning.sharing
 import tierd.daemon.reconcile
-import tierd.daemon.together
-import tierd.daemon.turns
+import tierd.daemon.tiers.intents
+import tierd.daemon.transfer.concurrency
 import tierd.stores.file
-from tierd.commit import CHUNK_SIZE, Source, write_part
 from tierd.core.errors import StepRefused
 from tierd.core.ids import CheckpointId, PartId, pins_prefix
 from tierd.core.manifest import VERSION, Manifest, decode
-from tierd.core.plan import plan
-from tierd.core.resume import restore_candidates
-from tierd.daemon.flush import Way, flush
-from tierd.daemon.observe import look_around
+from tierd.core.planning.plan import plan
+from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.turns import node
-from tierd.spool import Spool
+from tierd.daemon.tiers.intents import node
+from tierd.daemon.tiers.observe import look_around
+from tierd.daemon.transfer.flush import Route, flush
+from tierd.spool.commit import CHUNK_SIZE, Source, write_part
+from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
 Things = Iterable[Thing]
@@ -84,7 +84,7 @@ class Ground:
             return  # no daemon would send it again
         with self.change([(TIER, which.path)]):
             lent = decode(bytes(await store.get(lender.manifest_key)), lender) if lender else None
-            await flush(spool, which, Way(store, "tier", node(spool.root)), lender=lent)
+            await flush(spool, which, Route(store, "tier", node(spool.root)), lender=lent)
 
     async def pin_there(self, store: FileStore, checkpoint: CheckpointId) -> None:
         with self.change([(TIER_PINNED, f"{RUN}/{checkpoint.name}")]):
@@ -126,8 +126,8 @@ def manifest_of(which: PartId) -> Manifest:
 def alone(work: Coroutine[Any, Any, None]) -> None:
     """Run what is asynchronous, with every call in a thread made where it is asked for: one order of events."""
     inline = Inline(1)
-    tierd.core.sharing.SMALLEST_SHARED_BYTES = 1  # chunks of this kit are small
-    tierd.daemon.together.POLITE = inline
+    tierd.core.planning.sharing.SMALLEST_SHARED_BYTES = 1  # chunks of this kit are small
+    tierd.daemon.transfer.concurrency.POLITE = inline
     tierd.stores.file.Pools.here = lambda pools: inline  # type: ignore[method-assign]
 
     async def main() -> None:
@@ -144,13 +144,13 @@ async def _settle(ground: Ground, keep: int, keep_local: int) -> None:
     spool, store = ground.opened()
     with spool.lock():
         daemon = Reconciler(config(spool, TIER, keep=keep, keep_local=keep_local), spool, {TIER: store})
-        daemon.writers = lambda: frozenset({part(1).lane})
+        daemon.writers = lambda: frozenset({part(1).writer})
         if daemon.pause.paused:
             await daemon.pause.end()
         for _ in range(_TURNS):
             await daemon.look(TIER)
             await daemon.tiers.tidy(TIER, {RUN})
-            actions = plan(daemon.world(), daemon.config, {}, 0.0)
+            actions = plan(daemon.inventory(), daemon.config, {}, 0.0)
             if not actions:
                 break
             await daemon._act(actions[0])
@@ -162,8 +162,8 @@ async def _settle(ground: Ground, keep: int, keep_local: int) -> None:
 def later() -> None:
     """What was cut off has come of age: nothing of it is worth waiting for."""
     tierd.daemon.reconcile._ABANDONED = tierd.daemon.reconcile._TAKEN_UP = 0.0
-    tierd.daemon.turns._OWN_STALE = 0
-    tierd.daemon.turns._LOOKS = 3
+    tierd.daemon.tiers.intents._OWN_STALE = 0
+    tierd.daemon.tiers.intents._LOOKS = 3
 
 
 def settle(ground: Ground, keep: int = 100, keep_local: int = 100) -> None:

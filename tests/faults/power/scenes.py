@@ -29,18 +29,18 @@ from faults.power.truth import (
 from faults.rounds import Lost
 from support.world import RUN, part
 
-from tierd.arena import Arena
-from tierd.client import handoff as giving
+from tierd.client.saving import handoff as giving
 from tierd.core.errors import StepRefused
 from tierd.core.ids import PartId, pins_prefix
 from tierd.core.manifest import TENSORS, TREE
 from tierd.daemon import handoff as taking
-from tierd.daemon.fetch import Partial, fetch
-from tierd.daemon.pause import Pause
-from tierd.daemon.prune import prune, quarantine
-from tierd.daemon.turns import node
-from tierd.spool import Spool
-from tierd.stage import describe_directory
+from tierd.daemon.pause import TierPause
+from tierd.daemon.tiers.intents import node
+from tierd.daemon.tiers.prune import prune, quarantine
+from tierd.daemon.transfer.fetch import Partial, fetch
+from tierd.spool.arena import Arena
+from tierd.spool.spool import Spool
+from tierd.spool.stage import describe_directory
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _recycle(ground: Ground) -> None:
     spool = Spool(ground.spool)
     for old, new in ((1, 4), (2, 5)):
         with ground.change(drops=[(SPOOL, part(old).path)]):
-            spool.remove([part(old)], {part(old).lane})
+            spool.remove([part(old)], {part(old).writer})
         ground.save(spool, part(new))
 
 
@@ -149,7 +149,7 @@ def _ranks(ground: Ground) -> None:
         try:
             spool = Spool(ground.spool)
             with ground.change(drops=[(SPOOL, part(1, rank=rank, world=2).path)]):
-                spool.remove([part(1, rank=rank, world=2)], {part(1, rank=rank, world=2).lane})
+                spool.remove([part(1, rank=rank, world=2)], {part(1, rank=rank, world=2).writer})
             ground.save(spool, part(3, rank=rank, world=2))
         except BaseException as error:
             failures.append(error)
@@ -169,17 +169,17 @@ def _hand_off(ground: Ground) -> None:
     giving._GREETING = giving._SILENCE = 60.0
     taking._TICK = 0.01  # that its end waits for
     spool = Spool(ground.spool)
-    daemon = taking.HandOff(spool, lambda which, written: None)
+    daemon = taking.HandoffServer(spool, lambda which, written: None)
     with daemon.listening(60.0):
-        trainer = giving.HandOff(spool)
+        trainer = giving.HandoffClient(spool)
         _give(ground, spool, trainer, 0, part(2))
         with ground.change(drops=[(SPOOL, part(1).path)]):
-            spool.remove([part(1)], daemon.lanes())
+            spool.remove([part(1)], daemon.writers())
         _give(ground, spool, trainer, 1, part(3))
         trainer.close()
 
 
-def _give(ground: Ground, spool: Spool, trainer: giving.HandOff, slot: int, which: PartId) -> None:
+def _give(ground: Ground, spool: Spool, trainer: giving.HandoffClient, slot: int, which: PartId) -> None:
     files = ground.sizes.files_of(which.path)
     tensors, tree = files[TENSORS], files[TREE]
     arena = Arena(len(tensors))
@@ -248,7 +248,7 @@ def _remove(ground: Ground) -> None:
     for step in (1, 2):
         parts = [part(step, rank=rank, world=2) for rank in range(2)]
         with ground.change(drops=[(SPOOL, which.path) for which in parts]):
-            spool.remove(parts, {parts[0].lane})
+            spool.remove(parts, {parts[0].writer})
 
 
 def _prune(ground: Ground) -> None:
@@ -298,7 +298,7 @@ def _pin(ground: Ground) -> None:
     async def work() -> None:
         spool, store = ground.opened()
         one, two = part(1).checkpoint, part(2).checkpoint
-        pause = Pause(spool)
+        pause = TierPause(spool)
         with ground.change([(PAUSED, "")]):
             await pause.begin(None)
         with ground.change(drops=[(PAUSED, "")]):

@@ -68,7 +68,7 @@ _LONG = 240.0  # seconds that no trial may take, on however busy a machine
 MUTANTS = (
     Mutant(
         "a server in trouble has no such object",
-        "tierd/stores/answers.py",
+        "tierd/stores/s3/answers.py",
         "(status >= 500 and status != 501):\n        return StoreUnavailable, ",
         "(status >= 500 and status != 501):\n        return ObjectNotFound, ",
         "s3 --only 299",
@@ -76,7 +76,7 @@ MUTANTS = (
     ),
     Mutant(
         "slow down is a refusal",
-        "tierd/stores/answers.py",
+        "tierd/stores/s3/answers.py",
         '_TOO_MANY = {"SlowDown", "Throttling",',
         '_TOO_MANY = {"Throttling",',
         "s3 --only 82",
@@ -84,7 +84,7 @@ MUTANTS = (
     ),
     Mutant(
         "keys that were not deleted are passed over",
-        "tierd/stores/s3.py",
+        "tierd/stores/s3/s3_store.py",
         'if code != "NoSuchKey":',
         'if code == "NoSuchKey":',
         "s3 --only 11",
@@ -92,7 +92,7 @@ MUTANTS = (
     ),
     Mutant(
         "a short read is an answer",
-        "tierd/stores/s3.py",
+        "tierd/stores/s3/s3_store.py",
         "if size is not None and count != size:",
         "if size is None:",
         "s3 --only 228",
@@ -100,7 +100,7 @@ MUTANTS = (
     ),
     Mutant(
         "a success that is no S3 server's is one",
-        "tierd/stores/s3.py",
+        "tierd/stores/s3/s3_store.py",
         "if member not in answer:",
         "if False:",
         "s3 --only 19",
@@ -108,7 +108,7 @@ MUTANTS = (
     ),
     Mutant(
         "what reads wrong once is corrupt",
-        "tierd/daemon/copies.py",
+        "tierd/daemon/transfer/replicas.py",
         'log.warning("read once more: %s", error)',
         "raise",
         "s3 --only 43",
@@ -116,7 +116,7 @@ MUTANTS = (
     ),
     Mutant(
         "a connection that broke over TLS is parked",
-        "tierd/stores/transport.py",
+        "tierd/stores/s3/transport.py",
         "if line.is_idle() and not self._closed:",
         "if not self._closed:",
         "s3 --only 9",
@@ -124,7 +124,7 @@ MUTANTS = (
     ),
     Mutant(
         "what a server gives is not compared with its digest",
-        "tierd/codec.py",
+        "tierd/codec/codec.py",
         "if digest(data) != stored.xxh3_128:\n        raise",
         "if False:\n        raise",
         "s3 --only 33",
@@ -132,7 +132,7 @@ MUTANTS = (
     ),
     Mutant(
         "the libraries log what they sign",
-        "tierd/stores/s3.py",
+        "tierd/stores/s3/s3_store.py",
         "logging.getLogger(_library).setLevel(logging.INFO)",
         "logging.getLogger(_library).setLevel(logging.DEBUG)",
         "s3 --only 11",
@@ -140,7 +140,7 @@ MUTANTS = (
     ),
     Mutant(
         "a tier that could not be asked has no copy",
-        "tierd/daemon/copies.py",
+        "tierd/daemon/transfer/replicas.py",
         "        if unavailable:\n            reasons = ",
         "        if False:\n            reasons = ",
         "s3 --only 31",
@@ -148,7 +148,7 @@ MUTANTS = (
     ),
     Mutant(
         "a prune on a server spares nothing that others name",
-        "tierd/daemon/doomed.py",
+        "tierd/daemon/tiers/doomed.py",
         "return mark not in self.listed.named.under(owner)",
         "return True",
         "s3 --only 31",
@@ -309,17 +309,17 @@ def _hurry() -> Iterator[None]:
 
         hurry(Patch)
         for name, value in {
-            "tierd.stores.s3._READ_TIMEOUT_S": 0.8,
-            "tierd.stores.s3.LARGEST": 4 << 20,
-            "tierd.stores.transport.LONGEST_REPLY": 4 << 20,
-            "tierd.stores.s3._CONNECTIONS": 3,  # one that is never given back is soon missed
-            "tierd.stores.s3._FIRST_PAGE": 3,
+            "tierd.stores.s3.s3_store._READ_TIMEOUT_S": 0.8,
+            "tierd.stores.s3.s3_store.LARGEST": 4 << 20,
+            "tierd.stores.s3.transport.LONGEST_REPLY": 4 << 20,
+            "tierd.stores.s3.s3_store._CONNECTIONS": 3,  # one that is never given back is soon missed
+            "tierd.stores.s3.s3_store._FIRST_PAGE": 3,
             "tierd.stores.retry._FIRST_DELAY_S": 0.004,
             "tierd.stores.retry._LONGEST_DELAY_S": 0.02,
             "tierd.stores.retry.LARGEST": 1_000_000,
             "tierd.stores.deletions._AGAIN_S": 0.2,  # else what one refused deletion left would wait for ten minutes
-            "tierd.daemon.observe._RELIST": 0.0,
-            "tierd.daemon.tiers._ANSWER": 5.0,
+            "tierd.daemon.tiers.observe._RELIST": 0.0,
+            "tierd.daemon.tiers.tiers._ANSWER": 5.0,
         }.items():
             Patch.setattr(name, value)
         yield

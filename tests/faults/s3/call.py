@@ -12,10 +12,10 @@ from faults.rounds import Lost
 from faults.s3.proxy import BROKEN, HARMLESS, LOST, REFUSALS, UNHEARD, Fault, Request
 from faults.s3.slot import ATTEMPTS, DEADLINE_S, PREFIX, Slot, calm
 
-from tierd.codec import check_stored
+from tierd.codec.codec import check_stored
 from tierd.core.errors import CorruptChunk, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.manifest import Stored
-from tierd.stores.checksums import MD5
+from tierd.stores.s3.checksums import MD5
 
 _ALL = (*REFUSALS, *UNHEARD, *LOST, *BROKEN, *HARMLESS)
 _MORE = {

@@ -19,15 +19,15 @@ from faults.s3.slot import PREFIX, Slot, calm, chunks_of
 from support.world import commit, config, part, running
 
 import tierd
-from tierd.client.restore import Restored
+from tierd.client.restoring.restorer import Restored
 from tierd.core.errors import CheckpointNotFound, CorruptChunk, ManifestError, ObjectNotFound, TierdError
 from tierd.core.ids import PartId
-from tierd.core.plan import plan
-from tierd.core.scrub import Copy
+from tierd.core.planning.plan import plan
+from tierd.core.planning.scrub_schedule import ScrubbedCopy
 from tierd.daemon.control import Control
-from tierd.daemon.handoff import HandOff
+from tierd.daemon.handoff import HandoffServer
 from tierd.daemon.reconcile import Reconciler
-from tierd.spool import Spool
+from tierd.spool.spool import Spool
 
 _ALL = (*REFUSALS, *UNHEARD, *LOST, *BROKEN, *HARMLESS, *DAMAGED, *SAID)
 _SLOW = ("stall in request", "stall before answer", "stall in answer", "endless drip", "slow drip")
@@ -170,18 +170,18 @@ class _Journey:
         """Until, by a fresh look, nothing is left to do, and no turn is left over."""
         quiet, end = 0, time.monotonic() + _CONVERGED_S
         while quiet < 2:
-            for lane in daemon.lanes.values():
+            for lane in daemon.workers.values():
                 lane.retry_now()
             daemon.wake()
             await asyncio.sleep(0.05)
             await daemon.look(_TIER)
-            world = daemon.world()
+            world = daemon.inventory()
             todo = plan(world, daemon.config, {}, 0.0)
             turns = [*self.slot.below(f"{self.run}/flushing/"), *self.slot.below(f"{self.run}/pruning/")]
-            working = [lane.doing for lane in daemon.lanes.values() if lane.doing]
+            working = [lane.doing for lane in daemon.workers.values() if lane.doing]
             quiet = 0 if todo or turns or working or world.busy else quiet + 1
             if time.monotonic() > end:
-                errors = [lane.last_error for lane in daemon.lanes.values()]
+                errors = [lane.last_error for lane in daemon.workers.values()]
                 raise Lost(f"not converged {_CONVERGED_S:.0f} s after the last fault: {todo} {turns} {errors}")
 
     def _check_quiet(self, daemon: Reconciler) -> None:
@@ -250,7 +250,7 @@ class _Journey:
             for one in self.files:
                 if one.checkpoint.step in self.steps[-self.keep :]:
                     with _no_fallback("a scrub"):
-                        await daemon.scrubber.scrub(Copy(_TIER, one))
+                        await daemon.scrubber.scrub(ScrubbedCopy(_TIER, one))
         self.slot.judge = calm
         self._check_quiet(daemon)
 
@@ -290,7 +290,7 @@ class _Journey:
         """A daemon of that spool, as `daemon/service.py` puts it together."""
         with spool.lock():
             daemon = self._reconciler(spool, 100)
-            handoff = HandOff(spool, lambda part, outcome: None)
+            handoff = HandoffServer(spool, lambda part, outcome: None)
             control = Control(daemon, handoff)
             with handoff.listening(5):
                 async with control.listening(), running(daemon):

@@ -25,9 +25,9 @@ from support.tls import Authority, Front
 
 from tierd.core.errors import StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import parse_url
-from tierd.stores.connection import Connection
 from tierd.stores.retry import RetryingStore
-from tierd.stores.s3 import S3Store
+from tierd.stores.s3.connection import Connection
+from tierd.stores.s3.s3_store import S3Store
 
 HARMS = ("reset before", "reset within", "half", "mute", "cut")
 CERTIFICATES = ("expired", "not yet valid", "another host")

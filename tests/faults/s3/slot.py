@@ -24,7 +24,7 @@ from faults.s3.proxy import Answer, Fault, Proxy, Request
 from tierd.core.urls import parse_url
 from tierd.stores.limit import LimitedStore
 from tierd.stores.retry import RetryingStore
-from tierd.stores.s3 import S3Store
+from tierd.stores.s3.s3_store import S3Store
 
 BUCKETS = "tierd-faults-"
 PREFIX = "p/"  # of the store, in its bucket

@@ -62,7 +62,7 @@ _LIVES = "simulation --seed 1000000 --trials 150000"
 MUTANTS = (
     Mutant(
         "a stage's directories are not synced before the rename",
-        "tierd/stage.py",
+        "tierd/spool/stage.py",
         "            sync_directory(Path(directory))\n",
         "            pass\n",
         _CUTS,
@@ -70,7 +70,7 @@ MUTANTS = (
     ),
     Mutant(
         "a part's entry is not synced after the rename",
-        "tierd/stage.py",
+        "tierd/spool/stage.py",
         "        sync_directory(target.parent)\n",
         "",
         _CUTS,
@@ -78,7 +78,7 @@ MUTANTS = (
     ),
     Mutant(
         "a file is not synced",
-        "tierd/persist.py",
+        "tierd/spool/file_io.py",
         "        os.fsync(self._fd)\n        return File(",
         "        return File(",
         _CUTS,
@@ -86,7 +86,7 @@ MUTANTS = (
     ),
     Mutant(
         "a new spool is not synced",
-        "tierd/spool.py",
+        "tierd/spool/spool.py",
         "        sync_directory(path.parent)\n    except OSError as error:",
         "        pass\n    except OSError as error:",
         _CUTS,
@@ -94,7 +94,7 @@ MUTANTS = (
     ),
     Mutant(
         "a tier that does not answer is empty",
-        "tierd/daemon/tiers.py",
+        "tierd/daemon/tiers/tiers.py",
         "        except TierdError:\n            self._saw(tier, begun, None)\n            raise\n",
         "        except TierdError:\n            self._saw(tier, begun, Place())\n",
         _OUTAGES,
@@ -102,22 +102,22 @@ MUTANTS = (
     ),
     Mutant(
         "what was put is not read back",
-        "tierd/daemon/flush.py",
-        "                await self._read_back(key, stored)\n",
-        "                pass\n",
+        "tierd/daemon/transfer/flush.py",
+        "            await self._read_back(key, stored)\n",
+        "            pass\n",
         _STORIES,
         "which is not right there",
     ),
     Mutant(
         "a manifest that was put is not read back",
-        "tierd/daemon/copies.py",
+        "tierd/daemon/transfer/replicas.py",
         "    if await store.put(key, data) and not reread:\n",
         "    if await store.put(key, data) or not reread:\n",
-        "pytest tests/daemon/test_flush.py -k spoiled_on_its_way",
+        "pytest tests/daemon/transfer/test_flush.py -k spoiled_on_its_way",
     ),
     Mutant(
         "a prune deletes chunks before the manifests",
-        "tierd/daemon/prune.py",
+        "tierd/daemon/tiers/prune.py",
         "            await store.delete(manifests)\n",
         "            await store.delete([key async for key in _lying(store, run, going)])\n"
         "            await store.delete(manifests)\n",
@@ -126,7 +126,7 @@ MUTANTS = (
     ),
     Mutant(
         "a prune spares nothing that others name",
-        "tierd/daemon/doomed.py",
+        "tierd/daemon/tiers/doomed.py",
         "return mark not in self.listed.named.under(owner)",
         "return True",
         _STORIES,
@@ -134,8 +134,8 @@ MUTANTS = (
     ),
     Mutant(
         "a tier holds nothing for another",
-        "tierd/core/plan.py",
-        "    names = tuple(other for other in names if other not in demand.world.silent)\n",
+        "tierd/core/planning/plan.py",
+        "    names = tuple(other for other in names if other not in demand.inventory.silent)\n",
         "    names = ()\n",
         _LIVES,
         "wants and lacks",
@@ -150,38 +150,38 @@ MUTANTS = (
     ),
     Mutant(
         "whoever holds a run's newest part prunes it",
-        "tierd/core/plan.py",
-        "max(known) in mine and run not in world.spool.restored",
+        "tierd/core/planning/plan.py",
+        "max(known) in mine and run not in inventory.spool.restored",
         "max(known) in mine",
         _LIVES,
         "reading deletes",
     ),
     Mutant(
         "the rooms of what a spool remembers of runs are not durable",
-        "tierd/records.py",
+        "tierd/spool/records.py",
         "    for directory in (control.parent, control, control / room):\n",
         "    for directory in (control / room,):\n",
-        "pytest tests/test_records.py -k recorded_once",
+        "pytest tests/spool/test_records.py -k recorded_once",
     ),
     Mutant(
         "what one tier of several holds leaves the spool as finished, though another wants it",
-        "tierd/core/plan.py",
-        "        leaving = leaving and not _is_owed(demand)\n",
+        "tierd/core/planning/plan.py",
+        "        leaving = leaving and not self._is_owed()\n",
         "        leaving = leaving\n",
-        "pytest tests/core/test_eviction.py -k finished_run_stays",
+        "pytest tests/core/planning/test_eviction.py -k finished_run_stays",
         "it is still to be sent there",
     ),
     Mutant(
         "a finished run never leaves the spool",
-        "tierd/core/plan.py",
-        "        leaving = leaving and not _is_owed(demand)\n",
+        "tierd/core/planning/plan.py",
+        "        leaving = leaving and not self._is_owed()\n",
         "        leaving = False\n",
         _LIVES,
         "which is finished",
     ),
     Mutant(
         "no head is written on a tier",
-        "tierd/daemon/heads.py",
+        "tierd/daemon/tiers/heads.py",
         "    return None if [one.launches for one in there] == [head.launches] else head\n",
         "    return None if head.launches else head\n",
         _CUTS,
@@ -189,15 +189,15 @@ MUTANTS = (
     ),
     Mutant(
         "a full disk gives up nothing",
-        "tierd/daemon/room.py",
-        "        for checkpoint in self._evictable(world):\n",
+        "tierd/daemon/spool_space.py",
+        "        for checkpoint in self._evictable(inventory):\n",
         "        for checkpoint in ():\n",
-        "pytest tests/daemon/test_room.py -k give_way_first",
+        "pytest tests/daemon/test_spool_space.py -k give_way_first",
     ),
     Mutant(
         "a daemon without a configuration obeys nobody",
-        "tierd/core/policies.py",
-        "    stored = list(_standing(world, config, run, place, here)) if here else []\n",
+        "tierd/core/retention/policies.py",
+        "    stored = list(_standing(inventory, config, run, place, here)) if here else []\n",
         "    stored = []\n",
         _LIVES,
         "which its own rules want",
@@ -522,7 +522,7 @@ class Trial:
     def _unrest(self) -> list[str]:
         found = []
         for node in self.world.nodes:
-            lanes = [*node.daemon.lanes.values(), *node.daemon.scrubber._lanes.values()]
+            lanes = [*node.daemon.workers.values(), *node.daemon.scrubber._lanes.values()]
             said = [f"{one.name}: {one.doing} {one.last_error}" for one in lanes if one.doing or one.last_error]
             found.append(f"{node.name}: {said} {node.planned()}")
         return found

@@ -1,6 +1,6 @@
 """The judge of whole lives: it watches every deletion, and says what must lie where when everything is at rest.
 
-It is written from the README's words. It knows every checkpoint from the moment when its trainer was told that it is
+It is written from the docs' words. It knows every checkpoint from the moment when its trainer was told that it is
 durable, and the rules of every place; it reads names, manifests and sizes from tiers and disks by itself.
 
 - A tier deletes a checkpoint only if its own rules do not want it, and no other tier wants it and still lacks a

@@ -163,16 +163,24 @@ def _make_task(loop: asyncio.AbstractEventLoop, work: Any, context: Any = None) 
 def clocked(loop: SimLoop) -> Iterator[None]:
     """Within, clocks and tokens are the trial's."""
     tokens = random.Random(loop.rng.random())
+    speed, worked_s = random.Random(loop.rng.random()), 0.0
 
     def wall() -> float:
         life = LIFE.get()
         return EPOCH + loop.now + (life.skew if life else 0.0)
+
+    def thread_time() -> float:
+        """What planning costs is measured, and sets how long a plan is good: a seed repeats that, too."""
+        nonlocal worked_s
+        worked_s += speed.choice((0.0001, 0.001, 0.01))
+        return worked_s
 
     with contextlib.ExitStack() as stack:
         for module, name, value in (
             (time, "monotonic", loop.time),
             (time, "time", wall),
             (time, "time_ns", lambda: int(wall() * 1e9)),
+            (time, "thread_time", thread_time),
             (secrets, "token_hex", lambda size=32: tokens.randbytes(size).hex()),
         ):
             stack.enter_context(mock.patch.object(module, name, value))

@@ -28,18 +28,18 @@ from faults.simulation.store import Bucket, Line, Weather
 from faults.simulation.truth import Checkpoint, Part, Truth, committed, content
 from support.world import RUN, commit, config, part
 
-from tierd.client import arriving, restore, source
-from tierd.client.launch import Clock
-from tierd.core import wire
+from tierd.client.ranks.launch import Clock
+from tierd.client.restoring import restorer, source, streaming
 from tierd.core.errors import CheckpointNotFound, StepRefused, TierdError
-from tierd.core.events import Event
+from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
-from tierd.core.plan import Prune, plan
-from tierd.core.world import SPOOL
+from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.plan import Prune, plan
 from tierd.daemon.control import Control
 from tierd.daemon.reconcile import Reconciler
-from tierd.persist import digest
-from tierd.spool import Spool
+from tierd.ipc import messages
+from tierd.spool.file_io import digest
+from tierd.spool.spool import Spool
 from tierd.stores.retry import RetryingStore
 
 _FLUSHED = re.compile(r"\S+ step (\d+) \(attempt \S+-([0-9a-f]{8})\) rank (\d+) of ")
@@ -107,7 +107,7 @@ class _NoHandOff:
 
     async def settled(self) -> None: ...
 
-    def lent_bytes(self) -> int:
+    def handed_over_bytes(self) -> int:
         return 0
 
 
@@ -187,7 +187,7 @@ class Node:
     def crash(self) -> None:
         """The power goes, and comes back after a while."""
         old, truth = self.disk, self.world.truth
-        doing = {lane.doing.split()[0] for lane in self.daemon.lanes.values() if lane.doing}
+        doing = {lane.doing.split()[0] for lane in self.daemon.workers.values() if lane.doing}
         self.world.count.update(f"crashes while {one}" for one in doing | ({"restoring"} if self.restoring else set()))
         self.restoring = False
         new = old.cut_off or old.cut()
@@ -208,13 +208,13 @@ class Node:
         """Whether nothing is left to do, as far as the daemon knows; if not `strict`, nothing but pruning a tier."""
         if not self.up:
             return False
-        world = self.daemon.world()
-        lanes = [*self.daemon.lanes.values(), *self.daemon.scrubber._lanes.values()]
+        world = self.daemon.inventory()
+        lanes = [*self.daemon.workers.values(), *self.daemon.scrubber._lanes.values()]
         calm = all(one.doing is None and not one.wake.is_set() and not one.last_error for one in lanes)
         return calm and None not in world.tiers.values() and not world.busy and not self.planned(strict=strict)
 
     def planned(self, *, strict: bool = True) -> list[Any]:
-        found = plan(self.daemon.world(), self.daemon.config, {}, 0.0)
+        found = plan(self.daemon.inventory(), self.daemon.config, {}, 0.0)
         return [one for one in found if strict or not isinstance(one, Prune) or one.tier == SPOOL]
 
 
@@ -284,19 +284,19 @@ class _Link:
         """Client and daemon are of one version here."""
 
     def ask(self, request: Any, timeout_s: float | None = None, told: Any = None) -> dict[str, Any]:
-        line = wire.encode_line(Caller.here.caller.ask(lambda: self._answer(request)))
+        line = messages.encode_line(Caller.here.caller.ask(lambda: self._answer(request)))
         reply = msgspec.json.decode(line)
         if not reply.get("ok"):
-            wire.raise_error(reply)
+            messages.raise_error(reply)
         return dict(reply)
 
     async def _answer(self, request: Any) -> dict[str, Any]:
-        if isinstance(request, wire.Wait):
+        if isinstance(request, messages.Wait):
             self._node.world.count["restores that another node was asked for"] += 1
         try:
             return {"ok": True, **await self._life.spawn(self._node.control._do(request, self._held))}
         except (TierdError, TimeoutError, OSError) as error:
-            return wire.error_reply(error)
+            return messages.error_reply(error)
 
     def close(self) -> None:
         for one in self._held:
@@ -427,7 +427,7 @@ class Job:
         spool.node = node  # type: ignore[attr-defined]
         ranks, truth, injuries = _Ranks(rank, len(self.placing), meeting), self.world.truth, -1
 
-        def compare(found: restore.Found) -> dict[str, Any]:
+        def compare(found: restorer.Found) -> dict[str, Any]:
             """Right after it was verified, before this rank waits for the others."""
             nonlocal injuries
             injuries, which = truth.injuries, number(found.part)
@@ -437,7 +437,7 @@ class Job:
                     raise Lost(f"a restore of {which} gave wrong bytes of {name}")
             return {}
 
-        found = restore.Restorer(
+        found = restorer.Restorer(
             spool, RUN, ranks, tiers=True, keep=keep, clock=lambda: Clock(0, "0" * 8, None)
         ).restore(step, attempt, compare)  # type: ignore[arg-type]
         if found is None:
@@ -505,18 +505,18 @@ def tierd_here(loop: SimLoop) -> Iterator[None]:
     def name(home: Path) -> str:
         return digest(home.parent.name.partition(".")[0].encode())[:8]
 
-    def no_thread(spool: Spool, which: PartId, worth: bool) -> arriving.Arriving:
-        return arriving.Arriving(spool, which, worth=False)
+    def no_thread(spool: Spool, which: PartId, worth: bool, **options: Any) -> streaming.StreamedPart:
+        return streaming.StreamedPart(spool, which, worth=False, **options)
 
     with contextlib.ExitStack() as stack:
         for target, value in (
-            ("tierd.daemon.tiers.node", name),
-            ("tierd.daemon.mend.node", name),
-            ("tierd.core.sharing.SMALLEST_SHARED_BYTES", 1),
-            ("tierd.persist.ahead", lambda items, worth: contextlib.nullcontext(items)),
-            ("tierd.device.ahead", lambda items, worth: contextlib.nullcontext(items)),
+            ("tierd.daemon.tiers.tiers.node", name),
+            ("tierd.daemon.scrub.tier_repair.node", name),
+            ("tierd.core.planning.sharing.SMALLEST_SHARED_BYTES", 1),
+            ("tierd.spool.file_io.ahead", lambda items, worth: contextlib.nullcontext(items)),
+            ("tierd.spool.direct_io.ahead", lambda items, worth: contextlib.nullcontext(items)),
         ):
             stack.enter_context(mock.patch(target, value))
         stack.enter_context(mock.patch.object(source, "Link", _Link))
-        stack.enter_context(mock.patch.object(source, "Arriving", no_thread))
+        stack.enter_context(mock.patch.object(source, "StreamedPart", no_thread))
         yield

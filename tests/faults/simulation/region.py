@@ -23,12 +23,12 @@ from faults.simulation.rules import Rules, Which
 from faults.simulation.store import Bucket, Line, Weather
 
 from tierd.core.config import Config, TierConfig
-from tierd.core.events import Event
+from tierd.core.event_kinds import Event
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.retention import Best, RetentionPolicy
+from tierd.core.retention.policy import Best, RetentionPolicy
 from tierd.daemon.control import Control
 from tierd.daemon.reconcile import Reconciler
-from tierd.spool import Spool
+from tierd.spool.spool import Spool
 from tierd.stores.retry import RetryingStore
 
 
@@ -132,7 +132,7 @@ class _NoHandOff:
 
     async def settled(self) -> None: ...
 
-    def lent_bytes(self) -> int:
+    def handed_over_bytes(self) -> int:
         return 0
 
 
@@ -268,7 +268,7 @@ class Site:
         """Whether its daemon does nothing at this moment. Raises `Lost` where it has ended by itself."""
         if self.up and self.work.done():
             raise Lost(f"{self.name}: its daemon has ended: {self.work}")
-        lanes = self.daemon.lanes.values()
+        lanes = self.daemon.workers.values()
         return self.up and not any(one.doing or one.wake.is_set() or one.last_error for one in lanes)
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints a retention policy wants, in plain code: the README's words, and nothing of tierd.
+"""Which checkpoints a retention policy wants, in plain code: the docs' words, and nothing of tierd.
 
 Every rule is worked out from steps, creation times and metrics. `lasting` are the rules that keep for good: they
 consider every complete checkpoint that is known anywhere. `lately` are the rules that follow training: `keep_last` and

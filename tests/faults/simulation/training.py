@@ -18,10 +18,10 @@ from faults.simulation.region import Region, Site, which
 from faults.simulation.rules import Saved, Which
 from support.world import CHUNK, commit, part
 
-from tierd.client import restore
-from tierd.client.launch import Clock
+from tierd.client.ranks.launch import Clock
+from tierd.client.restoring import restorer as restore
 from tierd.core.errors import SpoolFull, TierdError
-from tierd.spool import Spool
+from tierd.spool.spool import Spool
 
 RESTORING = 60 * 86400.0  # seconds after which a restore hangs; most of them pass at once
 

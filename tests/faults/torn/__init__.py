@@ -149,7 +149,7 @@ MET = tuple(f"{name}: refused" for name in WRITERS)
 MUTANTS = (
     Mutant(
         "a copy made behind training is handed over before it was confirmed",
-        "tierd/client/pipeline.py",
+        "tierd/client/saving/pipeline.py",
         "            snapshot.await_confirmation()\n",
         "",
         "torn --trials 100",
@@ -157,7 +157,7 @@ MUTANTS = (
     ),
     Mutant(
         "only writes that a version counter shows are noticed",
-        "tierd/client/snapshot.py",
+        "tierd/client/saving/snapshot.py",
         "            return self._sample.look(dict(zip(names, tensors, strict=True)), into, stream)\n",
         "            return list\n",
         "torn --trials 100",
@@ -165,24 +165,24 @@ MUTANTS = (
     ),
     Mutant(
         "only writes that a sample shows are noticed",
-        "tierd/client/snapshot.py",
-        "        if moved := [name for name, before, after in zip(names, was, now, strict=True) if before != after]:\n",
-        "        if moved := []:\n",
-        "pytest tests/client/test_torn.py -k one_element",
+        "tierd/client/saving/snapshot.py",
+        "moved = [name for name, before, after in zip(names, was, now, strict=True) if before != after]",
+        "moved = []",
+        "pytest tests/client/saving/test_torn.py -k one_element",
     ),
     Mutant(
         "large tensors are not compared",
-        "tierd/client/sampling.py",
+        "tierd/client/saving/sampling.py",
         "(_read(self._places) != self._words)",
         "(self._words != self._words)",
-        "pytest tests/client/test_sampling.py -k whatever_was_copied",
+        "pytest tests/client/saving/test_sampling.py -k whatever_was_copied",
     ),
     Mutant(
         "small tensors are not compared",
-        "tierd/client/sampling.py",
+        "tierd/client/saving/sampling.py",
         "        changed = list(compress(small, map(_memcmp, *pairs)))\n",
         "        changed = list[str]()\n",
-        "pytest tests/client/test_sampling.py -k one_bit",
+        "pytest tests/client/saving/test_sampling.py -k one_bit",
     ),
 )
 

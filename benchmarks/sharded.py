@@ -1,0 +1,258 @@
+"""What saving a model under FSDP2 costs: tierd beside `dcp.async_save`, on several ranks with gloo.
+
+    python benchmarks/sharded.py --dir /nvme/bench --out benchmarks      # leaves sharded.json and sharded.md
+
+Every rank holds one model, sharded over all of them, and its AdamW. The arms save it in turns, round by round, in the
+same processes: a window of training steps begins with the save, and then the rank waits until the save is durable.
+Blocked is what training loses at once: the time in the call that saves, and in the next step as far as it waits for a
+copy. DCP has a process group of its own, because its collectives run beside training's. Nothing is pruned or recycled:
+each arm writes new files, and they are removed between windows, untimed.
+
+Invariant: each sample is the largest of all ranks' for one save, because training waits for the slowest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import distributed, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import tierd
+import tierd.dcp
+from tierd.bench.procfs import Machine, machine
+
+Waits = Callable[[], None]
+ABOUT = {
+    "dcp.async": "`dcp.async_save` with its `FileSystemWriter` (fsync), as it comes: new memory for every save",
+    "dcp.async-reused": "the same, with a `DefaultStager` that is kept, and its memory with it",
+    "tierd.dcp": "`dcp.async_save` with `tierd.dcp.StorageWriter`",
+    "tierd.dcp-overlapped": "the same after `attach(optimizer)`",
+    "tierd": "`Checkpointer.save`",
+    "tierd-overlapped": "the same after `attach(optimizer)`",
+}
+LAYERS = 6
+
+
+class Rank:
+    """One rank's model, and how each arm saves it."""
+
+    def __init__(self, base: Path, width: int) -> None:
+        world = distributed.get_world_size()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+        for part in (*self.model, self.model):
+            fully_shard(part, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.width, self.base, self.number = width, base, 0
+        self.beside = distributed.new_group()
+        self.stager = DefaultStager(StagingOptions(False, False, False, False))
+        self.checkpointers: dict[str, tierd.Checkpointer] = {}
+        self.step()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(8, self.width)).square().mean().backward()
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def checkpointer(self, arm: str) -> tierd.Checkpointer:
+        if arm not in self.checkpointers:
+            self.checkpointers[arm] = made = tierd.Checkpointer(self.base / arm, "run", to=[])
+            made.restore({"model": self.model, "optimizer": self.optimizer})  # there is none: it makes memory ready
+        return self.checkpointers[arm]
+
+    def save(self, arm: str) -> Waits:
+        """Save; what is returned waits until that is durable."""
+        self.number += 1
+        if arm.startswith("dcp"):
+            return self._dcp(arm)
+        ckpt = self.checkpointer(arm)
+        if "dcp" not in arm:
+            save = ckpt.save(self.number, {"model": self.model, "optimizer": self.optimizer})
+            return lambda: save.wait(timeout=600)
+        writer = tierd.dcp.StorageWriter(ckpt, self.number)
+        future = dcp.async_save(self.state(), storage_writer=writer, process_group=self.beside)
+        assert isinstance(future, Future)
+        return lambda: _await(future)
+
+    def _dcp(self, arm: str) -> Waits:
+        future = dcp.async_save(
+            self.state(),
+            storage_writer=dcp.FileSystemWriter(self.base / arm / str(self.number)),
+            process_group=self.beside,
+            async_stager=self.stager if arm.endswith("reused") else None,
+        )
+        assert isinstance(future, Future)
+        return lambda: _await(future)
+
+    def window(self, arm: str, steps: int) -> dict[str, float]:
+        overlaps = arm.endswith("overlapped")
+        if overlaps:
+            self.checkpointer(arm).attach(self.optimizer)
+        stats = self.checkpointer(arm).stats if arm.startswith("tierd") else None
+        waited = stats.step_waited_s if stats else 0.0
+        distributed.barrier()
+        begun = time.perf_counter()
+        wait = self.save(arm)
+        called = time.perf_counter() - begun
+        ended: list[float] = []
+
+        def watch() -> None:
+            wait()
+            ended.append(time.perf_counter() - begun)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        for _ in range(steps):
+            self.step()
+        trained = time.perf_counter() - begun
+        watcher.join()
+        waited = stats.step_waited_s - waited if stats else 0.0
+        if overlaps:
+            self.checkpointer(arm)._gate.detach()
+        distributed.barrier()
+        written = sum(path.stat().st_size for path in (self.base / arm).rglob("*") if path.is_file())
+        return {
+            "blocked_s": called + waited,
+            "called_s": called,
+            "step_waited_s": waited,
+            "window_s": trained,
+            "durable_s": ended[0],
+            "bytes": float(written),
+        }
+
+    def clear(self, arm: str) -> None:
+        """Remove what was saved; one rank does it for all."""
+        distributed.barrier()
+        if distributed.get_rank() == 0:
+            for place in (self.base / arm, self.base / arm / "run"):
+                for found in place.iterdir() if place.is_dir() else ():
+                    if found.name not in (".tierd", "run"):
+                        shutil.rmtree(found)
+            os.sync()
+        distributed.barrier()
+
+
+def _await(future: Future[Any]) -> None:
+    future.result(600)
+
+
+def _rank(rank: int, world: int, base: str, width: int, rounds: int, steps: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{base}/meeting", rank=rank, world_size=world)
+    one, samples = Rank(Path(base), width), []
+    for number in range(-1, rounds):  # the first is thrown away: it lays memory out
+        for arm in ABOUT:
+            found: list[Any] = [None] * world
+            distributed.all_gather_object(found, one.window(arm, steps))
+            one.clear(arm)
+            if number >= 0:
+                samples.append({"arm": arm, "round": number, "ranks": found})
+    if rank == 0:
+        Path(base, "samples.json").write_text(json.dumps(samples))
+    for ckpt in one.checkpointers.values():
+        ckpt.close()
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def measured(samples: list[dict[str, Any]], arm: str, name: str) -> list[float]:
+    """One value a round: the slowest rank's. Bytes are of all ranks together, which any of them has counted."""
+    return [max(rank[name] for rank in one["ranks"]) for one in samples if one["arm"] == arm]
+
+
+def page(result: dict[str, Any]) -> str:
+    where: Machine = result["machine"]
+    samples = result["samples"]
+    middle = {arm: statistics.median(measured(samples, arm, "blocked_s")) for arm in ABOUT}
+    lines = [
+        "# Saving a sharded model",
+        "",
+        "Written by `benchmarks/sharded.py`; every sample is in [sharded.json](sharded.json). Medians (and ranges) of",
+        f"the slowest rank's: {result['ranks']} ranks with gloo, a model of {LAYERS} layers under FSDP2 with AdamW,",
+        f"{result['bytes'] / 1e6:.0f} MB of state on all of them; {result['rounds']} rounds, arms in turns in the same",
+        f"processes. {where.processor}, {where.cores} cores, which other work shared; torch {torch.__version__};",
+        f"{result['date']}.",
+        "",
+        "| arm | blocked s | of `dcp.async` | in the call s | durable s | written MB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for arm in ABOUT:
+        blocked = measured(samples, arm, "blocked_s")
+        called, durable = (statistics.median(measured(samples, arm, name)) for name in ("called_s", "durable_s"))
+        written = statistics.median(measured(samples, arm, "bytes")) / 1e6
+        lines.append(
+            f"| {arm} | {middle[arm]:.4f} ({min(blocked):.4f}-{max(blocked):.4f}) "
+            f"| {middle[arm] / middle['dcp.async']:.3f} | {called:.4f} | {durable:.2f} | {written:.0f} |"
+        )
+    lines += [
+        "",
+        "*Blocked* is the time in the call, and in the next step as far as it waits for a copy. *Durable* counts from",
+        "the call, beside training; a copy behind training is kept only when the next step has confirmed it.",
+        "",
+    ]
+    lines += [f"- **{arm}**: {text}." for arm, text in ABOUT.items()]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=2048, help=f"of the model's {LAYERS} layers")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=6, help="from a save to the wait for it")
+    parser.add_argument("--dir", type=Path, required=True, help="a directory on the disk to measure")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.dir) as base:
+        work = (args.ranks, base, args.width, args.rounds, args.steps)
+        context = multiprocessing.get_context("spawn")
+        processes = [context.Process(target=_rank, args=(rank, *work)) for rank in range(args.ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+            if process.exitcode:
+                raise SystemExit("a rank failed")
+        samples = json.loads(Path(base, "samples.json").read_text())
+    result = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "torch": str(torch.__version__),
+        "ranks": args.ranks,
+        "rounds": args.rounds,
+        "steps": args.steps,
+        "bytes": 3 * 4 * LAYERS * (args.width * args.width + args.width),
+        "machine": machine(args.dir, 1, {"torch": str(torch.__version__)}),
+        "samples": samples,
+    }
+    print(page(result))
+    if args.out:
+        (args.out / "sharded.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+        (args.out / "sharded.md").write_text(page(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Launches that are forks of a process in which torch is loaded: as real as any, and without the seconds of an import.
+
+Only loops whose fault hangs on nothing that a fork inherits are launched so: not those on the order of hashes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tierd.check import child, engine
+from tierd.check.history import KillPoint
+from tierd.check.launches import CheckedLoop, Rank, _environment
+
+
+@dataclass
+class _Process:
+    """As much of `subprocess.Popen` as a launch needs."""
+
+    pid: int
+    returncode: int | None = None
+
+    def wait(self) -> int:
+        _, status = os.waitpid(self.pid, 0)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+class Forked(CheckedLoop):
+    def _start(self, name: str, spool: Path, rank: int, kill: KillPoint | None, port: int) -> Rank:
+        files = self.home / f"{name.replace(' ', '-')}-rank-{rank}"
+        record, output = files.with_suffix(".jsonl"), files.with_suffix(".out")
+        orders = self._orders(spool, record, kill)
+        environment = _environment(rank, self.ranks, port) | {"TMPDIR": str(self._scratch())}
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid:
+            return Rank(_Process(pid), record, output)  # type: ignore[arg-type]
+        code = 1
+        try:
+            os.setsid()
+            out = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+            os.environ.update(environment)
+            child.main(msgspec.json.encode(orders).decode())
+            code = 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+def install() -> None:
+    """Every check of this process launches so."""
+    engine.CheckedLoop = Forked  # type: ignore[misc]

@@ -1,0 +1,181 @@
+"""What is said of the state that two runs end with: histories by hand, and real values as leaves."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from tierd.check.final import compared, differences, summary
+from tierd.check.history import History, Observation, RankHistory, Taken
+from tierd.check.leaves import ValueLeaf, leaves
+
+STEPS = 9
+
+
+def leaf(number: float, saved: bool | None = True) -> ValueLeaf:
+    return ValueLeaf(f"{number}", f"{number}", sample=(number,), saved=saved)
+
+
+def seen(first: int, last: int, *taken: Taken) -> RankHistory:
+    one = RankHistory(taken=list(taken))
+    for step in range(first, last + 1):
+        one.observed[step] = Observation(step, (step,))
+    return one
+
+
+def taken(step: int, at: str = "step", beside: dict[str, float] | None = None, **entries: float) -> Taken:
+    return Taken(
+        step,
+        at,
+        {f'state["{key}"]': leaf(value) for key, value in entries.items()},
+        {key: leaf(value, saved=False) for key, value in (beside or {}).items()},
+    )
+
+
+def history(*launches: RankHistory) -> History:
+    return History([[one] for one in launches])
+
+
+def found(reference: History, killed: History, tolerance: float = 0.0, ignore: tuple[str, ...] = ()) -> list[str]:
+    return [one.path for one in differences(reference, killed, 0, tolerance, ignore)]
+
+
+WHOLE = history(seen(1, STEPS, taken(4, best=2.0), taken(STEPS, "end", best=1.0)))
+
+
+def killed_with(last: Taken, first: Taken | None = None) -> History:
+    return history(seen(1, 4, first or taken(4, best=2.0)), seen(3, STEPS, last))
+
+
+def test_what_is_equal_is_no_difference():
+    killed = killed_with(taken(STEPS, "end", best=1.0))
+    assert found(WHOLE, killed) == [] and compared(WHOLE, killed, 0) == 1
+
+
+def test_the_first_step_the_magnitude_and_the_launch_are_told():
+    killed = history(
+        seen(1, 4, taken(4, best=2.0)),
+        seen(3, 7, taken(4, best=2.5)),
+        seen(7, STEPS, taken(STEPS, "end", best=1.5)),
+    )
+    [one] = differences(WHOLE, killed, 0, 0.0)
+    assert (one.path, one.step, one.launch, one.saved) == ('state["best"]', 4, 3, True)
+    assert one.magnitude == 0.5 and one.relative == pytest.approx(1 / 3)
+    assert summary([one]) == [
+        'state["best"]: after step 4 apart by 0.5 (3.3e-01 of it): 1.0 uninterrupted, 1.5 in the killed run'
+    ]
+    assert found(WHOLE, killed, tolerance=0.4) == []
+
+
+def test_what_was_never_saved_comes_last_and_says_so():
+    whole = history(seen(1, STEPS, taken(4), taken(STEPS, "end", {"Sequential[0]": 1.0}, best=1.0)))
+    killed = killed_with(taken(STEPS, "end", {"Sequential[0]": 3.0}, best=2.0), taken(4))
+    both = differences(whole, killed, 0, 0.0)
+    assert [(one.path, one.saved) for one in both] == [('state["best"]', True), ("Sequential[0]", False)]
+    assert summary(both)[1].endswith("; not in the checkpoint")
+
+
+def test_what_two_launches_from_the_start_do_not_agree_on_is_no_finding():
+    """A clock, or a generator that nobody seeded."""
+    assert found(WHOLE, killed_with(taken(STEPS, "end", best=7.0), taken(4, best=9.0))) == []
+
+
+def test_what_is_ignored():
+    whole = history(seen(1, STEPS, taken(STEPS, "end", timing=1.0, other=1.0)))
+    killed = history(seen(1, 4), seen(3, STEPS, taken(STEPS, "end", timing=2.0, other=2.0)))
+    assert found(whole, killed, ignore=('state["timing"]',)) == ['state["other"]']
+    assert found(whole, killed, ignore=('state["*"]',)) == []
+    assert found(whole, killed, ignore=("state",)) == []
+    assert found(whole, killed, ignore=("other",)) == ['state["timing"]', 'state["other"]']
+
+
+def test_an_entry_that_only_one_run_has():
+    whole = history(seen(1, STEPS, taken(STEPS, "end", best=1.0, late=3.0)))
+    [one] = differences(whole, killed_with(taken(STEPS, "end", best=1.0)), 0, 0.0)
+    assert (one.path, one.got, one.magnitude) == ('state["late"]', "nothing", None)
+
+
+def test_a_run_that_was_never_resumed_or_never_came_to_the_end_says_nothing():
+    assert found(WHOLE, history(seen(1, STEPS, taken(STEPS, "end", best=5.0)))) == []
+    assert found(WHOLE, history(seen(1, 4, taken(4, best=2.0)), seen(3, STEPS))) == []
+
+
+def test_no_earlier_moment_stands_in_for_the_last():
+    """A killed run that was not looked at after the last step, or only past it, differs in nothing."""
+    for late in (taken(6, best=9.0), taken(STEPS + 1, "end", best=9.0)):
+        whole = history(seen(1, STEPS, taken(4, best=2.0), taken(6, best=1.5), taken(STEPS, "end", best=1.0)))
+        killed = history(seen(1, 4, taken(4, best=2.0)), seen(3, STEPS, late))
+        assert found(whole, killed) == [] and compared(whole, killed, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "compares"),
+    [
+        (("save", 6, "object"), ("save", 8, "object"), True),
+        (("save", 6, "other object"), ("save", 6, "object"), True),
+        (("save", 6, "object"), ("restore", 4, "object"), True),
+        (("save", 6, "other object"), ("restore", 6, "object"), False),  # it trains with what it made of that
+        (("save", 6, "object"), ("restore", 6, "values"), False),
+        (("restore", -1, "object"), ("restore", 6, "object"), False),
+        (("save", 6, "other values"), ("save", 6, "other values"), True),
+        (("save", 6, "values"), ("save", 8, "values"), False),  # saved by the clock
+        (("save", 6, "other values"), ("restore", 6, "values"), False),
+        (("save", 6, "object"), ("save", 6, "unread"), False),
+        (("save", 6, "object"), ("save", 6, ""), True),  # it is not saved any more
+        (("save", 6, "object"), ("restore", 6, ""), False),
+    ],
+)
+def test_values_are_held_against_each_other_in_the_same_form_alone(ours, theirs, compares):
+    def end(how: str, step: int, form: str, value: float) -> Taken:
+        forms = {'state["best"]': form} if form else {}
+        one = taken(STEPS, "end", best=value) if form else taken(STEPS, "end")
+        return msgspec.structs.replace(one, forms=forms, told=(how, step))
+
+    whole = history(seen(1, STEPS, end(*ours, 1.0)))
+    killed = history(seen(1, 4), seen(3, STEPS, end(*theirs, 2.0)))
+    assert found(whole, killed) == (['state["best"]'] if compares else [])
+    if theirs[2]:
+        assert compared(whole, killed, 0) == compares
+
+
+# -- leaves -----------------------------------------------------------------------------------------------------------
+
+
+def test_leaves_have_paths_and_tell_values_apart():
+    torch, numpy = pytest.importorskip("torch"), pytest.importorskip("numpy")
+    value = {
+        "w": torch.arange(3.0),
+        "a": numpy.arange(4),
+        "n": [1, {"x": None}],
+        "long": list(range(100)),
+        "gen": random.Random(3),
+        "t": torch.Generator().manual_seed(1),
+        "np": numpy.random.default_rng(0),
+        5: float("nan"),
+    }
+    one = leaves(value, "state")
+    assert {'state["w"]', 'state["n"][0]', 'state["n"][1]["x"]', 'state["long"]', "state[5]", 'state["gen"]'} <= set(
+        one
+    )
+    assert one['state["long"]'].count == 100 and one['state["w"]'].sample == (0.0, 1.0, 2.0)
+    value["w"][1] = 5
+    value["long"][50] = -1
+    value["gen"].random()
+    value["np"].random()
+    value["t"].manual_seed(2)
+    other = leaves(value, "state")
+    assert {path for path in one if one[path].digest != other[path].digest} == {
+        'state["w"]', 'state["long"]', 'state["gen"]', 'state["np"]', 'state["t"]',
+    }  # fmt: skip
+
+
+def test_looking_draws_nothing_and_survives_what_cannot_be_read():
+    torch = pytest.importorskip("torch")
+    state = random.getstate(), torch.get_rng_state()
+    loop: list = []
+    loop.append(loop)
+    values = {"sparse": torch.eye(2).to_sparse(), "meta": torch.empty(2, device="meta"), "loop": loop, "f": print}
+    assert set(leaves({**values, "empty": torch.empty(0)}, "s")) >= {'s["empty"]', "s"}
+    assert random.getstate() == state[0] and torch.equal(torch.get_rng_state(), state[1])

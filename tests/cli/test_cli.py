@@ -1,0 +1,319 @@
+"""The command line as its users meet it: answers, JSON, exit codes, and one clear line for every bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+import tierd
+from tierd.cli import run
+from tierd.core.config import from_urls
+from tierd.core.ids import PartId
+from tierd.core.manifest import VERSION, decode, seal
+from tierd.daemon.reconcile import Reconciler
+from tierd.daemon.service import open_tiers
+from tierd.ipc.protocol import PROTOCOL
+from tierd.spool.spool import Spool
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    """A spool with three checkpoints of run `r`, flushed to a directory tier."""
+    spool, tier = tmp_path / "spool", tmp_path / "tier"
+    tier.mkdir()
+    with tierd.Checkpointer(spool, run="r", to=[]) as ckpt:
+        for step in (10, 20, 30):
+            ckpt.save(step, {"weights": torch.arange(1000.0) * step}, metrics={"loss": 1 / step}).wait()
+    asyncio.run(_flush_all(spool, tier))
+    return spool, tier
+
+
+async def _flush_all(spool: Path, tier: Path) -> None:
+    config = msgspec.structs.replace(
+        from_urls(str(spool), [str(tier)]), min_free_percent=0.0
+    )  # however full this disk is
+    async with AsyncExitStack() as stack:
+        reconciler = Reconciler(config, Spool(spool), await open_tiers(config, stack))
+        work = asyncio.ensure_future(reconciler.run())
+        async with asyncio.timeout(30):
+            while reconciler.journal.counters["flushed"] < 3 or reconciler.pending():
+                await asyncio.sleep(0.02)
+        work.cancel()
+
+
+def flip(path: Path, where: int = -10) -> None:
+    data = bytearray(path.read_bytes())
+    data[where] ^= 1
+    path.write_bytes(data)
+
+
+def a_chunk(tier: Path, step: int) -> Path:
+    return next(path for path in sorted(tier.glob(f"r/chunks/{step:012}.*/*/*")) if path.stat().st_size > 500)
+
+
+def test_ls_shows_every_copy(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    spool, tier = places
+    assert run(["ls", str(tier), "--spool", str(spool), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [checkpoint["step"] for checkpoint in found["checkpoints"]] == [30, 20, 10]
+    assert [checkpoint["resumes"] for checkpoint in found["checkpoints"]] == [True, False, False]
+    for checkpoint in found["checkpoints"]:
+        assert [(copy["place"], copy["state"]) for copy in checkpoint["copies"]] == [
+            ("local", "committed"),
+            ("file", "verified"),
+        ]
+    assert run(["ls", str(tier)]) == 0
+    assert "30→" in capsys.readouterr().out
+
+
+def test_ls_of_another_run_is_empty(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ls", str(places[1]), "--run", "other", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoints"] == []
+
+
+def test_show(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["show", "r", "20", str(places[1]), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["checkpoint"]["metrics"] == {"loss": 0.05}
+    assert [file["path"] for file in found["manifests"][0]["files"]] == ["state.json", "tensors.safetensors"]
+    assert run(["show", "r", "20", "--spool", str(places[0])]) == 0
+    assert "tensors.safetensors" in capsys.readouterr().out
+    assert run(["show", "r", "25", str(places[1])]) == 4
+    assert "there is no such checkpoint" in capsys.readouterr().err
+
+
+def test_verify_finds_one_flipped_bit_and_changes_nothing(
+    places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    spool, tier = places
+    assert run(["verify", str(tier), "--spool", str(spool), "--json"]) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert len(checks) == 6
+    assert all(check["wrong"] == [] for check in checks)
+    flip(a_chunk(tier, 20))
+    before = sorted(tier.rglob("*"))
+    assert run(["verify", str(tier), "--spool", str(spool), "--json"]) == 5
+    wrong = [(c["place"], c["step"]) for c in json.loads(capsys.readouterr().out)["checks"] if c["wrong"]]
+    assert wrong == [("file", 20)]
+    assert sorted(tier.rglob("*")) == before
+    flip(next(spool.glob("r/*10.*/*/tensors.safetensors")))
+    assert run(["verify", "--spool", str(spool), "--run", "r", "--step", "10"]) == 5
+    assert "differ from their digest" in " ".join(capsys.readouterr().out.split())
+
+
+def test_verify_goes_on_past_what_it_cannot_check(
+    places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, tier = places
+    path = next((tier / "r" / "manifests").glob("*30.*/*.json"))
+    which = PartId.parse_key(path.relative_to(tier).as_posix())
+    assert which
+    path.write_bytes(seal(msgspec.structs.replace(decode(path.read_bytes(), which), version=2)))
+    assert run(["verify", str(tier), "--json"]) == 6
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [(check["step"], bool(check["unchecked"]), check["wrong"]) for check in checks] == [
+        (30, True, []),
+        (20, False, []),
+        (10, False, []),
+    ]
+    flip(a_chunk(tier, 10))
+    assert run(["verify", str(tier)]) == 5, "what is corrupt comes first"
+    assert "not checked" in capsys.readouterr().out
+
+
+def test_restore_needs_no_daemon_and_falls_back(
+    places: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, tier = places
+    target = tmp_path / "out"
+    assert run(["restore", str(tier), "--run", "r", "--to", str(target), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["skipped"]) == (30, [])
+    part = Path(found["directories"][0])
+    from safetensors.torch import load_file
+
+    assert torch.equal(next(iter(load_file(part / "tensors.safetensors").values())), torch.arange(1000.0) * 30)
+
+    flip(a_chunk(tier, 30))
+    again = tmp_path / "again"
+    assert run(["restore", str(tier), "--run", "r", "--to", str(again)]) == 0
+    text = capsys.readouterr().out
+    assert "restored r step 20" in text
+    assert "skipped step 30" in text
+    assert not list(tmp_path.glob(".again*"))
+
+    assert run(["restore", str(tier), "--run", "r", "--step", "30", "--to", str(tmp_path / "x")]) == 4
+    assert not (tmp_path / "x").exists()
+    assert run(["restore", str(tier), "--run", "r", "--to", str(again)]) == 3
+    assert "not an empty directory" in capsys.readouterr().err
+
+
+def test_prune(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    _, tier = places
+    assert run(["prune", str(tier), "--keep-last", "1", "--dry-run", "--json"]) == 0
+    verdicts = json.loads(capsys.readouterr().out)["verdicts"]
+    assert [(v["step"], v["keep"], v["pruned"]) for v in verdicts] == [
+        (30, True, False),
+        (20, False, False),
+        (10, False, False),
+    ]
+    assert len(list(tier.glob("r/manifests/*"))) == 3
+    assert run(["pin", "r", "10", str(tier)]) == 0
+    assert run(["prune", str(tier), "--keep-last", "1"]) == 0
+    assert sorted(path.name[:12] for path in tier.glob("r/manifests/*")) == ["000000000010", "000000000030"]
+    assert sorted(path.name[:12] for path in tier.glob("r/chunks/*")) == ["000000000010", "000000000030"]
+    assert run(["unpin", "r", "10", str(tier)]) == 0
+    assert run(["prune", str(tier), "--keep-last", "1"]) == 0
+    assert [path.name[:12] for path in tier.glob("r/manifests/*")] == ["000000000030"]
+
+
+def test_prune_says_what_holds_it_back_and_until_when(
+    places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A flush that was killed left its intent, and nothing said why the checkpoint stayed."""
+    _, tier = places
+    [manifest] = tier.glob("r/manifests/000000000010*/*")
+    now = time.time_ns() // 1_000_000
+    intent = tier / f"r/flushing/{manifest.parent.name}/{manifest.stem}.{now:012x}-01234567"
+    intent.parent.mkdir(parents=True)
+    intent.write_bytes(manifest.read_bytes())
+    assert run(["prune", str(tier), "--keep-last", "1"]) == 0
+    text = "".join(capsys.readouterr().out.split())
+    assert "heldback" in text and "wouldprune" not in text
+    assert run(["prune", str(tier), "--keep-last", "1", "--json"]) == 0
+    [one] = [one for one in json.loads(capsys.readouterr().out)["verdicts"] if one["step"] == 10]
+    assert (one["keep"], one["pruned"]) == (False, False)
+    assert str(intent.relative_to(tier)) in one["held"]
+    assert f"{datetime.fromtimestamp(now // 1000 + 86400, UTC):%Y-%m-%d %H:%M:%S} UTC" in one["held"]
+    assert manifest.exists()
+
+
+def test_a_pin_that_reaches_the_spool_alone_is_refused(
+    places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["pin", "r", "10", "--spool", str(places[0])]) == 6
+    assert "name the tiers" in capsys.readouterr().err
+    assert not Spool(places[0]).pins()
+
+
+def test_show_invents_no_policy(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["show", "r", "10", str(places[1]), "--json"]) == 0
+    assert all(copy["keep"] for copy in json.loads(capsys.readouterr().out)["checkpoint"]["copies"])
+
+
+def test_prune_goes_by_the_default_that_the_daemon_recorded(places: tuple[Path, Path]) -> None:
+    assert list(places[1].glob("r/retention/*.default.json"))
+    assert run(["prune", str(places[1])]) == 0
+    assert len(list(places[1].glob("r/manifests/*"))) == 3
+    assert len(list(places[1].glob("r/manifests/*"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('spool = "/s"\nspol = 1\n[[tier]]\nname = "a"\nurl = "/t"', "unknown field `spol`"),
+        ('spool = "/s"\n[[tier]]\nname = "a"\nurl = "ftp://x"', "tier[0].url: "),
+        (
+            'spool = "/s"\n[[tier]]\nname = "a"\nurl = "/t"\n[tier.retention]\nkeep_last = "3"',
+            "tier[0].retention.keep_last",
+        ),
+        ('spool = "s"\n[[tier]]\nname = "a"\nurl = "/t"', "spool: "),
+        ('spool = "/s"\ntier = []', "tier: "),
+        ('spool = "/s"\nrescan = "soon"\n[[tier]]\nname = "a"\nurl = "/t"', "rescan: "),
+        ("spool = ", "not TOML"),
+    ],
+)
+def test_config_check_names_the_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    file = tmp_path / "tierd.toml"
+    file.write_text(text)
+    assert run(["config", "check", str(file)]) == 3
+    error = capsys.readouterr().err
+    assert str(file) in error
+    assert message in error
+
+
+def test_config_check_reaches_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tierd.toml"
+    (tmp_path / "there").mkdir()
+    file.write_text(f'spool = "/s"\n[[tier]]\nname = "a"\nurl = "{tmp_path / "there"}"')
+    assert run(["config", "check", str(file), "--reach"]) == 0
+    file.write_text(f'spool = "/s"\n[[tier]]\nname = "a"\nurl = "{tmp_path / "gone"}"')
+    assert run(["config", "check", str(file)]) == 0
+    assert run(["config", "check", str(file), "--reach", "--json"]) == 6
+    assert str(tmp_path / "gone") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["ls"], 3, "nothing to look at"),
+        (["ls", "--spool", "/does/not/exist"], 3, "/does/not/exist"),
+        (["ls", "s3://"], 3, "s3://"),
+        (["ls", "gopher://x"], 3, "gopher"),
+        (["run"], 3, "no spool"),
+        (["run", "--spool", "/tmp"], 3, "no tier"),
+        (["restore", "/tmp"], 3, "--run"),
+        (["verify", "/does/not/exist"], 6, ""),
+        (["ls", "/does/not/exist"], 6, ""),
+        (["show", "r", "1", "/does/not/exist"], 6, "did not answer"),
+        (["pin", "r", "1", "/does/not/exist"], 6, "did not answer"),
+        (["nonsense"], 2, "nonsense"),
+        (["show", "r"], 2, "STEP"),
+    ],
+)
+def test_bad_input_is_one_clear_error(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    assert run(arguments) == code
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_status_without_a_daemon_says_how_to_start_one(
+    places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["status", "--spool", str(places[0])]) == 6
+    assert "tierd run --spool" in capsys.readouterr().err
+
+
+def test_without_the_daemons_packages_the_command_line_says_what_to_install(tmp_path: Path) -> None:
+    import subprocess
+
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no', name='typer')")
+    done = subprocess.run(
+        [sys.executable, "-m", "tierd", "ls"],
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 3
+    assert "pip install 'tierd[daemon]'" in done.stderr
+
+
+# -- versions -------------------------------------------------------------------------------------------------------
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"tierd {tierd.__version__}, protocol {PROTOCOL}, format {VERSION}\n"
+    assert run(["--version", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"version": tierd.__version__, "protocol": str(PROTOCOL), "format": VERSION}
+
+
+@pytest.mark.parametrize("line", [[], ["--json"], ["--json", "advise"]])
+def test_a_command_line_without_its_command(line: list[str]) -> None:
+    assert run(line) == 2

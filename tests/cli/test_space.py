@@ -1,0 +1,130 @@
+"""rm and du as their users meet them: nothing goes that was not shown and confirmed, and nothing of another run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.world import Daemon, wait_until
+
+import tierd
+from tierd.cli import run, space
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Attach
+from tierd.spool.spool import Spool
+from tierd.stores.file import FileStore
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    """A spool and a tier with three checkpoints of `r` and one of `other`; `r`'s tensors but one never change."""
+    spool, tier = tmp_path / "spool", tmp_path / "tier"
+    tier.mkdir()
+    with Daemon(spool, lambda: {"file": FileStore(tier)}) as daemon:
+        for name, steps in (("r", (10, 20, 30)), ("other", (1,))):
+            with tierd.Checkpointer(spool, run=name) as ckpt:
+                for step in steps:
+                    state = {"frozen": torch.arange(2e6), "weights": torch.full((600_000,), float(step))}
+                    ckpt.save(step, state).wait("file", timeout=30)
+        daemon.settle()
+    return spool, tier
+
+
+def under(*directories: Path) -> set[str]:
+    """Every file of the run `r`."""
+    return {str(path) for root in directories for path in root.glob("r/**/*") if path.is_file()}
+
+
+def answer(capsys: pytest.CaptureFixture[str]) -> dict:
+    return json.loads(capsys.readouterr().out)
+
+
+def test_du_says_what_each_run_takes_in_each_place(places, capsys) -> None:
+    spool, tier = places
+    assert run(["du", str(tier), "--spool", str(spool), "--json"]) == 0
+    found = {(one["run"], one["place"]): one for one in answer(capsys)["usage"]}
+    assert {key: one["checkpoints"] for key, one in found.items()} == {
+        ("other", "file"): 1,
+        ("other", "local"): 1,
+        ("r", "file"): 3,
+        ("r", "local"): 3,
+    }
+    local, there = found["r", "local"], found["r", "file"]
+    assert local["stored_bytes"] == sum(path.stat().st_size for path in spool.glob("r/**/*") if path.is_file())
+    assert there["stored_bytes"] == sum(path.stat().st_size for path in tier.glob("r/**/*") if path.is_file())
+    assert local["shared_bytes"] == 0 and 0 < there["shared_bytes"] < there["stored_bytes"]
+    assert found["other", "file"]["shared_bytes"] == 0 and not there["unreadable"]
+    assert run(["du", str(tier), "--run", "r"]) == 0
+    shown = capsys.readouterr().out
+    assert "SHARED" in shown and "other" not in shown
+
+
+def test_du_goes_on_past_a_tier_that_does_not_answer(places, tmp_path, capsys) -> None:
+    assert run(["du", str(places[1]), str(tmp_path / "none"), "--json"]) == 6
+    found = answer(capsys)
+    assert found["unreached"] == ["file-2"] and len(found["usage"]) == 2
+
+
+def test_rm_asks_and_deletes_nothing_where_nobody_can_say_yes(places, capsys) -> None:
+    spool, tier = places
+    before = under(spool, tier)
+    assert run(["rm", "r", str(tier), "--spool", str(spool)]) == 3
+    assert "--yes" in capsys.readouterr().err
+    assert run(["rm", "r", str(tier), "--spool", str(spool), "--dry-run", "--json"]) == 0
+    found = answer(capsys)
+    assert found["removed"] is False and [one["checkpoints"] for one in found["places"]] == [3, 3]
+    assert under(spool, tier) == before
+
+
+def test_rm_asks_a_person(places, capsys, monkeypatch) -> None:
+    tier = places[1]
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    asked = []
+    monkeypatch.setattr(space.typer, "confirm", lambda question, err: bool(asked.append(question)))
+    before = under(tier)
+    assert run(["rm", "r", str(tier)]) == 1
+    assert "3 checkpoints" in asked[0] and under(tier) == before
+
+
+def test_rm_deletes_a_run_and_no_other(places, capsys) -> None:
+    spool, tier = places
+    assert run(["pin", "r", "20", str(tier), "--spool", str(spool)]) == 0
+    aside = next((tier / "r" / "manifests").glob("*10.*/*.json"))
+    kept = tier / "r" / "quarantine" / aside.parent.name / aside.name
+    kept.parent.mkdir(parents=True)
+    aside.rename(kept)
+    assert run(["rm", "r", str(tier), "--spool", str(spool), "--yes"]) == 0
+    assert under(spool, tier) == set() and not (spool / "r").exists()
+    assert [one.checkpoint.run for one in Spool(spool).parts()] == ["other"]
+    capsys.readouterr()
+    assert run(["verify", str(tier), "--run", "other"]) == 0
+    assert run(["rm", "r", str(tier), "--spool", str(spool), "--yes"]) == 4
+
+
+def test_manifests_go_first(places, monkeypatch) -> None:
+    """Cut off anywhere, nothing is left that looks whole."""
+    tier, real = places[1], FileStore.delete
+    calls: list[list[str]] = []
+
+    async def delete(self, keys):
+        calls.append(list(keys))
+        await real(self, keys)
+
+    monkeypatch.setattr(FileStore, "delete", delete)
+    assert run(["rm", "r", str(tier), "--yes"]) == 0
+    assert all("/manifests/" in key for key in calls[0]) and len(calls[0]) == 3
+
+
+def test_rm_on_a_spool_goes_through_its_daemon_and_refuses_while_a_trainer_is_there(places, capsys) -> None:
+    spool, tier = places
+    with Daemon(spool, lambda: {"file": FileStore(tier)}) as daemon:
+        with Link(daemon.spool) as link:
+            link.ask(Attach(run="r"))
+            assert run(["rm", "r", "--spool", str(spool), "--yes"]) == 3
+            assert "a trainer" in capsys.readouterr().err and under(spool)
+        wait_until(lambda: daemon.control.trainers == 0)
+        assert run(["rm", "r", "--spool", str(spool), "--yes"]) == 0
+        assert under(spool) == set() and under(tier)
+        assert [one.run for one in daemon.reconciler.inventory().spool.checkpoints] == ["other"]

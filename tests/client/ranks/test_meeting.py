@@ -1,0 +1,363 @@
+"""How ranks hear each other: over a store or a directory, with an end to every wait that names who is missing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from support.ranks import environment
+from support.threads import together
+from support.world import Daemon
+
+from tierd.client.ranks.board import DirectoryBoard, StoreBoard
+from tierd.client.ranks.meeting import Meeting
+from tierd.client.ranks.tier_board import TierBoard
+from tierd.core.errors import SpoolUnusable, StoreUnavailable
+from tierd.stores.memory import MemoryStore
+
+QUICK = 2.0  # seconds of silence after which a rank counts as gone in these tests
+
+
+@pytest.fixture(params=["store", "directory", "tier"])
+def boards(request, tmp_path):
+    """Makes one side of a board."""
+    if request.param == "tier":
+        store, made = MemoryStore(), count()
+        nodes = [Daemon(tmp_path / name, {"tier": store}).__enter__() for name in "ab"]
+        for node in nodes:
+            request.addfinalizer(node.stop)
+        return lambda name="launch": _quick(TierBoard(nodes[next(made) % 2].spool, "run", name, 2, "tier"))
+    if request.param == "directory":
+        return lambda name="launch": _quick(DirectoryBoard(tmp_path, name))
+    store = torch.distributed.HashStore()
+    request.addfinalizer(store.num_keys)  # a board does not keep it
+    return lambda name="launch": _quick(StoreBoard(store, name, "the store"))
+
+
+def _quick(board):
+    board.beat_s, board.poll_s = 0.1, min(board.poll_s, 0.1)
+    return board
+
+
+def meetings(boards, world: int, silent_s: float = QUICK) -> list[Meeting]:
+    made = [Meeting(boards(), rank, world, silent_s) for rank in range(world)]
+    assert together(*(lambda one=one: one.meet(20) for one in made)) == [None] * world
+    return made
+
+
+def test_every_rank_hears_what_every_rank_says(boards):
+    made = meetings(boards, 3)
+    for turn in range(3):
+        said = [f"{turn} {rank}".encode() * 1000 for rank in range(3)]
+        heard = together(*(lambda rank=rank, said=said: made[rank].exchange(said[rank], 20) for rank in range(3)))
+        assert heard == [said] * 3
+
+
+def test_what_earlier_processes_left_is_not_taken_for_ours(boards):
+    """A launch that is restarted meets at the same place, where its predecessor, which was killed, has left notes."""
+    for launch in range(3):
+        made = [Meeting(boards(), rank, 3, QUICK) for rank in range(3)]
+
+        def come(rank: int, made=made, launch=launch) -> list[bytes]:
+            time.sleep(0.05 * ((rank + launch) % 3))
+            made[rank].meet(20)
+            return made[rank].exchange(f"{launch} {rank}".encode(), 20)
+
+        expected = [f"{launch} {rank}".encode() for rank in range(3)]
+        assert together(*(lambda rank=rank: come(rank) for rank in range(3))) == [expected] * 3
+
+
+def test_a_rank_that_does_not_come_at_all_is_named(boards):
+    first = Meeting(boards(), 0, 3, QUICK)
+    second = Meeting(boards(), 1, 3, QUICK)
+    begun = time.monotonic()
+    one, other = together(lambda: first.meet(1.0), lambda: second.meet(1.0))
+    assert time.monotonic() - begun < 15
+    assert isinstance(one, StoreUnavailable) and "rank 2 of 3 did not come" in str(one)
+    assert isinstance(other, StoreUnavailable)
+
+
+def test_a_rank_that_does_something_else_ends_the_wait_of_all(boards):
+    made = meetings(boards, 3)
+    answers = together(*(lambda rank=rank: made[rank].exchange(b"", 1.0) for rank in (0, 2)))
+    for error in answers:
+        assert isinstance(error, StoreUnavailable) and "rank 1 (process" in str(error)
+        assert "did not come within" in str(error)
+    # The one who comes late is told the same, and all may try again.
+    with pytest.raises(StoreUnavailable, match="rank 1"):
+        made[1].exchange(b"", 1.0)
+    assert together(*(lambda one=one: one.exchange(b"x", 20) for one in made)) == [[b"x"] * 3] * 3
+
+
+def test_rank_0_that_does_something_else_is_named_too(boards):
+    made = meetings(boards, 2)
+    (error,) = together(lambda: made[1].exchange(b"", 1.0))
+    assert isinstance(error, StoreUnavailable) and "rank 0 (process" in str(error)
+
+
+def test_rank_0_that_comes_late_does_not_go_on_alone(boards):
+    """Who gave up waiting takes back what it said: else rank 0 would find it, and succeed where the others failed."""
+    made = meetings(boards, 3)
+    for error in together(*(lambda rank=rank: made[rank].exchange(b"x", 0.5) for rank in (1, 2))):
+        assert isinstance(error, StoreUnavailable) and "rank 0 (process" in str(error)
+    with pytest.raises(StoreUnavailable, match=r"rank 1 \(process .*gave up waiting.*rank 2 .*gave up waiting"):
+        made[0].exchange(b"x", 20)
+    said = [f"{rank}".encode() for rank in range(3)]
+    assert together(*(lambda rank=rank: made[rank].exchange(said[rank], 20) for rank in range(3))) == [said] * 3
+
+
+def test_an_exchange_succeeds_on_all_ranks_or_on_none(boards, monkeypatch):
+    """Rank 1 gives up at about the moment at which rank 0 comes: whoever is first, they agree."""
+    monkeypatch.setattr("tierd.client.ranks.meeting._LAST_S", 0.1)  # for which rank 0 waits until who gave up reads why
+    both = 0
+    for seed in range(25):
+        first, second = meetings(lambda seed=seed: boards(f"launch {seed}"), 2)
+
+        def late(first=first, seed=seed) -> list[bytes]:
+            time.sleep(0.1 + seed * 0.008)
+            return first.exchange(b"0", 20)
+
+        answers = together(late, lambda second=second: second.exchange(b"1", 0.2))
+        assert len({isinstance(one, StoreUnavailable) for one in answers}) == 1, f"seed {seed}: {answers}"
+        both += answers == [[b"0", b"1"]] * 2
+    assert both, "no exchange came to its end"
+
+
+def test_rank_0_may_end_with_its_store_only_when_others_have_read_why():
+    """A store that rank 0 hosts ends with it: the others would see a broken connection in place of the reason."""
+    store = torch.distributed.HashStore()
+
+    def board() -> StoreBoard:
+        made = _quick(StoreBoard(store, "launch", "the store"))
+        made.poll_s = 0.5
+        return made
+
+    made = [Meeting(board(), rank, 3, QUICK) for rank in range(3)]
+    assert together(*(lambda one=one: one.meet(20) for one in made)) == [None] * 3
+
+    def first() -> bool:
+        with pytest.raises(StoreUnavailable, match="rank 2"):
+            made[0].exchange(b"", 1.0)
+        return bool(store.check([f"launch/{made[0]._name}/seen/1"]))
+
+    def second() -> None:
+        with pytest.raises(StoreUnavailable, match="rank 2"):
+            made[1].exchange(b"", 1.0)
+
+    assert together(first, second) == [True, None], "rank 0 went on before rank 1 had read the end"
+
+
+def test_rank_0_waits_at_its_end_for_who_has_not_read(boards):
+    first, second = meetings(boards, 2)
+    assert together(*(lambda one=one: one.exchange(b"", 20) for one in (first, second))) == [[b"", b""]] * 2
+    begun = time.monotonic()
+    assert together(first.close, second.close) == [None, None]
+    assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("lost", ["0/1", "0/all"])
+def test_what_somebody_else_removed_is_not_waited_for_without_an_end(boards, lost):
+    """All ranks live, so that none of them is given up: a sweep by a clock that is wrong, or whoever writes there."""
+    made, done = meetings(boards, 2, silent_s=1.0), threading.Event()
+    other, through = boards(), [threading.Event(), threading.Event()]
+
+    def remove() -> None:
+        while not done.wait(0.001):
+            other.remove([f"{made[0]._name}/{lost}"])
+
+    def talk(rank: int) -> list[bytes]:
+        with made[rank].attending():
+            try:
+                found = made[rank].exchange(b"x", 20)
+            finally:
+                through[rank].set()
+            through[1 - rank].wait(5)
+            return found
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    try:
+        told = together(lambda: talk(0), lambda: talk(1))
+    finally:
+        done.set()
+        thread.join()
+    failed = [isinstance(one, StoreUnavailable) for one in told]
+    assert all(fails or one == [b"x", b"x"] for fails, one in zip(failed, told, strict=True)), told
+    assert lost == "0/all" or failed in ([True, True], [False, False]), told
+    if any(failed):  # it may be read before it is removed
+        assert "is not there any more" in str(told) or "gave up waiting" in str(told)
+
+
+def test_a_hello_that_was_written_over_is_said_again(boards):
+    """A process that is about to die writes over that of the one in its place."""
+    first, second, dying = (
+        Meeting(boards(), 0, 2, QUICK),
+        Meeting(boards(), 1, 2, QUICK),
+        Meeting(boards(), 1, 2, QUICK),
+    )
+
+    def die() -> None:
+        time.sleep(0.5)
+        dying._board.put("hello/1", msgspec.json.encode(dying._me))
+        time.sleep(0.5)
+
+    def late() -> None:
+        time.sleep(1.0)
+        first.meet(20)
+
+    assert together(late, lambda: second.meet(20), die) == [None] * 3
+
+
+def test_one_that_died_while_all_begin_is_named(tmp_path):
+    script = _PEER.replace(
+        "meeting.meet(30)", "meeting._board.put('hello/1', __import__('msgspec').json.encode(meeting._me)); sys.exit()"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path), "1", "5"], env=environment(), check=True, timeout=60)
+    with pytest.raises(StoreUnavailable, match=r"rank 1 \(process \d+ on .*\) has ended"):
+        Meeting(_quick(DirectoryBoard(tmp_path, "launch")), 0, 2, QUICK).meet(1.0)
+
+
+def test_the_thread_ends_with_its_meeting(boards):
+    made = meetings(boards, 2)
+    assert together(*(lambda one=one: one.exchange(b"", 20) for one in made)) == [[b"", b""]] * 2
+    threads = [one._thread for one in made]
+    for one in made:
+        one.close()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert together(*(lambda one=one: one.exchange(b"", 20) for one in made)) == [[b"", b""]] * 2, (
+        "it can be used again"
+    )
+
+
+def test_a_store_is_not_kept_alive():
+    """Else a group that is made again at the same address finds the server of the one before, with its keys."""
+    store = torch.distributed.HashStore()
+    board = StoreBoard(store, "launch", "the store")
+    board.put("key", b"value")
+    assert board.get("key") == b"value"
+    del store
+    with pytest.raises(RuntimeError, match="make a new Checkpointer"):
+        board.get("key")
+
+
+def test_a_rank_that_works_is_waited_for_much_longer(boards):
+    made = meetings(boards, 2, silent_s=1.0)
+
+    def late() -> list[bytes]:
+        with made[1].attending():
+            time.sleep(4)
+            return made[1].exchange(b"1", 0.5)
+
+    begun = threading.Event()
+
+    def first() -> list[bytes]:
+        begun.set()
+        time.sleep(0.3)
+        return made[0].exchange(b"0", 0.5)
+
+    assert together(first, late) == [[b"0", b"1"]] * 2
+
+
+_PEER = """
+import sys, time
+from pathlib import Path
+from tierd.client.ranks.board import DirectoryBoard
+from tierd.client.ranks.meeting import Meeting
+board = DirectoryBoard(Path(sys.argv[1]), "launch")
+board.beat_s = 0.1
+rank = int(sys.argv[2])
+meeting = Meeting(board, rank, 2, float(sys.argv[3]))
+meeting.meet(30)
+with meeting.attending():
+    print("in", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_stopped_or_dies_is_named(tmp_path, how, victim):
+    """Stopped: after the silence. Dead on this node: at once, because its process is looked at."""
+    silent_s = 1.5 if how == signal.SIGSTOP else 60.0
+    peer = subprocess.Popen(
+        [sys.executable, "-c", _PEER, str(tmp_path), str(victim), str(silent_s)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        meeting = Meeting(_quick(DirectoryBoard(tmp_path, "launch")), 1 - victim, 2, silent_s)
+        meeting.meet(60)
+        assert peer.stdout.readline() == "in\n"
+        time.sleep(0.3)  # one more sign of life
+        os.kill(peer.pid, how)
+        if how == signal.SIGKILL:
+            peer.wait()
+        begun = time.monotonic()
+        word = "has given no sign of life" if how == signal.SIGSTOP else "has ended"
+        with pytest.raises(StoreUnavailable, match=rf"rank {victim} \(process {peer.pid} .*\) {word}"):
+            meeting.exchange(b"", 60)
+        assert time.monotonic() - begun < 30
+    finally:
+        peer.kill()
+        peer.wait()
+        peer.stdout.close()
+
+
+def test_a_board_that_hangs_ends_the_wait():
+    """As a store whose host was stopped: a call of it does not return."""
+
+    class Hanging:
+        what, poll_s, beat_s = "the store", 0.02, 0.1
+
+        def put(self, key: str, value: bytes) -> None:
+            threading.Event().wait(60)
+
+        get = remove = put
+
+    hanging = Meeting(Hanging(), 0, 2, silent_s=1.0)
+    with pytest.raises(StoreUnavailable, match="the store does not answer"):
+        hanging.meet(30)
+
+
+def test_a_board_that_fails_is_named(tmp_path):
+    board = DirectoryBoard(tmp_path, "launch")
+    (tmp_path / "meetings").chmod(0o700)
+    for path in (tmp_path / "meetings").iterdir():
+        path.rmdir()
+        path.write_text("no directory")
+    with pytest.raises((StoreUnavailable, SpoolUnusable), match="meetings"):
+        Meeting(board, 0, 2, QUICK).meet(2)
+
+
+def test_notes_of_launches_that_ended_long_ago_are_swept(tmp_path):
+    old = DirectoryBoard(tmp_path, "old")
+    old.put("a/b", b"x")
+    assert old.get("a/b") == b"x" and old.get("a/c") is None
+    room: Path = tmp_path / "meetings"
+    (path,) = room.iterdir()
+    os.utime(path, (0, 0))
+    DirectoryBoard(tmp_path, "new")
+    assert path not in set(room.iterdir())
+    old.put("a/b", b"y")  # one that still runs goes on
+    assert old.get("a/b") == b"y"
+    old.remove(["a/b"])
+    assert old.get("a/b") is None
+
+
+def test_the_room_of_meetings_is_no_link(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "meetings").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SpoolUnusable, match="a link"):
+        DirectoryBoard(tmp_path, "launch")

@@ -1,0 +1,123 @@
+"""A restore from the spool alone reads the newest few manifests, and finds what it would find by reading all."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from support.world import RUN, attempt, commit, corrupt, part
+
+from tierd.client.ranks.ranks import Ranks
+from tierd.client.restoring import source
+from tierd.client.restoring.restorer import Restorer
+from tierd.core.errors import TierdError
+from tierd.core.ids import CheckpointId
+from tierd.core.manifest import MANIFEST_NAME
+from tierd.spool.spool import Spool
+
+
+def restored(spool: Spool, **asked):
+    """What a restore of all files finds: step, attempt, and what it passed over; or its error."""
+    restorer = Restorer(spool, RUN, Ranks(0, 1), tiers=False)
+    try:
+        found = restorer.restore(asked.pop("step", None), None, **asked)
+    except TierdError as error:
+        return type(error), str(error)
+    return found and (found.part, [str(one) for one in found.skipped], max(found.attempts), found.unreached)
+
+
+@pytest.fixture
+def counted(monkeypatch) -> list:
+    read, real = [], Spool.manifest
+
+    def manifest(self, which):
+        read.append(which)
+        return real(self, which)
+
+    monkeypatch.setattr(Spool, "manifest", manifest)
+    return read
+
+
+def test_a_restore_reads_the_manifests_of_the_newest_few_alone(tmp_path: Path, counted):
+    spool = Spool(tmp_path)
+    for step in range(12):
+        commit(spool, part(step))
+    assert restored(spool)[0] == part(11)
+    assert {one.checkpoint.step for one in counted} == {8, 9, 10, 11} and len(counted) == 5  # the last one once more
+
+
+@pytest.mark.parametrize("bad", [1, 3, 4, 7, 9])
+def test_it_goes_on_past_the_newest_few_where_they_are_corrupt(tmp_path: Path, bad):
+    spool = Spool(tmp_path)
+    for step in range(10):
+        commit(spool, part(step))
+    for step in range(10 - bad, 10):
+        corrupt(spool.path(part(step)) / "weights.bin")
+    found = restored(spool)
+    assert found[0] == part(9 - bad)
+    assert [one.partition(" (")[0] for one in found[1]] == [f"step {step}" for step in range(9, 9 - bad, -1)]
+
+
+def test_what_is_older_than_the_newest_few_is_found_by_its_step_and_is_not_gone(tmp_path: Path):
+    spool = Spool(tmp_path)
+    for step in range(10):
+        commit(spool, part(step, rank=0, world=2))
+        commit(spool, part(step, rank=1, world=2)) if step < 2 else None
+    assert restored(spool, step=1)[0] is not None
+    spool = Spool(tmp_path / "other")
+    for step in reversed(range(10)):  # the last commit is step 0
+        commit(spool, part(step))
+    looked = source.NodeSource(spool, RUN, tiers=False, line=None, keep=True).sight()
+    assert looked.down_to == (attempt(1), 6) and not looked.gone
+    assert restored(spool)[1] == []
+
+
+def test_it_begins_no_run_anew_past_what_only_names_tell_of(tmp_path: Path):
+    spool = Spool(tmp_path)
+    for step in range(6):
+        commit(spool, part(step))
+    for step in range(5):
+        (spool.root / RUN / CheckpointId(RUN, attempt(9), step).name / "00000-of-00001").mkdir(parents=True)
+    assert restored(spool)[0] == part(5)
+
+
+def history(spool: Spool, rng: random.Random) -> None:
+    """A few launches that resume from each other, with checkpoints that are incomplete, corrupt, or names alone."""
+    origin = None
+    for launch in range(1, rng.randint(2, 6)):
+        written = []
+        for step in sorted(rng.sample(range(20), rng.randint(1, 6))):
+            size = rng.choice((1, 1, 1, 1, 2))
+            for rank in range(size):
+                one = part(step, launch, rank, size)
+                commit(spool, one, {"a": bytes([step])}, origin=origin)
+                path = spool.path(one)
+                match rng.randint(0, 9):
+                    case 0:
+                        corrupt(path / "a")
+                    case 1:
+                        corrupt(path / MANIFEST_NAME)
+                    case 2:
+                        shutil.rmtree(path)
+                    case 3:
+                        spool.quarantine(one)
+                    case _:
+                        written.append(one.checkpoint)
+        origin = rng.choice(written) if written else origin
+    for _ in range(rng.choice((0, 0, 1, 5))):
+        planted = CheckpointId(RUN, attempt(rng.randint(1, 9)), rng.randint(0, 30))
+        (spool.root / RUN / planted.name / "00000-of-00001").mkdir(parents=True, exist_ok=True)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_it_finds_what_reading_every_manifest_finds(tmp_path: Path, seed, monkeypatch):
+    spool = Spool(tmp_path / "spool")
+    history(spool, random.Random(seed))
+    shutil.copytree(tmp_path / "spool", tmp_path / "copy", symlinks=True)
+    lazily = restored(spool)
+    monkeypatch.setattr(source, "_NEWEST", 10**6)
+    assert str(lazily).replace(str(spool.root), "") == str(restored(Spool(tmp_path / "copy"))).replace(
+        str(tmp_path / "copy"), ""
+    )

@@ -1,0 +1,62 @@
+"""A restore and a tier that answers, but slowly."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from support.doubles import Double
+from support.world import Daemon, hurry
+
+import tierd
+from tierd.daemon import control
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch) -> Double:
+    """A tier, and a spool, that have steps 1 and 2."""
+    hurry(monkeypatch)
+    store = Double()
+    with Daemon(tmp_path / "spool", {"tier": store}), tierd.Checkpointer(tmp_path / "spool", "r") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"w": torch.full((10,), float(step))}).wait("tier", timeout=60)
+    return store
+
+
+def restored(spool, store: Double, delay: float) -> tuple[int, float]:
+    """The step that a restore gave, and how long it took, seconds."""
+    with Daemon(spool, {"tier": store}) as daemon, tierd.Checkpointer(spool, "r") as ckpt:
+        daemon.settle()
+        store.delay = delay
+        begun, state = time.monotonic(), {"w": torch.zeros(10)}
+        try:
+            found = ckpt.restore(state)
+        finally:
+            store.delay = 0.0
+        assert found and bool((state["w"] == found.step).all())
+        return found.step, time.monotonic() - begun
+
+
+def test_what_is_whole_in_the_spool_waits_for_a_slow_tier_no_longer_than_is_documented(
+    tmp_path, store, caplog, monkeypatch
+):
+    assert control._PATIENCE == 60.0  # as the page on restores says
+    monkeypatch.setattr(control, "_PATIENCE", 0.3)
+    step, took = restored(tmp_path / "spool", store, 30.0)
+    assert step == 2 and took < 25.0
+    assert "tier: slow, not down: no answer within 0 s; a restore of r" in caplog.text
+
+
+@pytest.mark.parametrize("lost", ["run", "newest"])
+def test_where_a_tier_may_know_of_a_newer_one_it_is_waited_for(tmp_path, store, caplog, monkeypatch, lost):
+    monkeypatch.setattr(control, "_PATIENCE", 0.05)
+    home = tmp_path / "spool" / "r"
+    for path in home.glob("0*" if lost == "run" else "000000000002.*"):
+        for part in path.iterdir():
+            for file in part.iterdir():
+                file.unlink()
+            part.rmdir()
+        path.rmdir()
+    step, _ = restored(tmp_path / "spool", store, 0.5)
+    assert step == 2 and "slow, not down" not in caplog.text

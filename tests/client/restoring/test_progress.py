@@ -1,0 +1,138 @@
+"""What a trainer sees of a fetch: progress while bytes come, an end when none do, and the rest the next time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from support.doubles import Double, flipped, is_chunk
+from support.training import same, tensors
+from support.world import Daemon, commit, content, hurry, part, read
+
+import tierd
+from tierd.client.restoring import progress
+from tierd.client.restoring.progress import Fetching
+from tierd.core.errors import StoreUnavailable
+from tierd.core.manifest import TENSORS
+from tierd.daemon.transfer import download
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Fetch
+from tierd.spool import direct_io, file_io
+from tierd.spool.spool import Spool
+
+PART = part(7)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    hurry(monkeypatch)
+    monkeypatch.setattr("tierd.ipc.messages.HEARTBEAT", 0.02)
+    monkeypatch.setattr(download, "_HANDS", 1)
+
+
+@pytest.fixture
+def spool(tmp_path) -> Spool:
+    return Spool(tmp_path / "spool")
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_the_daemon_tells_how_far_it_is(spool):
+    store = Double()
+    commit(spool, PART)
+    with Daemon(spool.root, {"tier": store}) as daemon, Link(spool) as link:
+        daemon.settle()
+        spool.remove([PART])
+        store.delay = 0.1
+        told: list[dict] = []
+        assert link.ask(Fetch(part=PART), told=told.append)["tiers"] == ["tier"]
+    seen = [(line["done"], line["total"]) for line in told if line.get("total")]
+    whole = sum(map(len, content(7).values()))
+    assert seen == sorted(seen) and {total for _, total in seen} == {whole}
+    assert len({done for done, _ in seen}) > 1
+    assert ["tier"] in [line.get("tiers") for line in told]
+
+
+def test_as_long_as_bytes_come_a_fetch_may_take_its_time(clock, caplog):
+    watch = Fetching(PART)
+    with caplog.at_level(logging.INFO, "tierd"):
+        for done in range(100):
+            clock[0] += progress._STALLED - 1
+            watch({"working": True, "done": done * 10**9, "total": 96 * 10**9, "tiers": ["s3"]})
+    assert "step 7" in caplog.text and "from s3: 41.0 of 96.0 GB" in caplog.text
+
+
+@pytest.mark.parametrize("line", [{}, {"done": 5, "total": 9, "tiers": []}])
+def test_one_that_brings_nothing_is_given_up(clock, line):
+    watch = Fetching(PART)
+    watch(line)
+    clock[0] += progress._STALLED - 1
+    watch(line)
+    clock[0] += 1
+    with pytest.raises(StoreUnavailable, match="no byte"):
+        watch(line)
+
+
+def test_a_restore_from_a_tier_that_hangs_ends_and_the_next_goes_on(spool, monkeypatch):
+    store = Double()
+    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        first = checkpointer.save(3, tensors(3)).part
+        first_done = checkpointer.save(4, tensors(4))
+        first_done.wait()
+    with Daemon(spool.root, {"tier": store}, keep=100) as daemon:
+        daemon.settle()
+        for one in (first, first_done.part):
+            spool.remove([one])
+        chunks: list[str] = []
+
+        def hang(operation: str, key: str) -> None:
+            if operation == "get" and is_chunk(key):
+                chunks.append(key)
+                store.delay = 1000.0 if len(chunks) == 1 else 0.0
+
+        store.before = hang
+        state = tensors(10**6)
+        with tierd.Checkpointer(spool.root, "run") as checkpointer:
+            monkeypatch.setattr(progress, "_STALLED", 0.5)
+            with pytest.raises(StoreUnavailable, match="no byte"):
+                checkpointer.restore(state)
+            assert same(state, 10**6), "nothing was loaded"
+            monkeypatch.setattr(progress, "_STALLED", 600.0)
+            store.before, store.delay = None, 0.0
+            assert checkpointer.restore(state).step == 4
+        assert same(state, 4)
+        assert read(spool, first_done.part)
+
+
+def test_while_a_copy_is_healed_the_bad_one_takes_no_memory(spool, monkeypatch):
+    store, held, seen = Double(), [], []
+
+    def noted(size: int) -> memoryview:
+        memory = direct_io.memory_for(size)
+        if size >= direct_io.LARGE and threading.current_thread() is threading.main_thread():
+            held.append(weakref.ref(memory.obj))
+        return memory
+
+    with Daemon(spool.root, {"tier": store}, keep=100, keep_local=100) as daemon:
+        with tierd.Checkpointer(spool.root, "run") as checkpointer:
+            state = {"weights": torch.arange(1_000_000.0)}
+            saved = checkpointer.save(1, state)
+            saved.wait()
+        daemon.settle()
+        path = spool.path(saved.part) / TENSORS
+        path.write_bytes(flipped(path.read_bytes()))
+        monkeypatch.setattr(file_io, "memory_for", noted)
+        monkeypatch.setattr("tierd.client.saving.handoff.HandoffClient.recall", lambda self, part: None)
+        store.before = lambda operation, key: is_chunk(key) and seen.append(sum(one() is not None for one in held))
+        with tierd.Checkpointer(spool.root, "run") as checkpointer:
+            assert checkpointer.restore({"weights": torch.zeros(1_000_000)}).tier == "tier"
+    assert held and seen and not any(seen)

@@ -1,0 +1,182 @@
+"""Reading along with a download: whatever happens to it, what is handed on is what the committed manifest describes."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import random
+import threading
+
+import pytest
+from support.doubles import Double, flipped, is_chunk
+from support.world import commit, part, wait_until
+
+from tierd.client.restoring import streaming as arriving_module
+from tierd.client.restoring.streaming import StreamedPart
+from tierd.core.errors import CorruptChunk
+from tierd.core.manifest import DRAFT_NAME
+from tierd.daemon.transfer import download
+from tierd.daemon.transfer.fetch import fetch
+from tierd.daemon.transfer.flush import Route, flush
+from tierd.spool.direct_io import LARGE
+from tierd.spool.spool import Spool
+
+PART = part(7)
+FILES = {
+    "tensors": random.Random(1).randbytes(6 * LARGE + 777),
+    "small": b"small",
+    "empty": b"",
+    "deep/packed": bytes(range(256)) * (LARGE // 64),
+}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr("support.world.CHUNK", LARGE + 123)
+    monkeypatch.setattr(download, "_HANDS", 1)
+    monkeypatch.setattr(arriving_module, "_PAUSE", 0.002)
+
+
+@pytest.fixture
+def spool(tmp_path) -> Spool:
+    return Spool(tmp_path / "spool")
+
+
+@pytest.fixture
+def store(tmp_path) -> Double:
+    home, store = Spool(tmp_path / "home"), Double()
+    commit(home, PART, FILES)
+    asyncio.run(flush(home, PART, Route(store)))
+    return store
+
+
+def bring(spool: Spool, store: Double, before=lambda gets: None) -> None:
+    """Fetch the part; `before` is called before each chunk with their number so far."""
+    gets = 0
+
+    def get(operation: str, key: str) -> None:
+        nonlocal gets
+        if operation == "get" and is_chunk(key):
+            before(gets)
+            gets += 1
+
+    store.before = get
+    asyncio.run(fetch(spool, PART, {"tier": store}))
+
+
+def chunks(store: Double) -> list[str]:
+    return [key for key in store.inner._keys if is_chunk(key)]
+
+
+def whole(spool: Spool, arriving: StreamedPart) -> bool:
+    found = arriving.read(spool.path(PART), spool.manifest(PART))
+    return {name: bytes(data) for name, data in found.items()} == FILES
+
+
+def test_chunks_are_in_memory_while_others_are_still_to_come(spool, store):
+    with StreamedPart(spool, PART, worth=True) as arriving:
+
+        def seen(gets: int) -> None:
+            if gets == len(chunks(store)) - 1:  # the last one
+                wait_until(lambda: arriving._images and sum(len(i.missing) for i in arriving._images.values()) == 1)
+
+        bring(spool, store, seen)
+        assert whole(spool, arriving)
+
+
+@pytest.mark.parametrize("worth", [True, False])
+def test_one_that_read_nothing_reads_it_all_in_the_end(spool, store, worth):
+    with StreamedPart(spool, PART, worth=worth) as arriving:
+        if worth:
+            arriving.stop()
+        bring(spool, store)
+        assert whole(spool, arriving)
+
+
+def test_one_that_begins_or_ends_at_any_moment(spool, store):
+    for begin in range(len(chunks(store))):
+        arriving = StreamedPart(spool, PART, worth=True)
+
+        def at(gets: int, begin: int = begin, arriving: StreamedPart = arriving) -> None:
+            if gets == begin:
+                arriving.__enter__()
+            if gets == begin + 4:
+                arriving.stop()
+
+        bring(spool, store, at)
+        assert whole(spool, arriving), begin
+        spool.remove([PART])
+
+
+def test_what_changed_on_disk_after_it_was_read_is_not_handed_on_unseen(spool, store):
+    """What was not read in time comes from the committed file, verified like anything else."""
+    arriving = StreamedPart(spool, PART, worth=True)
+    bring(spool, store)
+    path = spool.path(PART) / "tensors"
+    path.write_bytes(flipped(path.read_bytes(), 3 * LARGE))
+    with pytest.raises(CorruptChunk, match="differ"):
+        arriving.read(spool.path(PART), spool.manifest(PART))
+
+
+@pytest.mark.parametrize("kind", ["garbage", "directory", "other part"])
+def test_a_draft_that_is_none_is_passed_over(spool, store, tmp_path, kind):
+    home = spool.fetching(PART)
+    home.mkdir()
+    if kind == "directory":
+        (home / DRAFT_NAME).mkdir()
+    elif kind == "garbage":
+        (home / DRAFT_NAME).write_bytes(b"{")
+    else:
+        other = Spool(tmp_path / "other")
+        commit(other, part(8), FILES)
+        (home / DRAFT_NAME).write_bytes((other.path(part(8)) / "manifest.json").read_bytes())
+    with StreamedPart(spool, PART, worth=True) as arriving:
+        bring(spool, store)
+        assert whole(spool, arriving)
+
+
+def test_a_file_system_that_tells_nothing_costs_a_few_reads_and_no_more(spool, store, monkeypatch):
+    monkeypatch.setattr(arriving_module, "_is_written", lambda fd, offset, size: True)
+    reads, real = [], arriving_module._Image._read
+
+    def counted(self, plain, direct, offset, chunk):
+        reads.append(offset)
+        return real(self, plain, direct, offset, chunk)
+
+    monkeypatch.setattr(arriving_module._Image, "_read", counted)
+    paused = threading.Event()
+    with StreamedPart(spool, PART, worth=True) as arriving:
+        bring(spool, store, lambda gets: paused.wait(0.05))
+        assert whole(spool, arriving)
+    assert len(reads) <= len(chunks(store)) * (arriving_module._TRIES + 1)
+
+
+def test_the_draft_does_not_stay(spool, store):
+    bring(spool, store)
+    assert not (spool.path(PART) / DRAFT_NAME).exists()
+
+
+def test_direct_reads_that_are_refused_go_through_the_page_cache(spool, store, monkeypatch):
+    real = os.preadv
+
+    def preadv(fd, buffers, offset):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, buffers, offset)
+
+    with StreamedPart(spool, PART, worth=True) as arriving:
+        bring(spool, store, lambda gets: wait_until(lambda: gets == 0 or arriving._images))
+        arriving.stop()
+        for image in arriving._images.values():
+            image.__init__(image.file)  # nothing was read
+        monkeypatch.setattr(os, "preadv", preadv)
+        assert whole(spool, arriving)
+
+
+def test_what_was_read_for_a_fetch_that_failed_is_not_kept(spool, store):
+    with pytest.raises(ValueError), StreamedPart(spool, PART, worth=True) as arriving:
+        bring(spool, store, lambda gets: wait_until(lambda: gets == 0 or arriving._images))
+        raise ValueError
+    assert not arriving._images

@@ -1,0 +1,198 @@
+"""Defects that a sceptical reading of the hand-off found, each as the sequence of events that showed it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from support.training import restored, same, tensors
+
+import tierd
+from tierd.client.saving import handoff as client
+from tierd.client.saving import slots
+from tierd.client.saving.slots import Slot
+from tierd.daemon import handoff
+from tierd.spool.arena import Arena
+from tierd.state.tensor_file import plan_layout
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def pages(arena: Arena) -> int:
+    """Bytes of memory behind an arena."""
+    return os.fstat(arena.fd).st_blocks * 512
+
+
+def inode(ckpt: tierd.Checkpointer) -> int:
+    return os.fstat(ckpt._pipeline._slots[0].arena.fd).st_ino
+
+
+def test_no_descriptor_for_a_connection_costs_no_slot(spool, monkeypatch):
+    with tierd.Checkpointer(spool.root, "run") as ckpt:
+        assert ckpt.attempt
+        with monkeypatch.context() as patch:
+            patch.setattr(client.socket, "socket", lambda *_: (_ for _ in ()).throw(OSError(24, "too many open files")))
+            for step in (1, 2, 3):
+                ckpt.save(step, tensors(step)).wait(timeout=20)
+        ckpt.save(4, tensors(4)).wait(timeout=20)
+    assert len(spool.parts()) == 4
+
+
+def test_what_fails_after_a_save_costs_no_slot(spool, monkeypatch):
+    with tierd.Checkpointer(spool.root, "run", to=[]) as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr(ckpt._daemon, "keep", lambda: 1 // 0)
+            ckpt.save(1, tensors(1)).wait(timeout=20)
+            ckpt.save(2, tensors(2)).wait(timeout=20)
+        ckpt.save(3, tensors(3)).wait(timeout=20)
+    assert len(spool.parts()) == 3
+
+
+def test_a_daemon_that_only_listens_gets_nothing_and_blocks_nobody(spool):
+    """Stopped as a whole: the system still accepts for it, until the backlog is full."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hung:
+        hung.bind(os.fspath(spool.handoff_socket))
+        hung.listen(1)
+        begun = time.monotonic()
+        for step in range(8):
+            with tierd.Checkpointer(spool.root, "run") as ckpt:
+                ckpt.save(step, tensors(step)).wait(timeout=20)
+                ckpt.save(step + 100, tensors(step)).wait(timeout=20)
+                assert ckpt.stats.handed_over == 0 and ckpt.stats.failed == 0
+        assert time.monotonic() - begun < 60, "one greeting is waited for by each, and no more"
+    assert len(spool.parts()) == 16
+
+
+def test_memory_that_a_device_writes_to_keeps_its_pages(spool, fake):
+    slot, layout = Slot(0), plan_layout({"x": torch.zeros(1000)})
+    slot.fit(8 << 20)
+    slot.pin(torch.device("cuda", 0))
+    for _ in range(3):
+        slot.lay_out(layout)
+    assert pages(slot.arena) == 8 << 20
+    slot._unpin()
+    slot.lay_out(layout)
+    assert pages(slot.arena) < 1 << 20
+    assert slot.fit(8 << 20) and pages(slot.arena) == 8 << 20, "what is promised is there"
+
+
+def test_an_arena_of_a_living_trainer_is_nobody_elses(spool, daemon):
+    """Its line breaks on its own side: the daemon takes it for dead, and a second launch may recall what it left."""
+    with tierd.Checkpointer(spool.root, "run") as first:
+        first.save(1, tensors(1)).wait(timeout=20)
+        shared = inode(first)
+        first._line._drop(first._line._line.connection, gone=False)
+        end = time.monotonic() + 10
+        while not daemon.handoff._orphans and time.monotonic() < end:
+            time.sleep(0.01)
+        state = tensors(0)
+        with tierd.Checkpointer(spool.root, "run") as second:
+            assert second.restore(state).tier == "memory" and inode(second) == shared
+            second.save(2, tensors(2))
+            first.save(3, tensors(3)).wait(timeout=20)
+            assert inode(first) != shared
+            second.save(4, tensors(4)).wait(timeout=20)
+    for step in (1, 2, 4):
+        assert same(restored(spool, step)[1], step)
+
+
+def test_a_line_that_the_daemon_ends_leaves_no_orphan(spool, daemon):
+    with tierd.Checkpointer(spool.root, "run") as ckpt:
+        ckpt.save(1, tensors(1)).wait(timeout=20)
+        socket.send_fds(ckpt._line._line.connection, [b"no message"], [])
+        end = time.monotonic() + 10
+        while daemon.handoff._lines and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not daemon.handoff._orphans
+        ckpt.save(2, tensors(2)).wait(timeout=20)
+        assert ckpt.stats.handed_over == 2, "and the next save finds a new one at once"
+
+
+def test_a_restore_waits_for_no_living_trainer(spool, daemon, monkeypatch):
+    go, real = threading.Event(), handoff.write_part
+    monkeypatch.setattr(handoff, "write_part", lambda *a: go.wait(30) and real(*a))
+    with tierd.Checkpointer(spool.root, "other") as busy:
+        save = busy.save(1, tensors(1))
+        with tierd.Checkpointer(spool.root, "run") as ckpt:
+            assert ckpt.restore(tensors(0)) is None
+        assert not save.done()
+        go.set()
+        save.wait(timeout=20)
+
+
+def test_an_arena_that_was_outgrown_gives_its_memory_back(spool, daemon):
+    with tierd.Checkpointer(spool.root, "run") as ckpt:
+        ckpt.save(1, {"x": torch.zeros(1 << 20)}).wait(timeout=20)
+        old = Arena.received(os.dup(ckpt._pipeline._slots[0].arena.fd))
+        assert pages(old) >= 4 << 20
+        ckpt.save(2, {"x": torch.ones(2 << 20)}).wait(timeout=20)
+        assert pages(old) == 0
+    with tierd.Checkpointer(spool.root, "run", to=[]) as ckpt:
+        for step, size in ((1, 1 << 20), (2, 2 << 20)):
+            state = {"x": None}
+            ckpt.restore(state, step=step)
+            assert torch.equal(state["x"], torch.full((size,), float(step - 1)))
+
+
+def test_a_state_that_grows_within_its_arena_finds_its_memory_touched(spool, monkeypatch):
+    with tierd.Checkpointer(spool.root, "run", to=[]) as ckpt:
+        ckpt._pipeline.reserve(16 << 20)
+        for step in (1, 2):
+            ckpt.save(step, {"x": torch.zeros(1 << 20)}).wait()
+        arena = ckpt._pipeline._slots[0].arena
+        assert pages(arena) < 5 << 20
+        monkeypatch.setattr(slots, "available", lambda: 0)
+        ckpt.save(3, {"x": torch.ones(3 << 20)}).wait()  # no memory for it now: it is streamed, not killed
+        assert ckpt._pipeline._slots[0].arena is not arena
+        monkeypatch.undo()
+        ckpt.save(4, {"x": torch.ones(3 << 20)}).wait()
+    state = {"x": None}
+    with tierd.Checkpointer(spool.root, "run", to=[]) as ckpt:
+        ckpt.restore(state, step=3)
+        assert bool((state["x"] == 1).all())
+
+
+class Keeper(torch.nn.Module):
+    """A module that keeps what it is given as its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.extra = torch.nn.Parameter(torch.ones(5000)), torch.ones(5000)
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def test_extra_state_from_memory_is_not_overwritten_by_the_next_save(spool):
+    from tierd.state.capture import Capturer
+    from tierd.state.flatten import unflatten
+    from tierd.state.load import load
+    from tierd.state.tensor_file import copy, targets
+
+    capture = Capturer().capture({"model": Keeper()})
+    arena = Arena(capture.layout.size)
+    arena.view[: len(capture.layout.header)] = capture.layout.header
+    copy(targets(capture.layout, arena.view), capture.tensors)
+    state = {"model": Keeper()}
+    image = arena.view[: capture.layout.size]
+    load(state, unflatten(capture.tree(), image), lent=True, file=image)
+    arena.view[len(capture.layout.header) : capture.layout.size] = bytes(
+        capture.layout.size - len(capture.layout.header)
+    )
+    assert torch.equal(state["model"].extra, torch.ones(5000)) and torch.equal(state["model"].weight, torch.ones(5000))
+
+
+def test_a_gate_forgets_what_nobody_waits_for(spool):
+    weight = torch.nn.Parameter(torch.ones(1000))
+    with tierd.Checkpointer(spool.root, "run", to=[]) as ckpt:
+        ckpt.attach(torch.optim.SGD([weight], lr=0.1))
+        for step in range(20):
+            ckpt.save(step, {"w": weight}).wait(timeout=20)
+        assert len(ckpt._gate._pending) <= 2

@@ -1,0 +1,206 @@
+"""Slots: what a save does while the one before is still being persisted, and what it does without memory for it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+
+import pytest
+import torch
+from support.training import fresh, restored, same, tensors, train
+
+import tierd
+from tierd.client.saving import pipeline, slots
+from tierd.core.errors import ConfigError, SaveFailed, SaveSkipped, SpoolFull
+from tierd.spool.arena import Arena, available
+
+
+class Brake:
+    """Holds persisting until it is let go."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.go = threading.Event()
+        real = pipeline.write_part
+        monkeypatch.setattr(pipeline, "write_part", lambda *a: self.go.wait(30) and real(*a))
+
+
+@pytest.fixture
+def brake(monkeypatch):
+    return Brake(monkeypatch)
+
+
+def opened(spool, **options):
+    return tierd.Checkpointer(spool.root, "run", to=[], **options)
+
+
+# -- backlog ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_save_waits_for_the_one_before_by_default_and_that_is_counted(spool, brake):
+    with opened(spool) as ckpt:
+        ckpt.save(1, tensors(1))
+        assert ckpt.stats.waited_s < 5
+        threading.Timer(0.4, brake.go.set).start()
+        ckpt.save(2, tensors(2)).wait()
+        assert ckpt.stats.waited_s > 0.2 and ckpt.stats.blocked_s > ckpt.stats.waited_s
+    assert same(restored(spool, 1)[1], 1) and same(restored(spool, 2)[1], 2)
+
+
+def test_a_save_may_be_skipped_instead(spool, brake, caplog):
+    with opened(spool, when_busy="skip") as ckpt:
+        ckpt.save(1, tensors(1))
+        skipped = ckpt.save(2, tensors(2))
+        assert skipped.done() and isinstance(skipped.error(), SaveSkipped) and "skipped" in caplog.text
+        with pytest.raises(SaveSkipped, match="step 2"):
+            skipped.wait()
+        assert (ckpt.stats.saves, ckpt.stats.skipped, ckpt.stats.failed) == (1, 1, 0)
+        brake.go.set()
+        ckpt._pipeline.drain()
+        ckpt.save(2, tensors(2)).wait()  # the step is still free
+    assert same(restored(spool)[1], 2)
+
+
+def test_a_save_may_fail_instead(spool, brake):
+    with opened(spool, when_busy="fail") as ckpt:
+        ckpt.save(1, tensors(1))
+        with pytest.raises(SaveSkipped):
+            ckpt.save(2, tensors(2))
+        assert ckpt.stats.skipped == 1
+        brake.go.set()
+    assert restored(spool)[0].step == 1
+
+
+@pytest.mark.parametrize("when_busy", ["wait", "skip", "fail"])
+def test_with_more_slots_that_many_saves_follow_each_other(spool, brake, when_busy):
+    with opened(spool, slots=3, when_busy=when_busy) as ckpt:
+        for step in (1, 2, 3):
+            assert ckpt.save(step, tensors(step)).error() is None
+        assert ckpt.stats.waited_s < 5 and ckpt.stats.skipped == 0
+        if when_busy == "skip":
+            assert isinstance(ckpt.save(4, tensors(4)).error(), SaveSkipped)
+        brake.go.set()
+    for step in (1, 2, 3):
+        assert same(restored(spool, step)[1], step)
+
+
+@pytest.mark.parametrize("options", [{"slots": 0}, {"slots": 1.5}, {"slots": True}, {"slots": 17}, {"when_busy": "no"}])
+def test_an_option_that_means_nothing_is_refused(spool, options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        opened(spool, **options)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spare", [0, 48 << 20])
+def test_a_state_that_memory_does_not_hold_is_streamed(spool, monkeypatch, caplog, spare):
+    monkeypatch.setattr(slots, "available", lambda: spare)
+    monkeypatch.setattr(slots, "_SMALLEST", 64 << 10)
+    monkeypatch.setattr(slots, "_BOUND", 1 << 20)
+    state = {"big": torch.arange(5_000_000 + 3), "turned": torch.randn(900, 700).t(), **tensors(7)}
+    with opened(spool) as ckpt:
+        save = ckpt.save(7, state)
+        saved = {name: value.clone() for name, value in state.items()}
+        for value in state.values():
+            value.zero_()
+        save.wait()
+        assert ckpt._pipeline._slots[0].arena.size <= (1 << 20 if not spare else 48 << 20)
+        assert ("streams it" in caplog.text) == (spare == 0)
+        ckpt.restore(state)
+    assert all(torch.equal(state[name], saved[name]) for name in state)
+
+
+def test_an_overlapped_state_that_memory_does_not_hold_is_streamed_before_training_goes_on(spool, monkeypatch):
+    monkeypatch.setattr(slots, "available", lambda: 0)
+    monkeypatch.setattr(slots, "_SMALLEST", 8192)
+    state = fresh()
+    train(state)
+    with opened(spool) as ckpt:
+        ckpt.attach(state["optimizer"])
+        ckpt.save(1, state)
+        expected = train(state, 3)
+        ckpt.restore(state)
+        assert train(state, 3) == expected
+
+
+def test_a_streamed_save_that_fails_is_a_value_all_the_same(spool, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(slots, "available", lambda: 0)
+    with opened(spool) as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr(pipeline, "write_part", full)
+            save = ckpt.save(1, tensors(1))
+        with pytest.raises(SaveFailed) as failed:
+            save.wait()
+        assert isinstance(failed.value.__cause__, SpoolFull) and ckpt.stats.failed == 1
+        ckpt.save(1, tensors(1)).wait()
+    assert same(restored(spool)[1], 1)
+
+
+def test_the_system_that_says_no_is_believed(spool, monkeypatch):
+    def refuses(self, size=None):
+        raise MemoryError("cannot allocate")
+
+    monkeypatch.setattr(Arena, "prefault", refuses)
+    with opened(spool) as ckpt:
+        ckpt.save(1, tensors(1)).wait()
+    assert same(restored(spool)[1], 1)
+
+
+# -- the arena is ready before it is needed ---------------------------------------------------------------------------
+
+
+def test_restoring_makes_the_arena_ready_before_an_optimizer_has_any_state(spool):
+    state = fresh()
+    with opened(spool) as ckpt:
+        assert ckpt.restore(state) is None
+        ckpt._pipeline.drain()
+        arena = ckpt._pipeline._slots[0].arena
+        train(state, 2)
+        ckpt.save(1, state).wait()
+        assert ckpt._pipeline._slots[0].arena is arena, "it was large enough for what training has by then"
+    with opened(spool) as ckpt:
+        assert ckpt.restore(state).step == 1
+        ckpt._pipeline.drain()
+        arena = ckpt._pipeline._slots[0].arena
+        ckpt.save(2, state).wait()
+        assert ckpt._pipeline._slots[0].arena is arena
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "times"),
+    [
+        (torch.optim.AdamW, {}, 3),
+        (torch.optim.Adam, {"amsgrad": True}, 4),
+        (torch.optim.SGD, {}, 1),
+        (torch.optim.SGD, {"momentum": 0.9}, 2),
+    ],
+)
+def test_the_size_of_a_state_is_told_before_the_first_step(kind, options, times):
+    model = torch.nn.Linear(1000, 1000, bias=False)
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+    before = slots.estimate({"model": model, "nested": [{"optimizer": optimizer}], "text": "x"})
+    assert before == times * 4_000_000 + slots._HEADER
+    model(torch.randn(2, 1000)).sum().backward()
+    optimizer.step()
+    after = slots.estimate({"model": model, "nested": [{"optimizer": optimizer}]})
+    assert before <= after <= before + 100
+
+
+def test_memory_that_was_made_ready_for_nothing_is_given_back(spool):
+    with opened(spool) as ckpt:
+        ckpt._pipeline.reserve(64 << 20)
+        ckpt.save(1, tensors(1)).wait()
+        ckpt.save(2, tensors(2)).wait()
+        arena = ckpt._pipeline._slots[0].arena
+        assert arena.size == 64 << 20
+
+        assert os.fstat(arena.fd).st_blocks * 512 < 1 << 20
+    assert same(restored(spool, 1)[1], 1) and same(restored(spool, 2)[1], 2)
+
+
+def test_the_system_is_asked_for_its_memory(monkeypatch, tmp_path):
+    assert 0 < available() < 1 << 50

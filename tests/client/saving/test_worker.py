@@ -1,0 +1,151 @@
+"""Threads that work for a trainer whose signal handlers save: no line of waiting or giving may be a bad moment."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from support.training import restored, same, tensors
+
+import tierd
+from tierd.client.saving.snapshot import Snapshot
+from tierd.client.saving.worker import Latch, Worker, _working
+from tierd.core.errors import ConfigError
+
+ROOT = Path(tierd.__file__).parent.parent
+FILES = {"worker.py", "snapshot.py", "pipeline.py", "checkpointer.py", "overlap.py", "save.py"}
+
+
+def test_a_latch_lets_everybody_through_once_it_is_open():
+    latch, through = Latch(), []
+    threads = [threading.Thread(target=lambda: through.append(latch.wait(20))) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    assert not latch.wait(0.05) and not latch.is_open and not through
+    latch.open()
+    latch.open()
+    for thread in threads:
+        thread.join(20)
+    assert through == [True] * 5 and latch.wait() and latch.wait(0)
+
+
+def test_a_worker_does_everything_in_order_and_survives_what_it_is_given(caplog):
+    worker, done = Worker("test"), []
+    for number in range(100):
+        worker.give(lambda number=number: done.append(number))
+    worker.give(lambda: 1 // 0)
+    worker.give(lambda: done.append("last"))
+    worker.drain()
+    assert done == [*range(100), "last"] and "ZeroDivisionError" in caplog.text
+    worker.close()
+    worker.close()
+    worker.drain()
+    with pytest.raises(ConfigError):
+        worker.give(lambda: None)
+
+
+def test_a_worker_keeps_nothing_of_what_it_has_done_and_ends_with_its_owner():
+    worker = Worker("test")
+    thing = threading.Event()
+    seen = weakref.ref(thing)
+    worker.give(thing.is_set)
+    del thing
+    worker.drain()
+    gc.collect()
+    assert seen() is None
+    thread = worker._thread
+    del worker
+    thread.join(20)
+    assert not thread.is_alive() and thread not in _working
+
+
+def test_what_is_left_when_the_interpreter_ends_is_still_done(tmp_path):
+    """A script that ends without close(), with two saves on their way and one more from an exit handler."""
+    code = f"""
+import atexit, torch, tierd
+from tierd.client.saving import pipeline
+import time
+real = pipeline.write_part
+pipeline.write_part = lambda *a: (time.sleep(0.3), real(*a))[1]
+ckpt = tierd.Checkpointer({str(tmp_path)!r}, "run", to=[], slots=2)
+atexit.register(lambda: ckpt.save(3, {{"x": torch.ones(3)}}))
+for step in (1, 2):
+    ckpt.save(step, {{"x": torch.ones(3)}})
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(list(tmp_path.glob("run/*/*/manifest.json"))) == 3
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_handler_may_save_at_any_line_of_a_save(spool, monkeypatch, overlapped):
+    """Every line that the training thread runs inside `save` and `wait` in these files is a moment for SIGTERM."""
+    real = Snapshot.copy
+    monkeypatch.setattr(Snapshot, "copy", lambda self, slot: (time.sleep(0.002), real(self, slot))[1])
+    # A save whose handler comes before the gate knows of the copy is confirmed by nobody until this has passed.
+    monkeypatch.setattr("tierd.client.saving.snapshot._LONG_OVER", 0.5)
+    monkeypatch.setattr(
+        "tierd.client.saving.snapshot._HELD_UP", 0.2
+    )  # what waits for a tree that it has interrupted itself
+    weight = torch.nn.Parameter(torch.ones(10))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    weight.grad = torch.ones(10)
+    moments = range(400)
+    steps = iter(range(10_000))
+    with tierd.Checkpointer(spool.root, "run", to=[]) as ckpt:
+        if overlapped:
+            ckpt.attach(optimizer)
+        ckpt.save(next(steps), {"w": weight}).wait(timeout=20)
+        tried = 0
+        for moment in moments:
+            fired, count = [], 0
+
+            def line(frame, event, arg, moment=moment, fired=fired):
+                nonlocal count
+                if event == "line" and not fired:
+                    if count == moment:
+                        fired.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+                        sys.settrace(None)
+                        ckpt.save(next(steps), {"w": weight}).wait(timeout=20)
+                    count += 1
+                return line
+
+            def call(frame, event, arg, line=line):
+                return line if Path(frame.f_code.co_filename).name in FILES else None
+
+            sys.settrace(call)
+            try:
+                save = ckpt.save(next(steps), {"w": weight})
+                optimizer.step()
+                save.wait(timeout=20)
+            finally:
+                sys.settrace(None)
+            if not fired:
+                break
+            tried += 1
+        assert 40 < tried < 399 and ckpt.stats.failed == 0
+    assert len(spool.parts()) == next(steps)
+
+
+def test_saves_of_several_threads_are_all_kept(spool):
+    with tierd.Checkpointer(spool.root, "run", to=[]) as ckpt:
+
+        def work(first):
+            for step in range(first, 40, 4):
+                ckpt.save(step, tensors(step))
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert len(spool.parts()) == 40
+    for step in (0, 17, 39):
+        assert same(restored(spool, step)[1], step)

@@ -1,0 +1,240 @@
+"""Retention: the tables in golden/retention.json, and what holds for every history and every policy."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.worlds import EPOCH, attempt, histories, policies
+
+from tierd.core.ids import CheckpointId
+from tierd.core.retention.policy import Best, CheckpointInfo, Ranking, RetentionPolicy, decide, merged, seconds
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "retention.json").read_text())["cases"]
+SUITE = settings(max_examples=150)
+
+
+def read_row(row) -> tuple[CheckpointInfo, bool, tuple[str, ...]]:
+    name, flags, minute, loss, verdict, reasons = row
+    match = re.fullmatch(r"(\d+)@(\d+)(?: < (\d+)@(\d+))?", name)
+    own = CheckpointId("r", attempt(int(match[1])), int(match[2]))
+    origin = CheckpointId("r", attempt(int(match[3])), int(match[4])) if match[3] else None
+    info = CheckpointInfo(
+        own,
+        complete="i" not in flags,
+        verified="u" not in flags,
+        pinned="p" in flags,
+        created=EPOCH + timedelta(minutes=minute),
+        metrics=None if loss is None else {"loss": float(loss)},
+        origin=origin,
+    )
+    return info, verdict == "keep", tuple(reasons)
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["name"])
+def test_golden_tables(case):
+    rows = [read_row(row) for row in case["rows"]]
+    policy = msgspec.convert(case["policy"], RetentionPolicy)
+    found = decide([info for info, *_ in reversed(rows)], policy)
+    assert [(v.id, v.keep, v.reasons) for v in found] == [(info.id, keep, reasons) for info, keep, reasons in rows]
+
+
+@st.composite
+def infos(draw) -> list[CheckpointInfo]:
+    often = st.sampled_from([True, True, True, False])
+    return [
+        CheckpointInfo(
+            part.checkpoint, draw(often), draw(often), not draw(often), facts.created, facts.metrics, facts.origin
+        )
+        for part, facts in draw(histories(max_world=1)).items()
+    ]
+
+
+def deleted(found, policy):
+    return {verdict.id for verdict in decide(found, policy) if not verdict.keep}
+
+
+@SUITE
+@given(infos(), policies)
+def test_what_no_policy_may_delete(found, policy):
+    gone = deleted(found, policy)
+    counted = sorted(info.id for info in found if info.complete and info.verified)
+    assert not gone & set(counted[-policy.keep_last :])  # the newest verified, and as many as were asked for
+    assert not gone & {info.id for info in found if not info.verified}
+    assert not gone & {info.id for info in found if info.pinned}
+    for checkpoint in gone:
+        assert sum(other > checkpoint for other in counted) >= policy.keep_last
+
+
+@SUITE
+@given(infos(), policies, policies)
+def test_adding_a_rule_never_deletes_more(found, policy, other):
+    for rule in ("keep_every_steps", "keep_within", "keep_every", "keep_best"):
+        without = msgspec.structs.replace(policy, **{rule: None})
+        more = msgspec.structs.replace(without, **{rule: getattr(other, rule)})
+        assert deleted(found, more) <= deleted(found, without)
+
+
+@SUITE
+@given(infos(), policies, st.integers(1, 3))
+def test_keeping_more_of_the_last_never_deletes_more(found, policy, extra):
+    wider = msgspec.structs.replace(policy, keep_last=policy.keep_last + extra)
+    assert deleted(found, wider) <= deleted(found, policy)
+
+
+@SUITE
+@given(infos(), policies, st.randoms(use_true_random=False))
+def test_verdicts_are_newest_first_one_each_with_reasons_whatever_the_order_of_asking(found, policy, rng):
+    verdicts = decide(found, policy)
+    assert [verdict.id for verdict in verdicts] == sorted((info.id for info in found), reverse=True)
+    assert all(verdict.reasons for verdict in verdicts)
+    shuffled = list(found)
+    rng.shuffle(shuffled)
+    assert decide(shuffled, policy) == verdicts
+
+
+@SUITE
+@given(infos(), policies, st.integers(-(10**6), 10**6))
+def test_no_wall_clock_decides(found, policy, minutes):
+    """The whole history moved in time is judged the same: ages are differences between checkpoints."""
+    moved = [replace(info, created=info.created + timedelta(minutes=minutes)) for info in found]
+    assert decide(moved, policy) == decide(found, policy)
+
+
+@SUITE
+@given(infos(), policies)
+def test_what_is_deleted_once_is_not_missed(found, policy):
+    """Acting on the verdicts and asking again deletes nothing more: retention is idempotent."""
+    gone = deleted(found, policy)
+    left = [info for info in found if info.id not in gone]
+    assert deleted(left, policy) == set()
+
+
+@SUITE
+@given(infos(), st.integers(1, 3), st.sampled_from(["min", "max"]))
+def test_the_best_are_the_best(found, count, mode):
+    policy = RetentionPolicy(keep_last=1, keep_best=Best(metric="loss", mode=mode, count=count))
+    named = [v.id for v in decide(found, policy) if any("best" in reason for reason in v.reasons)]
+    values = {
+        info.id: info.metrics["loss"]
+        for info in found
+        if info.complete and info.verified and not math.isnan(info.metrics.get("loss", math.nan))
+    }
+    assert len(named) == min(count, len(values))
+    sign = 1 if mode == "max" else -1
+    worst = min((sign * values[checkpoint] for checkpoint in named), default=math.inf)
+    assert all(sign * value <= worst for checkpoint, value in values.items() if checkpoint not in named)
+
+
+@SUITE
+@given(infos(), st.sampled_from(["3m", "20m", "1h"]), st.randoms(use_true_random=False))
+def test_one_in_every_interval_is_kept_whatever_was_pruned_before(found, every, rng):
+    """Judged after every single save, with prunes done at any time in between or never, the same ones are left."""
+    policy = RetentionPolicy(keep_last=1, keep_every=every)
+    whole = sorted((replace(i, complete=True, verified=True, pinned=False) for i in found), key=lambda info: info.id)
+    named = {v.id for v in decide(whole, policy) if f"one every {every}" in v.reasons}
+    left: list[CheckpointInfo] = []
+    for info in whole:
+        left.append(info)
+        if rng.random() < 0.6:
+            gone = deleted(left, policy)
+            left = [one for one in left if one.id not in gone]
+    assert {v.id for v in decide(left, policy) if f"one every {every}" in v.reasons} == named
+    kept = [info for info in whole if info.id in named]
+    assert not whole or kept[0] is whole[0], "the oldest is the first"
+    for one, following in pairwise(kept):
+        assert abs(following.created - one.created) >= timedelta(seconds=seconds(every))
+        passed = [info.created for info in whole if one.id < info.id < following.id]
+        assert all(abs(created - one.created) < timedelta(seconds=seconds(every)) for created in passed)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("90s", 90), ("1.5m", 90), ("12h", 43200), ("7d", 604800), ("0s", 0)])
+def test_durations(text, expected):
+    assert seconds(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "90", "s", "-1s", "1 s", "1s\n", "1w", "1.s", "1e3s", "\u0663s"])
+def test_other_texts_are_no_durations(text):
+    with pytest.raises(ValueError, match="no duration"):
+        seconds(text)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"keep_within": text}, RetentionPolicy)
+
+
+@SUITE
+@given(infos(), policies)
+def test_one_more_is_judged_as_if_it_had_been_among_the_others(history, policy):
+    """So that a thousand can each be judged alone without judging a thousand times a thousand."""
+    together = {verdict.id: verdict for verdict in decide(history, policy)}
+    for number, one in enumerate(history):
+        alone = Ranking(history[:number] + history[number + 1 :], policy)
+        assert alone.verdict(one) == together[one.id]
+
+
+# -- several policies -------------------------------------------------------------------------------------------------
+
+
+@SUITE
+@given(infos(), policies, policies)
+def test_merged_policies_keep_whatever_either_keeps(found, one, other):
+    both = merged([one, other])
+    assert deleted(found, both) <= deleted(found, one) & deleted(found, other)
+
+
+@SUITE
+@given(st.lists(policies, min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_merging_depends_on_no_order_and_a_policy_adds_nothing_to_itself(found, rng):
+    together = merged(found)
+    shuffled = rng.sample(found, len(found))
+    assert merged(shuffled) == together
+    assert merged([together, together, *found]) == together
+    assert merged(found[:1]) == found[0]
+    assert merged([merged(found[:2]), *found[2:]]) == together
+
+
+def test_merging_takes_the_most_of_each_rule():
+    one = RetentionPolicy(keep_last=2, keep_within="90m", keep_every_steps=10, keep_best=Best(metric="loss", count=3))
+    other = RetentionPolicy(
+        keep_last=5,
+        keep_within="1h",
+        keep_every_steps=15,
+        keep_every="6h",
+        keep_best=[Best(metric="loss"), Best(metric="acc", mode="max")],
+    )
+    assert merged([one, other]) == RetentionPolicy(
+        keep_last=5,
+        keep_within="90m",
+        keep_every_steps=(10, 15),
+        keep_every="6h",
+        keep_best=(Best(metric="acc", mode="max"), Best(metric="loss", count=3)),
+    )
+    assert merged([]) is None
+
+
+def test_equal_policies_are_equal_however_they_are_written():
+    one = msgspec.convert({"keep_every_steps": [10], "keep_every": ["60s", "1m"], "keep_best": []}, RetentionPolicy)
+    assert one == RetentionPolicy(keep_every_steps=10, keep_every="1m")
+    assert msgspec.json.decode(msgspec.json.encode(one), type=RetentionPolicy) == one
+
+
+@pytest.mark.parametrize(
+    ("rules", "where"),
+    [
+        ({"keep_every_steps": [5, 0]}, "keep_every_steps"),
+        ({"keep_every_steps": [1] * 17}, "keep_every_steps"),
+        ({"keep_every": ["6h", "soon"]}, "keep_every"),
+        ({"keep_best": [{"metric": ""}]}, "keep_best"),
+    ],
+)
+def test_each_of_several_values_is_checked(rules, where):
+    with pytest.raises(msgspec.ValidationError, match=where):
+        msgspec.convert(rules, RetentionPolicy)

@@ -1,0 +1,171 @@
+"""Corruption, met by the reconciler: healed from whoever has it right, set aside only when nobody has, and told."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from support.doubles import Double, contents, flip, flipped, is_chunk, is_manifest
+from support.world import (
+    commit,
+    content,
+    converge,
+    corrupt,
+    part,
+    read,
+    reconciler,
+    running,
+    settle,
+    steps_in,
+    steps_on,
+    until,
+)
+
+from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
+from tierd.core.manifest import MANIFEST_NAME, decode
+from tierd.spool.spool import Spool
+from tierd.stores.memory import MemoryStore
+
+
+def test_a_corrupt_local_part_is_healed_from_the_other_tier_and_then_flushed(spool):
+    async def work():
+        first, second = MemoryStore(), MemoryStore()
+        commit(spool, part(1))
+        await converge(spool, {"first": first})
+        corrupt(spool.path(part(1)) / "weights.bin")
+        daemon = await converge(spool, {"first": first, "second": second})
+        assert read(spool, part(1)) == content(1)
+        assert await contents(first) == await contents(second)
+        assert daemon.journal.counters["healed_chunks"] == 1 and daemon.journal.counters["corruptions"] == 1
+        assert not daemon.journal.counters["quarantined"] and not spool.quarantined()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("victim", ["weights.bin", MANIFEST_NAME])
+def test_a_corrupt_local_part_that_nobody_else_has_is_set_aside_and_told(spool, victim):
+    async def work():
+        store = MemoryStore()
+        commit(spool, part(1))
+        commit(spool, part(2))
+        corrupt(spool.path(part(2)) / victim)
+        daemon = await converge(spool, {"tier": store})
+        assert steps_on(await contents(store)) == [1] and steps_in(spool) == [1]
+        assert set(spool.quarantined()) == {part(2)}
+        assert [event.subject for event in daemon.journal.events if event.what == "quarantined"] == [str(part(2))]
+        # asked for again, what was set aside stays where it is: it is all that is left
+        async with running(reconciler(spool, {"tier": store})) as again:
+            with pytest.raises(ObjectNotFound):
+                await again.fetch(part(2))
+        assert set(spool.quarantined()) == {part(2)}
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("timeout"), StoreRefused("403")], ids=["unavailable", "refused"])
+def test_nothing_is_set_aside_while_a_tier_cannot_be_asked(spool, error):
+    async def work():
+        down, up = Double(), MemoryStore()
+        commit(spool, part(1))
+        await converge(spool, {"down": down})
+        commit(spool, part(2))
+        corrupt(spool.path(part(1)) / "weights.bin")
+        corrupt(spool.path(part(2)) / MANIFEST_NAME)
+        down.error = error
+        async with running(reconciler(spool, {"down": down, "up": up})) as daemon:
+            await until(lambda: daemon.journal.counters["errors"] > 10)
+            assert not spool.quarantined() and not daemon.journal.counters["quarantined"]
+            with pytest.raises(StoreUnavailable):
+                await daemon.fetch(part(1))
+            down.error = None
+            await settle(daemon)
+        assert read(spool, part(1)) == content(1) and set(spool.quarantined()) == {part(2)}
+        assert steps_on(await contents(down.inner)) == [1] == steps_on(await contents(up))
+
+    asyncio.run(work())
+
+
+def test_a_part_that_cannot_be_mended_yet_holds_up_neither_flushes_nor_evictions(spool):
+    async def work():
+        down, up = Double(), MemoryStore()
+        down.error = StoreUnavailable("down")
+        commit(spool, part(9))
+        corrupt(spool.path(part(9)) / MANIFEST_NAME)
+        for step in range(4):
+            commit(spool, part(step))
+        async with running(reconciler(spool, {"down": down, "up": up}, keep=100, keep_local=1)) as daemon:
+            await until(lambda: daemon.wake() or steps_in(spool) == [3, 9], 10)
+            assert steps_on(await contents(up)) == [0, 1, 2, 3]
+
+    asyncio.run(work())
+
+
+def test_a_corrupt_manifest_on_a_tier_is_put_anew_from_the_spool(spool):
+    async def work():
+        store = MemoryStore()
+        commit(spool, part(1))
+        await converge(spool, {"tier": store})
+        pristine = await contents(store)
+        await flip(store, part(1).manifest_key)
+        await converge(spool, {"tier": store})
+        assert await contents(store) == pristine
+
+    asyncio.run(work())
+
+
+def test_a_corrupt_manifest_that_only_a_tier_has_is_set_aside_there(spool, tmp_path):
+    async def work():
+        store = MemoryStore()
+        commit(spool, part(1))
+        commit(spool, part(2))
+        await converge(spool, {"tier": store})
+        await flip(store, part(1).manifest_key)
+        fresh = Spool(tmp_path / "fresh")
+        commit(fresh, part(3))
+        await converge(fresh, {"tier": store})
+        objects = await contents(store)
+        assert steps_on(objects) == [2, 3] and part(1).quarantine_key in objects
+
+    asyncio.run(work())
+
+
+def test_a_manifest_that_is_spoiled_on_its_way_again_is_not_rebuilt(spool):
+    async def work():
+        first, second = Double(), MemoryStore()
+        commit(spool, part(1))
+        daemon = await converge(spool, {"first": first, "second": second})
+        spool.remove([part(1)])
+        await flip(first.inner, part(1).manifest_key)
+        first.spoil = lambda key, data: flipped(data) if is_manifest(key) else data
+        with pytest.raises(StoreUnavailable, match="read back"):
+            await daemon._repairer.rebuild("first", part(1), "damaged")
+        first.spoil = None
+        assert await daemon._repairer.rebuild("first", part(1), "damaged")
+        assert decode(bytes(await first.get(part(1).manifest_key)), part(1))
+
+    asyncio.run(work())
+
+
+def test_a_tier_found_bad_during_a_fetch_is_flushed_again(spool):
+    async def work():
+        first, second = MemoryStore(), MemoryStore()
+        commit(spool, part(1))
+        await converge(spool, {"first": first, "second": second})
+        pristine = await contents(first)
+        for key in pristine:
+            if is_chunk(key):
+                await flip(first, key)
+        corrupt(spool.path(part(1)) / "weights.bin")
+        async with running(reconciler(spool, {"first": first, "second": second})) as daemon:
+            assert await daemon.fetch(part(1)) == ("second",)
+            await settle(daemon)
+        healed = await contents(first)
+        named = [key for key in healed if is_manifest(key)]
+        assert named == [part(1).manifest_key] and read(spool, part(1)) == content(1)
+        await second.delete(list(await contents(second)))
+        spool.remove([part(1)])
+        async with running(reconciler(spool, {"first": first})) as daemon:
+            await daemon.fetch(part(1))
+        assert read(spool, part(1)) == content(1)
+
+    asyncio.run(work())

@@ -1,0 +1,220 @@
+"""What wakes the daemon, what it tells its supervisor, and when it ends by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+
+import pytest
+from support.doubles import Double
+from support.world import RUN, commit, config, part, reconciler, running, settle, until, wait_until
+
+from tierd.core.config import Config, from_urls
+from tierd.core.errors import StoreUnavailable
+from tierd.daemon import service
+from tierd.daemon.fs_events import watching
+from tierd.daemon.systemd import notify, watchdog_interval
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Attach
+from tierd.spool.spool import Spool
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch):
+    """A supervisor's socket; a function that gives what it has received."""
+    supervisor = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    supervisor.bind(str(tmp_path / "notify"))
+    supervisor.setblocking(False)
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+    seen: list[str] = []
+
+    def receive() -> list[str]:
+        try:
+            while True:
+                seen.append(supervisor.recv(1000).decode())
+        except BlockingIOError:
+            return seen
+
+    yield receive
+    supervisor.close()
+
+
+def test_a_commit_wakes_the_daemon_without_a_rescan(spool):
+    async def work():
+        async with running(reconciler(spool, {"tier": Double()}, rescan="1h")) as daemon:
+            with watching(spool, daemon.wake):
+                await settle(daemon)
+                for step in range(3):
+                    await asyncio.sleep(0.1)
+                    begun = time.monotonic()
+                    commit(spool, part(step))
+                    await until(lambda step=step: daemon.tiers.has(part(step), "tier"), 5)
+                    assert time.monotonic() - begun < 2.5
+
+    asyncio.run(work())
+
+
+def test_a_rescan_finds_what_no_event_told(spool):
+    async def work():
+        async with running(reconciler(spool, {"tier": Double()}, rescan="0.3s")) as daemon:
+            await settle(daemon)
+            commit(spool, part(1))
+            await until(lambda: daemon.tiers.has(part(1), "tier"), 5)
+
+    asyncio.run(work())
+
+
+def test_without_any_event_or_rescan_nothing_is_found(spool):
+    """So that the two tests above can fail."""
+
+    async def work():
+        async with running(reconciler(spool, {"tier": Double()}, rescan="1h")) as daemon:
+            await settle(daemon)
+            commit(spool, part(1))
+            await asyncio.sleep(1.0)
+            assert not daemon.tiers.has(part(1), "tier")
+
+    asyncio.run(work())
+
+
+def test_a_system_without_watches_is_told_and_goes_on(spool, monkeypatch, caplog):
+    from watchdog.observers import Observer
+
+    def exhausted(self):
+        raise OSError(28, "inotify watch limit reached")
+
+    monkeypatch.setattr(Observer, "start", exhausted)
+
+    async def work():
+        with watching(spool, lambda: None):
+            return True
+
+    assert asyncio.run(work())
+    assert "inotify watch limit reached" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("usec", "pid", "expected"),
+    [("2000000", None, 1.0), ("0", None, None), ("x", None, None), ("", None, None), ("2000000", "1", None)],
+)
+def test_the_watchdog_is_fed_twice_as_often_as_it_bites(monkeypatch, usec, pid, expected):
+    monkeypatch.setenv("WATCHDOG_USEC", usec)
+    monkeypatch.setenv("WATCHDOG_PID", pid or str(os.getpid()))
+    assert watchdog_interval() == expected
+
+
+def test_without_a_supervisor_nothing_is_said(monkeypatch):
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    notify("READY=1")
+    monkeypatch.setenv("NOTIFY_SOCKET", "/nowhere/at/all")
+    notify("READY=1")
+
+
+def test_an_abstract_socket_is_understood(monkeypatch):
+    name = f"tierd-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+        supervisor.bind("\0" + name)
+        supervisor.settimeout(5)
+        monkeypatch.setenv("NOTIFY_SOCKET", "@" + name)
+        notify("READY=1")
+        assert supervisor.recv(100) == b"READY=1"
+
+
+# -- the service, whole -----------------------------------------------------------------------------------------------
+
+
+def served(spool: Spool, tmp_path) -> Config:
+    (tmp_path / "tier").mkdir(exist_ok=True)
+    return from_urls(str(spool.root), [f"file://{tmp_path / 'tier'}"])
+
+
+def test_it_says_ready_alive_and_stopping_in_this_order(spool, tmp_path, told, monkeypatch):
+    monkeypatch.setenv("WATCHDOG_USEC", "200000")
+    monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
+
+    async def work():
+        daemon = asyncio.ensure_future(service.serve(served(spool, tmp_path)))
+        await until(lambda: told().count("WATCHDOG=1") >= 3)
+        commit(spool, part(1))
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(20):
+            await daemon
+
+    asyncio.run(work())
+    seen = told()
+    states = [one for one in seen if not one.startswith(("WATCHDOG=", "STATUS="))]
+    assert states == ["READY=1", "STOPPING=1"]  # alive also while it drains
+    assert seen[-1].startswith("STATUS=drained: nothing is left")
+    assert "READY=1" in seen[:2]
+    assert (tmp_path / "tier" / RUN / "manifests").is_dir(), "what was committed before SIGTERM was drained"
+
+
+def test_an_idle_daemon_ends_when_the_last_trainer_has_gone_and_all_is_flushed(spool, tmp_path, monkeypatch):
+    monkeypatch.setattr(service, "_GRACE", 0.4)
+
+    async def work():
+        daemon = asyncio.ensure_future(service.serve(served(spool, tmp_path), until_idle=True, await_trainer=True))
+        await until(spool.socket.exists)
+        await asyncio.sleep(1.0)
+        assert not daemon.done(), "it waits for its first trainer"
+        link = Link(spool)
+        await asyncio.to_thread(link.ask, Attach())
+        await asyncio.sleep(1.0)
+        assert not daemon.done(), "a trainer is there"
+        commit(spool, part(1))
+        link.close()
+        async with asyncio.timeout(20):
+            await daemon
+
+    asyncio.run(work())
+    assert (tmp_path / "tier" / RUN / "manifests").is_dir()
+    with spool.lock():
+        pass  # and let go of the spool
+
+
+@pytest.mark.parametrize("parts", [0, 2])
+def test_an_idle_daemon_that_no_trainer_started_ends_when_all_is_flushed(spool, tmp_path, parts):
+    for step in range(parts):
+        commit(spool, part(step))
+
+    async def work():
+        async with asyncio.timeout(20):  # and not the 120 s that a trainer has
+            assert await service.serve(served(spool, tmp_path), until_idle=True) == ()
+
+    asyncio.run(work())
+    assert len(list((tmp_path / "tier").glob(f"{RUN}/manifests/*"))) == parts
+
+
+def test_an_idle_daemon_stays_while_something_is_left_to_flush(spool, monkeypatch):
+    monkeypatch.setattr(service, "_GRACE", 0.3)
+    store = Double()
+    store.error = StoreUnavailable("down")
+
+    async def opened(config, stack):
+        return {"tier": store}
+
+    monkeypatch.setattr(service, "open_tiers", opened)
+    monkeypatch.setattr("tierd.daemon.tier_worker._LONGEST", 0.05)
+    commit(spool, part(1))
+
+    async def work():
+        daemon = asyncio.ensure_future(service.serve(config(spool, "tier"), until_idle=True))
+        await until(spool.socket.exists)
+        link = Link(spool)
+        await asyncio.to_thread(link.ask, Attach())
+        link.close()
+        await asyncio.sleep(1.5)
+        assert not daemon.done()
+        store.error = None
+        async with asyncio.timeout(20):
+            await daemon
+
+    asyncio.run(work())
+
+
+def test_wait_until_can_fail():
+    with pytest.raises(AssertionError):
+        wait_until(lambda: False, 0.05)

@@ -1,0 +1,113 @@
+"""A disk that is full gives up what a tier has, at once, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+import pytest
+from support.doubles import Double, contents
+from support.smalldisk import SmallDisk
+from support.world import Daemon, commit, part, steps_on, wait_until
+
+from tierd.core.errors import StoreUnavailable
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Attach, MakeRoom
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def disk(spool, monkeypatch):
+    return SmallDisk(monkeypatch, spool.root, 6 * MIB)
+
+
+def fill(spool, *which) -> None:
+    for one in which:
+        commit(spool, one, {"weights": bytes(MIB)})
+
+
+def runs(spool) -> list[tuple[str, int]]:
+    return sorted((one.checkpoint.run, one.checkpoint.step) for one in spool.parts())
+
+
+def test_runs_without_a_trainer_give_way_first(spool, disk):
+    fill(spool, part(1, launch=2, run="old"), part(2, launch=2, run="old"), part(1), part(2))
+    for which in spool.parts():
+        an_hour_ago = time.time() - 3600
+        os.utime(spool.path(which) / "manifest.json", (an_hour_ago, an_hour_ago))
+    with Daemon(spool.root, {"tier": Double()}) as daemon, Link(spool) as link:
+        link.ask(Attach(run="run"))
+        daemon.settle()
+        answer = link.ask(MakeRoom(run="run", size_bytes=12 * MIB // 5))
+        assert answer["enough"] and answer["freed_bytes"] >= MIB
+        assert runs(spool) == [("old", 2), ("run", 1), ("run", 2)]
+        assert daemon.reconciler.journal.counters["pruned"] == 1
+        link.ask(MakeRoom(run="run", size_bytes=3 * MIB))
+        assert runs(spool) == [("run", 1), ("run", 2)]
+
+
+def test_the_newest_of_a_run_that_trains_is_the_last_resort(spool, disk):
+    fill(spool, part(1), part(2), part(3))
+    with Daemon(spool.root, {"tier": Double()}) as daemon, Link(spool) as link:
+        link.ask(Attach(run="run"))
+        daemon.settle()
+        link.ask(MakeRoom(run="run", size_bytes=4 * MIB))
+        assert runs(spool) == [("run", 3)]
+        link.ask(MakeRoom(run="run", size_bytes=5 * MIB))
+        assert runs(spool) == []
+        assert steps_on(asyncio.run(contents(daemon.reconciler.stores["tier"].inner))) == [1, 2, 3]
+
+
+def test_a_tier_that_was_down_gets_what_it_wants_of_a_run_whose_last_copy_went(spool, disk):
+    """Only the node that saved a run sends it from tier to tier; what a full disk takes must not end that."""
+    near, far = Double(), Double()
+    far.error = StoreUnavailable("down")
+    old = [part(step, run="old") for step in (1, 2, 3)]
+    fill(spool, *old)
+    stores = {"near": near, "far": far}
+    with Daemon(spool.root, stores) as daemon, Link(spool) as link:
+        wait_until(lambda: all(daemon.reconciler.tiers.has(one, "near") for one in old))
+        link.ask(MakeRoom(run="run", size_bytes=5 * MIB))
+        assert runs(spool) == []
+        wait_until(lambda: not (spool.root / "old").exists())
+        far.error = None
+        daemon.loop.call_soon_threadsafe(daemon.reconciler.retry_now)
+        wait_until(lambda: all(daemon.reconciler.tiers.has(one, "far") for one in old))
+    assert steps_on(asyncio.run(contents(far.inner))) == [1, 2, 3]
+    assert runs(spool) == []
+
+
+def test_what_no_tier_has_stays_and_the_wait_is_bounded(spool, disk, monkeypatch):
+    monkeypatch.setattr("tierd.daemon.spool_space._PATIENCE", 0.3)
+    store = Double()
+    store.error = StoreUnavailable("down")
+    fill(spool, part(1), part(2))
+    with Daemon(spool.root, {"tier": store}), Link(spool) as link:
+        begun = time.monotonic()
+        answer = link.ask(MakeRoom(run="run", size_bytes=5 * MIB))
+        assert (answer["enough"], answer["freed_bytes"]) == (False, 0) and time.monotonic() - begun < 20
+    assert runs(spool) == [("run", 1), ("run", 2)]
+
+
+def test_a_copy_whose_tier_lost_it_stays(spool, disk, monkeypatch):
+    """The look goes by names; the tier is asked once more."""
+    monkeypatch.setattr("tierd.daemon.spool_space._PATIENCE", 0.3)
+    store = Double()
+    fill(spool, part(1))
+    with Daemon(spool.root, {"tier": store}) as daemon, Link(spool) as link:
+        daemon.settle()
+        store.error = StoreUnavailable("down")
+        link.ask(MakeRoom(run="run", size_bytes=6 * MIB))
+        assert runs(spool) == [("run", 1)]
+
+
+def test_with_a_quota_it_counts_what_it_deletes(spool, monkeypatch):
+    """The file system has much free; this user has not."""
+    fill(spool, part(1), part(2), part(3))
+    with Daemon(spool.root, {"tier": Double()}) as daemon, Link(spool) as link:
+        daemon.settle()
+        assert link.ask(MakeRoom(run="run", size_bytes=1000))["freed_bytes"] == 0
+        assert link.ask(MakeRoom(run="run", size_bytes=1000, quota=True))["freed_bytes"] == MIB
+        assert runs(spool) == [("run", 2), ("run", 3)]

@@ -1,0 +1,65 @@
+"""What one lane puts off: nobody's turn is lost, and others come first meanwhile."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from tierd.daemon.tier_worker import TierWorker
+
+
+def test_what_was_put_off_has_its_turn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, clock = TierWorker("tier"), [1000.0]
+    monkeypatch.setattr(worker, "now", lambda: clock[0])
+    assert worker.off_for == math.inf and not worker.is_off("one")
+    worker.put_off("one", 60.0)
+    worker.put_off("two", 5.0)
+    assert worker.is_off("one") and worker.is_off("two") and not worker.is_off("three")
+    assert worker.off_for == 5.0  # the next to have its turn
+    clock[0] += 5.0
+    assert worker.is_off("one") and not worker.is_off("two") and worker.off_for == 55.0
+    worker.put_off("one", 1.0)  # it was tried early, and is put off anew
+    assert worker.off_for == 1.0
+    clock[0] += 1.0
+    assert not worker.is_off("one") and worker.off_for == math.inf
+
+
+@pytest.mark.parametrize("refused", [True, False])
+@pytest.mark.parametrize(("outage_s", "at_most_s"), [(5, 20), (40, 20), (60, 20), (600, 160), (7200, 310)])
+def test_work_goes_on_soon_after_an_outage(
+    refused: bool, outage_s: float, at_most_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 9 of the network's issue: 52 to 88 s after an outage of 40 s. Each try takes 3 s."""
+    monkeypatch.setattr("tierd.daemon.tier_worker._LONGEST", 300.0)  # as it is outside of these tests
+    for seed in range(200):
+        worker, clock, tries, rng = TierWorker("tier"), [1000.0], 0, random.Random(seed)
+        monkeypatch.setattr(worker, "now", lambda clock=clock: clock[0])
+        while clock[0] < 1000 + outage_s:
+            clock[0] += 3.0 + worker.failed(OSError(), rng, long=refused)
+            tries += 1
+        assert clock[0] - 1000 - outage_s <= at_most_s
+        assert outage_s < 7200 or tries < 80  # and long ones are not asked after all the time
+        worker.succeeded()
+        assert worker.failed(OSError(), rng, long=False) <= 2.0
+
+
+def test_what_failed_once_is_tried_again_soon_and_what_fails_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierd.daemon.tier_worker._LONGEST", 300.0)
+    worker, clock = TierWorker("tier"), [1000.0]
+    monkeypatch.setattr(worker, "now", lambda: clock[0])
+    worker.put_off_stuck("one", 60.0)
+    assert worker.off_for == 10.0
+    clock[0] += 20.0
+    worker.put_off_stuck("two", 60.0)
+    worker.put_off_stuck("one", 60.0)
+    assert worker.is_off("one") and worker.off_for == 10.0
+    clock[0] += 15.0
+    assert worker.is_off("one") and not worker.is_off("two")
+    clock[0] += 1000.0
+    worker.put_off_stuck("three", 60.0)
+    worker.put_off_stuck("one", 60.0)  # it has been long since
+    assert worker.off_for == 10.0
+    clock[0] += 11.0
+    assert not worker.is_off("one")

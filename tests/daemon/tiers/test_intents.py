@@ -1,0 +1,381 @@
+"""Flushes that name each other's chunks, and prunes that delete them, at once and on several nodes: no manifest that is
+on a tier ever lacks a chunk, whatever is cut off wherever."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import tracemalloc
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+
+import pytest
+from support.doubles import Double, contents, is_manifest
+from support.world import CHUNK, RUN, commit, config, converge, part, reconciler, running, until
+
+from tierd.core.errors import StoreUnavailable, TierdError
+from tierd.core.ids import PartId
+from tierd.core.manifest import VERSION, Chunk, File, Manifest, Stored, decode, encode
+from tierd.core.planning.inventory import Inventory, Place
+from tierd.core.planning.plan import Flush, Prune, lender, plan
+from tierd.daemon.tiers import intents
+from tierd.daemon.tiers.observe import SpoolEye, TierObserver
+from tierd.daemon.tiers.prune import prune
+from tierd.daemon.transfer.flush import Route, flush
+from tierd.spool.spool import Spool
+from tierd.stores.base import Buffer, ObjectInfo
+from tierd.stores.memory import MemoryStore
+
+SEEDS = int(os.environ.get("TIERD_SEEDS", "16"))  # `make gate` takes a hundred
+
+
+class Shared(MemoryStore):
+    """What every node sees. After each change, every manifest that is there must have all its chunks."""
+
+    seen = 0
+
+    def check(self) -> None:
+        for key in self._keys:
+            if is_manifest(key):
+                self.seen += 1
+                manifest = decode(self._objects[key][0])
+                for chunk in manifest.chunks():
+                    assert chunk.stored is not None
+                    assert f"{RUN}/{chunk.stored.key}" in self._objects, f"{key} has lost {chunk.stored.key}"
+
+
+class Node:
+    """A node's way to the shared store: slow by chance, and silent for good once it is dead. What it had on its way
+    when it died takes effect, or not, or later."""
+
+    def __init__(self, shared: Shared, rng: random.Random) -> None:
+        self.shared, self.rng, self.dead = shared, rng, False
+
+    async def _lag(self) -> None:
+        for _ in range(self.rng.choice((0, 0, 1, 2, 5, 30))):
+            await asyncio.sleep(0)
+
+    async def _enter(self) -> None:
+        await self._lag()
+        if self.dead and self.rng.random() < 0.7:
+            await asyncio.Event().wait()
+
+    async def _leave(self) -> None:
+        self.shared.check()
+        await self._lag()
+        if self.dead:
+            await asyncio.Event().wait()
+
+    async def put(self, key: str, data: Buffer) -> str:
+        await self._enter()
+        await self.shared.put(key, data)
+        await self._leave()
+        return ""
+
+    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
+        await self._enter()
+        found = await self.shared.get(key)
+        await self._leave()
+        return found
+
+    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        await self._enter()
+        found = [info async for info in self.shared.scan(prefix, after)]
+        await self._leave()
+        for info in found:
+            yield info
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        await self._enter()
+        for key in self.rng.sample(list(keys), len(keys)):  # not all at once, and in no order
+            await self.shared.delete([key])
+            self.shared.check()
+            await self._lag()
+        await self._leave()
+
+    async def aclose(self) -> None: ...
+
+
+class Daemon:
+    """One node's daemon, in short: look, plan, do the first thing, again; and now and then prune just anything."""
+
+    def __init__(self, spool: Spool, shared: Shared, rng: random.Random, keep: int, who: str) -> None:
+        self.spool, self.node, self.rng, self.who = spool, Node(shared, rng), rng, who
+        self.config = config(spool, "tier", keep=keep)
+        self.eye = TierObserver(self.node)
+
+    async def work(self, rounds: int) -> None:
+        for _ in range(rounds):
+            try:
+                tier = await self.eye.look({RUN})
+                seen = sorted({*tier.checkpoints, *tier.owners})
+                if seen and self.rng.random() < 0.3:  # whatever a plan may say, on whatever it saw
+                    await prune(self.node, [self.rng.choice(seen)], self.who, self.eye.manifests)
+                for action in self._actions(tier)[:1]:
+                    await self._do(action, tier)
+            except TierdError:
+                pass
+            await asyncio.sleep(0)
+
+    def _actions(self, tier: Place) -> list[Flush | Prune]:
+        world = Inventory(SpoolEye(self.spool).look(), {"tier": tier})
+        found = plan(world, self.config, {}, 0.0)
+        return [one for one in found if isinstance(one, Flush) or (isinstance(one, Prune) and one.tier == "tier")]
+
+    async def _do(self, action: Flush | Prune, tier: Place) -> None:
+        if isinstance(action, Flush):
+            whose = lender(tier, action.part)
+            manifest = decode(bytes(await self.node.get(whose.manifest_key))) if whose else None
+            await flush(self.spool, action.part, Route(self.node, who=self.who), lender=manifest)
+        else:
+            await prune(self.node, [action.checkpoint], self.who, self.eye.manifests)
+
+
+def frozen(step: int, rank: int, rng: random.Random) -> dict[str, bytes]:
+    """Files most of which another step has, too: a backbone, rows that change now and then, and news."""
+    rows = [bytes([rank, row, step // (row + 1)]) * (CHUNK // 3) + bytes(CHUNK % 3) for row in range(4)]
+    return {"backbone": bytes([rank]) * (3 * CHUNK), "rows": b"".join(rows), "news": rng.randbytes(CHUNK)}
+
+
+def cut_short(seed: int, home: Path) -> Shared:
+    """Two launches of two ranks each, all with daemons of their own, that flush and prune at once; some die."""
+    rng = random.Random(seed)
+    shared = Shared()
+    daemons = []
+    for launch in (1, 2):
+        for rank in (0, 1):
+            spool = Spool(home / f"{launch}-{rank}")
+            for step in range(rng.randrange(3, 7)):
+                which = part(step + 3 * (launch - 1), launch, rank, 2)
+                commit(spool, which, frozen(which.checkpoint.step, rank, rng))
+            daemons.append(Daemon(spool, shared, rng, rng.choice((1, 1, 2)), f"{launch}{rank}" * 4))
+
+    async def all_at_once() -> None:
+        tasks = [asyncio.ensure_future(daemon.work(14)) for daemon in daemons]
+        for _ in range(rng.randrange(4)):
+            for _ in range(rng.randrange(400)):
+                await asyncio.sleep(0)
+            victim = rng.randrange(len(daemons))
+            daemons[victim].node.dead = True
+        for _ in range(200_000):
+            if all(task.done() or daemon.node.dead for task, daemon in zip(tasks, daemons, strict=True)):
+                break
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, AssertionError):
+                raise result
+        shared.check()
+
+    asyncio.run(all_at_once())
+    return shared
+
+
+OWN_STALE, AGE = intents._OWN_STALE, intents._age
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    stamps = itertools.count(0x19_0000_0000)  # the same in every run of a seed
+    monkeypatch.setattr(intents, "_stamp", lambda who: f"{next(stamps):012x}-{who}")
+    monkeypatch.setattr(intents, "_age", lambda stamp: 0)
+    monkeypatch.setattr(intents, "_OWN_STALE", 1)
+    monkeypatch.setattr(intents, "_LOOKS", 20)
+    monkeypatch.setattr(intents, "_PAUSE", 0.0)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_no_manifest_ever_lacks_a_chunk(seed, tmp_path):
+    shared = cut_short(seed, tmp_path)
+    assert shared.seen > 5
+
+
+def test_a_flush_that_has_ended_leaves_another_nodes_intent_of_the_same_part():
+    store = MemoryStore()
+
+    async def left() -> list[str]:
+        async with intents.naming(store, part(1), b"one", [], "aaaaaaaa"):
+            async with intents.naming(store, part(1), b"other", [], "bbbbbbbb"):
+                pass
+            return [info.key[-8:] async for info in store.scan(f"{RUN}/flushing/")]
+
+    assert asyncio.run(left()) == ["aaaaaaaa"]
+
+
+def test_a_flush_takes_its_intent_back_where_a_listing_does_not_show_it_yet():
+    """ "S3" seed 420: it stood for a quarter of an hour, and held the prunes of the run up."""
+
+    class Stale(MemoryStore):
+        async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo]:
+            return
+            yield
+
+    store = Stale()
+
+    async def left() -> list[str]:
+        async with intents.naming(store, part(1), b"one", [], "aaaaaaaa"):
+            pass
+        return list(store._keys)
+
+    assert asyncio.run(left()) == []
+
+
+def test_what_a_node_said_that_it_sends_stands_while_it_does_and_counts_for_others_until_it_is_over(monkeypatch):
+    store, own = MemoryStore(), part(1).checkpoint
+
+    async def work():
+        async with intents.announcing(store, own, "aaaaaaaa"):
+            assert await intents.announced(store, RUN, "bbbbbbbb") == {own: {"aaaaaaaa"}}
+            assert await intents.announced(store, RUN, "aaaaaaaa") == {}
+            monkeypatch.setattr(intents, "_OWN_STALE", 0)
+            await intents.sweep(store, RUN, "aaaaaaaa")  # a flush may take longer than a quarter of an hour
+            assert await intents.announced(store, RUN, "bbbbbbbb") == {own: {"aaaaaaaa"}}
+        assert await contents(store) == {}
+        await store.put(f"{RUN}/flushing/{own.name}/sending.{0:012x}-aaaaaaaa", b"")  # of 1970
+        monkeypatch.setattr(intents, "_age", AGE)
+        assert await intents.announced(store, RUN, "bbbbbbbb") == {}
+        await intents.sweep(store, RUN, "bbbbbbbb")
+        assert await contents(store) == {}
+
+    asyncio.run(work())
+
+
+def test_a_mark_from_far_ahead_holds_nothing_up(monkeypatch):
+    """By a clock that was wrong, or by somebody who wants to."""
+    monkeypatch.setattr(intents, "_age", AGE)
+    store, own = MemoryStore(), part(1).checkpoint
+
+    async def work():
+        await store.put(f"{RUN}/pruning/{own.name}.ffffffffffff-00000000", b"")
+        async with intents.naming(store, part(2), b"manifest", [own], "aaaaaaaa"):
+            pass
+        assert (await intents.sweep(store, RUN, "aaaaaaaa"))[0]
+        assert not (await prune(store, [own])).gone
+        assert not [info.key async for info in store.scan(f"{RUN}/pruning/")]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("age", [intents._OWN_STALE - 1, intents._OWN_STALE])
+def test_a_flush_waits_for_a_deletion_of_its_own_node_only_until_that_is_over(monkeypatch, age):
+    """Seed 21 of `python -m faults kills`: the mark stands until its deletion is done again, which may be late."""
+    monkeypatch.setattr(intents, "_age", lambda stamp: age)
+    monkeypatch.setattr(intents, "_OWN_STALE", OWN_STALE)
+    store, own = MemoryStore(), part(1).checkpoint
+
+    async def names(who: str) -> bool:
+        try:
+            async with intents.naming(store, part(2), b"manifest", [own], who):
+                return True
+        except StoreUnavailable:
+            return False
+
+    async def work() -> list[bool]:
+        await store.put(f"{RUN}/pruning/{own.name}.{0x19:012x}-aaaaaaaa", b"")
+        return [await names("aaaaaaaa"), await names("bbbbbbbb")]
+
+    assert asyncio.run(work()) == [age >= OWN_STALE, False]
+
+
+@pytest.mark.parametrize(("age_s", "lent"), [(5, True), (14, True), (16, False), (500, False)])
+def test_what_a_prune_cut_off_by_an_outage_has_marked_is_sent_rather_than_waited_for(monkeypatch, age_s, lent):
+    """Its marks stand for a quarter of an hour: flushes that name what lies there waited and failed for ten minutes."""
+    monkeypatch.setattr(intents, "_age", lambda stamp: 1000 * age_s)
+    monkeypatch.setattr(intents, "_OWN_STALE", OWN_STALE)
+    store, own = MemoryStore(), part(1).checkpoint
+
+    async def work() -> bool:
+        await store.put(f"{RUN}/pruning/{own.name}.{0x19:012x}-aaaaaaaa", b"")
+        return own not in await intents.left_over(store, RUN)
+
+    assert asyncio.run(work()) == lent
+
+
+def test_a_mark_from_before_the_clock_was_set_back_a_day_holds_up_its_own_node_as_briefly_as_any(monkeypatch):
+    """It held up each flush that named a chunk there until the clock had made up for the day."""
+    now_s = itertools.count(1000, OWN_STALE // 1000)  # each look is a quarter of an hour after the one before
+    monkeypatch.setattr(intents, "_age", lambda stamp: -86_000_000)
+    monkeypatch.setattr(intents, "_OWN_STALE", OWN_STALE)
+    monkeypatch.setattr(intents.time, "monotonic", lambda: float(next(now_s)))
+    store, own = MemoryStore(), part(1).checkpoint
+
+    async def over(who: str) -> bool:
+        return not (await intents._marked(store, RUN, who))
+
+    async def work() -> list[bool]:
+        await store.put(f"{RUN}/pruning/{own.name}.{0x20:012x}-aaaaaaaa", b"")
+        return [await over("aaaaaaaa"), await over("aaaaaaaa"), await over("bbbbbbbb")]
+
+    assert asyncio.run(work()) == [False, True, False]
+
+
+def test_what_a_prune_left_under_a_name_that_still_lends_goes_when_its_mark_is_over(spool, quick, monkeypatch):
+    """The manifest is gone, a chunk that nobody names is not, and a later checkpoint borrows another one of there."""
+    store = Double()
+
+    def refuse(operation: str, key: str) -> None:
+        if operation == "delete" and "/chunks/" in key:
+            raise StoreUnavailable("cut off")
+
+    async def work() -> None:
+        for step in (1, 2):
+            commit(spool, part(step), {"same": bytes(CHUNK), "other": bytes([step]) * CHUNK})
+            if step == 1:
+                await converge(spool, {"tier": store}, keep=1)
+        store.before = refuse
+        async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
+            await until(lambda: ("delete", part(1).manifest_key) in store.calls and daemon.workers["tier"].last_error)
+        store.before = None
+        monkeypatch.setattr(intents, "_OWN_STALE", 0)
+        await converge(spool, {"tier": store}, keep=1)
+        keys = [key for key in await contents(store.inner) if key.startswith(RUN)]
+        (manifest,) = [decode(bytes(await store.inner.get(key))) for key in keys if is_manifest(key)]
+        named = {f"{RUN}/{chunk.stored.key}" for chunk in manifest.chunks() if chunk.stored}
+        assert {key for key in keys if not is_manifest(key)} == named, "or a chunk, or a mark, is left"
+        assert manifest.owners == {part(1).checkpoint, part(2).checkpoint}
+
+    asyncio.run(work())
+
+
+def most_in_memory(survivors: int) -> int:
+    """Bytes at the most while a checkpoint is pruned beside so many that all name the same chunks."""
+    store, names = MemoryStore(), [f"{number:032x}" for number in range(1000)]
+
+    async def pruned() -> None:
+        for step in range(survivors + 1):
+            which, home = part(step), f"chunks/{part(0).checkpoint.name}/00000"
+            stored = [Stored(codec="raw", size=1, xxh3_128=name, key=f"{home}/{name}.raw") for name in names]
+            chunks = tuple(Chunk(size=1, xxh3_128=one.xxh3_128, stored=one) for one in stored)
+            await store.put(which.manifest_key, encode(made(which, (File(path="w", size=1000, chunks=chunks),))))
+        tracemalloc.start()
+        assert (await prune(store, [part(1).checkpoint])).gone
+
+    try:
+        asyncio.run(pruned())
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def made(which: PartId, files: tuple[File, ...]) -> Manifest:
+    owner = which.checkpoint
+    return Manifest(
+        version=VERSION,
+        run=owner.run,
+        step=owner.step,
+        attempt=owner.attempt,
+        resumed_from=None,
+        rank=which.rank,
+        world_size=which.world,
+        created="2026-01-01T00:00:00+00:00",
+        writer="test",
+        metrics={},
+        files=files,
+    )
+
+
+def test_pruning_takes_no_more_memory_beside_many_that_share_their_chunks():
+    assert most_in_memory(32) < 1.5 * most_in_memory(8)

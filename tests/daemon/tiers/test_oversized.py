@@ -1,0 +1,85 @@
+"""Who may write to a tier may put objects there of any size: none is read that is larger than any of tierd's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+
+import pytest
+from support.s3stub import Bucket, serving
+from support.world import commit, converge, part, read, reconciler
+
+from tierd.core.errors import CorruptChunk, ManifestError
+from tierd.core.manifest import decode
+from tierd.core.seal import MAX_MANIFEST_SIZE
+from tierd.core.urls import parse_url
+from tierd.daemon.transfer.replicas import read_manifest
+from tierd.spool.spool import Spool
+from tierd.stores.base import LARGEST
+from tierd.stores.file import FileStore
+from tierd.stores.memory import MemoryStore
+from tierd.stores.s3.s3_store import S3Store
+
+
+@pytest.mark.parametrize("size", [MAX_MANIFEST_SIZE + 1, LARGEST + 1, 1 << 40])
+def test_a_manifest_of_any_size_is_one_that_cannot_be_used(spool, tmp_path, size):
+    root = tmp_path / "tier"
+    root.mkdir()
+    for step in (1, 2):
+        commit(spool, part(step))
+
+    async def work():
+        store = FileStore(root)
+        await converge(spool, {"tier": store})
+        os.truncate(root / part(2).manifest_key, size)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        fresh = Spool(tmp_path / "fresh")
+        daemon = reconciler(fresh, {"tier": store})
+        await daemon.look("tier")
+        with pytest.raises(CorruptChunk):  # proven, by every copy that there is
+            await daemon.fetch(part(2))
+        await daemon.fetch(part(1))
+        assert read(fresh, part(1)) == read(spool, part(1))
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 200 << 10  # kB
+        await converge(spool, {"tier": store})  # set aside, and put anew from the spool
+        assert decode(bytes(await store.get(part(2).manifest_key)), part(2)).step == 2
+        await store.aclose()
+
+    asyncio.run(work())
+
+
+def test_what_is_wrong_with_a_manifest_is_kept_without_what_was_read(spool):
+    commit(spool, part(1))
+
+    async def work():
+        store = MemoryStore()
+        daemon = await converge(spool, {"tier": store})
+        await store.put(part(1).manifest_key, bytes(1000))
+        await daemon.look("tier")
+        [(_, why)] = daemon.tiers.places["tier"].defects()
+        assert type(why) is ManifestError and why.__traceback__ is why.__context__ is why.__cause__ is None
+
+    asyncio.run(work())
+
+
+def test_an_object_larger_than_any_of_tierds_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setattr("tierd.stores.base.LARGEST", 1000)
+    (tmp_path / "large").write_bytes(bytes(1001))
+    (tmp_path / "small").write_bytes(bytes(1000))
+
+    async def work():
+        with serving(Bucket()) as bucket:
+            bucket.objects = {"p/large": bytes(1001), "p/small": bytes(1000)}
+            for store in (FileStore(tmp_path), S3Store(parse_url(bucket.url()))):
+                assert len(await store.get("small")) == 1000
+                with pytest.raises(CorruptChunk, match="1001 bytes"):
+                    await store.get("large")
+                with pytest.raises(ManifestError, match="1001 bytes"):
+                    await read_manifest(store, None, "large")
+                assert len(await store.get("large", memoryview(bytearray(1001)))) == 1001  # by who said how much
+                await store.aclose()
+
+    asyncio.run(work())

@@ -1,0 +1,106 @@
+"""What retention gave up and is still there is told by `status`, and an alert tells when it becomes ever more."""
+
+from __future__ import annotations
+
+import asyncio
+
+from support.doubles import Double
+from support.world import RUN, commit, converge, part, reconciler, running, settle, until
+
+from tierd.core.errors import StoreUnavailable
+from tierd.core.planning.pruning import PruneBacklog
+from tierd.daemon.status import status
+from tierd.daemon.tiers.observe import TierObserver
+from tierd.daemon.tiers.prune import prune
+from tierd.daemon.transfer.flush import Route, flush
+from tierd.events.journal import Journal
+
+
+def pending(daemon) -> int:
+    return status(daemon, 0, 0).tiers[0].pending_prunes
+
+
+def test_status_tells_how_many_copies_wait_to_be_pruned(spool):
+    async def work():
+        store = Double()
+        for step in range(8):
+            commit(spool, part(step))
+        assert pending(await converge(spool, {"tier": store})) == 0
+
+        def refuse(operation: str, key: str) -> None:
+            if operation == "delete":
+                raise StoreUnavailable("not now")
+
+        store.before = refuse
+        daemon = reconciler(spool, {"tier": store}, keep=3, keep_local=100)
+        async with running(daemon):
+            await until(lambda: daemon.workers["tier"].last_error)
+            assert pending(daemon) == 5
+            store.before = None
+            await settle(daemon)
+            assert pending(daemon) == 0
+            assert daemon.journal.counters["pruned"] == 5
+
+    asyncio.run(work())
+
+
+def test_a_backlog_that_grows_is_an_alert_until_it_is_gone():
+    told = []
+    journal, backlog = Journal(told.append), PruneBacklog()
+    for number in range(200):
+        journal.waiting("tier", number, backlog.count(number, 5.0 * number))
+    assert [event.what for event in told] == ["failing"]
+    assert (told[0].doing, told[0].place, told[0].level) == ("prune", "tier", "alert")
+    assert "ever more" in told[0].why
+    assert [alert.doing for alert in journal.alerts()] == ["prune"]
+    assert journal.counters["alerts"] == 1
+    journal.waiting("tier", 0, backlog.count(0, 1005.0))
+    assert [event.what for event in told] == ["failing", "works again"] and journal.alerts() == ()
+
+
+def test_a_pass_marks_all_that_it_dooms_before_it_looks(spool):
+    """Whoever begins to borrow a chunk meanwhile sees the mark, or is seen."""
+
+    async def work():
+        store = Double()
+        for step in range(4):
+            commit(spool, part(step))
+            await flush(spool, part(step), Route(store))
+        eye = TierObserver(store)
+        seen = await eye.look({RUN})
+        doomed = [part(step).checkpoint for step in range(2)]
+        marked = []
+
+        def note(operation: str, key: str) -> None:
+            if operation == "scan" and "/manifests/" in key:
+                marks = [one for one in store.inner._objects if "/pruning/" in one]
+                marked.append([one for one in doomed if any(one.name in mark for mark in marks)])
+
+        store.before = note
+        done = await prune(store, doomed, "", eye.manifests, seen)
+        assert done.gone == set(doomed)
+        assert marked and all(found == doomed for found in marked)
+
+    asyncio.run(work())
+
+
+def test_a_checkpoint_that_a_node_is_flushing_stays_while_others_of_its_pass_go(spool):
+    """There is more of it than whoever decided knew."""
+
+    async def work():
+        store = Double()
+        for step in range(3):
+            commit(spool, part(step, rank=0, world=2))
+            commit(spool, part(step, rank=1, world=2))
+            await flush(spool, part(step, rank=0, world=2), Route(store))
+        eye = TierObserver(store)
+        seen = await eye.look({RUN}, {RUN: {0}})
+        await flush(spool, part(1, rank=1, world=2), Route(store))
+        doomed = [part(step, rank=0, world=2).checkpoint for step in range(2)]
+        done = await prune(store, doomed, "", eye.manifests, seen)
+        assert done.gone == {doomed[0]}
+        left = (await TierObserver(store).look({RUN})).checkpoints
+        assert set(left) == {doomed[1], part(2).checkpoint}
+        assert not [info.key async for info in store.scan(f"{RUN}/pruning/")], "marks are left"
+
+    asyncio.run(work())

@@ -1,0 +1,188 @@
+"""`config check --reach`: which mode a tier is in, found by trying, and nothing left where it may go."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+from stores.s3.test_s3_store import credentials
+from support.s3stub import Bucket, serving
+
+from tierd.cli import run
+from tierd.core.errors import DeleteRefused, StoreRefused
+from tierd.core.urls import parse_url
+from tierd.daemon.tiers.observe import TierObserver
+from tierd.daemon.tiers.reach import Reach, reach
+from tierd.stores.base import Store
+from tierd.stores.file import FileStore
+from tierd.stores.memory import MemoryStore
+from tierd.stores.s3.s3_store import S3Store
+
+__all__ = ["credentials"]  # the fixture
+PROBE = "p/.tierd-probe"  # stays on a server that verifies no checksum and lets nothing be deleted
+
+
+def reached(bucket: Bucket) -> tuple[Reach, set[str]]:
+    """What is found, and which objects are there afterwards that were not before."""
+
+    async def work() -> Reach:
+        store = S3Store(parse_url(bucket.url()))
+        try:
+            return await reach(store)
+        finally:
+            await store.aclose()
+
+    before = set(bucket.objects)
+    with serving(bucket):
+        found = asyncio.run(work())
+    return found, bucket.objects.keys() - before
+
+
+def test_read_write_leaves_nothing_behind() -> None:
+    assert reached(Bucket()) == (Reach("read-write"), set())
+
+
+@pytest.mark.parametrize("introduced", [True, False])
+def test_append_only_leaves_the_tiers_readme(introduced: bool) -> None:
+    bucket = Bucket()
+    bucket.deny("DeleteObject")
+    bucket.objects |= {"p/README.md": b"an older one"} if introduced else {}
+    found, left = reached(bucket)
+    assert found.mode == "append-only"
+    assert "s3:DeleteObject" in found.why
+    assert left - {PROBE} == (set() if introduced else {"p/README.md"})
+
+
+@pytest.mark.parametrize("denied", [("PutObject",), ("PutObject", "DeleteObject")])
+def test_read_only_leaves_nothing_behind(denied: tuple[str, ...]) -> None:
+    bucket = Bucket()
+    bucket.deny(*denied)
+    found, left = reached(bucket)
+    assert found.mode == "read-only"
+    assert "s3:PutObject" in found.why
+    assert not left
+
+
+@pytest.mark.parametrize(
+    ("action", "code", "says"),
+    [
+        ("ListBucket", "AccessDenied", "s3:ListBucket"),
+        ("GetObject", "AccessDenied", "s3:GetObject"),
+        ("GetObject", "InvalidObjectState", "archived"),
+        ("GetObject", "KMS.DisabledException", "kms:Decrypt"),
+    ],
+)
+def test_what_cannot_be_read_is_no_tier(action: str, code: str, says: str) -> None:
+    bucket = Bucket()
+    bucket.deny(action, code=code)
+    found, left = reached(bucket)
+    assert found.mode is None
+    assert says in found.why
+    assert not left
+
+
+@pytest.mark.parametrize(
+    ("code", "says"), [("InvalidStorageClass", "storage_class"), ("KMS.NotFoundException", "sse_kms_key_id")]
+)
+def test_what_a_put_asks_for_is_tried_too(code: str, says: str) -> None:
+    bucket = Bucket()
+    bucket.deny("PutObject", status=400, code=code)
+    assert says in reached(bucket)[0].why
+
+
+class Locked(MemoryStore):
+    """Lets nothing be deleted that is there; `silent`: and does not say so."""
+
+    silent = False
+
+    async def delete(self, keys) -> None:
+        if any([info.key in keys async for info in self.scan("")]) and not self.silent:
+            raise DeleteRefused("locked")
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_lock_on_what_is_there_is_found(silent: bool) -> None:
+    store = Locked()
+    store.silent = silent
+    assert asyncio.run(reach(store)).mode == "append-only"
+    assert asyncio.run(TierObserver(store).runs()) == set()  # what it left is no run
+
+
+@pytest.mark.parametrize("run", ["", "demo"])
+@pytest.mark.parametrize("kind", ["manifests", "chunks", "pruning"])
+def test_where_some_kinds_of_objects_stay_it_is_append_only_and_names_them(run: str, kind: str) -> None:
+    """A daemon prunes nothing there, so read-write was no word for it."""
+
+    class Partly(MemoryStore):
+        async def delete(self, keys) -> None:
+            if any(f"{run or 'none'}/{kind}/" in key for key in keys):
+                raise DeleteRefused("AccessDenied")
+            await super().delete(keys)
+
+    async def work() -> tuple[Reach, list[str]]:
+        store = Partly()
+        if run:
+            await store.put(f"{run}/pins/x", b"")
+        return await reach(store), list(store._keys)
+
+    found, left = asyncio.run(work())
+    assert found.mode == "append-only"
+    assert kind in found.why and "AccessDenied" in found.why
+    assert [key for key in left if "/" in key] == ([f"{run}/pins/x"] if run else [])
+
+
+def test_a_directory_whose_entries_cannot_be_removed_is_append_only(tmp_path: Path, monkeypatch) -> None:
+    real = os.unlink
+
+    def unlink(path, *, dir_fd=None) -> None:
+        if path == "README.md.check":
+            raise PermissionError(errno.EPERM, "injected")
+        real(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    (tmp_path / "tier").mkdir()
+    (tmp_path / "tierd.toml").write_text(f'spool = "/s"\n[[tier]]\nname = "nas"\nurl = "{tmp_path / "tier"}"\n')
+    assert run(["config", "check", str(tmp_path / "tierd.toml"), "--reach"]) == 0
+    assert asyncio.run(reach(FileStore(tmp_path / "tier"))).mode == "append-only"
+
+
+def test_what_comes_back_has_to_be_what_was_put() -> None:
+    class Forgetful(MemoryStore):
+        async def put(self, key, data) -> str:
+            return await super().put(key, b"other")
+
+    assert asyncio.run(reach(Forgetful())).mode is None
+
+
+def test_a_store_that_refuses_all_is_no_error() -> None:
+    class Closed(MemoryStore):
+        async def put(self, key, data) -> str:
+            raise StoreRefused("no")
+
+    closed: Store = Closed()
+    assert asyncio.run(reach(closed)) == Reach("read-only", "no")
+
+
+def test_the_command_says_which_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tierd.toml"
+    (tmp_path / "tier").mkdir()
+    with serving(Bucket()) as bucket:
+        bucket.deny("DeleteObject")
+        tiers = {"nas": str(tmp_path / "tier"), "s3": bucket.url()}
+        named = "".join(f'[[tier]]\nname = "{name}"\nurl = "{url}"\n' for name, url in tiers.items())
+        file.write_text(f'spool = "/s"\n{named}')
+        assert run(["config", "check", str(file), "--reach"]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "answers; read-write" in shown
+        assert "answers; append-only: " in shown
+        assert not list((tmp_path / "tier").glob("[!.]*"))
+        bucket.deny("PutObject")
+        assert run(["config", "check", str(file), "--reach", "--json"]) == 6
+        told = json.loads(capsys.readouterr().out)
+        assert told["reach"] == {"nas": "answers", "s3": "answers"}
+        assert told["modes"]["nas"] == {"mode": "read-write", "why": ""}
+        assert told["modes"]["s3"]["mode"] == "read-only"

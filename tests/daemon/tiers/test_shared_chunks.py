@@ -1,0 +1,49 @@
+"""What a tier's manifests borrow takes little memory, has a limit, and is forgotten with them."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from core.planning.test_sharing import manifest
+from support.world import part
+
+from tierd.daemon.tiers.shared_chunks import NOTHING, NamedChunks, SharedChunkTable, mark_of, named_by
+
+OLD = part(0)
+
+
+def test_only_what_others_wrote_is_borrowed():
+    one = part(1)
+    borrowed = named_by(manifest(one, (5, OLD), (6, one), (7, OLD)))
+    assert borrowed.owners == {OLD.checkpoint}
+    everything = named_by(manifest(one, (5, OLD), (6, one)), own=True)
+    assert everything.owners == {OLD.checkpoint, one.checkpoint}
+    (key,) = [chunk.stored.key for chunk in manifest(one, (5, OLD)).chunks()]
+    assert named_by(manifest(one, (5, OLD))).chunks[OLD.checkpoint].tolist() == [mark_of(key)]
+
+
+def test_equal_sets_are_kept_once_and_go_with_the_last_that_names_them():
+    memory = SharedChunkTable(limit_bytes=80)
+    chunks = [(5, OLD)] * 10
+    kept = [memory.kept(named_by(manifest(part(step), *chunks))) for step in range(1, 9)]
+    assert all(one is kept[0] for one in kept) and kept[0].chunks is not None
+    full = memory.kept(named_by(manifest(part(9), (5, part(1)))))
+    assert full.chunks is None and full.owners == {part(1).checkpoint}, "there is no room; who lends is known"
+    kept.clear()
+    gc.collect()
+    memory.count()
+    assert memory.kept(named_by(manifest(part(9), (5, part(1))))).chunks is not None
+
+
+def test_who_borrows_nothing_takes_no_room():
+    assert SharedChunkTable(0).kept(named_by(manifest(part(1), (5, part(1))))) is NOTHING
+
+
+@pytest.mark.parametrize("others", [0, 1, 3])
+def test_what_is_named_under_an_owner(others):
+    named = NamedChunks([OLD.checkpoint])
+    for step in range(1, others + 1):
+        named.add(named_by(manifest(part(step), *[(5, OLD)] * step, (6, part(100)))))
+    assert len(named.under(OLD.checkpoint)) == others
+    assert named.under(part(100).checkpoint) == frozenset(), "nobody asked"

@@ -1,0 +1,80 @@
+"""A download's memory: used again, by one at a time, and no more of it is kept than is said."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import pytest
+from support.doubles import Double, is_chunk
+from support.world import commit, part
+
+from tierd.core.errors import StoreUnavailable
+from tierd.daemon.transfer import buffers as buffers_module
+from tierd.daemon.transfer import download
+from tierd.daemon.transfer.buffers import KEPT, Buffers
+from tierd.daemon.transfer.fetch import fetch
+from tierd.daemon.transfer.flush import Route, flush
+from tierd.spool.direct_io import LARGE
+from tierd.spool.spool import Spool
+
+PART = part(7)
+NUMBERS = b"".join(number.to_bytes(4, "little") for number in range(6 * LARGE // 4))
+FILES = {"noise": random.Random(1).randbytes(6 * LARGE + 777), "numbers": NUMBERS, "small": b"small"}
+
+
+def test_what_was_used_is_used_again_for_what_is_about_as_large():
+    made = Buffers()
+    with made.lend(5 * LARGE) as memory:
+        assert len(memory) == 5 * LARGE
+        first = memory.obj
+    with made.lend(4 * LARGE) as memory:
+        assert memory.obj is first and len(memory) == 4 * LARGE
+    with made.lend(LARGE) as memory:  # its budget would not cover what was touched of the large one
+        assert memory.obj is not first
+    with made.lend(5 * LARGE) as memory:
+        assert memory.obj is first
+
+
+def test_two_users_have_two_buffers():
+    made = Buffers()
+    with made.lend(2 * LARGE) as one, made.lend(2 * LARGE) as other:
+        assert one.obj is not other.obj
+
+
+def test_no_more_is_kept_than_is_said():
+    made = Buffers()
+    with made.lend(KEPT - LARGE), made.lend(3 * LARGE), made.lend(2 * LARGE), made.lend(KEPT + LARGE):
+        pass
+    assert 0 < sum(map(len, made._idle)) <= KEPT
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_bytes_are_where_they_belong_however_long_writing_takes(tmp_path, monkeypatch, failing):
+    """Eight hands, few buffers, a tier that fails now and then, and the bytes of its first try still in memory."""
+    monkeypatch.setattr("support.world.CHUNK", LARGE)
+    home, store, other = Spool(tmp_path / "home"), Double(), Double()
+    commit(home, PART, FILES)
+    for tier in (store, other):
+        asyncio.run(flush(home, PART, Route(tier)))
+    real, gets = download._write_at, 0
+
+    def slow(*args):
+        time.sleep(0.01)
+        real(*args)
+
+    def fails(operation: str, key: str) -> None:
+        nonlocal gets
+        gets += is_chunk(key)
+        if failing and operation == "get" and is_chunk(key) and gets % 3 == 0:
+            raise StoreUnavailable("try the other")
+
+    monkeypatch.setattr(download, "_write_at", slow)
+    made, take = [], buffers_module.memory_for
+    monkeypatch.setattr(buffers_module, "memory_for", lambda size: made.append(size) or take(size))
+    store.before = fails
+    spool = Spool(tmp_path / "spool")
+    asyncio.run(fetch(spool, PART, {"one": store, "other": other}))
+    assert {name: (spool.path(PART) / name).read_bytes() for name in FILES} == FILES
+    assert sum(made) < 2 * sum(map(len, FILES.values()))

@@ -1,0 +1,83 @@
+"""The budget: never more out than there is, first come first served, and all of it back whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from tierd.daemon.transfer.memory_budget import Budget
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_never_more_than_there_is_whoever_is_cancelled(seed):
+    rng = random.Random(seed)
+    budget, out = Budget(100), 0
+
+    async def use(size: int) -> None:
+        nonlocal out
+        async with budget.take(size) as hold:
+            out += hold.size
+            assert out <= 100
+            await asyncio.sleep(rng.random() / 1000)
+            kept = rng.randrange(hold.size + 1)
+            out -= hold.size - kept
+            hold.keep(kept)
+            await asyncio.sleep(0)
+            out -= kept
+
+    async def work() -> None:
+        tasks = [asyncio.ensure_future(use(rng.randrange(1, 150))) for _ in range(200)]
+        # Cancelled before they were served only: the count above is the test's, not the budget's.
+        for task in rng.sample(tasks, 60):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(task.cancelled() or task.exception() is None for task in tasks)
+        assert budget._free == 100 and not budget._waiting
+
+    asyncio.run(work())
+
+
+def test_a_large_request_is_not_starved_by_small_ones():
+    budget, order = Budget(10), []
+
+    async def use(name: str, size: int) -> None:
+        async with budget.take(size):
+            order.append(name)
+            await asyncio.sleep(0)
+
+    async def work() -> None:
+        await asyncio.gather(use("a", 6), use("large", 100), *(use(f"small {n}", 1) for n in range(5)))
+
+    asyncio.run(work())
+    assert order[:2] == ["a", "large"]
+
+
+def test_what_was_granted_to_somebody_who_was_cancelled_meanwhile_goes_on():
+    async def work() -> None:
+        budget = Budget(1)
+        async with budget.take(1):
+            waiting = [asyncio.ensure_future(budget._wait_for(1)) for _ in range(2)]
+            await asyncio.sleep(0)
+        waiting[0].cancel()  # it has its turn, and has not seen it yet
+        await asyncio.wait(waiting, timeout=5)
+        assert waiting[0].cancelled() and waiting[1].done() and not waiting[1].cancelled()
+
+    asyncio.run(work())
+
+
+def test_what_is_taken_at_once_waits_for_nobody_and_goes_before_nobody():
+    async def work() -> None:
+        budget = Budget(10)
+        assert budget.take_at_once(11) is None
+        held = budget.take_at_once(6)
+        assert held and budget.take_at_once(5) is None and budget.has(4) and not budget.has(5)
+        waiting = asyncio.ensure_future(budget._wait_for(8))
+        await asyncio.sleep(0)
+        assert budget.is_wanted and budget.take_at_once(1) is None
+        held.keep(0)
+        await waiting
+        assert not budget.is_wanted and budget.take_at_once(2)
+
+    asyncio.run(work())

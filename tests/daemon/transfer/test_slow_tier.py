@@ -1,0 +1,191 @@
+"""A tier that is slower than the saves: there is always something to send, for as long as training lasts."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from itertools import count
+
+from support.doubles import Double
+from support.world import commit, corrupt, hurry, part, reconciler, running, settle, steps_in, steps_on, until
+
+from tierd.core.errors import StoreUnavailable
+from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.scrub_schedule import ScrubbedCopy
+from tierd.stores.base import Buffer
+from tierd.stores.memory import MemoryStore
+
+_SENT = 12
+
+
+class Slow(MemoryStore):
+    """Training saves five more checkpoints while each manifest is put.
+
+    Attributes:
+        most: manifests that there were at once.
+        most_here: copies in the spool that stayed there, whatever time it was given.
+        sent: steps, in the order in which they came.
+    """
+
+    def __init__(self, spool, room: int) -> None:
+        super().__init__()
+        self.spool, self._room, self._steps = spool, room, count(1)
+        self.most, self.most_here, self.sent = 0, 0, list[int]()
+        self.leading: list[bool] = []  # of each that was sent, whether it was the newest when that began
+        self._saved = 0
+
+    def save(self) -> None:
+        self._saved = next(self._steps)
+        commit(self.spool, part(self._saved))
+
+    async def put(self, key: str, data: Buffer) -> str:
+        done = await super().put(key, data)
+        if "/manifests/" in key:
+            manifests = [one for one in self._keys if "/manifests/" in one]
+            self.sent.append(max(steps_on([key])))
+            self.leading.append(self.sent[-1] == self._saved)
+            self.most = max(self.most, len(steps_on(manifests)))
+            if len(self.sent) < _SENT:
+                for _ in range(5):
+                    self.save()
+                end = time.monotonic() + 5.0
+                while len(steps_in(self.spool)) > self._room and time.monotonic() < end:
+                    await asyncio.sleep(0.02)
+                self.most_here = max(self.most_here, len(steps_in(self.spool)))
+        return done
+
+
+def lived(spool, room: int = 4, **options) -> Slow:
+    store = Slow(spool, room)
+    store.save()
+
+    async def work() -> None:
+        daemon = reconciler(spool, {"tier": store}, **options)
+        async with running(daemon):
+            for _ in range(600):
+                daemon.wake()  # as the events of the spool's file system do
+                await asyncio.sleep(0.05)
+                if len(store.sent) >= _SENT:
+                    break
+            await until(lambda: len(store.sent) >= _SENT)
+            await settle(daemon)
+
+    asyncio.run(work())
+    return store
+
+
+def test_it_is_pruned_all_the_while(spool):
+    store = lived(spool, keep=2, keep_local=1)
+    assert store.most <= 4  # two are kept, one is new, and another may have come before the deletion had its turn
+
+
+def test_it_does_not_fill_the_spool_and_is_sent_what_is_the_newest_by_then(spool):
+    store = lived(spool, keep=2, keep_local=1)
+    assert store.most_here <= 4  # the two newest, which the tier wants, the newest verified, and what is on its way
+    assert store.sent[:_SENT] == sorted(store.sent[:_SENT]) and store.sent[_SENT - 1] > _SENT
+    assert steps_in(spool)[-1] == 5 * (_SENT - 1) + 1
+
+
+def test_what_is_wanted_for_good_holds_up_no_newest(spool):
+    """The rule wants more for good than the tier can take; the newest was not sent again while any of that waited."""
+    store = lived(spool, room=1000, keep=1, keep_local=1, every=2)
+    first = store.leading[:_SENT]
+    assert first.count(True) >= _SENT / 4
+    assert first.count(False) >= _SENT / 4, "and both kinds go on"
+
+
+def test_nothing_goes_because_of_a_newer_one_that_is_rotten(spool):
+    """Simulation, seed 224: the newest was rotten before any tier had it, and the one before it went."""
+
+    class Stuck(MemoryStore):
+        async def put(self, key: str, data: Buffer) -> str:
+            if "/chunks/" in key:
+                waiting.set()
+                await go.wait()
+            return await super().put(key, data)
+
+    waiting, go, store = asyncio.Event(), asyncio.Event(), Stuck()
+
+    async def work() -> None:
+        daemon = reconciler(spool, {"tier": store}, keep=2, keep_local=1)
+        for step in (1, 2, 3):
+            commit(spool, part(step))
+        corrupt(spool.path(part(2)) / "weights.bin")
+        async with running(daemon):
+            await waiting.wait()  # the third is on its way, and stays there
+            await until(lambda: spool.quarantined())
+            assert steps_in(spool) == [1, 3]
+            go.set()
+            await settle(daemon)
+
+    asyncio.run(work())
+    assert steps_on(store._keys)[-2:] == [1, 3]
+
+
+def test_a_deletion_that_fails_holds_up_no_flush(spool, monkeypatch):
+    hurry(monkeypatch)
+    store = Double()
+
+    def refuse(operation: str, key: str) -> None:
+        if operation == "delete" and "/manifests/" in key:
+            raise StoreUnavailable("not now")
+
+    async def work() -> None:
+        daemon = reconciler(spool, {"tier": store}, keep=1, keep_local=100)
+        store.before = refuse
+        async with running(daemon):
+            for step in range(1, 6):
+                commit(spool, part(step))
+                daemon.wake()
+                await until(lambda step=step: daemon.tiers.has(part(step), "tier"))
+            assert daemon.journal.counters["errors"]
+            store.before = None
+            await settle(daemon)
+
+    asyncio.run(work())
+
+
+def test_a_prune_waits_for_the_copy_that_cannot_be_read_and_is_not_asked_for_again_each_second(spool, monkeypatch):
+    hurry(monkeypatch)
+    looked, failing = [], [True]
+
+    class Down(MemoryStore):
+        async def put(self, key: str, data: Buffer) -> str:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def work() -> None:
+        daemon = reconciler(spool, {"tier": Down()}, keep=1, keep_local=1)
+        real, wrong = daemon._covered, daemon.scrubber._reader.read
+
+        async def covered(checkpoint):
+            looked.append(checkpoint)
+            return await real(checkpoint)
+
+        async def read(copy):
+            if failing:
+                raise OSError(errno.EIO, "Input/output error")
+            return await wrong(copy)
+
+        async def is_right(part):
+            return not failing
+
+        monkeypatch.setattr(daemon, "_covered", covered)
+        monkeypatch.setattr(daemon.scrubber._reader, "read", read)
+        monkeypatch.setattr(daemon.scrubber._reader, "is_right", is_right)
+        for step in (1, 2):
+            commit(spool, part(step))
+        async with running(daemon):
+            await until(lambda: looked and daemon.scrubber.rests_s(part(2)) > 60)
+            await asyncio.sleep(0.1)
+            before = len(looked)
+            for _ in range(10):
+                daemon.wake()
+                await asyncio.sleep(0.05)
+            assert len(looked) == before
+            failing.clear()
+            await daemon.scrubber.scrub(ScrubbedCopy(SPOOL, part(2)))  # its turn comes
+            await until(lambda: steps_in(spool) == [2])
+
+    asyncio.run(work())

@@ -1,0 +1,86 @@
+"""What is measured while flushing, and what it decides."""
+
+from __future__ import annotations
+
+import pytest
+from support.world import part
+
+from tierd.codec.codec import RAW
+from tierd.core.manifest import Chunk
+from tierd.daemon.transfer.throughput import Meter, Throughput
+from tierd.spool.file_io import digest
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_rate_is_bytes_over_the_time_in_which_something_moved():
+    clock = Clock()
+    meter = Meter(clock, enough=1)
+    assert meter.rate is None
+    with meter.moving(100):
+        clock.now += 2
+        with meter.moving(300):  # at once with the first: two seconds are not counted twice
+            clock.now += 2
+    clock.now += 1000  # nothing moves
+    with pytest.raises(OSError), meter.moving(10**9):
+        clock.now += 1
+        raise OSError
+    assert meter.rate == 400 / 5
+
+
+def test_what_is_old_fades():
+    clock = Clock()
+    meter = Meter(clock, enough=1)
+    for size in [1000] * 1000 + [10] * 1000:
+        with meter.moving(size):
+            clock.now += 1
+    assert meter.rate == pytest.approx(10, rel=0.2)
+
+
+def one_chunk() -> tuple[Chunk, bytes]:
+    raw = bytes(range(100)) * 1000
+    return Chunk(size=len(raw), xxh3_128=digest(raw)), raw
+
+
+def paced(link: float, encoder: float) -> Throughput:
+    """A pace that has measured these rates, in bytes per second."""
+    pace = Throughput()
+    for meter, rate in ((pace.link("s3"), link), (pace._encoder, encoder)):
+        meter._bytes, meter._seconds = rate, 1.0
+    pace._raw, pace._stored = 1e9, 0.5e9
+    return pace
+
+
+def codecs(pace: Throughput, count: int = 200) -> list[str]:
+    chunk, raw = one_chunk()
+    found = []
+    for _ in range(count):
+        found.append(pace.encode(part(0), chunk, raw, pace.packs()).stored.codec)
+        pace._encoder._bytes, pace._encoder._seconds = 1e9, 1.0
+    return found
+
+
+def test_it_packs_while_the_link_is_the_slower_one():
+    assert RAW not in codecs(paced(link=0.2e9, encoder=1e9))
+
+
+def test_it_does_not_where_the_link_outruns_it_but_tries_now_and_then():
+    found = codecs(paced(link=5e9, encoder=1e9))
+    assert 0 < len(found) - found.count(RAW) < 10
+    assert "the link takes 5.0 GB/s" in paced(link=5e9, encoder=1e9).compression("s3").why
+
+
+def test_a_slow_tier_beside_a_fast_one_has_its_way():
+    pace = paced(link=5e9, encoder=1e9)
+    slow = pace.link("slow")
+    slow._bytes, slow._seconds = 1e7, 1.0
+    assert RAW not in codecs(pace)
+
+
+def test_before_anything_is_known_it_packs():
+    assert RAW not in codecs(Throughput(), 3)

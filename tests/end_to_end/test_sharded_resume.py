@@ -1,0 +1,147 @@
+"""A model under FSDP2, killed (SIGKILL) with copies behind training, goes on as if nobody had killed it: loss by loss
+and shard by shard, bit for bit, from the daemon's memory, the spool, a tier, and on another number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import sharded_trainer
+from support.ranked import Directory, Node
+from support.sharded_trainer import RUN, Orders, Told, told
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+STEPS = 14
+PATIENCE_S = 100.0
+
+
+class Job:
+    """Launches of one training; each rank's log goes on from launch to launch."""
+
+    def __init__(self, base: Path, stack: contextlib.ExitStack) -> None:
+        self.base, self._stack = base, stack
+        self._count = itertools.count(1)
+        self.processes: list = []
+        stack.callback(self.kill)
+
+    def launch(self, world: int, spool: Path | None, halt: str = "", *, alike: bool = False, name: str = "rank") -> int:
+        number = next(self._count)
+        meeting = str(self.base / f"meeting-{number}")
+        place, self.processes = str(spool) if spool else None, []
+        for rank in range(world):
+            log = str(self.log(rank, name))
+            orders = Orders(number, rank, world, place, log, meeting, STEPS, alike, halt)
+            self.processes.append(sharded_trainer.start(orders))
+        return number
+
+    def log(self, rank: int, name: str = "rank") -> Path:
+        return self.base / f"{name}-{rank}.log"
+
+    def told(self, world: int, name: str = "rank") -> list[Told]:
+        return [told(self.log(rank, name)) for rank in range(world)]
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not reached():
+            for path in self.base.glob("*.log"):
+                assert not told(path).died, told(path).died
+            assert time.monotonic() < end, [path.read_text()[-300:] for path in self.base.glob("*.log")]
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(30)
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.join(PATIENCE_S)
+            assert process.exitcode == 0, [path.read_text()[-600:] for path in self.base.glob("*.err")]
+
+
+@pytest.fixture
+def job(tmp_path):
+    with contextlib.ExitStack() as stack:
+        yield Job(tmp_path, stack)
+
+
+@pytest.fixture
+def node(tmp_path):
+    """A node with a daemon and one tier."""
+    made = Node("a", tmp_path / "a", Directory(tmp_path / "tier"))
+    made.start()
+    made_later = []
+    yield made, made_later.append
+    for one in (made, *made_later):
+        one.kill()
+
+
+def uninterrupted(job: Job, world: int, *, alike: bool = False) -> list[dict[int, str]]:
+    number = job.launch(world, None, alike=alike, name="alone")
+    job.end()
+    return [one.steps[number] for one in job.told(world, "alone")]
+
+
+def kill_at(job: Job, number: int, world: int, halt: str) -> None:
+    """Kill all ranks when each waits behind the line `halt`."""
+    what, step = halt.split()
+    seen = {"step": lambda one: one.steps.get(number, {}), "saved": lambda one: one.saved.get(number, ())}[what]
+    job.until(lambda: all(int(step) in seen(one) for one in job.told(world)))
+    job.kill()
+
+
+def on_tier(node: Node, step: int, world: int) -> bool:
+    return len(list(node.tier.path.glob(f"{RUN}/manifests/{step:012}.*/*-of-{world:05}.json"))) == world
+
+
+@pytest.mark.parametrize(
+    ("place", "world", "halt", "comes_back"),
+    [
+        ("memory", 2, "step 7", 6),  # the copies of step 6 were confirmed by the step behind it
+        ("local", 4, "saved 6", 3),  # they are under way, and nobody has confirmed them
+        ("file", 3, "step 7", 6),
+    ],
+)
+def test_a_killed_job_goes_on_exactly(job, node, place, world, halt, comes_back):
+    home, also = node
+    expected = uninterrupted(job, world)
+    first = job.launch(world, home.spool, halt)
+    if place == "file":
+        job.until(lambda: on_tier(home, comes_back, world))
+    kill_at(job, first, world, halt)
+    if place == "local":
+        home.kill()
+    elif place == "file":
+        home.lose()
+        home = Node("b", job.base / "b", home.tier)
+        also(home)
+        home.start()
+    second = job.launch(world, home.spool)
+    job.end()
+    for one, steps in zip(job.told(world), expected, strict=True):
+        assert one.resumed == {first: "none", second: f"{comes_back} {place} restored"}
+        assert second in one.ended and not one.died
+        for seen in one.steps.values():
+            assert seen == {number: steps[number] for number in seen}
+        assert list(one.steps[second]) == list(range(comes_back + 1, STEPS + 1))
+
+
+def test_a_killed_job_goes_on_exactly_on_other_ranks(job, node):
+    home, _ = node
+    expected = uninterrupted(job, 2, alike=True)
+    assert expected[0] == expected[1]
+    before = 0
+    for world, step in ((2, 3), (1, 6), (2, 9)):
+        halt = f"step {step + 1}"
+        number = job.launch(world, home.spool, halt, alike=True)
+        kill_at(job, number, world, halt)
+        for one in job.told(world):
+            assert one.steps[number] == {at: expected[0][at] for at in range(before + 1, step + 2)} and not one.died
+            assert one.resumed[number] == (f"{before} local resharded" if before else "none")
+        before = step

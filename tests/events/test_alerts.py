@@ -1,0 +1,160 @@
+"""When failures are an alert, what waits to be told, and what is news: pure, by a clock of ours."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+from support.worlds import checkpoint, facts, part
+
+from tierd.core.event_kinds import CHOICES, KINDS, MORE, USUAL, Event
+from tierd.core.planning.inventory import Place
+from tierd.events.alerts import Alerts
+from tierd.events.first_seen import FirstSeen
+from tierd.events.outbox import Outbox
+
+LANE = ("lane", "s3")
+
+
+class Told:
+    """Alerts of strings, with a clock: `fail` and `work` give what is told."""
+
+    def __init__(self) -> None:
+        self.alerts: Alerts[str] = Alerts()
+        self.now = 1000.0
+
+    def fail(self, subject: str = "a", thing: tuple[str, str] = LANE, after: float = 1.0) -> str:
+        self.now += after
+        told = self.alerts.failed(thing, "flush", "s3", subject, f"no {subject}", self.now, f"at {self.now:.0f}")
+        return f"{told[0].tries} tries of {told[0].subject}{', new' * told[1]}" if told else ""
+
+    def work(self, subject: str | None = None, *, others: bool = True) -> str:
+        over = self.alerts.worked(LANE, subject, others=others)
+        return f"{over.subject} after {over.tries}" if over else ""
+
+
+def test_the_third_failure_in_a_row_is_an_alert_told_once_and_told_when_it_is_over() -> None:
+    one = Told()
+    assert [one.fail(), one.fail()] == ["", ""] and one.alerts.lasting() == []
+    assert one.work("a") == ""  # two are none, and it begins anew
+    assert [one.fail() for _ in range(5)] == ["", "", "3 tries of a, new", "", ""]
+    (alert,) = one.alerts.lasting()
+    assert (alert.tries, alert.why, alert.since, alert.began) == (5, "no a", "at 1003", 1003.0)
+    assert one.work("a") == "a after 5" and one.alerts.lasting() == [] and one.work("a") == ""
+
+
+def test_an_alert_that_lasts_is_told_again_ever_more_seldom() -> None:
+    one = Told()
+    told = [one.now for _ in range(30_000) if one.fail(after=60.0)]
+    waits = [after - before for before, after in pairwise(told)]
+    assert waits[:4] == [600, 720, 1440, 2880] and waits[-1] == max(waits) == 86_400
+
+
+def test_a_tier_that_takes_all_but_one_still_fails() -> None:
+    one = Told()
+    for _ in range(2):
+        assert one.fail("bad") == "" and one.work("good") == ""
+    assert one.fail("bad") == "3 tries of bad, new"
+    assert one.work("good") == "" and one.work("good") == ""
+    assert one.work("bad") == "bad after 3"
+
+
+def test_a_tier_that_takes_nothing_fails_whichever_part_it_is() -> None:
+    one = Told()
+    assert [one.fail("a"), one.fail("b"), one.fail("c")] == ["", "", "3 tries of c, new"]
+    assert one.work("looking", others=False) == ""  # that it can be looked at says nothing of that
+    assert one.fail("a") == "" and one.work("b") == "a after 4"
+    assert one.fail("a") == "3 tries of a, new"  # of its own
+    assert one.work() == "a after 3"  # nothing is left that failed
+
+
+def test_a_place_that_can_be_looked_at_again_works() -> None:
+    one = Told()
+    assert [one.fail("looking") for _ in range(3)][-1] == "3 tries of looking, new"
+    assert one.work("looking", others=False) == "looking after 3"
+    assert [one.fail("a"), one.fail("a", ("lane", "nfs")), one.fail("a"), one.fail("a", ("lane", "nfs"))] == [""] * 4
+
+
+# -- what waits -------------------------------------------------------------------------------------------------------
+
+
+def event(what: str = "durable", number: int = 0) -> Event:
+    return Event(at="", what=what, place="s3", subject=str(number), why="")
+
+
+def taken(box: Outbox, now: float) -> list[object]:
+    found = []
+    while (one := box.take(now)) is not None:
+        found.append(int(one.subject) if isinstance(one, Event) else dict(one))
+    return found
+
+
+def test_what_is_too_much_a_minute_is_held_back_counted_and_told_as_one() -> None:
+    box = Outbox(USUAL, per_minute=3)
+    for number in range(10):
+        box.offer(event("corrupt" if number == 7 else "durable", number), 100.0 + number)
+    assert taken(box, 110.0) == [0, 1, 2] and box.held == 7
+    assert box.wait(110.0) == 50.0 and taken(box, 159.0) == []
+    assert taken(box, 160.0) == [{"durable": 6, "corrupt": 1}] and box.wait(160.0) is None
+    for number in range(3):  # that was one of this minute's
+        box.offer(event(number=number), 161.0)
+    assert taken(box, 161.0) == [0, 1] and box.held == 8 and box.wait(161.0) == 59.0
+
+
+def test_alerts_are_never_held_back_and_make_room() -> None:
+    box = Outbox(USUAL, per_minute=1000, room=3)
+    for number in range(4):
+        box.offer(event(number=number), 0.0)
+    box.offer(event("failing", 9), 0.0)
+    assert len(box) == 3 and box.lost == 2 and box.missed == Counter(durable=2)
+    assert taken(box, 0.0) == [1, 2, 9]
+    tight = Outbox(USUAL, per_minute=1)
+    for number, what in enumerate(["durable", "durable", "failing", "works again"]):
+        tight.offer(event(what, number), 0.0)
+    assert taken(tight, 0.0) == [0, 2, 3] and tight.held == 1
+
+
+def test_only_what_was_chosen_is_told_and_the_rest_is_not_counted() -> None:
+    box = Outbox(["failing"], per_minute=1)
+    assert not box.offer(event(), 0.0) and box.offer(event("failing", 1), 0.0)
+    assert taken(box, 0.0) == [1] and not box.missed and MORE not in CHOICES and "flushed" not in USUAL
+    assert {"alert", "error", "info"} == {kind.level for kind in KINDS.values()}
+
+
+def test_at_the_end_all_that_waits_is_told_at_once() -> None:
+    box = Outbox(USUAL, per_minute=1)
+    for number in range(3):
+        box.offer(event(number=number), 0.0)
+    assert isinstance(box.take(0.0, last=True), Event) and box.take(0.0, last=True) == Counter(durable=2)
+    assert box.take(0.0, last=True) is None
+
+
+# -- what is new ------------------------------------------------------------------------------------------------------
+
+
+def place(*parts) -> Place:
+    return Place.of({one: facts() for one in parts})
+
+
+def test_a_part_is_news_once_and_not_at_the_first_look_nor_when_it_was_fetched() -> None:
+    news, old, own, given, fetched = FirstSeen(), *(part(checkpoint(1, step), 0, 1) for step in range(4))
+    assert news.came(place(old)) == []
+    assert news.take(given) and news.take(fetched)  # told when it was given; being fetched
+    assert news.came(place(old)) == []  # a look that began before
+    assert news.came(place(old, own, given, fetched)) == [own] and not news.take(own)
+    assert news.came(place(own, given)) == [] and news.came(place(old, own, given)) == [old]
+
+
+def test_a_checkpoint_is_whole_once_where_its_rank_0_is() -> None:
+    one, two = checkpoint(1, 100), checkpoint(1, 200)
+    here, there = place(part(one, 0, 2)), place(part(two, 1, 2))
+    news = FirstSeen()
+    assert news.whole("s3", here, place(), 1.0) == [] == news.whole("s3", here, place(part(one, 0, 2)), 2.0)
+    assert news.whole("s3", place(), place(part(one, 0, 2), part(one, 1, 2)), 4.0) == [
+        (one, 3.0)
+    ]  # pruned here by then
+    assert news.whole("s3", here, place(part(one, 0, 2)), 5.0) == []  # quarantined,
+    assert news.whole("s3", here, place(part(one, 0, 2), part(one, 1, 2)), 6.0) == []  # and put right
+    assert news.whole("nfs", here, place(part(one, 0, 2), part(one, 1, 2)), 6.0) == []  # was so when it was first seen
+    assert news.whole("s3", there, place(), 7.0) == []
+    assert news.whole("s3", there, place(part(two, 0, 2), part(two, 1, 2)), 8.0) == []  # another node tells

@@ -1,0 +1,208 @@
+"""A run's directory that was moved and linked, one part's that is a link, and one that somebody removed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from support.world import Daemon, hurry, part
+
+import tierd
+from tierd.cli import run
+from tierd.core.errors import CheckpointNotFound, SpoolUnusable, TierdError
+from tierd.spool.spool import Spool
+from tierd.stores.file import FileStore
+
+RUN = "run"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A spool with the steps 1, 2 and 3."""
+    with tierd.Checkpointer(tmp_path / "spool", RUN, to=[]) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, {"w": torch.full((10,), float(step))}).wait(timeout=60)
+    return tmp_path / "spool"
+
+
+def restored(home: Path, to: list[str] | None = ()) -> tierd.client.restoring.restorer.Restored | None:
+    with tierd.Checkpointer(home, RUN, to=[] if to == () else to) as ckpt:
+        state = {"w": torch.zeros(10)}
+        found = ckpt.restore(state)
+        assert found is None or bool((state["w"] == found.step).all())
+        return found
+
+
+def linked(home: Path, directory: Path) -> Path:
+    """Move a directory out of the spool and put a link in its place."""
+    (home.parent / "larger").mkdir(mode=0o755, exist_ok=True)
+    target = home.parent / "larger" / directory.name
+    directory.rename(target)
+    directory.symlink_to(target)
+    return target
+
+
+def newest(home: Path, step: int = 3) -> Path:
+    (found,) = (home / RUN).glob(f"{step:012}.*")
+    return found
+
+
+# -- a run's directory ------------------------------------------------------------------------------------------------
+
+
+def test_a_runs_directory_that_was_moved_and_linked_is_followed(home: Path) -> None:
+    target = linked(home, home / RUN)
+    with tierd.Checkpointer(home, RUN, to=[]) as ckpt:
+        state = {"w": torch.zeros(10)}
+        found = ckpt.restore(state)
+        assert found and (found.step, found.skipped) == (3, ())
+        ckpt.save(4, state).wait(timeout=60)
+    assert len(list(target.iterdir())) == 4
+    assert (home / RUN).is_symlink()
+
+
+def test_a_daemon_flushes_what_lies_behind_such_a_link_and_prunes_it(home: Path, monkeypatch) -> None:
+    hurry(monkeypatch)
+    target = linked(home, home / RUN)
+    (home.parent / "tier").mkdir()
+    with Daemon(home, lambda: {"tier": FileStore(home.parent / "tier")}, keep=1) as daemon:
+        daemon.settle()
+    assert [path.name[:12] for path in target.iterdir()] == [f"{3:012}"]
+    assert [path.name[:12] for path in (home.parent / "tier" / RUN / "manifests").iterdir()] == [f"{3:012}"]
+    assert (home / RUN).is_symlink()
+
+
+def refused(home: Path, *words: str) -> None:
+    with pytest.raises(SpoolUnusable) as caught:
+        restored(home)
+    for word in (str(home / RUN), "symbolic link", *words):
+        assert word in str(caught.value), word
+    assert Spool(home).parts() == []
+    with pytest.raises(SpoolUnusable, match="symbolic link"):
+        Spool(home).stage(part(4))
+    with pytest.raises(SpoolUnusable, match="symbolic link"):
+        Spool(home).pin(part(4).checkpoint, pinned=True)
+
+
+def test_a_link_to_what_others_may_write_to_is_refused(home: Path) -> None:
+    linked(home, home / RUN).chmod(0o777)
+    refused(home, "others may write there", "chmod 700", "Put the directory itself")
+
+
+def test_a_link_through_what_others_may_replace_is_refused(home: Path) -> None:
+    linked(home, home / RUN).parent.chmod(0o777)
+    refused(home, f"others may replace what is in {home.parent / 'larger'}")
+
+
+def test_a_link_that_leads_nowhere_is_refused(home: Path) -> None:
+    shutil.rmtree(linked(home, home / RUN))
+    refused(home, "it leads nowhere", str(home.parent / "larger"))
+
+
+def test_a_link_to_another_file_system_is_refused(home: Path) -> None:
+    target = Path("/dev/shm", f"tierd-test-{os.getpid()}")
+    if not target.parent.is_dir() or target.parent.stat().st_dev == home.stat().st_dev:
+        pytest.skip("there is no second file system")
+    shutil.move(home / RUN, target)
+    try:
+        (home / RUN).symlink_to(target)
+        refused(home, "another file system", "move the whole spool")
+    finally:
+        shutil.rmtree(target)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes files of other users")
+def test_a_link_of_another_user_is_refused(home: Path) -> None:
+    linked(home, home / RUN)
+    os.lchown(home / RUN, 12345, 12345)
+    refused(home, f"{home / RUN} is uid 12345's")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes files of other users")
+def test_a_link_to_another_users_directory_is_refused(home: Path) -> None:
+    target = linked(home, home / RUN)
+    os.chown(target, 12345, 12345)
+    refused(home, f"{target} is uid 12345's")
+
+
+def test_a_link_by_way_of_another_is_followed_as_the_kernel_does(home: Path) -> None:
+    target = linked(home, home / RUN)
+    (home.parent / "elsewhere").mkdir(mode=0o700)
+    (home.parent / "elsewhere" / "deep").mkdir(mode=0o700)
+    (home.parent / "way").symlink_to(home.parent / "elsewhere" / "deep")
+    (home / RUN).unlink()
+    (home / RUN).symlink_to("../way/../../larger/run")  # not what a look at the text makes of it
+    assert (home / RUN).resolve() == target
+    found = restored(home)
+    assert found and found.step == 3
+    (home.parent / "elsewhere").chmod(0o777)
+    refused(home, f"others may replace what is in {home.parent / 'elsewhere'}")
+
+
+# -- what is inside ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", ["checkpoint", "part"])
+def test_a_link_inside_a_run_is_named_and_the_way_out(home: Path, depth: str) -> None:
+    directory = newest(home) if depth == "checkpoint" else next(newest(home).iterdir())
+    linked(home, directory)
+    with pytest.raises(SpoolUnusable, match=rf"{directory}: a symbolic link to .*larger.*remove the link"):
+        restored(home)
+    directory.unlink()
+    found = restored(home)
+    assert found and found.step == 2
+    assert [(one.step, one.reason[:4]) for one in found.skipped] == [(3, "gone")]
+
+
+# -- what is gone -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", ["checkpoint", "part"])
+def test_a_checkpoint_that_was_removed_is_among_what_was_skipped(home: Path, depth: str) -> None:
+    directory = newest(home)
+    shutil.rmtree(directory if depth == "checkpoint" else next(directory.iterdir()))
+    found = restored(home)
+    assert found and found.step == 2
+    assert [(one.step, one.attempt) for one in found.skipped] == [(3, directory.name.partition(".")[2])]
+    assert found.skipped[0].reason.startswith("gone: it was whole once, as this node or a tier remembers")
+
+
+def test_the_daemon_knows_it_too(home: Path, monkeypatch) -> None:
+    hurry(monkeypatch)
+    shutil.rmtree(newest(home))
+    (home.parent / "tier").mkdir()
+    with Daemon(home, lambda: {"tier": FileStore(home.parent / "tier")}):
+        found = restored(home, None)
+        assert found and found.step == 2
+        assert [one.step for one in found.skipped] == [3]
+
+
+def test_what_a_tier_has_is_not_gone(home: Path, monkeypatch) -> None:
+    hurry(monkeypatch)
+    (home.parent / "tier").mkdir()
+    with Daemon(home, lambda: {"tier": FileStore(home.parent / "tier")}) as daemon:
+        daemon.settle()
+        shutil.rmtree(newest(home))
+        found = restored(home, None)
+        assert found and (found.step, found.tier, found.skipped) == (3, "tier", ())
+
+
+def test_nothing_begins_anew_where_something_was_saved_unless_it_is_removed(home: Path) -> None:
+    shutil.rmtree(home / RUN)
+    with pytest.raises(CheckpointNotFound, match=rf"(?s)step 3 .*: gone.*tierd rm {RUN}"):
+        restored(home)
+    assert run(["rm", RUN, "--spool", str(home), "--yes"]) == 0
+    assert restored(home) is None
+
+
+def test_a_step_that_was_never_committed_is_not_missed(home: Path) -> None:
+    spool = Spool(home)
+    with pytest.raises(TierdError), spool.stage(part(9)):
+        raise TierdError("its writer gave it up")
+    found = restored(home)
+    assert found and (found.step, found.skipped) == (3, ())
+    assert stat.S_IMODE(next((home / ".tierd" / "saved" / RUN).glob("*.*")).stat().st_mode) == 0o600

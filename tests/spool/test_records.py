@@ -1,0 +1,254 @@
+"""What a spool remembers of runs: who saved here, and what the trainer wants kept."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import msgspec
+import pytest
+from support.world import RUN, attempt, commit, part
+
+from tierd.core.errors import ConfigError, FormatTooNew, ManifestError, SpoolUnusable
+from tierd.core.ids import parse_retention, retention_key
+from tierd.core.planning.inventory import LocalLaunch
+from tierd.core.retention.policy import Best, RetentionPolicy, checked
+from tierd.core.retention.stored import StoredRetention, decode, encode
+from tierd.daemon.tiers.observe import SpoolEye
+from tierd.daemon.transfer.download import Progress
+from tierd.daemon.transfer.fetch import fetch
+from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.memory_budget import Budget
+from tierd.spool.records import (
+    committed,
+    forget_committed,
+    forget_launch,
+    launches,
+    mark_saved,
+    note_committed,
+    policies,
+    saved,
+    set_policy,
+)
+from tierd.spool.spool import Spool
+from tierd.stores.memory import MemoryStore
+
+RICH = RetentionPolicy(
+    keep_last=4, keep_within="2h", keep_every_steps=(10, 15), keep_every="6h", keep_best=Best(metric="loss", count=2)
+)
+
+
+@pytest.fixture
+def spool(tmp_path):
+    return Spool(tmp_path / "spool")
+
+
+# -- who saved --------------------------------------------------------------------------------------------------------
+
+
+def test_a_save_is_recorded_once_an_attempt_and_a_restore_is_not(spool, tmp_path, monkeypatch):
+    assert saved(spool.control, [RUN]) == {}
+    commit(spool, part(1, launch=1))
+    commit(spool, part(2, launch=3))
+    commit(spool, part(3, launch=2))
+    assert attempt(1) not in os.listdir(spool.control / "saved" / RUN)  # nobody asks for the older ones
+    assert saved(spool.control, [RUN]) == {RUN: {attempt(2), attempt(3)}}  # the newest, whichever came last
+    store, other = MemoryStore(), Spool(tmp_path / "other")
+    asyncio.run(flush(spool, part(2, launch=3), Route(store)))
+    asyncio.run(fetch(other, part(2, launch=3), {"tier": store}, Budget(), Progress()))
+    assert other.parts() == [part(2, launch=3)] and saved(other.control, [RUN]) == {}
+
+    synced = []
+    monkeypatch.setattr("tierd.spool.records.sync_directory", synced.append)
+    commit(spool, part(4, launch=3))
+    assert synced == []
+    commit(spool, part(5, launch=4))
+    rooms = spool.root, spool.control, spool.control / "saved", spool.control / "saved" / RUN
+    assert set(synced) == set(rooms)  # every directory above the mark, because nobody else syncs them
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("what", ["a pipe", "a huge file", "a link"])
+def test_what_lies_in_the_place_of_a_record_is_neither_waited_for_nor_read_whole(spool, tmp_path, what):
+    one = part(1)
+    commit(spool, one)
+    mark = spool.control / "saved" / RUN / f"{one.checkpoint.attempt}.{one.name}"
+    mark.unlink()
+    if what == "a pipe":
+        os.mkfifo(mark)
+    elif what == "a huge file":
+        mark.touch()
+        os.truncate(mark, 1 << 43)
+    else:
+        (tmp_path / "other").write_text(f"{1:012}")
+        mark.symlink_to(tmp_path / "other")
+    forget_committed(spool.control, one)
+    if what == "a huge file":
+        assert mark.stat().st_size == 1 << 43
+    note_committed(spool.control, one)
+    if what == "a link":
+        assert mark.is_symlink() and (tmp_path / "other").read_text() == f"{1:012}"
+
+
+def test_what_tierd_itself_deletes_is_not_missed(spool):
+    one = part(1)
+    commit(spool, one)
+    note_committed(spool.control, one)
+    assert committed(spool.control) == {one}
+    forget_committed(spool.control, part(2))
+    assert committed(spool.control) == {one}
+    forget_committed(spool.control, one)
+    assert committed(spool.control) == set() and launches(spool.control)[RUN].ranks == {1: {0}}
+
+
+def test_the_ranks_that_were_saved_here_are_known_without_any_copy(spool):
+    assert launches(spool.control) == {}
+    commit(spool, part(1, launch=1))
+    for rank in (1, 3):
+        commit(spool, part(2, launch=2, rank=rank, world=4))
+    commit(spool, part(7, launch=1, run="other"))
+    spool.remove(spool.parts())
+    for name in spool.leftovers():
+        spool.discard(name)
+    assert not (spool.root / RUN).exists()
+    assert launches(spool.control) == {
+        RUN: LocalLaunch(attempt(2), {4: frozenset({1, 3})}),
+        "other": LocalLaunch(attempt(1), {1: frozenset({0})}),
+    }
+    assert launches(spool.control, [RUN]).keys() == {RUN}
+    spool.discard(f"saved/{RUN}/{attempt(2)}")
+    assert launches(spool.control).keys() == {"other"} and not (spool.control / "saved" / RUN).exists()
+
+
+def test_a_launch_that_has_just_begun_is_not_forgotten_with_the_one_before(spool):
+    set_policy(spool.control, RUN, RICH)
+    commit(spool, part(1, launch=1))
+    commit(spool, part(2, launch=2))
+    forget_launch(spool.control, RUN, attempt(1))
+    assert launches(spool.control)[RUN].attempt == attempt(2) and policies(spool.control, [RUN])
+    later = spool.control / "saved" / RUN / attempt(2)
+    before = later.stat().st_mtime_ns
+    os.utime(later, ns=(before - 10**9, before - 10**9))
+    commit(spool, part(3, launch=2))
+    assert later.stat().st_mtime_ns > before - 10**9, "each save says that it is there"
+    forget_launch(spool.control, RUN, attempt(2))
+    assert launches(spool.control) == {} and not policies(spool.control, [RUN])
+
+
+def test_a_spool_from_before_the_marker_was_saved_in_by_nobody(spool):
+    commit(spool, part(1))
+    for path in sorted((spool.control / "saved").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    (spool.control / "saved").rmdir()
+    assert saved(spool.control, [RUN]) == {} and policies(spool.control, [RUN]) == {}
+    again = Spool(spool.root)
+    commit(again, part(2))
+    assert saved(again.control, [RUN]) == {RUN: {attempt(1)}}
+
+
+def test_a_launch_that_ends_before_its_first_commit_takes_nothing_from_the_one_before(spool):
+    """Its node would count as one that had only restored the run, and nobody would prune it."""
+    commit(spool, part(1, launch=1))
+    spool.stage(part(2, launch=2)).abandon()
+    assert saved(spool.control, [RUN]) == {RUN: {attempt(1), attempt(2)}}
+    assert SpoolEye(spool).look().restored == frozenset()
+    commit(spool, part(2, launch=3))
+    assert saved(spool.control, [RUN]) == {RUN: {attempt(3)}}
+
+
+def test_a_link_in_the_place_of_a_room_is_not_followed(spool, tmp_path):
+    (spool.control / "saved").rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    (spool.control / "saved").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SpoolUnusable, match="link"):
+        mark_saved(spool.control, part(1))
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+# -- the trainer's policy ---------------------------------------------------------------------------------------------
+
+
+def test_a_policy_is_remembered_and_written_only_when_it_is_new(spool):
+    set_policy(spool.control, RUN, RICH)
+    (path,) = (spool.control / "retention").iterdir()
+    first = path.read_bytes()
+    set_policy(spool.control, RUN, RICH)
+    assert path.read_bytes() == first and path.stat().st_mode & 0o077 == 0
+    assert policies(spool.control, [RUN])[RUN][0].retention == RICH
+    set_policy(spool.control, RUN, RetentionPolicy())
+    assert policies(spool.control, [RUN])[RUN][0].retention == RetentionPolicy()
+    assert os.listdir(spool.control / "retention") == [path.name]
+
+
+def test_a_damaged_policy_is_said_to_be(spool):
+    (spool.control / "retention" / "damaged.json").write_bytes(b"{")
+    found = policies(spool.control, ["damaged", RUN])
+    assert list(found) == ["damaged"] and found["damaged"][0].retention is None and found["damaged"][0].why
+
+
+# -- its form ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_reads_as_it_was_written_and_by_hand():
+    stored = StoredRetention(RUN, "0123abcd", "trainer", "node-7", "2026-11-22T10:00:00+00:00", RICH)
+    text = encode(stored).decode()
+    assert '"keep_last": 4' in text and text.endswith("}\n") and "null" not in text
+    assert decode(text.encode(), RUN, "0123abcd", "trainer") == stored
+    more = msgspec.json.decode(text)
+    assert decode(msgspec.json.encode({**more, "note": 1}), RUN, "0123abcd", "trainer") == stored
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"format": 2}, FormatTooNew),
+        ({"format": 0}, ManifestError),
+        ({"format": "1"}, ManifestError),
+        ({"run": "other"}, ManifestError),
+        ({"by": "ffffffff"}, ManifestError),
+        ({"given": "default"}, ManifestError),
+        ({"host": "a\nb"}, ManifestError),
+        ({"host": "x" * 300}, ManifestError),
+        ({"retention": {"keep_last": 3, "keep_more": 1}}, FormatTooNew),
+        ({"retention": {"keep_last": True}}, ManifestError),
+        ({"retention": {"keep_best": [{"metric": "a"}] * 17}}, ManifestError),
+        ({"retention": None}, ManifestError),
+    ],
+)
+def test_anything_else_is_refused(change, error):
+    members = msgspec.json.decode(encode(StoredRetention(RUN, "0123abcd", "trainer", retention=RICH)))
+    with pytest.raises(error, match=f"retention of {RUN}"):
+        decode(msgspec.json.encode({**members, **change}), RUN, "0123abcd", "trainer")
+
+
+def test_keys():
+    key = retention_key(RUN, "0123abcd", "trainer")
+    assert key == f"{RUN}/retention/0123abcd.trainer.json" and parse_retention(RUN, key) == ("0123abcd", "trainer")
+    for other in ("0123ABCD.trainer.json", "0123abcd.json", "x/0123abcd.trainer.json", "0123abcd.trainer.json.new"):
+        assert parse_retention(RUN, f"{RUN}/retention/{other}") is None
+    assert parse_retention(RUN, key.replace(RUN, "other")) is None
+
+
+# -- as a program makes it --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"keep_last": 3},
+        RetentionPolicy(keep_last=0),
+        RetentionPolicy(keep_last="3"),
+    ],
+)
+def test_a_program_is_told_what_is_wrong_with_its_policy(policy):
+    with pytest.raises(ConfigError, match="retention="):
+        checked(policy)
+    assert checked(RICH) == RICH
+    with pytest.raises(ConfigError, match="keep_every_steps=0"):
+        RetentionPolicy(keep_every_steps=[0])
+
+
+@pytest.mark.parametrize("rule", ["keep_within", "keep_every"])
+def test_a_time_that_is_none_is_refused_where_it_is_written(rule):
+    with pytest.raises(ValueError, match=f"{rule}='soon': a time is"):
+        RetentionPolicy(**{rule: "soon"})

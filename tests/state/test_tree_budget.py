@@ -1,0 +1,188 @@
+"""What a state's tree may cost: a hostile one is refused before it is built, and whatever a save takes comes back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter, OrderedDict, deque
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.exact import told
+from support.hostile_trees import FILE, TREES
+from support.training import stored, through
+
+import tierd
+from tierd.client.restoring.entries import parse_entries
+from tierd.core.errors import StateMismatch, StateRefused
+from tierd.state import tree_budget
+from tierd.state.capture import Capturer
+from tierd.state.flatten import unflatten
+from tierd.state.kinds import packed_tensors
+
+ROOT = Path(tierd.__file__).parent.parent
+PRIME = 2**61 - 1
+MEASURE = """
+import resource, sys, time
+from tierd.client.restoring.entries import parse_entries
+from tierd.state.flatten import unflatten
+from tierd.core.errors import StateMismatch
+from support.hostile_trees import FILE, TREES
+
+tree, file = TREES[sys.argv[1]](), bytearray(FILE)
+before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+try:
+    unflatten(tree, file)
+except StateMismatch as error:
+    print(str(error)[:200])
+try:
+    parse_entries(tree, "part")
+except StateMismatch:
+    pass
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) >> 10, time.process_time() - begin)
+"""
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_hostile_tree_is_refused_within_memory_and_time(name):
+    """The issue's row: 20 MiB took 631 to 794 MiB, and colliding keys quadratic time."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, "-c", MEASURE, name]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    *said, numbers = done.stdout.splitlines()
+    mib, seconds = map(float, numbers.split())
+    assert said and said[0].startswith("the state tree: "), done.stdout
+    assert mib < 200  # its text, and that without its strings
+    assert seconds < 30
+
+
+EXACT = {
+    "lists": lambda n: [[]] * n,
+    "strings with brackets": lambda n: [[]] * (n - 1) + ["[{:\\", '"[,:{\\"', "x" * 100],
+    "dicts": lambda n: {str(number): 1 for number in range(n)},
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_a_save_takes_is_what_a_restore_takes(name, local, monkeypatch):
+    monkeypatch.setattr(tree_budget, "MAX_NODES", 102)
+    good, bad = ({"w": torch.ones(1), "x": EXACT[name](number)} for number in (96, 99))
+    assert told(through(good)) == told(good, live=True)
+    local.save(1, good).wait()
+    for _ in range(2):  # the second time by the structure that the first one found
+        with pytest.raises(StateRefused, match=r'^state\["x"\]: ') as caught:
+            local.save(2, bad).wait()
+        assert "102 at most" in str(caught.value) and "tensor" in str(caught.value)
+        assert "it would not come back" not in str(caught.value)
+    local.save(3, good).wait()
+    monkeypatch.setattr(tree_budget, "MAX_NODES", 200)
+    tree, file = stored(bad)
+    monkeypatch.setattr(tree_budget, "MAX_NODES", 102)
+    with pytest.raises(StateMismatch, match="102 at most"):
+        unflatten(tree, file)
+    with pytest.raises(StateMismatch, match=r"^part: the state tree: .*102 at most"):
+        parse_entries(tree, "part")
+
+
+def test_too_many_values_are_named_where_most_of_them_are(local, monkeypatch):
+    monkeypatch.setattr(tree_budget, "MAX_NODES", 50)
+    monkeypatch.setattr(tree_budget, "MAX_VALUES", 100)
+    state = {"a": {"few": [1, 2], "many": OrderedDict(deep=list(range(98)))}, "b": deque([3])}
+    with pytest.raises(StateRefused, match=r'^state\["a"\]\["many"\]\["deep"\]: 99 of .*100 at most.*torch\.tensor'):
+        local.save(1, state).wait()
+    state["a"]["many"]["deep"] = list(range(90))
+    local.save(2, state).wait()
+
+
+ALIKE = {
+    "ints": lambda n: [1 + number * PRIME for number in range(n)],
+    "tuples": lambda n: list(itertools.islice(itertools.product((-1, -2), repeat=8), n)),
+}
+
+
+@pytest.mark.parametrize("others", [0, 1, 1000])
+def test_keys_of_one_hash_are_counted_among_others(others):
+    keys = ALIKE["tuples"](tree_budget.MOST_ALIKE + 1)
+    assert len({*map(hash, keys)}) == 1
+    assert tree_budget.alike([*range(others), *keys]) == tree_budget.MOST_ALIKE + 1
+    assert tree_budget.alike([*range(others), *keys[1:]]) == 0
+
+
+HELD = {
+    "dict": lambda keys: dict.fromkeys(keys, 0),
+    "ordered": lambda keys: OrderedDict.fromkeys(keys, 0),
+    "counter": lambda keys: Counter(dict.fromkeys(keys, 1)),
+    "set": set,
+    "frozenset": frozenset,
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("name", ALIKE)
+def test_keys_of_one_hash_are_refused_at_save_by_their_path(name, held, local, monkeypatch):
+    good = {"x": [HELD[held](ALIKE[name](tree_budget.MOST_ALIKE))]}
+    bad = {"x": [HELD[held](ALIKE[name](tree_budget.MOST_ALIKE + 1))]}
+    assert told(through(good)) == told(good)
+    for step, state in enumerate((bad, good, bad)):
+        if state is good:
+            local.save(step, good).wait()
+            continue
+        with pytest.raises(StateRefused, match=r'^state\["x"\]\[0\]: .*65 .*the same hash.*str'):
+            local.save(step, state).wait()
+    monkeypatch.setattr(tree_budget, "MOST_ALIKE", 99)
+    tree, file = stored(bad)
+    monkeypatch.undo()
+    with pytest.raises(StateMismatch, match=r"65 .* the same hash"):
+        unflatten(tree, file)
+
+
+def test_an_array_has_a_tensor_of_its_own():
+    one = np.arange(4.0)
+    assert told(through({"a": one, "b": [one, one], "c": np.empty(0)})) == told(
+        {"a": one, "b": [one, one], "c": one[:0]}
+    )
+    array = b'{"$array":["t","<f4",[262144]]}'
+    assert unflatten(b'{"a":%s}' % array, bytearray(FILE))["a"].nbytes == 1 << 20
+    with pytest.raises(StateMismatch, match=r"two arrays"):
+        unflatten(b'{"a":[%s,%s]}' % (array, array), bytearray(FILE))
+
+
+@pytest.mark.slow
+def test_states_as_large_as_real_ones_are_far_within_the_budget(monkeypatch):
+    """50,000 parameters with Adam's state, a sampler's order, names of samples, counts by id; all of it as JSON."""
+    monkeypatch.setattr(packed_tensors, "FEWEST", 1 << 62)
+    zero = torch.zeros(())
+    state = {
+        "model": OrderedDict((f"layer.{number}.weight", torch.zeros(1)) for number in range(50_000)),
+        "optimizer": {
+            "state": {n: {"step": zero, "exp_avg": torch.zeros(1), "exp_avg_sq": zero} for n in range(50_000)},
+            "param_groups": [{"lr": 0.1, "params": list(range(50_000))}],
+        },
+        "order": list(range(1_000_000)),
+        "names": [f"sample-{number}, [{{:" for number in range(200_000)],
+        "counts": Counter(dict.fromkeys(range(200_000), 1)),
+    }
+    capture = Capturer().capture(state)
+    tree = capture.tree()
+    assert not tree_budget.excess(str(tree, "utf-8"))
+    capture.check(tree)
+    nodes, values = tree_budget.count(str(tree, "utf-8"))
+    assert 900_000 < nodes < tree_budget.MAX_NODES // 2 and 1_450_000 < values < tree_budget.MAX_VALUES // 5
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 7, 1 << 16])
+def test_what_stands_in_strings_is_not_counted(window, monkeypatch):
+    monkeypatch.setattr(tree_budget, "_WINDOW", window)
+    draw = random.Random(window)
+    for _ in range(200):
+        texts = ["".join(draw.choices('a\\"[{:,]}', k=draw.randrange(12))) for _ in range(4)]
+        value = [texts[0], {texts[1]: [1, {}]}, [texts[2], texts[3]]]
+        assert tree_budget.count(json.dumps(value)) == (6, 4)

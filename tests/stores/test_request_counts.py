@@ -1,0 +1,44 @@
+"""A counted store keeps the contract, and counts as an object store bills."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from stores.conformance import Conformance
+from support.doubles import Counting
+
+from tierd.stores.base import Store, is_authentic
+from tierd.stores.memory import MemoryStore
+from tierd.stores.request_counts import CountedStore
+
+
+class TestCountedMemoryStore(Conformance):
+    @pytest.fixture
+    def make(self) -> Callable[[], Store]:
+        return lambda: CountedStore(MemoryStore())
+
+
+@pytest.mark.parametrize("keys", [0, 1, 16, 17, 1016, 1017, 2500])
+def test_it_counts_as_the_store_below_does(keys):
+    async def work() -> None:
+        inner = Counting()
+        store = CountedStore(inner)
+        names = [f"a/{number:05}" for number in range(keys)]
+        for name in names:
+            await store.put(name, b"x")
+        assert [info.key async for info in store.scan("a/")] == names
+        for name in names[:3]:
+            await store.get(name)
+        await store.delete(names)
+        assert store.requests == sum(inner.count.values())
+
+    asyncio.run(work())
+
+
+def test_what_encrypts_below_is_seen_above():
+    inner = MemoryStore()
+    assert not is_authentic(CountedStore(inner))
+    inner.encrypts = True
+    assert is_authentic(CountedStore(inner))

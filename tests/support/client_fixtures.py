@@ -1,0 +1,40 @@
+"""Fixtures of the client's tests: a spool, a checkpointer on it, a daemon, and timeouts of milliseconds."""
+
+import pytest
+from support.doubles import Double
+from support.fakecuda import fake  # noqa: F401
+from support.world import Daemon, hurry
+
+import tierd
+from tierd.client.restoring import source
+from tierd.daemon import handoff
+from tierd.spool.spool import Spool
+
+
+@pytest.fixture
+def spool(tmp_path):
+    return Spool(tmp_path / "spool")
+
+
+@pytest.fixture
+def local(spool):
+    """A checkpointer with nothing but the spool."""
+    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        yield checkpointer
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A daemon and a restore that wait for milliseconds where they would for seconds. A daemon on a busy machine greets
+    in time for the save that connects."""
+    hurry(monkeypatch)
+    monkeypatch.setattr("tierd.client.saving.handoff._GREETING", 1.0)
+    monkeypatch.setattr(source, "_PATIENCE", 0.2)
+    monkeypatch.setattr(handoff, "_TICK", 0.02)
+
+
+@pytest.fixture
+def daemon(spool, quick):
+    """A daemon with one tier that keeps everything."""
+    with Daemon(spool.root, {"tier": Double()}, keep=100, keep_local=100) as daemon:
+        yield daemon

@@ -1,0 +1,110 @@
+"""What the how-to guides say to type works as they say it: Python that is there, and commands on a spool and a tier."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import shlex
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.world import Daemon
+
+import tierd
+from tierd.cli import run
+from tierd.stores.file import FileStore
+
+HOWTO = Path(__file__).parent.parent / "docs" / "howto"
+PAGES = sorted((HOWTO.parent).rglob("*.md"))
+BLOCKS = [
+    pytest.param(block, id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
+]
+
+
+@pytest.mark.parametrize("code", BLOCKS)
+def test_the_python_of_a_page_is_python(code: str) -> None:
+    ast.parse(code)
+
+
+def test_what_a_page_names_of_tierd_is_there() -> None:
+    for page in PAGES:
+        for names in re.findall(r"(?<![\w./\"-])tierd((?:\.[A-Za-z]\w*)+)(?=[(`,\s:)])", page.read_text()):
+            if names.split(".")[1] in ("adapters", "toml", "service"):  # adapters need their frameworks
+                continue
+            found: object = tierd
+            for name in names.split(".")[1:]:
+                found = getattr(found, name, None) or importlib.import_module(f"{found.__name__}.{name}")  # type: ignore
+            assert found is not None, f"{page.name}: tierd{names}"
+
+
+def test_the_adapters_that_a_page_names_are_files() -> None:
+    for page in PAGES:
+        for name in re.findall(r"import tierd\.adapters\.(\w+)", page.read_text()):
+            assert (Path(tierd.__file__).parent / "adapters" / f"{name}.py").exists(), page.name
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def typed(page: str) -> list[str]:
+    """The commands that a page shows with their arguments, in code spans and blocks."""
+    spans = re.findall(r"(?:`|^    )(tierd [a-z]+ [^`\n#]+)", (HOWTO / f"{page}.md").read_text(), re.M)
+    return [one.strip() for one in spans]
+
+
+COMMANDS = [(page, one) for page in ("recovery", "operate") for one in typed(page) if " run " not in one]
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    """A spool with two checkpoints of run `r` and its daemon, which has sent them to a tier."""
+    torch = pytest.importorskip("torch")
+    home = tmp_path_factory.mktemp("node")
+    (home / "tier").mkdir()
+    with Daemon(home / "spool", lambda: {"file": FileStore(home / "tier")}) as daemon:
+        with tierd.Checkpointer(home / "spool", run="r") as ckpt:
+            for step in (10, 20):
+                ckpt.save(step, {"weights": torch.full((1000,), float(step))}).wait("file", timeout=60)
+            attempt = ckpt.restore().attempt  # type: ignore[union-attr]
+        daemon.settle()
+        yield home, attempt
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {one}" for page, one in COMMANDS])
+def test_a_command_of_a_how_to_does_what_it_says(page: str, command: str, node, tmp_path: Path, capsys) -> None:
+    home, attempt = node
+    values = {
+        "--spool DIR": f"--spool {home}/spool",
+        "--to DIR": f"--to {tmp_path}/out",
+        "URL…": "URL",
+        "[STEP]": "STEP",
+    }
+    values |= {"URL": f"file://{home}/tier", "RUN": "r", "STEP": "20", "ATTEMPT": attempt}
+    for word, value in values.items():
+        command = re.sub(rf"(?<![\w/]){re.escape(word)}(?![\w/])", value, command)
+    code = run(shlex.split(command)[1:])
+    # The launch is a real one, so its names are not deleted without a yes.
+    assert code == (3 if " disown " in command else 0), capsys.readouterr().err
+    if " restore " in command:
+        assert next((tmp_path / "out").rglob("tensors.safetensors")).stat().st_size > 4000
+    if " pause " in command:
+        assert run(["resume", "--spool", f"{home}/spool"]) == 0
+
+
+def test_the_key_that_the_how_to_makes_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (HOWTO / "encryption.md").read_text().splitlines()
+    (make,) = [line.strip() for line in lines if "openssl rand" in line]
+    key = tmp_path / "key"
+    subprocess.run(["bash", "-c", make.replace("/etc/tierd/key", str(key))], check=True, timeout=60)
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    (tmp_path / "tier").mkdir()
+    tier = f'name = "disk"\nurl = "file://{tmp_path}/tier"\nkey_file = "{key}"\n'
+    (tmp_path / "tierd.toml").write_text(f'spool = "{tmp_path}/spool"\n[[tier]]\n{tier}')
+    assert run(["config", "check", str(tmp_path / "tierd.toml"), "--reach", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["modes"]["disk"]["mode"] == "read-write"

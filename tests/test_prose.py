@@ -1,0 +1,43 @@
+"""What `make lint` says of words that the glossary replaces, and of public names without a docstring."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+from tools import prose
+
+
+def test_the_pages_and_the_public_names_are_in_order() -> None:
+    assert prose.findings() == []
+
+
+def test_an_old_word_is_named_with_its_place_and_the_better_one() -> None:
+    page = "A daemon heals it.\n\n```\nheals\n```\n\n    heals\n\nThe event `healed` is sent.\nLaw: none.\n"
+    assert prose.old_words("page.md", page) == [
+        "page.md:1: 'heals': write repair",
+        "page.md:10: 'Law:': write invariant",
+    ]
+
+
+def test_the_glossary_has_the_words_that_are_to_be_used() -> None:
+    glossary = (prose.ROOT / "docs" / "glossary.md").read_text()
+    assert {word for word in ("invariant", "quarantine", "repair", "shared chunk") if word not in glossary} == set()
+
+
+def test_a_public_name_without_a_docstring_is_named(monkeypatch) -> None:
+    module = types.ModuleType("some")
+
+    class Documented:
+        """It is."""
+
+        def silent(self) -> None:
+            pass
+
+        def _private(self) -> None:
+            pass
+
+    module.Documented = Documented  # type: ignore[attr-defined]
+    module.__all__ = ["Documented"]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "some", module)
+    assert prose.undocumented("some") == ["some.Documented.silent: no docstring"]

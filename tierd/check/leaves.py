@@ -1,0 +1,200 @@
+"""Convert values of a training process to leaves.
+
+A leaf has a digest of the value, and some of its numbers, which show how far two values differ.
+
+Invariant: a capture changes nothing. It draws from no generator, iterates nothing, and reads tensors without keeping
+them. A value that cannot be read is left out.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import xxhash
+
+SAMPLED = 64  # elements of a tensor that are kept to measure its distance from another
+_MOST = 20_000  # leaves of one tree; later ones are left out, the same ones each time
+_FEW = 8  # up to so many numbers are a leaf each; a longer sequence is one leaf
+_LONGEST = 100_000  # items of a sequence that is digested as a whole
+_TEXT = 80
+_SCALARS = (bool, int, float, complex, str, bytes, bytearray, type(None))
+
+
+class ValueLeaf(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One value.
+
+    Attributes:
+        digest: equal for values that are equal to the last bit.
+        text: the value for a reader, shortened.
+        count: the number of items of a container or sequence.
+        sample: some of its numbers, from the same positions for equal shapes.
+        saved: whether the saved state contains it; None if no state was captured.
+    """
+
+    digest: str
+    text: str
+    count: int | None = None
+    sample: tuple[float, ...] = ()
+    saved: bool | None = None
+
+
+def leaves(value: object, path: str, saved: bool | None = None) -> dict[str, ValueLeaf]:
+    """Return every leaf of `value` by its path.
+
+    Objects other than containers, tensors, arrays and generators have no leaf.
+    """
+    found: dict[str, ValueLeaf] = {}
+    for place, leaf in _walk(value, path, set()):
+        found[place] = leaf if saved is None else msgspec.structs.replace(leaf, saved=saved)
+        if len(found) >= _MOST:
+            break
+    return found
+
+
+def leaf_of(value: Any) -> ValueLeaf | None:
+    """Return the leaf of a single value; None for a container, and for values without a leaf."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _tensor(torch, value)
+    if torch is not None and isinstance(value, torch.Generator):
+        return _generator(value.get_state().cpu().numpy().tobytes())
+    if isinstance(value, _SCALARS):
+        sample = (float(value),) if isinstance(value, bool | int | float) and abs(value) < 1e300 else ()
+        return ValueLeaf(_digest(repr(value).encode()), _cut(repr(value)), sample=sample)
+    if isinstance(value, random.Random):
+        return None if isinstance(value, random.SystemRandom) else _generator(repr(value.getstate()).encode())
+    if numpy is not None:
+        if isinstance(value, numpy.ndarray):
+            return _array(numpy, value)
+        if isinstance(value, numpy.generic):
+            return leaf_of(value.item())
+        if isinstance(value, numpy.random.RandomState):
+            return _generator(repr([repr(part) for part in value.get_state(legacy=True)]).encode())
+        if isinstance(value, numpy.random.Generator):
+            return _generator(repr(value.bit_generator.state).encode())
+    return None
+
+
+def is_generator(value: object) -> bool:
+    """Return whether `value` is a random number generator with a readable state."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    return (
+        (isinstance(value, random.Random) and not isinstance(value, random.SystemRandom))
+        or (torch is not None and isinstance(value, torch.Generator))
+        or (numpy is not None and isinstance(value, numpy.random.RandomState | numpy.random.Generator))
+    )
+
+
+def run_of(values: Any) -> ValueLeaf | None:
+    """Return one leaf for a list, tuple, deque or set of many plain values."""
+    count = len(values)
+    if count > _LONGEST:
+        return ValueLeaf(_digest(str(count).encode()), f"{count} items", count)
+    items = list(values)
+    if count <= _FEW or not all(_is_plain(one) for one in items):
+        return None
+    if isinstance(values, set | frozenset):
+        items.sort(key=repr)
+    sample = tuple(float(one) for one in items[:SAMPLED] if isinstance(one, bool | int | float) and abs(one) < 1e300)
+    return ValueLeaf(
+        _digest(repr(items).encode()), _cut(f"{count} items: {', '.join(map(repr, items[:4]))}, …"), count, sample
+    )
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, _SCALARS) or (
+        isinstance(value, tuple | list) and len(value) <= _FEW and all(isinstance(one, _SCALARS) for one in value)
+    )
+
+
+def _walk(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, ValueLeaf]]:
+    leaf = leaf_of(value)
+    if leaf is not None:
+        yield path, leaf
+    elif id(value) in above or len(above) > 50:
+        return
+    elif isinstance(value, Mapping):
+        yield path, ValueLeaf(_digest(str(len(value)).encode()), f"{len(value)} items", len(value))
+        for key, inner in list(value.items()):
+            yield from _walk(inner, f"{path}[{_key(key)}]", above | {id(value)})
+    elif _is_sequence(value):
+        if (run := run_of(value)) is not None:
+            yield path, run
+            return
+        yield path, ValueLeaf(_digest(str(len(value)).encode()), f"{len(value)} items", len(value))
+        items: Iterable[Any] = sorted(value, key=repr) if isinstance(value, set | frozenset) else list(value)
+        for index, inner in enumerate(items):
+            yield from _walk(inner, f"{path}[{index}]", above | {id(value)})
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, list | tuple | deque | set | frozenset)
+
+
+def _key(key: object) -> str:
+    text = repr(key) if not isinstance(key, str) else '"' + key.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return _cut(text)
+
+
+def _tensor(torch: Any, value: Any) -> ValueLeaf | None:
+    try:
+        plain = value.detach()
+        if (
+            plain.layout is not torch.strided
+            or plain.is_quantized
+            or plain.is_meta
+            or type(plain)
+            not in (
+                torch.Tensor,
+                torch.nn.Parameter,
+            )
+        ):
+            return None
+        plain = plain.resolve_conj().resolve_neg().contiguous().cpu()
+        form = f"{str(plain.dtype).removeprefix('torch.')} {tuple(plain.shape)}"
+        digest = xxhash.xxh3_64(form.encode())
+        flat = plain.reshape(-1)
+        if flat.numel():
+            digest.update(flat.view(torch.uint8).numpy())
+        sample: tuple[float, ...] = ()
+        if flat.numel() and not plain.is_complex():
+            step = max(1, flat.numel() // SAMPLED)
+            sample = tuple(float(one) for one in flat[::step][:SAMPLED].double().tolist())
+        return ValueLeaf(digest.hexdigest(), form, flat.numel(), _finite(sample))
+    except Exception:  # a tensor that cannot be read
+        return None
+
+
+def _array(numpy: Any, value: Any) -> ValueLeaf | None:
+    if value.dtype.hasobject:
+        return None
+    whole = numpy.ascontiguousarray(value)
+    form = f"array {value.dtype.str} {value.shape}"
+    flat = whole.reshape(-1)
+    sample: tuple[float, ...] = ()
+    if flat.size and value.dtype.kind in "biuf":
+        sample = tuple(float(one) for one in flat[:: max(1, flat.size // SAMPLED)][:SAMPLED])
+    return ValueLeaf(_digest(form.encode() + whole.tobytes()), form, flat.size, _finite(sample))
+
+
+def _finite(sample: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(one if math.isfinite(one) else 0.0 for one in sample)
+
+
+def _generator(state: bytes) -> ValueLeaf:
+    digest = _digest(state)
+    return ValueLeaf(digest, f"generator {digest[:8]}")
+
+
+def _digest(data: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TEXT else f"{text[: _TEXT - 1]}…"

@@ -1,0 +1,302 @@
+"""Find the objects of a training process outside of the saved state, through the garbage collector.
+
+Invariant: objects of two runs correspond if they have the same type, place of creation, and number in order of
+creation. If the two runs have different numbers of such objects, none of them is compared.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import sysconfig
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, wraps
+from multiprocessing import active_children
+from pathlib import Path
+from types import FrameType, GeneratorType, ModuleType
+from typing import Any
+
+from tierd.check.imported import once_imported
+from tierd.check.leaves import ValueLeaf, is_generator, leaf_of, leaves
+
+_OURS = str(Path(__file__).parent.parent)
+_HOOKED = {
+    "torch.nn.modules.module": "Module",
+    "torch.optim.optimizer": "Optimizer",
+    "torch.optim.lr_scheduler": "LRScheduler",
+    "torch.amp.grad_scaler": "GradScaler",
+}
+_DEEPEST = 30  # frames and containers
+
+
+@lru_cache(maxsize=4096)
+def is_users(file: str) -> bool:
+    """Return whether code is neither in Python's library, nor in an installed package, nor in tierd."""
+    paths = sysconfig.get_paths()
+    return not file.startswith(("<", _OURS, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))))
+
+
+class ObjectPlaces:
+    """Records where objects were created, for classes whose constructors can be wrapped."""
+
+    def __init__(self) -> None:
+        self._made: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
+        self._count = 0
+
+    def hook(self) -> None:
+        """Begin to record where modules, optimizers, schedulers and scalers are created."""
+
+        def wrap(name: str) -> Callable[[ModuleType], None]:
+            return lambda module: self._wrap(getattr(module, name))
+
+        once_imported({module: wrap(name) for module, name in _HOOKED.items()})
+
+    def _wrap(self, kind: Any) -> None:
+        made: Callable[..., None] = kind.__init__
+
+        @wraps(made)
+        def making(one: Any, *args: Any, **kwargs: Any) -> None:
+            made(one, *args, **kwargs)
+            try:
+                self._count += 1
+                self._made[one] = self._count, _caller(sys._getframe(1), one)
+            except TypeError:  # the object cannot be weakly referenced or hashed
+                pass
+
+        kind.__init__ = making
+
+    def of(self, one: object) -> tuple[int, str]:
+        """Return the object's number in order of creation, and `file:line`; (0, "") if neither was recorded."""
+        try:
+            return self._made.get(one, (0, ""))
+        except TypeError:
+            return 0, ""
+
+
+def _caller(frame: FrameType | None, one: object) -> str:
+    while frame is not None:
+        if is_users(frame.f_code.co_filename) and not any(value is one for value in frame.f_locals.values()):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def is_data(value: object) -> bool:
+    """Return whether `value` is a loader, a sampler, a dataset or the like. Requires torch."""
+    from tierd.state.kinds.loader_fingerprint import gives_samples
+
+    return not isinstance(value, dict | list | tuple | set | deque | str | bytes) and gives_samples(value)
+
+
+def is_alone(value: object) -> bool:
+    """Return whether the position of `value` depends on the steps alone.
+
+    It does if `value` is of the user's own code, and no thread or process reads ahead.
+    """
+    module = sys.modules.get(type(value).__module__)
+    threads = [one for one in threading.enumerate() if one is not threading.main_thread()]
+    others = [one for one in threads if not _is_tierds(one)]
+    return is_users(getattr(module, "__file__", None) or "<builtin>") and not others and not active_children()
+
+
+def _is_tierds(thread: threading.Thread) -> bool:
+    target = getattr(thread, "_target", None)
+    names = (type(thread).__module__, getattr(target, "__module__", None) or "", thread.name)
+    return any(name.startswith("tierd") for name in names)
+
+
+def kind_of(value: object) -> str:
+    """Return `weights`, `optimizer`, `scheduler`, `scaler`, `generator`, `data`, or `state` for anything else."""
+    from tierd.state.kinds.rng import RngState
+
+    torch: Any = sys.modules["torch"]
+    kinds: dict[str, Any] = {
+        "weights": torch.nn.Module,
+        "optimizer": torch.optim.Optimizer,
+        "scheduler": torch.optim.lr_scheduler.LRScheduler,
+        "scaler": torch.amp.GradScaler,
+        "generator": RngState,
+    }
+    for name, kind in kinds.items():
+        if isinstance(value, kind):
+            return name
+    if is_generator(value):
+        return "generator"
+    return "data" if is_data(value) else "state"
+
+
+def live(places: ObjectPlaces, state: Mapping[str, Any] | None) -> tuple[dict[str, ValueLeaf], dict[str, str]]:
+    """Return the leaves of objects in this process outside of `state`, and the objects' kinds by name.
+
+    The leaves are parameters, buffers and numbers of modules, and the state dicts of optimizers, schedulers, scalers
+    and others. The generators and tensors that the loop holds are leaves as well.
+    """
+    torch = sys.modules.get("torch")
+    gc.collect()  # so that the collector's order is by age
+    saved = _Saved(state)
+    found: dict[str, ValueLeaf] = {}
+    kinds: dict[str, str] = {}
+    if torch is not None:
+        for name, one in _named(places, _objects(torch), saved):
+            kinds[name] = kind_of(one)
+            found |= _of_module(torch, one, name, saved) if isinstance(one, torch.nn.Module) else _of(one, name, saved)
+    for name, value in _held():
+        if is_generator(value) and torch is not None and _is_of_data(value):
+            continue  # the samples show the generator of a loader or sampler
+        if not (torch is not None and isinstance(value, torch.Tensor) and saved.has(value)):
+            found |= leaves(value, name, False if saved.known and id(value) not in saved.objects else None)
+    return found, kinds
+
+
+def details(places: ObjectPlaces, known: bool) -> dict[str, ValueLeaf]:
+    """Return the attributes of modules outside of parameters and buffers: gradients, numbers, and training mode.
+
+    Args:
+        known: whether the saved state was captured; it does not contain the numbers.
+    """
+    torch: Any = sys.modules["torch"]
+    found: dict[str, ValueLeaf] = {}
+    modules = (one for one in _objects(torch) if isinstance(one, torch.nn.Module))
+    for name, one in _named(places, modules, _Saved(None)):
+        for path, weight in one.named_parameters():
+            if weight.grad is not None and (leaf := leaf_of(weight.grad)) is not None:
+                found[f'gradient of {name}["{path}"]'] = leaf
+        for path, inner in one.named_modules():
+            where = f"{name}{f'.{path}' if path else ''}"
+            found[f"{where}.training"] = ValueLeaf(str(inner.training), str(inner.training))
+            for key, value in vars(inner).items():
+                if type(value) in (int, float) and (leaf := leaf_of(value)) is not None:
+                    found[f"{where}.{key}"] = ValueLeaf(leaf.digest, leaf.text, saved=False if known else None)
+    return found
+
+
+class _Saved:
+    """The content of the saved state: the identities of objects, and the addresses of tensors."""
+
+    def __init__(self, state: Mapping[str, Any] | None) -> None:
+        self.known = state is not None
+        self.objects: set[int] = set()
+        self.memory: set[int] = set()
+        self._note(state, 0)
+
+    def _note(self, value: Any, depth: int) -> None:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            self.memory.add(value.data_ptr())
+        elif depth < _DEEPEST and isinstance(value, Mapping):
+            for inner in value.values():
+                self._note(inner, depth + 1)
+        elif depth < _DEEPEST and isinstance(value, list | tuple):
+            for inner in value[:1000]:
+                self._note(inner, depth + 1)
+        elif value is not None:
+            self.objects.add(id(value))
+            if torch is not None and isinstance(value, torch.nn.Module):
+                self.objects |= {id(one) for one in value.modules()}
+                self._note(value.state_dict(), depth + 1)
+
+    def has(self, tensor: Any) -> bool | None:
+        return tensor.data_ptr() in self.memory if self.known else None
+
+
+def _objects(torch: Any) -> Iterator[Any]:
+    from tierd.state.kinds.rng import RngState
+
+    kinds: dict[type, bool] = {}
+    modules: list[Any] = []
+    others: list[Any] = []
+    for one in gc.get_objects():
+        kind = type(one)
+        wanted = kinds.get(kind)
+        if wanted is None:
+            wanted = kinds[kind] = not issubclass(kind, type | RngState) and (
+                callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+            )
+        if wanted:
+            (modules if isinstance(one, torch.nn.Module) else others).append(one)
+    inner = {id(child) for one in modules for child in one.children()}
+    yield from (one for one in modules if id(one) not in inner)
+    yield from (one for one in others if not is_data(one))
+
+
+def _named(places: ObjectPlaces, objects: Iterator[Any], saved: _Saved) -> Iterator[tuple[str, Any]]:
+    """Name each object by its type, its place of creation, and its number among equal ones."""
+    kinds: defaultdict[str, list[tuple[int, Any]]] = defaultdict(list)
+    for one in objects:
+        order, place = places.of(one)
+        kinds[f"{type(one).__qualname__}{f' of {place}' if place else ''}"].append((order, one))
+    for name, found in kinds.items():
+        found.sort(key=lambda item: item[0])
+        for number, (_, one) in enumerate(found, start=1):
+            if id(one) not in saved.objects or not saved.known or hasattr(one, "named_buffers"):
+                yield name if len(found) == 1 else f"{name} ({number} of {len(found)})", one
+
+
+def _of_module(torch: Any, module: Any, name: str, saved: _Saved) -> dict[str, ValueLeaf]:
+    found: dict[str, ValueLeaf] = {}
+
+    def add(path: str, value: Any, there: bool | None) -> None:
+        if not there and (leaf := leaf_of(value)) is not None:
+            found[path] = ValueLeaf(leaf.digest, leaf.text, leaf.count, leaf.sample, there)
+
+    for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        add(f'{name}["{path}"]', tensor, saved.has(tensor))
+    for path, one in module.named_modules():
+        for key, value in vars(one).items():
+            where = f"{name}{f'.{path}' if path else ''}.{key}"
+            if isinstance(value, torch.Tensor):
+                add(where, value, saved.has(value))
+    return found
+
+
+def _of(one: Any, name: str, saved: _Saved) -> dict[str, ValueLeaf]:
+    try:
+        return leaves(one.state_dict(), name, False if saved.known else None)
+    except Exception:  # half constructed, or already released
+        return {}
+
+
+def _is_of_data(generator: object) -> bool:
+    """Return whether a loader, a sampler or a dataset draws from this generator."""
+    owners = gc.get_referrers(generator)
+    owners += [owner for one in owners if type(one) is dict for owner in gc.get_referrers(one)]
+    return any(is_data(one) and not isinstance(one, GeneratorType) for one in owners)
+
+
+def _held() -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and random number generators in local variables of the loop's own functions."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_DEEPEST):
+        if frame is None:
+            return
+        code = frame.f_code
+        if is_users(code.co_filename):
+            inside = code.co_name == "<module>"
+            for name, value in list(frame.f_locals.items()):
+                if not name.startswith("__"):
+                    yield from _tensors(value, name if inside else f"{code.co_name}() {name}", 0)
+        frame = frame.f_back
+
+
+def _tensors(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    torch = sys.modules.get("torch")
+    if depth < 4 and isinstance(value, Mapping) and len(value) < 10_000:
+        for key, inner in list(value.items()):
+            yield from _tensors(inner, f"{path}[{key!r}]", depth + 1)
+    elif depth < 4 and isinstance(value, list | tuple) and len(value) < 1000:
+        for index, inner in enumerate(value):
+            yield from _tensors(inner, f"{path}[{index}]", depth + 1)
+    elif (torch is not None and isinstance(value, torch.Tensor)) or is_generator(value):
+        yield path, value
+
+
+def generators() -> list[GeneratorType[Any, Any, Any]]:
+    """Return the running generator functions of the user's own code, because often only a `for` loop refers to them."""
+    return [
+        one
+        for one in gc.get_objects()
+        if type(one) is GeneratorType and one.gi_frame is not None and is_users(one.gi_code.co_filename)
+    ]

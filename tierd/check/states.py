@@ -1,0 +1,99 @@
+"""Capture a loop's state: the entries that it saves, and the objects outside of them.
+
+Invariant: the loop runs unchanged. Its state is captured in the same form in which a save asks for it. An exception are
+loaders, samplers and datasets that are not the user's own, or from which threads or processes read ahead. Their
+`state_dict()` may start processes, and their position is up to chance. The samples show their behaviour.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Set
+from contextlib import suppress
+from typing import Any
+
+from tierd.check.history import Taken
+from tierd.check.insides import global_generators, insides
+from tierd.check.leaves import ValueLeaf, leaves
+from tierd.check.objects import ObjectPlaces, details, is_alone, is_data, kind_of, live
+
+
+class States:
+    """Captures the values by which two runs are compared.
+
+    It knows the saved state after the loop's first save or restore.
+    """
+
+    def __init__(self) -> None:
+        self._places = ObjectPlaces()
+        self._state: Mapping[str, Any] | None = None
+        self._told: tuple[str, int] | None = None
+        self._kept: set[str] = set()  # keys whose save gets the same object as the restore did
+        self._places.hook()
+
+    def told(self, state: object, how: str, step: int) -> None:
+        """Record the state that the loop saves as `step`, or into which it restored that step.
+
+        Args:
+            how: `save` or `restore`.
+        """
+        if not isinstance(state, Mapping):
+            return
+        if how == "restore":
+            self._kept = set(state)
+        elif state is not self._state:
+            before = self._state or {}
+            self._kept = {
+                key for key in self._kept if not _is_scalar(state.get(key)) and state.get(key) is before.get(key)
+            }
+        self._state, self._told = state, (how, step)
+
+    def take(self, step: int, at: str) -> Taken:
+        """Capture everything after a step."""
+        generators = global_generators()
+        if "torch" not in sys.modules:  # without torch tierd saves nothing, and no state is known
+            return Taken(step, at, {}, {}, generators)
+        entries, forms = _entries(self._state or {}, self._kept)
+        beside, kinds = live(self._places, self._state)
+        for key, value in (self._state or {}).items():
+            kinds[f'state["{key}"]'] = kind = kind_of(value)
+            if kind == "weights":
+                kinds |= {f'state["{key}"]["{name}"]': "buffers" for name, _ in value.named_buffers()}
+        looks = generators | insides(self._state) | details(self._places, self._state is not None)
+        return Taken(step, at, entries, beside, looks, kinds, forms, self._told)
+
+
+def _is_scalar(value: object) -> bool:
+    """Return whether `value` is of a type whose objects may be shared, so that identity proves nothing."""
+    return value is None or isinstance(value, bool | int | float | complex | str | bytes | tuple)
+
+
+def _entries(state: Mapping[str, Any], kept: Set[str]) -> tuple[dict[str, ValueLeaf], dict[str, str]]:
+    """Return the leaves of a state, and the form of each of its keys."""
+    from tierd.state.values import is_stateful  # torch is imported here
+
+    found: dict[str, ValueLeaf] = {}
+    forms: dict[str, str] = {}
+    for key, value in state.items():
+        forms[path := f'state["{key}"]'] = "unread"
+        with suppress(Exception):  # the loop's next save reports the reason
+            if not is_data(value) or (is_stateful(value) and is_alone(value)):
+                objects: list[Any] = []
+                found |= leaves(_given(value, objects), path, True)
+                form = "object" if is_stateful(value) else "both" if objects else "values"
+                forms[path] = form if key in kept else f"other {form}"
+    return found, forms
+
+
+def _given(value: Any, objects: list[Any], depth: int = 0) -> Any:
+    """Replace each object inside `value` by its `state_dict()`, and add the object to `objects`."""
+    from tierd.state.values import is_stateful
+
+    if is_stateful(value):
+        objects.append(value)
+        return value.state_dict()
+    if depth < 20 and type(value) is dict:
+        return {key: _given(inner, objects, depth + 1) for key, inner in value.items() if not is_data(inner)}
+    if depth < 20 and type(value) in (list, tuple) and len(value) < 1000:
+        return [_given(inner, objects, depth + 1) for inner in value]
+    return value

@@ -1,0 +1,163 @@
+"""`tierd inspect`: whether other programs' checkpoints are complete and sound.
+
+Invariant: nothing is loaded, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tierd.cli.options import JsonOption
+from tierd.cli.tables import console, print_json, size, table
+from tierd.core.errors import CheckpointNotFound, ConfigError
+from tierd.watching.files import Tree
+from tierd.watching.inspect import Finding, Inspected, Status, inspect_unit
+from tierd.watching.layouts import Unit, lone_file, units
+from tierd.watching.listing import ListedEntry, Listing
+
+_EXIT_CODES: tuple[tuple[Status, int], ...] = (
+    ("damaged", 5),
+    ("unreadable", 6),
+    *((status, 4) for status in ("changing", "incomplete", "unknown")),
+)
+_PAUSE_S = 1.0  # before a unit counts as damaged, because its writer may be between two writes
+
+
+class Inspections(msgspec.Struct, frozen=True):
+    """The answer of `tierd inspect`."""
+
+    units: tuple[Inspected, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A path from the command line: its directory, its name there, and how its units are shown."""
+
+    given: str
+    directory: Path
+    name: str | None
+
+    def shown(self, path: str) -> str:
+        if self.name is None:
+            return str(Path(self.given) / path)
+        if path == self.name or path.startswith(self.name + "/"):
+            return self.given + path[len(self.name) :]
+        return str(Path(self.given).parent / path)
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command."""
+    app.command("inspect")(inspect)
+
+
+def inspect(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Checkpoints, or directories of them.")],
+    json: JsonOption = False,
+) -> None:
+    """Check the structure of checkpoints of other programs, without loading or unpickling anything."""
+    found = tuple(one for place in [_place(path) for path in paths] for one in _inspect(place))
+    if json:
+        print_json(Inspections(found))
+    else:
+        _show(found)
+    code = next((code for status, code in _EXIT_CODES if any(one.status == status for one in found)), 0)
+    if code:
+        raise typer.Exit(code)
+
+
+def _inspect(place: _Place) -> Iterator[Inspected]:
+    with Tree(place.directory) as tree:
+        listing, chosen = _units(tree, place)
+        found = [_checked(tree, listing, unit) for unit in chosen]
+        if any(one.status == "damaged" for one in found):
+            time.sleep(_PAUSE_S)
+            again = _list(tree, place)
+            found = [_unless_changed(unit, one, listing, again) for unit, one in zip(chosen, found, strict=True)]
+    if not found:
+        reason = "no checkpoint of a program that is known lies there"
+        unknown = Finding(place.given, None, "unknown", reason)
+        yield Inspected(place.given, None, None, "unknown", 0, 0, (unknown,), ())
+    for one in found:
+        yield _named(one, place)
+
+
+def _place(path: Path) -> _Place:
+    """Resolve a path. The path itself may be a link, because the user named it.
+
+    Raises:
+        CheckpointNotFound: the path does not exist.
+        ConfigError: it is neither a file nor a directory, or cannot be read.
+    """
+    try:
+        mode = path.stat().st_mode
+        real = path.resolve()
+    except FileNotFoundError:
+        raise CheckpointNotFound(f"{path}: no such file or directory") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ConfigError(f"{path}: neither a file nor a directory")
+    return _Place(str(path), real.parent if real.name else real, real.name or None)
+
+
+def _list(tree: Tree, place: _Place) -> Listing:
+    if place.name is None or (place.directory / place.name).is_dir():
+        return tree.listing(place.name)
+    return tree.files()
+
+
+def _units(tree: Tree, place: _Place) -> tuple[Listing, list[Unit]]:
+    """Return the units at the place. A file is checked with the other files of its unit."""
+    listing = _list(tree, place)
+    entry = listing.entries.get(place.name or "", ListedEntry("directory"))
+    found = units(listing)
+    if entry.kind == "file" and place.name is not None:
+        found = [unit for unit in found if place.name in unit.files] or [lone_file(place.name)]
+    return listing, found
+
+
+def _checked(tree: Tree, listing: Listing, unit: Unit) -> Inspected:
+    sizes: Mapping[str, int] = {path: listing.entries[path].size for path in unit.files}
+    return inspect_unit(unit, sizes, lambda path: tree.opened(path, listing.entries[path]))
+
+
+def _unless_changed(unit: Unit, found: Inspected, before: Listing, after: Listing) -> Inspected:
+    """Return the result, or `changing` if the unit was written to since, because damage then proves nothing."""
+    if found.status != "damaged":
+        return found
+    again = next((one for one in units(after) if one.path == unit.path), lone_file(unit.path))
+    same = all(before.entries[path] == after.entries.get(path) for path in unit.files)
+    if same and again.files == unit.files:
+        return found
+    written = Finding(unit.path, None, "changing", "still being written")
+    return msgspec.structs.replace(found, status="changing", findings=(written, *found.findings))
+
+
+def _named(found: Inspected, place: _Place) -> Inspected:
+    findings = tuple(msgspec.structs.replace(one, file=place.shown(one.file)) for one in found.findings)
+    uncovered = tuple(msgspec.structs.replace(one, file=place.shown(one.file)) for one in found.uncovered)
+    shown = place.shown(found.path)
+    return msgspec.structs.replace(found, path=shown, findings=findings, uncovered=uncovered)
+
+
+def _show(found: tuple[Inspected, ...]) -> None:
+    columns = ("PATH", "PROGRAM", "STEP", "FILES", "BYTES", "STATUS")
+    out = console()
+    out.print(table(None, columns, [_row(one) for one in found]))
+    for one in found:
+        for finding in one.findings:
+            where = finding.file if finding.offset is None else f"{finding.file}: byte {finding.offset}"
+            out.print(f"{where}: {finding.status}: {finding.reason}", soft_wrap=True)
+
+
+def _row(one: Inspected) -> tuple[str, ...]:
+    step = "" if one.step is None else str(one.step)
+    return one.path, one.program or "", step, str(one.files), size(one.bytes), one.status

@@ -1,1 +1,0 @@
-"""Under `torch.distributed.checkpoint`: what `tierd.dcp` gives."""

@@ -1,0 +1,234 @@
+"""The launch: its attempt, which all its ranks share, the checkpoint it resumed from, and the steps that it has saved.
+
+Invariant: ranks of one launch agree on one attempt or refuse to begin. They agree when they begin and when they
+restore, never inside `save`. An attempt has one origin, and writes a step once.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from types import MappingProxyType
+
+import msgspec
+
+from tierd import __version__
+from tierd.client.ranks.launchers import slurm_attempt
+from tierd.client.ranks.ranks import Ranks
+from tierd.core.errors import ConfigError, StepRefused, StoreUnavailable
+from tierd.core.ids import CheckpointId, PartId, check_attempt, check_step, next_attempt
+from tierd.core.manifest import VERSION, Manifest, Origin, metrics_to_json
+from tierd.spool.spool import Spool
+
+
+class Clock(msgspec.Struct, frozen=True):
+    """One rank's contribution to a launch's name: its wall clock in ms, 8 random hex digits, and its latest attempt."""
+
+    now_ms: int
+    token: str
+    latest: str | None
+
+
+class Beginning(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's message at the beginning: the values that have to be the same on all ranks. `error` says why this rank
+    cannot begin.
+    """
+
+    run: str
+    world: int
+    given: str | None = None
+    options: dict[str, str] = {}
+    clock: Clock | None = None
+    error: str = ""
+
+
+class Launch:
+    """One rank of one launch: its names, the checkpoint it resumed from, and the steps that it has saved.
+
+    Several ranks agree on their attempt here, by a gather, so that no save needs an agreement. Ranks that cannot talk
+    are given an attempt, or derive one from SLURM's environment, which then counts as given.
+
+    Args:
+        attempt: the launch's name, if it was given one.
+        seen: returns every attempt that existed before.
+        options: the arguments of a `Checkpointer` that have to be the same on every rank, as text.
+        saving: called with each part that is about to be written.
+
+    Raises:
+        ConfigError: the ranks were given different runs, attempts or `options`, or cannot agree on an attempt.
+        StoreUnavailable: another rank cannot begin; the message names it and says why.
+    """
+
+    def __init__(
+        self,
+        spool: Spool,
+        run: str,
+        ranks: Ranks,
+        attempt: str | None,
+        seen: Callable[[], set[str]],
+        options: Mapping[str, str] = MappingProxyType({}),
+        saving: Callable[[PartId], None] = lambda part: None,
+    ) -> None:
+        self.run, self.rank, self.world = run, ranks.rank, ranks.world
+        self.steps: set[int] = set()
+        self.shared = False  # whether another process may save for this launch: its steps show only in the spool
+        self._spool, self._given, self._seen, self._saving = spool, attempt, seen, saving
+        self._derived = False  # whether `_given` comes from SLURM's environment
+        self._broken = ""  # why nothing may be saved until every rank has restored
+        self._origin: CheckpointId | None = None
+        self._attempt: str | None = None
+        if self.world == 1:
+            return
+        if ranks.talk:
+            self._begin(ranks, dict(options))
+        elif attempt is None:
+            self._given = slurm_attempt(self.rank, self.world)
+            self._derived = self._given is not None
+            if self._given is None:
+                raise ConfigError(
+                    f"{self.world} ranks must share one attempt: initialise torch.distributed first, or pass attempt= "
+                    "(tierd.new_attempt() makes one; give every rank the same)"
+                )
+
+    def _begin(self, ranks: Ranks, options: dict[str, str]) -> None:
+        try:
+            seen = self._seen() if self._given is None else ()
+        except Exception as error:  # raised later, because the other ranks wait and must be notified first
+            tell_failure(ranks, self.run, error)
+            raise
+        me = Beginning(run=self.run, world=self.world, given=self._given, options=options, clock=clock(seen))
+        told = ranks.gather(me, first=True)
+        for rank, other in enumerate(told):
+            if other.error:
+                raise StoreUnavailable(f"rank {rank} cannot begin: {other.error}")
+            for what, theirs, own in (
+                ("run", repr(other.run), repr(self.run)),
+                ("world_size", str(other.world), str(self.world)),
+                ("attempt", repr(other.given), repr(self._given)),
+                *((name, other.options.get(name, "not known"), value) for name, value in options.items()),
+            ):
+                if theirs != own:
+                    raise ConfigError(
+                        f"{what}={own} on rank {self.rank}, and {what}={theirs} on rank {rank}: the ranks of a launch "
+                        "are one run's, and share one attempt; give every rank the same"
+                    )
+        if self._given is None:
+            self._attempt = agreed((), [other.clock for other in told if other.clock])
+
+    @property
+    def attempt(self) -> str:
+        if self._attempt is None:
+            self._attempt = self._given or new_attempt(self._seen())
+        return self._attempt
+
+    def part(self, step: int) -> PartId:
+        """Return the id of the part that this rank writes at `step`.
+
+        Raises:
+            StepRefused: `step` is no int, is negative, or was already committed by this attempt.
+            ConfigError: a restore failed, and other ranks may have loaded its checkpoint.
+        """
+        number = check_step(step)
+        if self._broken:
+            raise ConfigError(f"nothing is saved, because {self._broken}: restore again on every rank, or end")
+        part = PartId(CheckpointId(self.run, self.attempt, number), self.rank, self.world)
+        # No other process uses a name that this launch made. A given name may have been used before.
+        if number in self.steps or ((self.shared or self._given is not None) and self._spool.has(part)):
+            raise StepRefused(f"{part} is already committed by this attempt; a checkpoint is never overwritten")
+        self._saving(part)
+        return part
+
+    def manifest(self, part: PartId, metrics: Mapping[str, float]) -> Manifest:
+        """Make the manifest of `part`, without files."""
+        origin = self._origin
+        return Manifest(
+            version=VERSION,
+            run=self.run,
+            step=part.checkpoint.step,
+            attempt=part.checkpoint.attempt,
+            resumed_from=Origin(step=origin.step, attempt=origin.attempt) if origin else None,
+            rank=self.rank,
+            world_size=self.world,
+            created=datetime.now(UTC).isoformat(),
+            writer=f"tierd {__version__}",
+            metrics=metrics_to_json(metrics),
+            files=(),
+        )
+
+    def check_given(self, origin: CheckpointId | None, attempts: Collection[str]) -> None:
+        """Raise `ConfigError` if a given attempt cannot continue from `origin`, or cannot be the run's latest."""
+        given = self._given_for(origin)
+        if given is None:
+            return
+        latest = max(attempts, default="")
+        if given < latest or (origin and (self.steps or self._given == origin.attempt)):
+            raise ConfigError(
+                f"attempt {given} cannot go on from attempt {latest}: an attempt has one origin, and is later "
+                "than what it resumes from; make a new Checkpointer with a new attempt="
+            )
+
+    def _given_for(self, origin: CheckpointId | None) -> str | None:
+        # Another rank that restored earlier may already have saved under this name.
+        return slurm_attempt(self.rank, self.world, str(origin or "")) if self._derived else self._given
+
+    def broke(self, error: BaseException) -> None:
+        """Refuse saves until all ranks restore, because some rank could not load the checkpoint that others may have
+        loaded.
+        """
+        self._broken = f"the last restore failed ({error})"
+
+    def clock(self) -> Clock:
+        """Return this rank's contribution to the next attempt's name."""
+        return clock([name for name in (self._attempt, self._given) if name])
+
+    def go_on_from(self, origin: CheckpointId | None, attempts: Collection[str], clocks: Sequence[Clock]) -> None:
+        """Begin another attempt after a restore, because an attempt has one origin.
+
+        The new attempt is the same on every rank, and later than `attempts`.
+
+        Args:
+            origin: the restored checkpoint; None if nothing was restored. The attempt is then kept, if it is the
+                latest.
+            attempts: every attempt that any rank has seen.
+            clocks: every rank's clock.
+
+        Raises:
+            ConfigError: as `check_given`.
+        """
+        self.check_given(origin, attempts)
+        self._broken = ""
+        if self._derived:
+            self._given, self._attempt = self._given_for(origin), None
+        if origin is None and (self._given or self._attempt is None or max(attempts, default="") <= self._attempt):
+            return  # an attempt that has no name yet is named at its first use, after another listing
+        self._origin = origin
+        self.steps.clear()
+        if self._given is None:
+            self._attempt = agreed(attempts, clocks)
+
+
+def tell_failure(ranks: Ranks, run: str, error: Exception) -> None:
+    """Notify ranks that are about to begin that this rank cannot, because they would wait for it."""
+    with suppress(StoreUnavailable):
+        ranks.gather(Beginning(run=run, world=ranks.world, error=str(error)), first=True)
+
+
+def clock(seen: Iterable[str]) -> Clock:
+    """Make this process's `Clock`, given the attempts that it has seen."""
+    return Clock(time.time_ns() // 1_000_000, secrets.token_hex(4), max(seen, default=None))
+
+
+def agreed(seen: Iterable[str], clocks: Sequence[Clock]) -> str:
+    """Name the attempt that all ranks share: rank 0's clock and token, pushed past every attempt that a
+    rank has seen.
+    """
+    latest = [one.latest for one in clocks if one.latest]
+    return check_attempt(next_attempt(clocks[0].now_ms, [*seen, *latest], clocks[0].token))
+
+
+def new_attempt(seen: Iterable[str] = ()) -> str:
+    """Make a launch's name that sorts after every attempt in `seen`. Give the same name to all ranks of the launch."""
+    return next_attempt(time.time_ns() // 1_000_000, seen, secrets.token_hex(4))

@@ -1,0 +1,503 @@
+"""Communication between the ranks of a launch: notes on a board, signs of life, and a bound on every wait.
+
+    hello/<rank>          the process that is this rank now (`Mate`)
+    welcome               by rank 0: the tokens of all ranks, which name the meeting
+    <meeting>/here/<rank>       the rank has read the welcome
+    <meeting>/beat/<rank>       a sign of life (`_Sign`)
+    <meeting>/<turn>/<rank>     the rank's message in this exchange; empty once the rank has given up
+    <meeting>/<turn>/closing    by rank 0: all messages have arrived; a rank that gives up from now on waits for rank 0
+    <meeting>/<turn>/all        by rank 0: all messages, or which ranks did not arrive
+    <meeting>/seen/<rank>       the last turn whose end the rank has read; only if rank 0 hosts the board
+
+Invariant: every rank writes its note before it waits for another rank. A rank is waited for as long as it gives signs
+of life. A rank that did not arrive, or gives no sign of life, is waited for a bounded time. All ranks learn which rank
+it is. No exchange succeeds on some ranks alone: a rank that gives up takes its message back before rank 0 closes the
+exchange, or not at all. Each process measures time by its own clock, because no result may depend on two clocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tierd.client.ranks.board import Board
+from tierd.core.errors import StoreUnavailable, TierdError
+
+log = logging.getLogger("tierd")
+
+_SAID = b"+"  # prefix of a rank's message, because an empty note means that the message was taken back
+_QUICK_S = 0.002  # the first pause between two reads of a note
+_PATIENT_S = 1.0  # how long a rank is waited for before its signs of life are read
+_IDLE_S = 5.0  # how long the thread may be idle before it ends
+_LAST_S = 2.0  # how long to wait for the last sign of life, so that no board call runs while the interpreter exits
+_LEAVE_S = 5.0  # the longest time that leaving takes
+_LIMIT = 1 << 28  # bytes of all messages in one exchange
+
+
+class Mate(msgspec.Struct, frozen=True):
+    """A process that joined as a rank.
+
+    Attributes:
+        token: a random name that this process made for this meeting.
+        host: the host's name, for messages.
+        scope: boot id and pid namespace. A process with the same scope can see this process.
+        pid: the process id.
+        born: when the process started, in clock ticks since boot (proc(5), field 22 of `stat`); None if unknown.
+    """
+
+    token: str
+    host: str
+    scope: str
+    pid: int
+    born: int | None
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class _Sign(msgspec.Struct, frozen=True, array_like=True):
+    """A sign of life.
+
+    Attributes:
+        number: counts this rank's signs.
+        inside: whether the rank is in an `attending` block, where others wait for it.
+        said: the number of exchanges for which the rank has put its message.
+        ended: the number of exchanges whose end rank 0 has published.
+    """
+
+    number: int = 0
+    inside: bool = False
+    said: int = 0
+    ended: int = 0
+
+
+class _All(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The end of an exchange: every rank's message, or why there are none."""
+
+    heard: tuple[bytes, ...] = ()
+    why: str = ""
+
+
+class _Absent(Exception):
+    """Some ranks did not arrive in time."""
+
+
+class Meeting:
+    """One rank's side of the communication between a launch's ranks.
+
+    Every rank makes one at the same places of its program, and calls `exchange` in the same order. One thread makes all
+    calls of the board, so that a board that hangs cannot block a caller for ever.
+
+    Args:
+        silent_s: seconds after which a rank that gave no sign of life counts as gone.
+    """
+
+    def __init__(self, board: Board, rank: int, world: int, silent_s: float) -> None:
+        self._board, self._rank, self._world, self._silent_s = board, rank, world, silent_s
+        self._me = _this_process()
+        self._mates: list[Mate] = []
+        self._name, self._turn, self._beats, self._said_turns, self._ended = "", 0, 0, 0, 0
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._inside = 0  # the number of open `attending` blocks
+        self._moved = self._beaten = time.monotonic()
+
+    def meet(self, late_s: float) -> None:
+        """Find the processes that are this launch's ranks now. Notes of earlier processes are ignored.
+
+        Raises:
+            StoreUnavailable: some ranks did not arrive within `late_s` seconds, and the message names them; or the
+                board does not answer.
+        """
+        self._run(lambda: self._meet(late_s))
+
+    def exchange(self, said: bytes, late_s: float) -> list[bytes]:
+        """Return every rank's message, in order of rank.
+
+        Args:
+            late_s: seconds to wait for a rank that is alive, and is not in an `attending` block.
+
+        Raises:
+            StoreUnavailable: another rank did not arrive, is gone, or gives no sign of life; or the board does not
+                answer.
+        """
+        with self.attending():
+            found: list[bytes] = self._run(lambda: self._exchange(said, late_s))
+            return found
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Give signs of life during the block: this rank will reach the next exchange, however long that takes."""
+        self._inside += 1
+        if self._inside == 1:
+            self._submit(self._beat)
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if not self._inside:
+                done = threading.Event()
+                self._submit(self._beat)
+                self._submit(done.set)
+                done.wait(_LAST_S)
+
+    def close(self) -> None:
+        """Remove this rank's notes from the board, and end the thread. A later call starts another thread.
+
+        If rank 0 hosts the board, rank 0 waits briefly until the others have read its last message.
+        """
+        if self._name:
+            left = threading.Event()
+            self._submit(self._leave)
+            self._submit(left.set)
+            left.wait(_LEAVE_S)
+        with self._lock:
+            if self._thread is not None:
+                self._jobs.put(None)
+                self._thread = None
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _submit(self, job: Callable[[], object]) -> None:
+        with self._lock:
+            self._jobs.put(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="tierd-ranks", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=self._board.beat_s if self._inside else _IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if not self._inside and self._jobs.empty():
+                        self._thread = None
+                        return
+                job = self._beat
+            if job is None:
+                return
+            job()
+
+    def _run(self, work: Callable[[], Any]) -> Any:
+        """Run `work` in the thread and return or raise its result; raises if the board hangs."""
+        ended = threading.Event()
+        result: list[tuple[Any, BaseException | None]] = []
+
+        def job() -> None:
+            try:
+                result.append((work(), None))
+            except BaseException as error:
+                result.append((None, error))
+            ended.set()
+
+        self._submit(job)
+        # Seconds are counted, not measured, because this process itself may have been stopped.
+        quiet, moved = 0, self._moved
+        while not ended.wait(1.0):
+            quiet, moved = (quiet + 1 if moved == self._moved else 0), self._moved
+            if quiet > self._silent_s:
+                raise StoreUnavailable(f"{self._board.what} does not answer")
+        value, error = result[0]
+        if isinstance(error, _Absent):
+            raise StoreUnavailable(str(error)) from None
+        if isinstance(error, RuntimeError | OSError | msgspec.MsgspecError | zlib.error | ValueError):
+            raise StoreUnavailable(
+                f"{self._board.what}: {str(error).splitlines()[0] if str(error) else error!r}"
+            ) from error
+        if error is not None:
+            raise error
+        return value
+
+    def _leave(self) -> None:
+        # The store is gone; notes that remain are swept later.
+        with suppress(RuntimeError, OSError, ValueError, TierdError):
+            if not self._board.outlives:
+                self._await_readers(range(1, self._world) if self._turn else ())
+                return
+            self._board.remove([f"hello/{self._rank}"])
+            self._board.remove([f"{self._name}/beat/{self._rank}"])
+            # If two ranks leave at once, at least one sees no signs left.
+            if not self._board.holds(f"{self._name}/beat/"):
+                self._board.forget(f"{self._name}/")
+                self._board.remove(["welcome"])
+        self._board.close()
+
+    def _await_readers(self, ranks: Collection[int]) -> None:
+        """On rank 0, if the board ends with it: wait until the others have read the end of the last exchange."""
+        end_s, pause_s = time.monotonic() + _LAST_S, _QUICK_S
+        while self._rank == 0 and time.monotonic() < end_s:
+            seen = self._read(f"seen/{rank}" for rank in ranks)
+            if len(seen) == len(ranks) and all(int(turn) >= self._turn - 1 for turn in seen.values()):
+                return
+            pause_s = self._pause(pause_s)
+
+    def _beat(self) -> None:
+        self._beaten = time.monotonic()
+        if not self._name:
+            return
+        self._beats += 1
+        with suppress(RuntimeError, OSError, TierdError):  # the other ranks notice the missing sign of life
+            sign = _Sign(self._beats, bool(self._inside), self._said_turns, self._ended)
+            self._put(f"beat/{self._rank}", msgspec.json.encode(sign))
+
+    def _put(self, key: str, value: bytes) -> None:
+        self._board.put(f"{self._name}/{key}", value)
+        self._moved = time.monotonic()
+
+    def _get(self, key: str) -> bytes | None:
+        return self._read([key]).get(key)
+
+    def _read(self, keys: Iterable[str]) -> dict[str, bytes]:
+        """Read this meeting's notes, as `Board.read`."""
+        names = {f"{self._name}/{key}": key for key in keys}
+        found = self._board.read(names.keys())
+        self._moved = time.monotonic()
+        return {names[name]: value for name, value in found.items()}
+
+    def _pause(self, pause_s: float) -> float:
+        """Sleep, give a sign of life if one is due, and return the length of the next pause."""
+        time.sleep(pause_s)
+        self._moved = time.monotonic()
+        if self._moved - self._beaten > self._board.beat_s:
+            self._beat()
+        return min(pause_s * 1.5, self._board.poll_s)
+
+    # -- finding each other -----------------------------------------------------------------------------------------
+
+    def _meet(self, late_s: float) -> None:
+        board, begun, pause_s, told = self._board, time.monotonic(), _QUICK_S, False
+        said = -math.inf
+        while True:
+            # Repeated, because a process of an earlier launch that is about to end may overwrite it.
+            if time.monotonic() - said > board.beat_s:
+                board.put(f"hello/{self._rank}", msgspec.json.encode(self._me))
+                said = time.monotonic()
+            mates = self._hellos() if self._rank == 0 else self._welcome()
+            if mates and None not in mates and mates[self._rank] == self._me and self._all_here(mates):
+                self._mates = mates
+                self._name = mates[0].token
+                self._beat()
+                return
+            waited_s = time.monotonic() - begun
+            if waited_s > late_s:
+                raise _Absent(f"{self._missing(mates)} within {late_s:g} s ({board.what})")
+            if waited_s > self._silent_s and not told:
+                told = True
+                log.warning("rank %d waits for the others: %s", self._rank, self._missing(mates))
+            pause_s = self._pause(pause_s)
+
+    def _missing(self, mates: list[Any]) -> str:
+        """Describe the missing ranks, for messages. `mates` are the known ranks; empty if rank 0 was not found."""
+        if not mates:
+            return "rank 0 did not come"
+        gone = [f"rank {rank} ({mate}) has ended" for rank, mate in enumerate(mates) if mate and self._is_dead(mate)]
+        absent = [rank for rank, mate in enumerate(mates) if mate is None]
+        if not absent and not gone and self._rank == 0:
+            here = self._here(mates[0].token)
+            absent = [rank for rank in range(1, self._world) if rank not in here]
+        absent_text = [f"{_listed(absent)} of {self._world} did not come"] if absent else []
+        return "; ".join(gone + absent_text) or "not all saw each other"
+
+    def _hellos(self) -> list[Any]:
+        """On rank 0: read which ranks are there, and publish them once all are."""
+        found = self._board.read([f"hello/{rank}" for rank in range(self._world)])
+        said = [found.get(f"hello/{rank}") for rank in range(self._world)]
+        mates = [None if one is None else msgspec.json.decode(one, type=Mate) for one in said]
+        # At each read, because a rank 0 of an earlier launch that is about to end may overwrite it.
+        if None not in mates:
+            self._board.put("welcome", msgspec.json.encode(mates))
+        return mates
+
+    def _welcome(self) -> list[Any]:
+        found = self._board.get("welcome")
+        mates = [] if found is None else msgspec.json.decode(found, type=list[Mate])
+        return mates if len(mates) == self._world else []
+
+    def _all_here(self, mates: list[Mate]) -> bool:
+        """Whether every rank has seen itself among `mates`. A rank other than 0 notes this for itself."""
+        meeting = mates[0].token
+        if self._rank:
+            self._board.put(f"{meeting}/here/{self._rank}", b"1")
+            return True
+        return len(self._here(meeting)) == self._world - 1
+
+    def _here(self, meeting: str) -> set[int]:
+        """Return the ranks that have read rank 0's welcome."""
+        keys = {f"{meeting}/here/{rank}": rank for rank in range(1, self._world)}
+        return {keys[key] for key in self._board.read(keys.keys())}
+
+    # -- telling each other -----------------------------------------------------------------------------------------
+
+    def _exchange(self, said: bytes, late_s: float) -> list[bytes]:
+        turn, self._turn = self._turn, self._turn + 1
+        self._put(f"{turn}/{self._rank}", _SAID + said)
+        self._said_turns = turn + 1
+        if self._rank == 0:
+            self._collect(turn, late_s)
+        found = self._answer(turn, late_s)
+        if not self._board.outlives and self._rank:
+            self._put(f"seen/{self._rank}", str(turn).encode())
+        unpacker = zlib.decompressobj()
+        answer = msgspec.msgpack.decode(unpacker.decompress(found, _LIMIT), type=_All)
+        if answer.why:
+            raise _Absent(answer.why)
+        return list(answer.heard)
+
+    def _collect(self, turn: int, late_s: float) -> None:
+        """On rank 0: collect all messages and publish them, or publish which ranks did not arrive."""
+        heard: dict[int, bytes] = {}
+        watch, pause_s, why = _Watch(self, late_s, lambda sign: sign.said > turn), _QUICK_S, ""
+        while not why and (absent := set(range(self._world)) - heard.keys()):
+            heard |= self._said(turn, absent)
+            why = watch.given_up(set(range(self._world)) - heard.keys()) or self._gave_up(heard)
+            pause_s = pause_s if why or len(heard) == self._world else self._pause(pause_s)
+        if not why:
+            self._put(f"{turn}/closing", b"1")
+            said = self._said(turn, heard)
+            why = self._gave_up({rank: said.get(rank, b"") for rank in heard})
+        answer = _All(why=why) if why else _All(tuple(heard[rank][1:] for rank in range(self._world)))
+        # Ranks' messages resemble each other, so all of them together compress to hardly more than one.
+        self._put(f"{turn}/all", zlib.compress(msgspec.msgpack.encode(answer), 1))
+        self._ended = turn + 1
+        gone = [f"{self._name}/{turn}/{what}" for what in (*heard, "closing")]
+        if turn and not why:
+            gone.append(f"{self._name}/{turn - 1}/all")  # every rank in this turn has read the previous turn's end
+        self._board.remove(gone)
+        if why and not self._board.outlives:  # this process may end now, and the store with it
+            self._await_readers(heard.keys() - {0})
+
+    def _said(self, turn: int, ranks: Iterable[int]) -> dict[int, bytes]:
+        """Return the messages of `ranks` at a turn, by rank; a message is empty once its rank has taken it back."""
+        keys = {f"{turn}/{rank}": rank for rank in ranks}
+        return {keys[key]: said for key, said in self._read(keys).items()}
+
+    def _gave_up(self, heard: Mapping[int, bytes]) -> str:
+        """Describe the ranks that gave up waiting for rank 0 and took back their messages; empty if none did."""
+        gone = "; ".join(f"{self.name(rank)} gave up waiting" for rank, said in sorted(heard.items()) if not said)
+        return gone and f"{gone} for {self.name(0)}"
+
+    def _answer(self, turn: int, late_s: float) -> bytes:
+        """Wait for the end of the exchange that rank 0 publishes."""
+        watch, pause_s = _Watch(self, late_s, lambda sign: sign.ended > turn), _QUICK_S
+        why = ""
+        while (found := self._get(f"{turn}/all")) is None:
+            if not why and (why := watch.given_up({0})):
+                self._put(f"{turn}/{self._rank}", b"")
+                if self._get(f"{turn}/closing") is None and self._get(f"{turn}/all") is None:
+                    raise _Absent(why)
+                watch = _Watch(
+                    self, self._silent_s, lambda sign: sign.ended > turn
+                )  # rank 0 is about to decide, and may or may not have seen that this rank gave up
+            elif why and watch.given_up({0}):
+                raise _Absent(why)
+            pause_s = self._pause(pause_s)
+        return found
+
+    def signs(self, ranks: Collection[int]) -> dict[int, _Sign]:
+        """Return each rank's last sign of life; one with number 0 if there is none."""
+        found = self._read(f"beat/{rank}" for rank in ranks)
+        signs = {rank: found.get(f"beat/{rank}") for rank in ranks}
+        return {rank: msgspec.json.decode(one, type=_Sign) if one else _Sign() for rank, one in signs.items()}
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank} ({self._mates[rank]})"
+
+    def died(self, rank: int) -> bool:
+        """Whether a rank's process is known to have ended. Only known in the same scope."""
+        return self._is_dead(self._mates[rank])
+
+    def _is_dead(self, mate: Mate) -> bool:
+        if not mate.scope or mate.scope != self._me.scope:
+            return False
+        try:
+            os.kill(mate.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:  # the process belongs to another user
+            return False
+        return _born(mate.pid) not in (mate.born, None)
+
+    @property
+    def silent_s(self) -> float:
+        return self._silent_s
+
+    @property
+    def beat_s(self) -> float:
+        return self._board.beat_s
+
+
+class _Watch:
+    """Decide how long to wait for some ranks.
+
+    Args:
+        done: whether a rank's sign shows that the rank has put the awaited note. If the note is missing then, another
+            process has removed it.
+    """
+
+    def __init__(self, meeting: Meeting, late_s: float, done: Callable[[_Sign], bool]) -> None:
+        self._meeting, self._late_s, self._done = meeting, late_s, done
+        self._begun = self._looked = time.monotonic()
+        self._signs: dict[int, tuple[_Sign, float]] = {}  # by rank: the last sign, and when it was first read
+        # By rank: when its note was first seen to be missing although the rank had put it.
+        self._lost: dict[int, float] = {}
+
+    def given_up(self, ranks: Collection[int]) -> str:
+        """Describe which of `ranks` are not waited for any longer, and why; empty if all may still arrive."""
+        now = time.monotonic()
+        if now - self._looked < min(_PATIENT_S, self._meeting.beat_s):
+            return ""
+        self._looked = now
+        signs = self._meeting.signs(ranks) if ranks else {}
+        return "; ".join(why for rank in sorted(ranks) if (why := self._hopeless(rank, signs[rank], now)))
+
+    def _hopeless(self, rank: int, sign: _Sign, now: float) -> str:
+        meeting = self._meeting
+        if meeting.died(rank):
+            return f"{meeting.name(rank)} has ended"
+        if rank not in self._signs or self._signs[rank][0] != sign:
+            self._signs[rank] = sign, now
+        silent_s, waited_s = now - self._signs[rank][1], now - self._begun
+        if self._done(sign) and now - self._lost.setdefault(rank, now) > meeting.silent_s:
+            return f"what {meeting.name(rank)} said is not there any more"
+        if sign.inside:
+            if silent_s > meeting.silent_s:
+                return f"{meeting.name(rank)} has given no sign of life for {silent_s:.0f} s"
+        elif waited_s > self._late_s:
+            return f"{meeting.name(rank)} did not come within {waited_s:.0f} s"
+        return ""
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _this_process() -> Mate:
+    pid, scope = os.getpid(), ""
+    with suppress(OSError):
+        scope = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
+    return Mate(secrets.token_hex(8), socket.gethostname(), scope, pid, _born(pid))
+
+
+def _born(pid: int) -> int | None:
+    """Return when a process started; -1 if it has ended, None if that cannot be seen."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return -1 if fields[0] in "ZX" else int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return None

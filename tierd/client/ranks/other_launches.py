@@ -1,0 +1,128 @@
+"""Warn of other launches of the run that save at the same time, and refuse a second process for one rank of a launch.
+
+Invariant: a launch shows that it is alive before it writes its first part. A separate thread looks for other launches,
+so that no save waits. If the spool or the daemon does not answer, it is asked again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+
+from tierd.core.errors import ConfigError, TierdError
+from tierd.core.ids import PartId
+from tierd.core.planning.inventory import SPOOL
+from tierd.core.timeline.launches import Rival, warning
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Launches, read_member
+from tierd.spool.leases import hold, holds, release, trainers
+from tierd.spool.spool import Spool
+
+log = logging.getLogger("tierd")
+
+_EVERY_S = 1.0  # between two checks of the locks on this node, which are a directory of a few files
+_ASK_S = 15.0  # between two questions to the daemon, which observes other nodes' checkpoints
+_ANSWER_S = 5.0
+
+
+class Beside:
+    """Show that this trainer is alive, and log each other launch once.
+
+    Args:
+        asks: whether a daemon is expected.
+    """
+
+    def __init__(self, spool: Spool, *, asks: bool) -> None:
+        self._spool, self._asks = spool, asks
+        self._part: PartId | None = None  # a part of the launch that is shown as alive
+        self._unseen: str | None = None  # the launch for which a failure to show it was logged
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._known: set[str] = set()  # launches that were already warned of
+
+    def saving(self, part: PartId) -> None:
+        """Show this launch as alive before it saves `part`. Acts at the first save of a launch, and if another
+        Checkpointer of this process has saved this rank since.
+
+        Raises:
+            ConfigError: another process saves this rank of this attempt, so both would write one timeline.
+        """
+        former, self._part = self._part, part
+        shown = former is not None and holds(self._spool.control, former, self)
+        if shown and former and former.checkpoint.attempt == part.checkpoint.attempt:
+            return
+        try:
+            twin = hold(self._spool.control, part, self, among=former is not None and not shown)
+        except (TierdError, OSError) as error:
+            self._part = None  # the next save tries again
+            if isinstance(error, ConfigError):
+                raise
+            if self._unseen != part.checkpoint.attempt:
+                log.warning("other launches do not see yet that this one saves: %s", error)
+            self._unseen = part.checkpoint.attempt
+            return
+        if twin:
+            log.warning(
+                "two Checkpointers of this process save rank %d of attempt %s of run %s in turns, so that one timeline "
+                "holds checkpoints of both: close() one",
+                part.rank,
+                part.checkpoint.attempt,
+                part.checkpoint.run,
+            )
+        self._look(part)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="tierd-launches", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # no thread could be started, or the interpreter is ending
+                pass
+
+    def close(self) -> None:
+        """Stop showing this launch as alive."""
+        self._ended.set()
+        if self._part:
+            release(self._spool.control, self._part, self)
+
+    def _run(self) -> None:
+        ask_s = time.monotonic() + _EVERY_S
+        while not self._ended.wait(_EVERY_S):
+            part = self._part
+            if part is None or not holds(self._spool.control, part, self):
+                return  # another Checkpointer of this process saves this rank
+            self._look(part)
+            if self._asks and time.monotonic() >= ask_s:
+                self._ask(part)
+                ask_s = time.monotonic() + _ASK_S
+
+    def _look(self, part: PartId) -> None:
+        run, own = part.checkpoint.run, part.checkpoint.attempt
+        try:
+            found = trainers(self._spool.control, [run]).get(run, ())
+        except OSError as error:
+            log.debug("spool %s: %s", self._spool.root, error)
+            return
+        for one in found:
+            if one.rank == part.rank and one.attempt not in (own, *self._known):
+                self._known.add(one.attempt)
+                who = f"process {one.pid}" if one.pid != os.getpid() else "another Checkpointer of this process"
+                log.warning(
+                    "another launch of run %s saves at the same time on this node: attempt %s, %s; this one is "
+                    "attempt %s. A resume goes on from the later one alone: stop the other",
+                    run,
+                    one.attempt,
+                    who,
+                    own,
+                )
+
+    def _ask(self, part: PartId) -> None:
+        try:
+            with Link(self._spool) as link:
+                found = read_member(link.ask(Launches(run=part.checkpoint.run), _ANSWER_S), "launches", list[Rival])
+        except (TierdError, TimeoutError, OSError) as error:
+            log.debug("the daemon was not asked for other launches: %s", error)
+            return
+        if fresh := {one.attempt for one in found if one.place != SPOOL} - self._known:
+            self._known |= fresh
+            log.warning("%s", warning(found))

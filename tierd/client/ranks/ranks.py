@@ -1,0 +1,226 @@
+"""This process's rank in its launch, and the communication between the launch's ranks.
+
+Invariant: ranks talk over the store of their process group or of torchrun's agent, through a shared spool, or through a
+tier. Ranks never talk by collectives, because another thread may run collectives, and never inside `save`. A message is
+JSON with a schema. Ranks that cannot talk never wait for each other.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from tierd.client.ranks.board import Board, DirectoryBoard, StoreBoard
+from tierd.client.ranks.launchers import (
+    all_here,
+    environ_number,
+    environment_ranks,
+    launch_name,
+    rank_and_world,
+    torchrun_ranks,
+)
+from tierd.client.ranks.meeting import Meeting
+from tierd.core.errors import ConfigError, StoreUnavailable
+from tierd.core.ids import check_rank
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+_TAG = "tierd"
+
+_FIRST_S = 600.0  # how much later than the first rank another rank may begin, if no process group sets a timeout
+_BEATS = 3  # missed signs of life on a tier after which a rank counts as gone
+SILENT_S = 30.0  # how long to wait for a rank that gives no sign of life, or does not call `restore`
+
+# Number of meetings over each default store.
+_made: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
+# Meetings over the agent's store and in the spool; every rank makes the same ones in the same order.
+_meetings = count()
+
+
+class Ranks:
+    """This process's rank, the number of ranks, and `gather`, if the ranks can talk.
+
+    Making a `Ranks` is collective if ranks can talk: all of them make one.
+
+    Args:
+        rank, world_size: both or neither. If not given, `launchers.rank_and_world` finds them.
+        spool: the spool's `.tierd/`, where ranks meet if all are on this node and have no process group. None: ranks do
+            not meet there.
+        run: the run's name, used if the launch has no name.
+        silent_s: seconds to wait for a rank that gives no sign of life, or does not call `restore`.
+        tier: makes a board on a tier from a launch's name and its number of ranks; returns None without a tier. Called
+            if the ranks are on several nodes and cannot talk otherwise.
+
+    Raises:
+        ConfigError: only one of `rank` and `world_size` is given, they do not fit each other, or the environment's
+            cannot be used; or some rank makes no `Ranks`.
+    """
+
+    def __init__(
+        self,
+        rank: int | None = None,
+        world_size: int | None = None,
+        spool: Path | None = None,
+        run: str = "",
+        silent_s: float = SILENT_S,
+        tier: Callable[[str, int], Board | None] | None = None,
+    ) -> None:
+        self._given = rank is not None
+        self.rank, self.world = rank_and_world(rank, world_size, _group_ranks)
+        self._silent_s, self._first_s = silent_s, _FIRST_S
+        board = self._board(spool, run, tier) if self.world > 1 else None
+        self._meeting = Meeting(board, self.rank, self.world, self._silent_s) if board else None
+        if self._meeting:
+            try:
+                self._meeting.meet(self._first_s)
+            except StoreUnavailable as error:
+                raise ConfigError(
+                    f"the ranks do not find each other, says rank {self.rank} of {self.world}: {error}. Every rank "
+                    "makes a Checkpointer (for one alone: rank=0, world_size=1); where they have no such way to talk, "
+                    "give every rank the same attempt= (tierd.new_attempt() makes one), with rank= and world_size="
+                ) from error
+
+    def _board(self, spool: Path | None, run: str, tier: Callable[[str, int], Board | None] | None) -> Board | None:
+        """Choose where these ranks talk; None if they cannot."""
+        me = self.rank, self.world
+        if (group := _process_group()) is not None:
+            if _group_ranks() != me:
+                return None
+            store = _default_store(group)
+            self._first_s = min(_FIRST_S, store.timeout.total_seconds())
+            self._silent_s = min(self._silent_s, self._first_s)
+            number = next(_made.setdefault(store, count()))
+            return StoreBoard(store, f"{_TAG}/{number}", "the process group's store, which rank 0 hosts")
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and torchrun_ranks() == me:
+            return StoreBoard(_agent_store(), f"{_TAG}/{next(_meetings)}", "the store of torchrun's agent")
+        if spool is None or _launched() != me:
+            return None
+        name = launch_name()
+        if all_here():
+            return DirectoryBoard(spool, f"{name or run}/{next(_meetings)}")
+        # Without a name that all ranks share, this process would wait for ranks that never arrive.
+        board = tier(f"{name}/{next(_meetings)}", self.world) if tier is not None and name is not None else None
+        if board is not None:
+            self._silent_s = max(self._silent_s, _BEATS * board.beat_s)
+        return board
+
+    @property
+    def talk(self) -> bool:
+        """Whether `gather` returns every rank's value."""
+        return self.world == 1 or self._meeting is not None
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Give signs of life during the block, so that other ranks wait for this one however long the block takes."""
+        if self._meeting is None:
+            yield
+            return
+        with self._meeting.attending():
+            yield
+
+    def gather(self, value: S, *, first: bool = False) -> list[S]:
+        """Return every rank's value, in order of rank. A rank that cannot talk gets only its own value.
+
+        Args:
+            first: wait for a rank that is busy with something else as long as for a rank that has not begun yet.
+
+        Raises:
+            StoreUnavailable: another rank is gone, makes another call, or did not answer in time; the message names it.
+        """
+        if self._meeting is None:
+            return [value]
+        kind = type(value).__name__
+        said = msgspec.json.encode(_Said(kind, msgspec.Raw(msgspec.json.encode(value))))
+        try:
+            told = self._meeting.exchange(said, self._first_s if first else self._silent_s)
+            answers = [msgspec.json.decode(one, type=_Said) for one in told]
+            others = [f"rank {rank} is at {one.kind}" for rank, one in enumerate(answers) if one.kind != kind]
+            if others:
+                raise StoreUnavailable(f"this rank is at {kind}, and {', '.join(others[:3])}: all make the same calls")
+            return [msgspec.json.decode(one.value, type=type(value)) for one in answers]
+        except (StoreUnavailable, msgspec.MsgspecError) as error:  # the other rank runs another version of tierd
+            raise StoreUnavailable(
+                f"rank {self.rank} of {self.world}: the other ranks cannot be heard: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """End the thread by which ranks talk. A later `gather` starts it again."""
+        if self._meeting is not None:
+            self._meeting.close()
+
+    def check_group(self) -> None:
+        """Raise `ConfigError` if a process group that was initialised later gives this process another rank."""
+        if self._given or (found := _group_ranks()) in (None, (self.rank, self.world)):
+            return
+        raise ConfigError(
+            f"this Checkpointer was made as rank {self.rank} of {self.world}, and the process group that exists now "
+            f"says rank {found[0]} of {found[1]}: make it after init_process_group, or give it rank= and world_size="
+        )
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """A rank's value and its type's name, so that ranks in different calls get an error that says so."""
+
+    kind: str
+    value: msgspec.Raw
+
+
+def _group_ranks() -> tuple[int, int] | None:
+    group = _process_group()
+    return check_rank(group.get_rank(), group.get_world_size()) if group is not None else None
+
+
+def _process_group() -> Any:
+    from torch import distributed
+
+    return distributed if distributed.is_available() and distributed.is_initialized() else None
+
+
+def _launched() -> tuple[int, int] | None:
+    """Return the environment's rank and world size; None if they make no sense, because given ones may replace them."""
+    try:
+        return environment_ranks()
+    except ConfigError:
+        return None
+
+
+def _default_store(group: Any) -> Any:
+    """Return the store of the default process group; it takes small values by key from any rank.
+
+    Not public. In torch 2.6 to 2.13 it is the store that `init_process_group` was given, or made.
+    """
+    try:
+        return group.distributed_c10d._get_default_store()
+    except (AttributeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            "the process group has no store over which ranks can talk: give rank, world_size and attempt "
+            "(tierd.new_attempt() makes one; give every rank the same)"
+        ) from error
+
+
+@functools.lru_cache
+def _agent(address: str, port: int) -> Any:
+    from torch import distributed as torch_distributed
+
+    distributed: Any = torch_distributed
+    wait = timedelta(seconds=SILENT_S)
+    return distributed.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
+
+
+def _agent_store() -> Any:
+    try:
+        return _agent(os.environ.get("MASTER_ADDR", ""), environ_number("MASTER_PORT", 2**16 - 1))
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"MASTER_ADDR, MASTER_PORT: the store of torchrun's agent cannot be reached: {error}; initialise "
+            "torch.distributed first, or pass attempt= (tierd.new_attempt() makes one; give every rank the same)"
+        ) from error

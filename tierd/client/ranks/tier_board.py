@@ -1,0 +1,169 @@
+"""Notes on a tier, for a launch whose ranks are on several nodes: each node's daemon puts and reads them.
+
+A note is compressed. If it is longer than a request can carry, it is split into pieces:
+
+    <name>          pieces (2 bytes), CRC-32 of all of them together (4 bytes), then the first piece
+    <name>.p<n>     the n-th piece, put before the first one
+
+Invariant: a note is read whole or not at all. While a note is being replaced, its checksum differs, so it counts as
+absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from tierd.client.ranks.board import Board
+from tierd.core.errors import DaemonSilent, DaemonUnavailable, RequestUnknown, TierdError, VersionMismatch
+from tierd.ipc.client import Link
+from tierd.ipc.messages import MAX_NOTE, Notes, read_member
+from tierd.spool.spool import Spool
+
+_ANSWER_S = 20.0  # how long the daemon, or its successor, may take for one request
+_SILENCE_S = 15.0  # without a sign of work from the daemon, which sends one every 5 s
+_AGAIN_S = 0.2
+_HEAD = struct.Struct(">HI")
+_PIECE = MAX_NOTE - _HEAD.size  # bytes
+_PIECES = 256  # pieces of one note
+_LARGEST = 1 << 28  # bytes of a decompressed note
+_BATCH = 256  # notes in one request
+_FEW = 4  # notes that are read without a listing first
+
+
+class TierBoard(Board):
+    """A board on the first tier of the node's daemon. Every node's daemon of the launch has the same first tier.
+
+    A daemon that ends is waited for, or replaced, for seconds. A stopped daemon is an error that names it.
+
+    Args:
+        launch: a name of the launch and its restart, the same on every rank.
+        world: the number of ranks, by which each rank slows down: all ranks together make about 1,000 requests per
+            second at most.
+        tier: the tier's description, for messages.
+        renew: starts a daemon if none runs and one may be started.
+    """
+
+    outlives = True
+    beat_s = 5.0
+
+    def __init__(
+        self, spool: Spool, run: str, launch: str, world: int, tier: str, renew: Callable[[], None] = lambda: None
+    ) -> None:
+        self._spool, self._run, self._renew = spool, run, renew
+        self._launch = hashlib.blake2b(launch.encode(), digest_size=16).hexdigest()
+        self.what = f"{tier}, through the daemon of node {socket.gethostname()}"
+        self.poll_s = 0.5 + world / 1000
+        self._link: Link | None = None
+        self._pieces: dict[str, int] = {}  # number of pieces of each note that has several
+
+    def put(self, key: str, value: bytes) -> None:
+        name, data = _name(key), zlib.compress(value, 1)
+        pieces = [data[at : at + _PIECE] for at in range(0, len(data), _PIECE)]
+        if len(pieces) > _PIECES:
+            raise ValueError(
+                f"what the ranks tell each other has {len(data)} bytes, and a note takes {_PIECES * _PIECE}: "
+                "initialise torch.distributed before the Checkpointer is made, and they talk over its store"
+            )
+        for number, piece in reversed(list(enumerate(pieces[1:], 1))):
+            self._ask(put={f"{name}.p{number}": piece})
+        self._ask(put={name: _HEAD.pack(len(pieces), zlib.crc32(data)) + pieces[0]})
+        if len(pieces) > 1:
+            self._pieces[name] = len(pieces)
+
+    def read(self, keys: Collection[str]) -> dict[str, bytes]:
+        names = {_name(key): key for key in keys}
+        wanted = list(names)
+        if len(wanted) > _FEW:  # most are not there yet, and one listing request shows which are
+            there = set(self._names(wanted[0].rpartition(".")[0] + "."))
+            wanted = [name for name in wanted if name in there]
+        found = {}
+        for name, head in self._get(wanted).items():
+            value = self._whole(name, head)
+            if value is not None:
+                found[names[name]] = value
+        return found
+
+    def remove(self, keys: Collection[str]) -> None:
+        names = [_name(key) for key in keys]
+        names += [f"{name}.p{number}" for name in names for number in range(1, self._pieces.pop(name, 0))]
+        self._remove(names)
+
+    def forget(self, prefix: str) -> None:
+        self._remove(self._names(_name(prefix)))
+
+    def holds(self, prefix: str) -> bool:
+        return bool(self._names(_name(prefix)))
+
+    def close(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def _whole(self, name: str, head: bytes) -> bytes | None:
+        count, checksum = _HEAD.unpack_from(head) if len(head) >= _HEAD.size else (0, 0)
+        if not 1 <= count <= _PIECES:
+            return None
+        data = head[_HEAD.size :]
+        if count > 1:
+            more = [f"{name}.p{number}" for number in range(1, count)]
+            found = self._get(more)
+            data += b"".join(found.get(one, b"") for one in more)
+            self._pieces[name] = count
+        if zlib.crc32(data) != checksum:
+            return None
+        return zlib.decompressobj().decompress(data, _LARGEST)
+
+    def _names(self, under: str) -> list[str]:
+        return read_member(self._ask(under=under), "names", list[str])
+
+    def _get(self, names: Sequence[str]) -> dict[str, bytes]:
+        found: dict[str, bytes] = {}
+        for some in _batches(names):
+            found |= read_member(self._ask(read=tuple(some)), "notes", dict[str, bytes])
+        return found
+
+    def _remove(self, names: Sequence[str]) -> None:
+        for some in _batches(names):
+            self._ask(remove=tuple(some))
+
+    def _ask(self, **said: Any) -> dict[str, Any]:
+        """Ask the daemon. A request may be repeated, because doing it twice changes nothing.
+
+        Raises:
+            OSError: no daemon answered in time, or it is stopped or of another version; or the tier failed.
+        """
+        request = Notes(run=self._run, launch=self._launch, **said)
+        end_s = time.monotonic() + _ANSWER_S
+        while True:
+            try:
+                if self._link is None:
+                    self._link = Link(self._spool, silence_s=_SILENCE_S)
+                return self._link.ask(request, max(0.1, end_s - time.monotonic()))
+            except (DaemonSilent, RequestUnknown, VersionMismatch) as error:
+                self.close()
+                raise OSError(str(error)) from error
+            except DaemonUnavailable as error:
+                self.close()
+                if time.monotonic() >= end_s:
+                    raise OSError(str(error)) from error
+                self._renew()
+                time.sleep(_AGAIN_S)
+            except TimeoutError as error:
+                self.close()
+                raise OSError(f"no answer within {_ANSWER_S:g} s") from error
+            except TierdError as error:
+                raise OSError(str(error)) from error
+
+
+def _name(key: str) -> str:
+    return key.replace("/", ".")
+
+
+def _batches(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (names[at : at + _BATCH] for at in range(0, len(names), _BATCH))

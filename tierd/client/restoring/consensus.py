@@ -1,0 +1,217 @@
+"""Agreement between ranks on the checkpoint to restore: they exchange their views, then their results.
+
+Invariant: ranks decide by the same answers, so every rank gets the same result, or raises the same error. A rank that
+fails notifies the others before it raises, because they wait for it. Any error stops all ranks; only proven corruption
+makes them try an older checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from tierd.client.ranks.launch import Clock
+from tierd.client.ranks.ranks import Ranks
+from tierd.core.errors import (
+    ConfigError,
+    CorruptChunk,
+    ManifestError,
+    ObjectNotFound,
+    StateMismatch,
+    StoreUnavailable,
+    TierdError,
+)
+from tierd.core.ids import CheckpointId, check_attempt, check_step
+from tierd.core.save_policy import Goal, check_goal
+from tierd.core.timeline.candidates import RestoreOrder, agree
+from tierd.core.timeline.run_view import RunView
+
+
+class RankView(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's request and its view of the run. `error` says why it has no view."""
+
+    step: int | None
+    attempt: str | None
+    everything: bool
+    only: tuple[str, ...] | None = None
+    best: Goal | None = None
+    at_least: int | None = None
+    clock: Clock
+    sight: RunView = RunView()
+    error: str = ""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """A rank's result for its part: whole, proven corrupt in every place, gone from every place, or unfit for its
+    target state. `failed` means that the rank could not find out.
+    """
+
+    what: Literal["whole", "corrupt", "gone", "unfit", "failed"]
+    why: str = ""
+
+
+class LoadOutcome(msgspec.Struct, frozen=True):
+    """Whether a rank has loaded the agreed checkpoint; `error` says why not."""
+
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What all ranks do next: load their parts; or try the next candidate, with `corrupt` naming the corrupt parts; or,
+    if `gone`, list again.
+    """
+
+    corrupt: str = ""
+    gone: bool = False
+
+    @property
+    def load(self) -> bool:
+        return not self.corrupt and not self.gone
+
+
+class Agreement:
+    """The exchanges between a launch's ranks in one restore. Every rank makes the same calls in the same order.
+
+    Ranks that cannot talk each decide by the listings of the tiers alone.
+
+    Args:
+        look: returns this rank's view of the run.
+        clock: returns this rank's contribution to the next attempt's name.
+    """
+
+    def __init__(self, ranks: Ranks, run: str, look: Callable[[], RunView], clock: Callable[[], Clock]) -> None:
+        self._ranks, self._run, self._look, self._clock = ranks, run, look, clock
+        self.clocks: Sequence[Clock] = ()
+
+    def look(
+        self,
+        step: int | None,
+        attempt: str | None,
+        *,
+        everything: bool = False,
+        best: Goal | None = None,
+        at_least: int | None = None,
+        only: Collection[str] | None = None,
+    ) -> RestoreOrder:
+        """Observe on every rank, exchange the views in one gather, and order the checkpoints by what all ranks see.
+
+        Args:
+            everything: every rank needs every rank's part, as a reader that reshards does. Any number of ranks may then
+                have saved.
+            best: order all checkpoints by this metric.
+            at_least: a step that is known to have been saved; the same on all ranks.
+            only: the names of the entries that are needed; None for all.
+
+        Raises:
+            StoreUnavailable: another rank cannot observe; or this rank's own error.
+            ConfigError: the ranks were asked for different checkpoints, or for the best and a step.
+        """
+        names = None if only is None else tuple(sorted(map(str, only)))
+        own = RankView(step=None, attempt=None, everything=everything, only=names, clock=self._clock())
+        failure: Exception | None = None
+        try:  # also covers this rank's wrong arguments, because the others would wait for this rank
+            step = step if step is None else check_step(step)
+            attempt = attempt if attempt is None else check_attempt(attempt)
+            if best is not None and step is not None:
+                raise ConfigError(f"best={best.metric!r} and step={step}: one of the two")
+            best = best if best is None else check_goal(best)
+            at_least = at_least if at_least is None else check_step(at_least)
+            own = msgspec.structs.replace(
+                own, step=step, attempt=attempt, best=best, at_least=at_least, sight=self._look()
+            )
+        except Exception as error:
+            failure, own = error, msgspec.structs.replace(own, error=_text(error))
+        looks = self._ranks.gather(own)
+        if failure is not None:
+            raise failure
+        for rank, other in enumerate(looks):
+            if other.error:
+                raise StoreUnavailable(f"rank {rank} could not restore: {other.error}")
+            if _question(other) != _question(own):
+                raise ConfigError(
+                    f"rank {self._ranks.rank} was asked for {_asked(own)}, and rank {rank} for {_asked(other)}: every "
+                    "rank of a launch restores the same"
+                )
+        self.clocks = [other.clock for other in looks]
+        sights = [other.sight for other in looks]
+        return agree(sights, self._run, step, attempt, world=self._ranks.world, everything=everything, best=best)
+
+    def loaded(self, checkpoint: CheckpointId, error: Exception | None) -> None:
+        """Exchange in one gather whether each rank has loaded the checkpoint: all ranks continue from it, or none does.
+
+        Raises:
+            StateMismatch: another rank could not load it; or the error that this rank was given.
+        """
+        outcomes = self._ranks.gather(LoadOutcome("" if error is None else _text(error)))
+        if error is not None:
+            raise error
+        for rank, outcome in enumerate(outcomes):
+            if outcome.error:
+                raise StateMismatch(
+                    f"rank {rank} could not load {checkpoint}, which this rank has loaded: {outcome.error}. No rank "
+                    "goes on from it: restore again on all ranks, or end"
+                )
+
+    def settle(self, error: Exception | None, *, unfit: bool = False) -> Settled:
+        """Exchange each rank's result for a candidate in one gather, and return what all ranks do next.
+
+        Args:
+            error: why this rank's part is not verified and fitting. `CorruptChunk` and `ManifestError` mean proven
+                corruption in every place, `ObjectNotFound` that no place has the part any more.
+            unfit: the part is right, but does not fit its target state.
+
+        Raises:
+            StoreUnavailable: another rank could not find out whether its part is right; or this rank's own error.
+            StateMismatch: another rank's part does not fit.
+        """
+        outcomes = self._ranks.gather(_outcome(error, unfit=unfit))
+        found = {outcome.what for outcome in outcomes}
+        if error is not None and _outcome(error, unfit=unfit).what in ("unfit", "failed"):
+            raise error
+        for rank, outcome in enumerate(outcomes):
+            if outcome.what == "failed":
+                raise StoreUnavailable(f"rank {rank} could not restore: {outcome.why}")
+            if outcome.what == "unfit":
+                raise StateMismatch(f"rank {rank}: {outcome.why}; nothing was loaded")
+        # A rank that reads later finds a part gone that another rank has quarantined.
+        if "gone" in found and "corrupt" not in found:
+            return Settled(gone=True)
+        if "corrupt" in found and not self._ranks.talk:
+            raise StoreUnavailable(
+                f"rank {self._ranks.rank}: {error}. It is set aside, and the other ranks cannot be told without "
+                "torch.distributed: launch again, and every rank finds the checkpoint before it"
+            ) from error
+        name = "rank {}: {}" if self._ranks.world > 1 else "{1}"
+        corrupt = [name.format(rank, one.why) for rank, one in enumerate(outcomes) if one.what == "corrupt"]
+        return Settled(corrupt="; ".join(corrupt))
+
+
+def _outcome(error: Exception | None, *, unfit: bool) -> Outcome:
+    if error is None:
+        return Outcome("whole")
+    if unfit and isinstance(error, TierdError):
+        return Outcome("unfit", _text(error))
+    if isinstance(error, CorruptChunk | ManifestError):
+        return Outcome("corrupt", _text(error))
+    return Outcome("gone" if isinstance(error, ObjectNotFound) else "failed", _text(error))
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _question(look: RankView) -> tuple[object, ...]:
+    return look.step, look.attempt, look.everything, look.only, look.best, look.at_least
+
+
+def _asked(look: RankView) -> str:
+    newest = f"the best checkpoint ({look.best.mode} {look.best.metric})" if look.best else "the newest checkpoint"
+    what = newest if look.step is None else f"step {look.step}"
+    more = f" of attempt {look.attempt}" if look.attempt else ""
+    more += f", step {look.at_least} or later" if look.at_least is not None else ""
+    more += f", only {', '.join(look.only) or 'nothing'}" if look.only is not None else ""
+    return f"{what}{more}{' (DCP)' if look.everything else ''}"

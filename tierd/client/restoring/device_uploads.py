@@ -1,0 +1,258 @@
+"""Host-to-device copies of a restore: verified bytes are copied while the next ones are read and verified.
+
+Invariant: copies read only verified bytes, and write to new tensors. `load` uses these tensors only after everything
+fits and every rank has agreed, so nothing that training uses changes before. However a restore ends, its copies have
+ended before the memory on either side is used again.
+
+The file is read into an arena. The arena is pinned slice by slice just before the copies out of it begin; later saves
+use the arena and pin it again. If CUDA refuses to pin, the same copies read pageable memory, and take this thread's
+time. If a device has no memory for the new tensors, nothing is copied here, and `load` copies from the host.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierd.client.saving import numa
+from tierd.client.saving.device_copies import cut
+from tierd.client.saving.pinning import SLICE, Pinning
+from tierd.core.errors import StateMismatch
+from tierd.core.manifest import TENSORS, TREE, File, Manifest
+from tierd.spool.arena import Arena, available
+from tierd.spool.file_io import check_bytes, read_file
+from tierd.state import cuda
+from tierd.state.flatten import unflatten
+from tierd.state.kinds.optimizers import tensors_in
+
+log = logging.getLogger("tierd")
+
+_ALWAYS_ON_HOST = "step"  # torch moves an optimizer's value of this name only if a kernel reads it
+
+
+class Uploads:
+    """The copies of one restore. Used only by the thread that restores.
+
+    Args:
+        state: the state to load into; its tensors say which device each saved tensor is copied to.
+        device: one of those devices, in whose context memory is pinned.
+
+    Attributes:
+        arena: the memory that the tensor file was read into, if it was; saves may use it after `close` has returned.
+    """
+
+    def __init__(self, state: Mapping[str, object], device: torch.device) -> None:
+        self._api = cuda.api
+        self._state, self._device = state, device
+        self.arena: Arena | None = None
+        self._pinning: Pinning | None = None
+        self._size, self._verified = 0, 0  # of the tensor file, in bytes: all, and verified from its beginning
+        self._tree: memoryview | None = None
+        self._planned = False
+        # Offset in the file, view of the file, target device.
+        self._entries: list[tuple[int, torch.Tensor, torch.device]] = []
+        self._next, self._done = 0, 0  # the entry to copy next, and how many of its elements are copied
+        self._staged: dict[int, torch.Tensor] = {}  # by offset in the file
+        self._events: dict[torch.device, torch.cuda.Event] = {}  # recorded after all copies that were begun
+
+    # -- while the part is read ---------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Forget everything that was read and copied so far, after waiting for running copies."""
+        self.close()
+        self._planned = False
+        self._size = self._verified = 0
+        if self.arena is not None:
+            self.arena.close()
+        self.arena = None
+
+    def memory(self, file: File) -> memoryview | None:
+        """Return the memory to read a file into; None if any memory will do."""
+        if file.path != TENSORS or file.size > available():
+            return None
+        try:
+            self.arena = Arena(file.size)
+            numa.place(self.arena, self._device)
+        except MemoryError:
+            return None
+        self._size = file.size
+        return self.arena.view
+
+    def read(self, path: Path, file: File) -> memoryview:
+        """Read a file as `read_file` does, and copy it to devices meanwhile."""
+        memory = self.memory(file)
+        if memory is None:
+            data = read_file(path, file)
+            self._saw(file, data)
+            return data
+        return read_file(path, file, memory, self.verified)
+
+    def check(self, arena: Arena, files: Mapping[str, memoryview], manifest: Manifest) -> None:
+        """Verify files in memory, of which the tensor file is in `arena`, and copy meanwhile. Raises as
+        `check_bytes`.
+        """
+        self.arena = arena
+        self._size = len(files[TENSORS])
+        # The tree first, because it says which tensor goes to which device.
+        for file in sorted(manifest.files, key=lambda file: file.path == TENSORS):
+            check_bytes(files[file.path], file, self.verified if file.path == TENSORS else lambda end: None)
+            self._saw(file, files[file.path])
+
+    def take(self, files: Mapping[str, memoryview], manifest: Manifest) -> None:
+        """Copy from files that are already verified; the tensor file is in the memory that `memory` returned."""
+        for file in manifest.files:
+            self._saw(file, files[file.path])
+        for end in range(SLICE, self._size + SLICE, SLICE) if self.arena else ():
+            self.verified(min(end, self._size))
+
+    def _saw(self, file: File, data: memoryview) -> None:
+        if file.path == TREE:
+            self._tree = data
+            if self._verified:
+                self.verified(self._verified)
+        elif file.path == TENSORS and (self.arena is None or data.obj is not self.arena.view.obj):
+            self._planned = True  # the file is in other memory after all, and nothing is copied from there
+            self.arena = None
+
+    def verified(self, end: int) -> None:
+        """Begin the copies of the bytes before `end` of the tensor file, which is verified up to there."""
+        self._verified = end
+        if not self._planned:
+            self._plan(end)
+        if self._next == len(self._entries) or self._entries[self._next][0] >= end:
+            return
+        assert self._pinning is not None
+        while self._pinning.left and self._pinning.size < end:
+            self._pinning.go_on()
+        try:
+            self._copy(end)
+        except torch.cuda.OutOfMemoryError as error:
+            log.info("no memory on a device to restore into beside what is there; copying afterwards: %s", error)
+            self.close()
+
+    def _plan(self, end: int) -> None:
+        """Assign tensors to devices as soon as the header is verified."""
+        assert self.arena is not None
+        header = 8 + int.from_bytes(self.arena.view[:8], "little")
+        if self._tree is None or header > end:
+            return
+        self._planned = True
+        base = torch.frombuffer(self.arena.view, dtype=torch.uint8, count=1).data_ptr()
+        try:
+            found = unflatten(self._tree, self.arena.view[: self._size], is_read=False)
+            places = {view.data_ptr() - base: (view, where) for view, where in destinations(self._state, found)}
+        except StateMismatch:  # reported when the whole file is there
+            return
+        self._entries = [(offset, *places[offset]) for offset in sorted(places)]
+        if self._entries:
+            self._pinning = Pinning(self.arena, self.arena.size, self._device)
+
+    def _copy(self, end: int) -> None:
+        batch: list[tuple[torch.device, torch.Tensor, torch.Tensor]] = []
+        while self._next < len(self._entries):
+            offset, view, where = self._entries[self._next]
+            if offset >= end:
+                break
+            if offset not in self._staged:
+                self._staged[offset] = self._api.empty_like(view, where)
+            upto = min(view.numel(), (end - offset) // view.element_size())
+            host, there = view.view(-1)[self._done : upto], self._staged[offset].view(-1)[self._done : upto]
+            batch += [(where, part, other) for part, other in cut(host, there)] if upto > self._done else []
+            self._done = upto
+            if upto < view.numel():
+                break
+            self._next, self._done = self._next + 1, 0
+        for device in dict.fromkeys(where for where, _, _ in batch):
+            # Earlier work of the current stream may still use the new tensors' memory.
+            ready = self._api.record(self._api.current_stream(device))
+            side = self._api.side_stream(device)
+            with self._api.on(side):
+                side.wait_event(ready)
+                try:
+                    for where, host, there in batch:
+                        if where == device:
+                            self._api.copy([there], [host])
+                finally:
+                    self._events[device] = self._api.record(side)
+
+    # -- when it was read ---------------------------------------------------------------------------------------------
+
+    def staged(self, restored: Mapping[str, object]) -> dict[int, torch.Tensor]:
+        """Return the new tensors on their devices, with restored values, by the id of the restored host tensor."""
+        self._wait()
+        if self.arena is None:
+            return {}
+        base = torch.frombuffer(self.arena.view, dtype=torch.uint8, count=1).data_ptr()
+        found = {}
+        for tensor in tensors_in(restored):
+            there = self._staged.get(tensor.data_ptr() - base) if tensor.numel() else None
+            if there is not None and (there.dtype, there.shape) == (tensor.dtype, tensor.shape):
+                found[id(tensor)] = there
+        return found
+
+    def close(self) -> None:
+        """Return when all copies that were begun have ended, and forget the tensors that were not taken."""
+        self._wait()
+        self._staged.clear()
+        self._entries, self._tree, self._next, self._done = [], None, 0, 0
+
+    def _wait(self) -> None:
+        for event in self._events.values():
+            event.synchronize()
+        self._events.clear()
+        if self._pinning is not None:
+            # CUDA refuses a copy that spans two slices, and `load` may copy a whole tensor from here.
+            self._pinning.undo()
+            self._pinning = None
+
+
+def destinations(target: Any, saved: Any) -> Iterator[tuple[torch.Tensor, torch.device]]:
+    """Yield the saved tensors that will be loaded into tensors on a device, with that device.
+
+    This is a guess, because an object may do anything with its state. A wrong guess costs only time.
+    """
+    api = cuda.api
+    if isinstance(saved, torch.Tensor):
+        where = api.device_of(target) if isinstance(target, torch.Tensor) else None
+        if where is not None and saved.numel() and (target.shape, target.dtype) == (saved.shape, saved.dtype):
+            yield saved, where
+    elif isinstance(target, nn.Module) and isinstance(saved, dict):
+        own = {**dict(target.named_parameters(remove_duplicate=False)), **dict(target.named_buffers())}
+        for key, value in saved.items():
+            yield from destinations(own.get(key), value)
+    elif isinstance(target, torch.optim.Optimizer):
+        yield from _of_optimizer(target, saved)
+    elif isinstance(target, dict) and isinstance(saved, dict):
+        for key, value in saved.items():
+            yield from destinations(target.get(key), value)
+    elif isinstance(target, list | tuple) and isinstance(saved, list | tuple):
+        for old, value in zip(target, saved, strict=False):
+            yield from destinations(old, value)
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> Iterator[tuple[torch.Tensor, torch.device]]:
+    """Follow torch's own `load_state_dict`: a parameter's state is copied to the parameter's device."""
+    try:
+        owners: dict[Any, tuple[torch.Tensor, dict[str, Any]]] = {}
+        first = 0
+        for group, there in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            behind = first + len(group["params"])
+            # Torch counts so; a long list is packed, and not read yet.
+            numbers = there["params"] or range(first, behind)
+            owners |= {number: (parameter, group) for parameter, number in zip(group["params"], numbers, strict=True)}
+            first = behind
+        for number, (parameter, group) in owners.items():
+            where = cuda.api.device_of(parameter)
+            if where is None:
+                continue
+            for key, value in saved["state"].get(number, {}).items():
+                moved = key != _ALWAYS_ON_HOST or group.get("capturable") or group.get("fused")
+                if isinstance(value, torch.Tensor) and value.numel() and moved and value.dtype == parameter.dtype:
+                    yield value, where
+    except (TypeError, KeyError, ValueError, AttributeError):  # the state does not fit, which `load` reports
+        return

@@ -1,0 +1,260 @@
+"""Read ranges of one checkpoint's files, in whichever place they lie.
+
+Invariant: returned bytes were verified on this read, in this process. Bytes come from the spool. The daemon fetches
+chunks that the spool lacks or holds wrong, and only the chunks that are needed.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+
+import msgspec
+
+from tierd.client.restoring.progress import Fetching
+from tierd.core.errors import (
+    CorruptChunk,
+    DaemonUnavailable,
+    ManifestError,
+    ObjectNotFound,
+    StoreUnavailable,
+)
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import DRAFT_NAME, File, Manifest, decode
+from tierd.core.seal import MAX_MANIFEST_SIZE
+from tierd.ipc.client import Link
+from tierd.ipc.messages import MAX_REQUEST, Fetch
+from tierd.spool.direct_io import LARGE, PAGE, memory_for
+from tierd.spool.file_io import open_plain, read_chunks
+from tierd.spool.spool import Spool
+
+_BATCH = 64 << 20  # bytes that are read at once, unless one entry is larger
+_RUNS = 1000  # runs of chunks for one file in one request
+_TRIES = 3  # how often a file is searched, because its part may be committed or pruned between two searches
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A range of a file's bytes, and its chunks: from `first` to before `end`, which cover the bytes
+    `start` to `stop`.
+    """
+
+    part: PartId
+    path: str
+    file: File = field(compare=False)  # not compared or hashed, because it holds the list of all chunks
+    offset: int
+    length: int
+    first: int
+    end: int
+    start: int
+    stop: int
+
+
+class PartRanges(ABC):
+    """Verified ranges of one checkpoint's files, in whichever place they lie."""
+
+    def __init__(self) -> None:
+        self._files: dict[PartId, dict[str, tuple[File, list[int]]]] = {}
+
+    @abstractmethod
+    def manifest(self, part: PartId) -> Manifest:
+        """Return the manifest of a part. Raises as `fill`."""
+
+    @abstractmethod
+    def fill(self, memory: memoryview, spans: Collection[Span], base: int = 0) -> None:
+        """Read and verify `spans`, ranges of one file, into `memory`, an image of that file from byte `base` on.
+
+        Raises:
+            CorruptChunk, ManifestError: proven corrupt in every place.
+            ObjectNotFound: no place has the part.
+            StoreUnavailable, DaemonUnavailable: a place that may hold a right copy did not answer.
+        """
+
+    def span(self, part: PartId, path: str, offset: int = 0, length: int | None = None) -> Span:
+        """Return a range of a file, by default all of it.
+
+        Raises:
+            ManifestError: the part has no such bytes.
+        """
+        if part not in self._files:
+            self._files[part] = {
+                file.path: (file, [0, *accumulate(chunk.size for chunk in file.chunks)])
+                for file in self.manifest(part).files
+            }
+        file, edges = self._files[part].get(path, (None, []))
+        length = file.size if file and length is None else length
+        if file is None or not isinstance(offset, int) or not isinstance(length, int):
+            raise ManifestError(f"{part}: it has no file {path!r}")
+        if offset < 0 or length < 1 or offset + length > file.size:
+            raise ManifestError(f"{part}: {path!r} has {file.size} bytes, and none at {offset}..{offset + length}")
+        first, end = bisect_right(edges, offset) - 1, bisect_right(edges, offset + length - 1)
+        return Span(part, path, file, offset, length, first, end, edges[first], edges[end])
+
+
+class Files(PartRanges):
+    """Read one checkpoint from the spool and through the daemon.
+
+    Args:
+        link: the connection to the daemon, which keeps fetched chunks while it is open; None without a daemon. A part
+            that is already in the spool is not kept there: if retention removes it, the daemon fetches it.
+        alone: why there is no connection although tiers may have copies; empty without tiers.
+
+    Attributes:
+        tiers: the tiers from which chunks were fetched.
+    """
+
+    def __init__(self, spool: Spool, checkpoint: CheckpointId, world: int, link: Link | None, alone: str) -> None:
+        super().__init__()
+        self._spool, self._link, self._alone = spool, link, alone
+        self.checkpoint, self.world = checkpoint, world
+        self.tiers: list[str] = []
+        self._manifests: dict[PartId, Manifest] = {}
+        self._memory = memoryview(b"")
+
+    def part(self, rank: int) -> PartId:
+        return PartId(self.checkpoint, rank, self.world)
+
+    def manifest(self, part: PartId) -> Manifest:
+        """Return the manifest of a part. Raises as `read`."""
+        if part not in self._manifests:
+            self._manifests[part] = self._find_manifest(part)
+        return self._manifests[part]
+
+    def bring(self, spans: Iterable[Span]) -> None:
+        """Have the daemon fetch the chunks of `spans` that the spool lacks. Raises as `read`."""
+        wanted: dict[PartId, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+        for span in spans:
+            wanted[span.part][span.path].update(range(span.first, span.end))
+        for part, files in sorted(wanted.items()):
+            if not self._spool.has(part):
+                self._ask(part, {path: _runs(numbers) for path, numbers in sorted(files.items())})
+
+    def read(self, spans: Iterable[Span]) -> Iterator[tuple[Span, memoryview]]:
+        """Yield each span with its verified bytes, in file order. The next span overwrites the bytes.
+
+        Raises:
+            CorruptChunk, ManifestError: proven corrupt in every place.
+            StoreUnavailable, DaemonUnavailable: a place that may hold a right copy did not answer.
+        """
+        for batch in _batches(sorted(spans, key=lambda one: (one.part, one.path, one.offset))):
+            head, last = batch[0], batch[-1]
+            data = self._read(head.part, head.file, head.first, last.end, last.stop - head.start)
+            for span in batch:
+                begin = span.offset - head.start
+                yield span, data[begin : begin + span.length]
+
+    def fill(self, memory: memoryview, spans: Collection[Span], base: int = 0) -> None:
+        self.bring(spans)
+        for span, data in self.read(spans):
+            begin = span.offset - base
+            memory[begin : begin + span.length] = data
+
+    def close(self) -> None:
+        """Release the memory that was read into."""
+        self._memory = memoryview(b"")
+
+    def _read(self, part: PartId, file: File, first: int, end: int, size: int) -> memoryview:
+        if len(self._memory) < size + 2 * PAGE:
+            self._memory = memoryview(b"")  # released before the new memory is allocated
+            self._memory = memory_for(max(size, _BATCH if size > LARGE else LARGE) + 2 * PAGE)
+        local: Exception | None = None
+        for _ in range(_TRIES):
+            home = self._home(part)
+            try:
+                return read_chunks(home / file.path, file, first, end, self._memory)
+            except (CorruptChunk, OSError) as error:
+                local = error.with_traceback(None)
+            if home == self._home(part):
+                self._put_right(part, {file.path: [(first, end)]}, local)
+        raise StoreUnavailable(f"{part} was just healed, and reads back wrong from the spool: {local}") from local
+
+    def _home(self, part: PartId) -> Path:
+        return self._spool.path(part) if self._spool.has(part) else self._spool.fetching(part)
+
+    def _find_manifest(self, part: PartId) -> Manifest:
+        local: Exception | None = None
+        for _ in range(_TRIES):
+            try:
+                if self._spool.has(part):
+                    return self._spool.manifest(part)
+                return self._draft(part)
+            except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
+                local = error.with_traceback(None)
+            self._put_right(part, None if self._spool.has(part) else {}, local)
+        raise StoreUnavailable(f"{part}: its manifest was just brought, and cannot be read: {local}") from local
+
+    def _draft(self, part: PartId) -> Manifest:
+        with os.fdopen(open_plain(self._spool.fetching(part) / DRAFT_NAME), "rb") as file:
+            return decode(file.read(MAX_MANIFEST_SIZE + 1), part)
+
+    def _put_right(self, part: PartId, wanted: Mapping[str, Sequence[tuple[int, int]]] | None, why: Exception) -> None:
+        """Have the daemon repair or fetch `wanted`. Without a daemon, quarantine what is proven corrupt and raise."""
+        if self._link is not None:
+            self._ask(part, wanted)
+            return
+        if self._alone:
+            raise DaemonUnavailable(
+                f"{part} is not whole in the spool ({why}), and whether a tier has it right cannot be asked: "
+                f"{self._alone}"
+            ) from why
+        if not self._spool.has(part):
+            raise ObjectNotFound(f"{part} is not in the spool any more: {why}") from why
+        if isinstance(why, OSError):
+            raise StoreUnavailable(f"{part}: the spool cannot be read: {why}") from why
+        self._spool.quarantine(part)
+        raise CorruptChunk(f"local: {why}") from why
+
+    def _ask(self, part: PartId, wanted: Mapping[str, Sequence[tuple[int, int]]] | None) -> None:
+        if self._link is None:
+            self._put_right(part, wanted, ObjectNotFound(f"{part} is not in the spool"))
+            return
+        for portion in (None,) if wanted is None else _portions(wanted):
+            told = self._link.ask(Fetch(part=part, wanted=portion), told=Fetching(part))["tiers"]
+            self.tiers += [name for name in told if name not in self.tiers]
+
+
+def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return runs
+
+
+def _portions(wanted: Mapping[str, Sequence[tuple[int, int]]]) -> Iterator[dict[str, tuple[tuple[int, int], ...]]]:
+    """Split `wanted` into portions that fit one request each; yields at least one."""
+    portion: dict[str, tuple[tuple[int, int], ...]] = {}
+    size = 0
+    for path, runs in wanted.items():
+        for begin in range(0, len(runs), _RUNS):
+            some = tuple(runs[begin : begin + _RUNS])
+            weight = len(msgspec.json.encode({path: some})) + len(path.encode())
+            if path in portion or (portion and size + weight > MAX_REQUEST // 2):
+                yield portion
+                portion, size = {}, 0
+            portion[path] = some
+            size += weight
+    yield portion
+
+
+def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
+    """Group spans that are read at once: neighbours without an unneeded chunk between them."""
+    batch: list[Span] = []
+    for span in spans:
+        if batch:
+            head, last = batch[0], batch[-1]
+            near = (span.part, span.path) == (head.part, head.path) and span.first <= last.end
+            if not near or span.stop - head.start > _BATCH or span.end < last.end:
+                yield batch
+                batch = []
+        batch.append(span)
+    if batch:
+        yield batch

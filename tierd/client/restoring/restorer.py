@@ -1,0 +1,195 @@
+"""Restore for a trainer: try checkpoints newest first, until every rank has verified one or knows why there is none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tierd.client.ranks.launch import Clock, clock
+from tierd.client.ranks.ranks import Ranks
+from tierd.client.restoring.device_uploads import Uploads
+from tierd.client.restoring.entries import read_entries
+from tierd.client.restoring.ranged_reader import Files
+from tierd.client.restoring.search import Search, Skipped
+from tierd.client.restoring.source import LoadedPart, NodeSource
+from tierd.client.saving.handoff import HandoffClient
+from tierd.core.errors import StateMismatch
+from tierd.core.ids import PartId
+from tierd.core.manifest import Manifest
+from tierd.core.planning.inventory import SPOOL
+from tierd.core.save_policy import Goal
+from tierd.core.timeline.candidates import Candidate, own_part
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Request
+from tierd.spool.arena import Arena
+from tierd.spool.spool import Spool
+
+log = logging.getLogger("tierd")
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The checkpoint that a restore loaded, and where its bytes came from.
+
+    Attributes:
+        step: the checkpoint's step; training continues at `step + 1`.
+        attempt: the launch that wrote it.
+        tier: where its bytes came from: `"local"`, or the tier that repaired or supplied them; `"memory"` if a trainer
+            that was killed had handed the snapshot over to the daemon.
+        metrics: the metrics given to `save`.
+        skipped: newer checkpoints (or better ones) that were skipped, each with its reason.
+        unreached: tiers that did not answer; a newer checkpoint could lie there.
+        directory: the verified files. With `only`, the part's directory if the spool has it; not all of its files are
+            verified then.
+    """
+
+    step: int
+    attempt: str
+    tier: str
+    metrics: dict[str, float]
+    skipped: tuple[Skipped, ...]
+    unreached: tuple[str, ...]
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A part of which every byte was just verified, or every byte of the requested entries.
+
+    `tier` says where the bytes came from, as `Restored.tier` does. `arena` is the memory that holds the tensor file, if
+    a predecessor left it or the file was read for a device. The arena is used for saves afterwards.
+    """
+
+    part: PartId
+    manifest: Manifest
+    files: Mapping[str, memoryview]
+    tier: str
+    skipped: tuple[Skipped, ...]
+    directory: Path
+    attempts: tuple[str, ...]
+    unreached: tuple[str, ...]
+    arena: Arena | None
+    clocks: Sequence[Clock]  # of every rank, to name the attempt that continues from here
+    tree: dict[str, Any] = field(default_factory=dict)
+    hold: Link | None = None  # closed by the caller when it no longer needs `directory`
+
+
+class Restorer(Search):
+    """Find the newest checkpoint that every rank can verify, and read this rank's part of it.
+
+    Args:
+        tiers, line, keep, metrics, silent, uploads: as in `NodeSource`.
+        clock, tell: as in `Search`.
+        only: names of entries; no byte of other entries is read.
+    """
+
+    def __init__(
+        self,
+        spool: Spool,
+        run: str,
+        ranks: Ranks,
+        *,
+        tiers: bool,
+        line: HandoffClient | None = None,
+        keep: bool = True,
+        clock: Callable[[], Clock] = lambda: clock(()),
+        tell: Callable[[Request], None] = lambda request: None,
+        metrics: tuple[str, ...] = (),
+        only: Collection[str] | None = None,
+        silent: str = "",
+        uploads: Uploads | None = None,
+    ) -> None:
+        self._spool, self._keep, self._only = spool, keep, only
+        self.source: NodeSource = NodeSource(
+            spool, run, tiers=tiers, line=line, keep=keep, metrics=metrics, silent=silent, uploads=uploads
+        )
+        super().__init__(run, ranks, self.source, clock, tell)
+
+    def restore(
+        self,
+        step: int | None,
+        attempt: str | None,
+        fits: Callable[[Found], dict[str, Any]] = lambda found: {},
+        best: Goal | None = None,
+        at_least: int | None = None,
+    ) -> Found | None:
+        """Read the checkpoint to resume from, the same on every rank; None if the run has no checkpoint.
+
+        A restore takes two gathers if nothing is wrong. Ranks that cannot talk each choose by the listings of the
+        tiers.
+
+        Args:
+            fits: makes `Found.tree`, and raises if the checkpoint does not fit its target; then no rank gets it.
+            best: try the best checkpoint first, by the metrics in rank 0's manifests, which then have to be read.
+
+        Raises:
+            CheckpointNotFound: checkpoints exist, and none could be verified, or not the requested one.
+            StoreUnavailable, DaemonUnavailable: a place did not answer, so neither an older checkpoint nor a fresh
+                start would be safe; or another rank could not restore. The message says which and why.
+            StateMismatch: the checkpoint was written by another number of ranks, or does not fit another rank's state.
+            FormatTooNew: the newest checkpoint was written by a newer tierd.
+        """
+        try:
+            for candidate in self.candidates(
+                step, attempt, everything=False, best=best, at_least=at_least, only=self._only
+            ):
+                self._check_world(candidate)
+                found, error, unfit = self._try(candidate, fits)
+                if self.settle(candidate, error, unfit=unfit).load:
+                    assert found is not None
+                    return found if self._keep else replace(found, hold=self.source.hand_over())
+                del found, error  # release this memory before the next candidate is read
+            return None
+        finally:
+            self.source.close()
+
+    def _check_world(self, candidate: Candidate) -> None:
+        if candidate.world != self._ranks.world:
+            raise StateMismatch(
+                f"{candidate.checkpoint} was saved by {candidate.world} ranks, and this launch has "
+                f"{self._ranks.world}: launch {candidate.world} ranks; or tierd.dcp.load(state, checkpointer), which "
+                "loads DTensors, and what is the same on all ranks, onto any number of ranks; "
+                f"or, to read one rank's part in one process: tierd.open(url, {self._run!r}).restore(state, rank=0)"
+            )
+
+    def _try(
+        self, candidate: Candidate, fits: Callable[[Found], dict[str, Any]]
+    ) -> tuple[Found | None, Exception | None, bool]:
+        part = own_part(candidate, self._ranks.rank)
+        try:
+            manifest, files, tier = self.source.obtain(part) if self._only is None else self._some(part, self._only)
+            self.check_origin(manifest)
+            found = Found(
+                part,
+                manifest,
+                files,
+                tier,
+                self.skipped(candidate.checkpoint),
+                self._spool.path(part),
+                self.resume.attempts,
+                (*self.resume.unreached, *self.resume.alone),
+                self.source.arena,
+                self.agreement.clocks,
+            )
+        except Exception as error:  # raised later, because the other ranks must be notified first
+            return None, error, isinstance(error, StateMismatch)
+        try:
+            return replace(found, tree=fits(found)), None, False
+        except Exception as error:
+            return None, error, True
+
+    def _some(self, part: PartId, names: Collection[str]) -> LoadedPart:
+        files = Files(self._spool, part.checkpoint, part.world, self.source.link, self.source.alone)
+        try:
+            manifest, found = read_entries(files, part, names)
+        finally:
+            files.close()
+        return manifest, found, next(iter(files.tiers), SPOOL)
+
+    def _check_nothing(self, step: int | None, attempt: str | None) -> None:
+        super()._check_nothing(step, attempt)
+        for one in self.skipped():
+            log.warning("run %s: starting anew, past %s", self._run, one)

@@ -1,0 +1,295 @@
+"""Choose which checkpoints a restore tries, in which order, and when it stops, the same for a trainer and for a reader.
+
+Invariant: a copy that is proven corrupt makes all ranks try the next candidate. A place that cannot be asked never
+does, on any rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from tierd.client.ranks.launch import Clock, clock
+from tierd.client.ranks.ranks import Ranks
+from tierd.client.restoring.consensus import Agreement, Settled
+from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, ManifestError, StoreUnavailable
+from tierd.core.ids import CheckpointId
+from tierd.core.manifest import Manifest
+from tierd.core.save_policy import Goal
+from tierd.core.timeline.candidates import UNTOLD, Candidate, RestoreOrder, because, not_found
+from tierd.core.timeline.run_view import RunView
+from tierd.ipc.messages import MAX_TOLD, MOST_TOLD, FellBack, Request
+
+log = logging.getLogger("tierd")
+
+INCOMPLETE = "incomplete: not every rank's part is there"
+GONE = "gone: it was whole once, as this node or a tier remembers, and no place has it any more"
+UNVOUCHED = (
+    "unreadable: no manifest of its launch, or of so many ranks, can be read, so that its name alone says that it is "
+    "newer (it is damaged, of a newer tierd, of another key, or not tierd's; if it is nobody's, "
+    "`tierd disown RUN ATTEMPT URL`)"
+)
+_ASIDE = "set aside before: some of it was proven corrupt, and no place had it right"
+_LOOKS = 3  # how often to list, if parts vanish between a listing and their reading
+# How often to try one checkpoint, because another node's spool may hold a right copy of what was quarantined here.
+_TRIES = 2
+
+
+class Seeing(Protocol):
+    """A process's view of a run's checkpoints. If `deep` is true, the view has all of them, else only the newest, which
+    suffice for most restores.
+    """
+
+    deep: bool
+
+    def sight(self) -> RunView: ...
+
+    def flush(self, checkpoint: CheckpointId) -> None:
+        """Make this node's parts of `checkpoint` reachable for other nodes. Best effort."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A checkpoint that a restore passed over, and the reason.
+
+    Attributes:
+        step, attempt: the checkpoint's.
+        reason: why it was passed over, for people.
+    """
+
+    step: int
+    attempt: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"step {self.step} (attempt {self.attempt}): {self.reason}"
+
+
+class Search:
+    """Yield the checkpoints of a run in the order in which a restore tries them.
+
+    Args:
+        clock: returns this rank's contribution to the next attempt's name.
+        tell: sends a request to the daemon.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        ranks: Ranks,
+        source: Seeing,
+        clock: Callable[[], Clock] = lambda: clock(()),
+        tell: Callable[[Request], None] = lambda request: None,
+    ) -> None:
+        self._run, self._ranks, self._tell, self.source = run, ranks, tell, source
+        self.agreement = Agreement(ranks, run, source.sight, clock)
+        self._passed: dict[CheckpointId, str] = {}
+        self._bad: Counter[CheckpointId] = Counter()  # how often a copy of a part was proven corrupt
+        # Checkpoints that other nodes were asked to flush, and that were not tried since.
+        self._asked_for: set[CheckpointId] = set()
+        self._gone = False  # whether the last candidate's parts had vanished
+        self.resume = RestoreOrder((), (), (), None, (), ())  # as of the last listing
+
+    def whole(
+        self, step: int | None, attempt: str | None, best: Goal | None = None, at_least: int | None = None
+    ) -> Iterator[Candidate]:
+        """Yield the checkpoints to try, in the order of `restore`, if each rank needs every rank's part.
+
+        The checkpoints are the same on every rank. Any number of ranks may have saved them. Parts that lie only in
+        other nodes' spools are flushed first. After each candidate, every rank calls `settle` with its result. The next
+        candidate follows only if all ranks have to try an older one; the iteration ends if the run has none. `source`
+        reads parts, and `close` ends it. Raises as `restore`.
+        """
+        return self.candidates(step, attempt, everything=True, best=best, at_least=at_least)
+
+    def settle(self, candidate: Candidate, error: Exception | None, *, unfit: bool = False) -> Settled:
+        """Report this rank's result for `candidate` to all ranks. Raises as `Agreement.settle`."""
+        settled = self.agreement.settle(error, unfit=unfit)
+        self._gone = settled.gone
+        if settled.corrupt:
+            self._bad[candidate.checkpoint] += 1
+            log.error("restore skips %s: %s", candidate.checkpoint, settled.corrupt)
+            self._passed[candidate.checkpoint] = settled.corrupt
+        if settled.load and self._ranks.rank == 0 and (skipped := self.skipped(candidate.checkpoint)):
+            told = tuple(str(one)[:MAX_TOLD] for one in skipped[:MOST_TOLD])
+            self._tell(FellBack(checkpoint=candidate.checkpoint, skipped=told))
+        return settled
+
+    def skipped(self, until: CheckpointId | None = None) -> tuple[Skipped, ...]:
+        """Return the checkpoints passed over so far, in the order in which they would have been tried. Quarantined ones
+        count if they would have been tried before `until`.
+        """
+        resume, order = self.resume, self.resume.order
+        doubtful = dict.fromkeys(resume.quarantined, _ASIDE)
+        if resume.goal:
+            doubtful |= dict.fromkeys(resume.incomplete, INCOMPLETE)
+        passed = {} if resume.goal else dict.fromkeys(resume.incomplete, INCOMPLETE)
+        doubtful |= dict.fromkeys(resume.gone, GONE)
+        doubtful |= dict.fromkeys(resume.unvouched, UNVOUCHED)
+        passed |= {one: why for one, why in doubtful.items() if until is None or order(one) > order(until)}
+        passed |= dict.fromkeys(resume.corrupt, UNTOLD) | self._passed
+        newest = sorted(passed, key=order, reverse=True)
+        return tuple(Skipped(one.step, one.attempt, passed[one]) for one in newest)
+
+    def because(self) -> str:
+        """Say where and why places did not answer the last listing, to follow their names in a message."""
+        return because(self.resume, self._ranks.world, None if self._ranks.talk else self._ranks.rank)
+
+    def close(self) -> None:
+        self.source.close()
+
+    def candidates(
+        self,
+        step: int | None,
+        attempt: str | None,
+        *,
+        everything: bool,
+        best: Goal | None = None,
+        at_least: int | None = None,
+        only: Collection[str] | None = None,
+    ) -> Iterator[Candidate]:
+        """Yield as `whole` does. Without `everything`, each rank needs only its own part, or of that part only the
+        entries in `only`.
+        """
+        vanished = 0
+        self.source.deep |= not (step is None and attempt is None and best is None)
+        # Corruption may be proven and quarantined in all places that one rank can read, while the node that saved the
+        # part still holds a right copy. That node flushes the copy again, by itself or on request.
+        tries = _TRIES if self._ranks.world > 1 else 1
+        while vanished < _LOOKS:
+            look = functools.partial(
+                self.agreement.look, step, attempt, everything=everything, best=best, at_least=at_least, only=only
+            )
+            self.resume = resume = look()
+            if not resume.goes_deep_enough:
+                self.source.deep = True
+                self.resume = resume = look()
+            if best is None:
+                self._check_incomplete(step is None and attempt is None)
+            else:
+                self._check_told(best)
+            again, old = False, None
+            for candidate in resume.candidates:
+                one = candidate.checkpoint
+                if again := self._is_cut(one):
+                    break
+                if self._bad[one] >= tries:
+                    continue
+                if at_least is not None and one.step < at_least:
+                    old = old or one
+                    continue
+                if again := self._scattered(candidate):
+                    break
+                self._asked_for.discard(one)
+                self._passed.pop(one, None)
+                before = self._bad[one]
+                self._gone = False
+                yield candidate
+                vanished += self._gone
+                if again := self._gone or before < self._bad[one] < tries:
+                    break
+            if not again and not self._is_cut(None):
+                if old is None:
+                    self._check_nothing(step, attempt)
+                if at_least is not None:
+                    raise self._too_old(at_least, old)
+                return
+        raise StoreUnavailable(
+            f"run {self._run!r}: what was to be restored vanished while it was read, {_LOOKS} times; try again"
+        )
+
+    def _is_cut(self, checkpoint: CheckpointId | None) -> bool:
+        """Whether to list again, this time everything: the last listing left out what is older than `checkpoint`, or no
+        listed checkpoint is left.
+        """
+        end = self.resume.down_to
+        cut = end is not None and (checkpoint is None or checkpoint < end)
+        self.source.deep |= cut
+        return cut
+
+    def _too_old(self, at_least: int, found: CheckpointId | None) -> CheckpointNotFound:
+        what = f"what is left begins at {found}" if found else "there is none at all"
+        skipped = "".join(f"\n  skipped {one}" for one in self.skipped(found))
+        return CheckpointNotFound(f"run {self._run!r}: no checkpoint of step {at_least} or later: {what}{skipped}")
+
+    def _scattered(self, candidate: Candidate) -> bool:
+        """Whether to list again, because the checkpoint is complete but not every rank can read its parts until they
+        are flushed.
+        """
+        if not candidate.lacking:
+            return False
+        checkpoint = candidate.checkpoint
+        if checkpoint in self._asked_for:
+            silent = ", ".join((*self.resume.unreached, *self.resume.alone))
+            where = f", or where nobody answers: {silent}{self.because()}" if silent else ""
+            raise StoreUnavailable(
+                f"{checkpoint} is complete, but rank {candidate.lacking[0]} sees no copy of what it needs: it lies in "
+                f"a node's spool alone{where}; restore again once it is flushed. Restoring an older "
+                "step is your decision: restore(state, step=…)"
+            )
+        self._asked_for.add(checkpoint)
+        self.source.flush(checkpoint)
+        self.agreement.settle(None)  # no rank may list before the others have flushed
+        return True
+
+    def _check_incomplete(self, newest: bool) -> None:
+        resume = self.resume
+        first = resume.candidates[0].checkpoint if resume.candidates else None
+        aside = (one for one in (*resume.quarantined, *resume.gone) if first is None or one > first)
+        doubtful = (*resume.incomplete, *aside, *resume.unvouched)
+        newer = [one for one in doubtful if one not in self._passed]
+        silent = (*resume.unreached, *resume.alone)
+        if newer and silent and newest:
+            # It is known to exist, and may be complete: the missing or quarantined parts may lie in a place that did
+            # not answer.
+            raise StoreUnavailable(
+                f"{max(newer)} lacks parts in the places that answered, and {', '.join(silent)} did "
+                f"not{self.because()}; restoring an older step is your decision: restore(state, step=…)"
+            )
+
+    def _check_told(self, best: Goal) -> None:
+        """Raise unless every place answered, because a silent place may hold a better checkpoint."""
+        unreached, alone, unread = self.resume.unreached, self.resume.alone, self.resume.unread
+        if unreached or alone or unread:
+            manifest = f"rank 0's manifest of {unread[0]} cannot be read" if unread else ""
+            why = f"{', '.join(unreached)} did not answer{self.because()}" if unreached else manifest
+            why = f"the tiers cannot be asked: {'; '.join(alone)}" if alone else why
+            raise StoreUnavailable(
+                f"run {self._run!r}: which checkpoint is the best by {best.metric!r} cannot be told: {why}. Restoring "
+                "a certain one is your decision: restore(state, step=…)"
+            )
+
+    def check_origin(self, manifest: Manifest) -> None:
+        """Raise `ManifestError` if this manifest names another origin than the other parts of its attempt, as far as
+        this rank sees them. Ranks that cannot talk may have resumed from different checkpoints under one given attempt.
+        """
+        others = self.resume.origins.get(manifest.attempt, manifest.origin)
+        if others != manifest.origin:
+            raise ManifestError(
+                f"{manifest.part} goes on from {manifest.origin}, and other parts of its attempt from {others}: they "
+                "do not belong together"
+            )
+
+    def _check_nothing(self, step: int | None, attempt: str | None) -> None:
+        """Return if a fresh start is right; raise if it would silently lose training."""
+        resume = self.resume
+        if resume.alone:
+            raise DaemonUnavailable(
+                f"run {self._run!r}: no checkpoint in the spool, and the tiers cannot be asked: "
+                f"{'; '.join(resume.alone)}"
+            )
+        if resume.unreached:
+            raise StoreUnavailable(
+                f"run {self._run!r}: no checkpoint was found, but {', '.join(resume.unreached)} did not answer"
+                f"{self.because()}"
+            )
+        skipped = self.skipped()
+        asked = step is not None or attempt is not None or (resume.goal is not None and resume.whole)
+        if asked or resume.branches or resume.lost or any(one.reason != INCOMPLETE for one in skipped):
+            raise not_found(resume, self._run, step, [str(one) for one in skipped], attempt)

@@ -1,0 +1,301 @@
+"""A node's view of a run, and its copy of a part: from a predecessor's memory, the spool, or the daemon and its tiers.
+
+Invariant: returned bytes were verified on this read, in this process. A part counts as corrupt only after every place
+that could hold it was asked. A place that cannot be asked is an error, not corruption.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import msgspec
+
+from tierd.client.restoring.device_uploads import Uploads
+from tierd.client.restoring.progress import Fetching
+from tierd.client.restoring.streaming import StreamedPart
+from tierd.client.saving.handoff import HandoffClient
+from tierd.core.errors import (
+    CheckpointNotFound,
+    CorruptChunk,
+    DaemonSilent,
+    DaemonUnavailable,
+    ManifestError,
+    ObjectNotFound,
+    StoreRefused,
+    StoreUnavailable,
+    TierdError,
+    VersionMismatch,
+)
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import Manifest
+from tierd.core.planning.inventory import SPOOL, Inventory, ManifestFacts, Place
+from tierd.core.timeline.run_view import RunView, cut, run_view_of
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Candidates, Fetch, Status, Wait, read_member
+from tierd.spool.arena import Arena
+from tierd.spool.file_io import bad_chunks, check_bytes
+from tierd.spool.records import committed, heads
+from tierd.spool.spool import Spool, condition, translated
+
+log = logging.getLogger("tierd")
+
+MEMORY = "memory"  # stands in place of a tier's name
+_PATIENCE = 5.0  # seconds to wait for a daemon that may be starting, as at a node's boot
+_FLUSH = 600.0  # seconds in which the parts that other nodes need from this spool have to reach a tier
+_TURN = 2.0  # seconds of `_FLUSH` to wait for one part and one tier at a time
+_REST = 0.2  # seconds of `_FLUSH` between two rounds
+_NEWEST = 4  # checkpoints in the first listing of the spool alone; nearly every restore takes one of them
+
+LoadedPart = tuple[Manifest, Mapping[str, memoryview], str]
+
+
+class NodeSource:
+    """This node's view of a run, and its copies of the run's parts. It connects to the daemon at the first `sight`.
+
+    Args:
+        tiers: whether copies may exist beyond the spool. If not, the spool decides alone.
+        line: asks for a snapshot that a predecessor left in memory; None if there cannot be one.
+        keep: return files in memory. If not, files are only verified, and the daemon keeps their directory in the
+            spool.
+        metrics: names of the metrics whose values the view contains.
+        silent: why the daemon cannot be asked, if that is already known; the daemon is then not waited for again.
+        uploads: copies files to devices while more is read.
+
+    Attributes:
+        link: the connection to the daemon, which keeps fetched directories while it is open; None without a daemon.
+        alone: why there is no connection although tiers may have copies; empty without tiers.
+        deep: whether a listing of the spool alone contains every checkpoint, not only the newest few.
+    """
+
+    def __init__(
+        self,
+        spool: Spool,
+        run: str,
+        *,
+        tiers: bool,
+        line: HandoffClient | None,
+        keep: bool,
+        metrics: tuple[str, ...] = (),
+        silent: str = "",
+        uploads: Uploads | None = None,
+    ) -> None:
+        self._uploads = uploads
+        self._spool, self._run, self._tiers, self._line, self._keep = spool, run, tiers, line, keep
+        self._metrics = metrics
+        self.link: Link | None = None
+        self._connected = bool(silent)
+        self.alone = silent
+        self.deep = False
+        self.arena: Arena | None = None  # the memory that holds the returned files, if a predecessor left them there
+
+    def sight(self) -> RunView:
+        """Observe the run through the daemon, or in the spool if no daemon is expected or none answers.
+
+        Raises:
+            SpoolUnusable: something of the run lies behind a link that is not followed.
+        """
+        if not self._connected:
+            self.link, self._connected = self._connect(), True
+        if self.link:
+            with translated(f"spool {self._spool.root}"):
+                self._spool.check_home(self._run)
+            try:
+                return read_member(self.link.ask(Candidates(run=self._run, metrics=self._metrics)), "sight", RunView)
+            except DaemonSilent as error:
+                self.alone = str(error)
+                self.close()
+                self.link = None
+        place, oldest = self._look()
+        seen = run_view_of(Inventory(place, {}), self._run, self._metrics)
+        seen = seen if oldest is None else cut(seen, self._run, oldest)
+        return msgspec.structs.replace(seen, alone=f"node {socket.gethostname()}: {self.alone}" if self.alone else "")
+
+    def hand_over(self) -> Link | None:
+        """Return the connection, for the caller to close. While it is open, the daemon keeps the obtained
+        directories.
+        """
+        link, self.link = self.link, None
+        return link
+
+    def close(self) -> None:
+        if self.link:
+            self.link.close()
+
+    def _connect(self) -> Link | None:
+        if not self._tiers:
+            return None
+        end = time.monotonic() + _PATIENCE
+        while True:
+            link = None
+            try:
+                link = Link(self._spool)
+                link.greet()
+                return link
+            except DaemonUnavailable as error:
+                if link:
+                    link.close()
+                # A daemon that is silent or of an incompatible version counts as absent, because checkpoints that are
+                # whole in the spool can still be restored. An absent daemon may be starting.
+                if isinstance(error, VersionMismatch | DaemonSilent) or time.monotonic() >= end:
+                    self.alone = str(error)
+                    return None
+            time.sleep(0.1)
+
+    def _look(self) -> tuple[Place, CheckpointId | None]:
+        """List the run in the spool. Also return the oldest checkpoint that was listed, if older ones exist.
+
+        Raises:
+            SpoolUnusable: the spool cannot be listed, so it must not count as empty; or `check_home` finds a link.
+        """
+        parts: dict[PartId, ManifestFacts | None] = {}
+        defects: dict[PartId, TierdError] = {}
+        with translated(f"spool {self._spool.root}"):
+            before = committed(self._spool.control)
+            spool, run = self._spool, self._run
+            newest = [] if self.deep else spool.newest(run, _NEWEST + 1)
+            few = newest[:_NEWEST] if len(newest) > _NEWEST else None
+            spool.check_home(run, few)
+            for part in spool.parts(run) if few is None else [one for some in few for one in spool.parts_of(some)]:
+                try:
+                    parts[part] = ManifestFacts.of(spool.manifest(part))
+                except ObjectNotFound:
+                    continue
+                except (TierdError, OSError) as error:  # the error is found again, and reported, when the part is read
+                    bad = condition(error, f"manifest of {part}") if isinstance(error, OSError) else error
+                    parts[part], defects[part] = None, bad
+            aside = {
+                part: ManifestFacts.of(found) if found else None for part, found in self._spool.quarantined().items()
+            }
+            remembered = heads(self._spool.control)
+        place = replace(Place.of(parts, defects, quarantined=aside), committed=before, heads=remembered)
+        return place, few[-1] if few else None
+
+    def flush(self, checkpoint: CheckpointId) -> None:
+        """Get this spool's parts of `checkpoint` to a tier, where other nodes find them. Best effort: the next listing
+        shows the result.
+        """
+        if self.link is None:
+            return
+        end = time.monotonic() + _FLUSH
+        try:
+            left = [part for part in self._spool.parts() if part.checkpoint == checkpoint]
+            status = self.link.ask(Status())["status"]
+            tiers = [] if status["paused"] else [tier["name"] for tier in status["tiers"]]
+            while left and tiers and time.monotonic() < end:
+                log.info("%s: other nodes find it only on a tier; %d parts are flushed first", checkpoint, len(left))
+                left = [part for part in left if not any(self._is_on(part, tier) for tier in tiers)]
+                # A part that proved corrupt was quarantined, and is not waited for.
+                left = [part for part in left if self._spool.has(part)]
+                time.sleep(_REST if left else 0.0)  # a tier that refuses answers at once
+        except (TierdError, OSError) as error:
+            log.warning("%s: %s", checkpoint, error)
+
+    def _is_on(self, part: PartId, tier: str) -> bool:
+        assert self.link is not None
+        try:
+            self.link.ask(Wait(part=part, tier=tier, timeout_s=_TURN, needed=True))
+        except (CheckpointNotFound, StoreRefused, TimeoutError) as error:  # another tier may hold it, or this one later
+            log.debug("%s: %s", part, error)
+            return False
+        return True
+
+    def obtain(self, part: PartId) -> LoadedPart:
+        """Return a part's manifest, its files and the place of its bytes, with every byte verified on this read.
+
+        Raises:
+            CorruptChunk, ManifestError: every copy is proven corrupt; all are quarantined.
+            ObjectNotFound: no place has a copy.
+            StoreUnavailable, DaemonUnavailable: a place that may hold a right copy did not answer.
+            FormatTooNew: the part was written by a newer tierd.
+        """
+        link = self.link
+        local: Exception | None = None
+        self._forget()
+        remembered = self._remembered(part) if self._keep else None
+        if remembered:
+            return *remembered, MEMORY
+        # For a directory the daemon is asked in any case, because it then keeps the directory.
+        if link is None or self._keep:
+            try:
+                return *self._read(part), SPOOL
+            except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
+                local = error.with_traceback(None)  # without its traceback, whose frames hold the bytes that were read
+                self._forget()
+                if link is None:
+                    return self._alone(part, error)
+            log.warning("%s is not whole in the spool, asking the tiers: %s", part, local)
+        assert link is not None
+        try:
+            memory = self._uploads.memory if self._uploads else lambda file: None
+            with StreamedPart(self._spool, part, worth=self._keep, memory=memory) as arriving:
+                tiers = link.ask(Fetch(part=part), told=Fetching(part))["tiers"]
+        except CorruptChunk as error:
+            told = local is None or SPOOL in str(error)
+            raise CorruptChunk(str(error) if told else f"local: {local}; {error}") from error
+        try:
+            return *self._read(part, arriving), tiers[0] if tiers else SPOOL
+        except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
+            # Some copy is right, because otherwise the fetch would have reported corruption. So this disk is failing,
+            # which is no reason to try an older checkpoint.
+            raise StoreUnavailable(f"{part} was just healed, and reads back wrong from the spool: {error}") from error
+
+    def _remembered(self, part: PartId) -> tuple[Manifest, Mapping[str, memoryview]] | None:
+        """Read the part from a predecessor's memory, with every byte compared with its manifest in the spool."""
+        found = self._line.recall(part) if self._line else None
+        if found is None:
+            return None
+        try:
+            manifest = self._spool.manifest(part)
+            if {file.path for file in manifest.files} != found.files.keys():
+                return None
+            if self._uploads:
+                self._uploads.check(found.arena, found.files, manifest)
+            else:
+                for file in manifest.files:
+                    check_bytes(found.files[file.path], file)
+        except (TierdError, OSError) as error:  # for example, the predecessor died while it overwrote that memory
+            log.info("%s is not whole in memory, and read from the spool: %s", part, error)
+            self._forget()
+            return None
+        self.arena = found.arena
+        return manifest, found.files
+
+    def _forget(self) -> None:
+        """Release the memory of another copy or another part, once nothing is copied from it any more."""
+        self.arena = None
+        if self._uploads:
+            self._uploads.begin()
+
+    def _alone(self, part: PartId, local: Exception) -> LoadedPart:
+        if self._tiers:
+            raise DaemonUnavailable(
+                f"{part} is not whole in the spool ({local}), and whether a tier has it right cannot be asked: "
+                f"{self.alone}. Restoring an older step is your decision: restore(state, step=…)"
+            ) from local
+        if isinstance(local, ObjectNotFound):
+            raise local
+        if isinstance(local, OSError):
+            raise StoreUnavailable(f"{part}: the spool cannot be read: {local}") from local
+        self._spool.quarantine(part)
+        raise CorruptChunk(f"local: {local}") from local
+
+    def _read(self, part: PartId, arriving: StreamedPart | None = None) -> tuple[Manifest, Mapping[str, memoryview]]:
+        manifest = self._spool.manifest(part)
+        uploads = self._uploads
+        if self._keep:
+            if arriving:
+                files = arriving.read(self._spool.path(part), manifest)
+                if uploads:
+                    uploads.take(files, manifest)
+            else:
+                files = self._spool.read(part, manifest, uploads.read) if uploads else self._spool.read(part, manifest)
+            self.arena = uploads.arena if uploads else None
+            return manifest, files
+        for file in manifest.files:
+            for _, _, bad in bad_chunks(self._spool.path(part) / file.path, file):
+                raise bad
+        return manifest, {}

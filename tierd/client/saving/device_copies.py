@@ -1,0 +1,241 @@
+"""Copies from devices into an arena: enqueued on side streams, ordered by events, never waiting for a whole device.
+
+Invariant: a copy reads the result of all work that every stream had been given when `save` was called, because any
+stream may have written; a moving average is often kept on its own stream. An event follows every copy that was begun,
+even after an exception. So no arena is used and no tensor is released while a device still copies.
+
+Memory is pinned in slices, and CUDA refuses a copy that lies partly in pinned memory. So a device's copies are cut at
+multiples of `GRAIN`. Other users of the bus, such as a `loss.item()`, then wait for one piece only. Small tensors that
+are adjacent in the arena are joined on the device and copied as one. An optimizer may have a counter of 4 bytes for
+each parameter, and separate copies of those would take longer than everything else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import chain
+
+import torch
+
+from tierd.client.saving.worker import Latch
+from tierd.state import cuda
+from tierd.state.capture import Capture
+
+GRAIN = 16 << 20  # bytes, and a power of two
+_SMALL = 64 << 10  # bytes; starting a copy of less takes longer than the copy
+_FEW = 4  # so few small tensors are not worth joining
+_UNDER_WAY = 4  # batches of `GRAIN` bytes that are enqueued ahead of the device, so that it is never idle
+_GLANCE_S = 0.5e-3  # between two queries of the device; a batch takes longer
+
+# The dtypes that torch can join on every device and in every version; it can copy more than these.
+_JOINED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+_JOINED |= {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # target, source
+
+
+class DeviceCopies:
+    """One snapshot's copies. Created by the thread that calls `save`, in that call; then used by the copying thread."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._api = cuda.api
+        self.devices = self._api.devices_of(capture)
+        self._marks = {device: list(self._busy(device)) for device in self.devices}
+        self._ordered: set[torch.device] = set()  # devices whose side streams already wait for the marks
+        self._events: list[tuple[torch.device, torch.cuda.Event]] = []  # recorded after all copies that were begun
+        self._first: list[tuple[torch.device, torch.cuda.Event]] | None = None  # the events that `save` waits for
+        self._held: set[tuple[int, torch.cuda.Stream]] = set()  # ids of events, and the streams that wait for them
+        self._hurried: dict[None, object] = {}
+        self._hurry = Latch()
+        self._over = Latch()
+
+    def __bool__(self) -> bool:
+        """Whether any tensor lies on a device."""
+        return bool(self.devices)
+
+    def _busy(self, device: torch.device) -> Iterator[torch.cuda.Event]:
+        current = self._api.current_stream(device)
+        for stream in self._api.streams(device):
+            if stream != current and not stream.query():
+                yield self._api.record(stream)
+        yield self._api.record(current)
+
+    # -- the thread that trains ---------------------------------------------------------------------------------------
+
+    @property
+    def are_over(self) -> bool:
+        """Whether devices have finished all copies."""
+        return self._over.is_open
+
+    def hold_all(self) -> None:
+        """Make every stream wait for the first copies, because any stream may write as soon as `save` returns."""
+        for device, event in self._first if self._first is not None and not self.are_over else ():
+            for stream in self._api.streams(device):
+                self._hold(event, stream)
+            self._hold(event, self._api.current_stream(device))
+
+    def hold_current(self) -> None:
+        """Make later work of this thread's current streams wait for all copies."""
+        for device, event in [] if self.are_over else self._events:
+            self._hold(event, self._api.current_stream(device))
+
+    def _hold(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+        key = id(event), stream  # the event lives as long as this object, so its id is unique
+        if key not in self._held:
+            stream.wait_event(event)
+            self._held.add(key)
+
+    def hurry(self) -> None:
+        """Stop leaving gaps on the bus, because training waits until the host has enqueued all copies."""
+        mine = object()
+        if self._hurried.setdefault(None, mine) is mine:  # atomic, because a signal handler may be here as well
+            self._hurry.open()
+
+    # -- the thread that copies ---------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Set this thread's current device to the rank's device."""
+        if self.devices:
+            self._api.enter(self.devices[0])
+
+    def begin(
+        self,
+        arena: memoryview,
+        into: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        gently: bool,
+    ) -> None:
+        """Enqueue the copies of tensors on devices.
+
+        Args:
+            into: the target tensors in `arena`, by name.
+            tensors: the source tensors of these names; host tensors are ignored.
+            gently: leave gaps for other users of the bus, by enqueuing only a few batches ahead, until `hurry` is
+                called.
+        """
+        groups: dict[torch.device, list[Pair]] = {}
+        for name, tensor in tensors.items():
+            device = self._api.device_of(tensor)
+            if device is not None and tensor.nbytes:
+                groups.setdefault(device, []).append((into[name], tensor))
+        for device, pairs in groups.items():
+            side = self._api.side_stream(device)
+            with self._api.on(side):
+                try:
+                    self._order(device, side)
+                    self._enqueue(side, self._joined(arena, pairs), gently=gently)
+                finally:
+                    self._events.append((device, self._api.record(side)))
+        if self._first is None:
+            self._first = list(self._events)
+
+    def _order(self, device: torch.device, side: torch.cuda.Stream) -> None:
+        if device not in self._ordered:
+            for mark in self._marks[device]:
+                side.wait_event(mark)
+            self._ordered.add(device)
+
+    def _joined(self, arena: memoryview, pairs: list[Pair]) -> Iterator[Pair]:
+        """Yield the copies to make. Small sources are joined on request, in the order of the side stream."""
+        base = torch.frombuffer(arena, dtype=torch.uint8, count=1).data_ptr()
+        for run in _runs(pairs):
+            if len(run) <= _FEW:
+                yield from chain.from_iterable(cut(*pair) for pair in run)
+            else:
+                first, joined = run[0][0], self._api.join([source for _, source in run])
+                offset = first.data_ptr() - base
+                yield torch.frombuffer(arena, dtype=first.dtype, count=joined.numel(), offset=offset), joined
+
+    def _enqueue(self, side: torch.cuda.Stream, pairs: Iterator[Pair], *, gently: bool) -> None:
+        ahead: deque[torch.cuda.Event] = deque()
+        for batch in _batches(pairs):
+            if gently and not self._hurry.is_open and len(ahead) == _UNDER_WAY:
+                self._await(ahead.popleft())
+            self._api.copy([into for into, _ in batch], [tensor for _, tensor in batch])
+            if gently and not self._hurry.is_open:
+                ahead.append(self._api.record(side))
+
+    def _await(self, event: torch.cuda.Event) -> None:
+        # Polled, because a wait for the event itself could not be cut short.
+        while not event.query() and not self._hurry.wait(_GLANCE_S):  # type: ignore[no-untyped-call]
+            pass
+
+    def synchronize(self) -> None:
+        """Return when devices have finished all copies that were begun."""
+        for _, event in self._events:
+            event.synchronize()
+        self._over.open()
+
+    def close(self) -> None:
+        """End the snapshot's copies: no more will be begun."""
+        if not self._events:
+            self._over.open()
+
+    def catch_up(self) -> None:
+        """Return when devices have done the work enqueued before the save. For a caller that reads tensors itself."""
+        for mark in chain.from_iterable(self._marks.values()):
+            mark.synchronize()
+
+
+def cut(into: torch.Tensor, source: torch.Tensor) -> Iterator[Pair]:
+    """Split a copy into several, none of which crosses a multiple of `GRAIN` in `into`, which is contiguous."""
+    begin = into.data_ptr()
+    room = GRAIN - begin % GRAIN
+    if into.nbytes <= room:
+        yield into, source
+    elif source.is_contiguous():
+        into, source, done = into.view(-1), source.detach().view(-1), 0
+        while done < into.numel():
+            count = min(into.numel() - done, room // into.element_size())
+            yield into[done : done + count], source[done : done + count]
+            done, room = done + count, GRAIN
+    else:
+        row, done = into[0].nbytes, 0
+        while done < len(into):
+            room = GRAIN - (begin + done * row) % GRAIN
+            count = min(len(into) - done, room // row)
+            if count:
+                yield into[done : done + count], source.detach()[done : done + count]
+            else:  # a single row crosses a multiple
+                yield from cut(into[done], source.detach()[done])
+            done += count or 1
+
+
+def _runs(pairs: list[Pair]) -> Iterator[list[Pair]]:
+    """Group the pairs, in order, that can be one copy: small, adjacent in the arena, of one dtype, and not across a
+    multiple of `GRAIN`.
+    """
+    run: list[Pair] = []
+    end = 0
+    for into, source in pairs:
+        begin = into.data_ptr()
+        joins = into.nbytes <= _SMALL and source.dtype in _JOINED and source.is_contiguous()
+        is_next = bool(run) and begin == end and source.dtype == run[0][1].dtype
+        end = begin + into.nbytes
+        if joins and is_next and (end - 1) // GRAIN == run[0][0].data_ptr() // GRAIN:
+            run.append((into, source))
+            continue
+        if run:
+            yield run
+        run = [(into, source)]
+        if not joins:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _batches(pairs: Iterator[Pair]) -> Iterator[list[Pair]]:
+    """Group pairs into batches of at least `GRAIN` bytes."""
+    batch: list[Pair] = []
+    size = 0
+    for pair in pairs:
+        batch.append(pair)
+        size += pair[0].nbytes
+        if size >= GRAIN:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

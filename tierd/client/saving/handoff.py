@@ -1,0 +1,284 @@
+"""Hand a snapshot over to the daemon: the arena's descriptor crosses a unix socket, but no byte of the state does.
+
+Invariant: a snapshot that was sent belongs to the daemon, whatever happens to this process. A snapshot without an
+answer still belongs to this process. An absent, full or dead daemon costs one call that fails at once. A stopped daemon
+is detected within a second. It then gets no arena until it has greeted again, and no save waits for that greeting.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+from tierd.client.saving.packets import Ended, Silent, opened, receive, send
+from tierd.core.errors import DaemonUnavailable, ObjectNotFound, TierdError, VersionMismatch
+from tierd.core.ids import PartId
+from tierd.core.manifest import TENSORS, TREE, Manifest, encode
+from tierd.ipc.client import HELLO, THIS, connect
+from tierd.ipc.messages import HEARTBEAT, Leave, Lend, Persist, Recall, greeted
+from tierd.ipc.protocol import BEATS, explain
+from tierd.spool.arena import Arena
+from tierd.spool.commit import CommittedPart
+from tierd.spool.spool import Spool
+
+log = logging.getLogger("tierd")
+
+# Seconds without a packet after which a daemon counts as stopped. Together with the greeting it makes the one second
+# that a stopped daemon may cost. A false alarm is harmless, because the client then writes the snapshot, too.
+_SILENCE = 0.9
+_LONG_SILENCE = 6 * HEARTBEAT  # the same for a daemon before protocol 1.1, which sends a sign of life every `HEARTBEAT`
+_GREETING = 0.1  # seconds that a save gives a daemon to greet, counted from the connection
+CALM_GREETING = 0.5  # the same for callers that do not delay training
+_ALONE = 30.0  # seconds for which an unusable daemon is not contacted
+_MOST_DOUBLED = 7  # doublings of `_ALONE`: a daemon that falls silent repeatedly is finally left alone for an hour
+
+
+@dataclass(frozen=True, slots=True)
+class PendingHandoff:
+    """A snapshot that was handed over, the connection that brings the answer, and the seconds of silence after which
+    the daemon counts as stopped.
+    """
+
+    connection: socket.socket
+    size: int
+    silence_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class OrphanedSnapshot:
+    """The last snapshot that a dead trainer had handed over, still in memory: its arena, and the part's files in it."""
+
+    arena: Arena
+    files: dict[str, memoryview]
+
+
+class HandoffClient:
+    """This trainer's connection to the hand-off socket. One thread hands over, another waits for answers in
+    that order.
+    """
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        self._line: _Connection | None = None
+        self._ungreeted: _Ungreeted | None = None
+        self._renewing = threading.Lock()
+        self._not_before = 0.0  # monotonic seconds
+        self._silences = 0  # how often the daemon fell silent since its last answer
+        self._warned = ""  # the refusal that was last logged
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the daemon was found silent, and is not contacted for a while."""
+        return self._silences > 0 and time.monotonic() < self._not_before
+
+    def renew(self, patience_s: float = 0.0) -> bool:
+        """Connect unless connected, and check for a daemon's greeting; return whether one has greeted.
+
+        A connection alone proves nothing, because the system accepts it for a stopped daemon. So an ungreeted
+        connection is kept, and checked again the next time. A daemon that fell silent is not contacted for `_ALONE`
+        seconds, and twice as long each further time. A daemon of an incompatible version is not contacted for `_ALONE`
+        seconds.
+
+        Args:
+            patience_s: seconds that the daemon has for its greeting, counted from the connection.
+        """
+        if self._line is not None:
+            return True
+        if time.monotonic() < self._not_before or not self._renewing.acquire(timeout=patience_s):
+            return False
+        try:
+            # After one daemon ended, another one may listen by now. If both end at once, neither is contacted for a
+            # while.
+            if self._line is None and self._has_gone(patience_s) and self._has_gone(patience_s):
+                self._not_before = time.monotonic() + _ALONE
+            return self._line is not None
+        finally:
+            self._renewing.release()
+
+    def _has_gone(self, patience_s: float) -> bool:
+        """Whether the daemon ended before it greeted. After a greeting, `_line` is set."""
+        ungreeted = self._ungreeted = self._ungreeted or self._connect()
+        if ungreeted is None:
+            return False
+        connection = ungreeted.connection
+        try:
+            greeting, _ = receive(connection, max(0.0, ungreeted.since + patience_s - time.monotonic()))
+            send(connection, HELLO)  # also sent to an incompatible daemon, which then logs which side to upgrade
+            daemon = greeted(greeting)
+            if why := explain(THIS, daemon):
+                raise VersionMismatch(f"spool {self._spool.root}: {why}")
+        except Silent:
+            return False
+        except (OSError, TierdError) as error:
+            self._ungreeted = None
+            connection.close()
+            if isinstance(error, Ended | ConnectionError):
+                return True
+            self._not_before = time.monotonic() + _ALONE
+            if isinstance(error, TierdError) and str(error) != self._warned:
+                self._warned = str(error)
+                log.warning("%s. Meanwhile training writes its checkpoints itself", error)
+            return False
+        self._ungreeted = None
+        beats = daemon.protocol is not None and daemon.protocol >= BEATS
+        self._line = _Connection(connection, {}, _SILENCE if beats else _LONG_SILENCE)
+        return False
+
+    def _connect(self) -> _Ungreeted | None:
+        try:
+            connection = opened()
+        except OSError:  # no descriptor is available
+            return None
+        try:
+            connect(connection, self._spool.handoff_socket, patience_s=0.0)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError | ConnectionRefusedError):
+                self._not_before = time.monotonic() + _ALONE
+            connection.close()
+            return None
+        return _Ungreeted(connection, time.monotonic())
+
+    def give(self, slot: int, arena: Arena, manifest: Manifest, tensors: int, tree: bytes) -> PendingHandoff | None:
+        """Hand the snapshot in `arena` over to the daemon; None if there is no daemon, or it accepts nothing.
+
+        Args:
+            manifest: without files.
+            tensors: size of the tensor file at the beginning of the arena, in bytes.
+        """
+        try:
+            head = encode(manifest)
+            box = Arena(len(head) + len(tree))
+        except MemoryError:
+            return None
+        box.view[: len(head) + len(tree)] = head + tree
+        persist = Persist(part=manifest.part, slot=slot, tensors=tensors, manifest=len(head), tree=len(tree))
+        try:
+            for _ in range(2):  # the second time for a daemon that started after the first had ended
+                patience_s = 0.0 if self._silences else _GREETING
+                if arena.shared or not self.renew(patience_s) or (line := self._line) is None:
+                    break
+                if self._tell(line, slot, arena, persist, box):
+                    return PendingHandoff(line.connection, tensors + len(tree), line.silence_s)
+            return None
+        finally:
+            box.close()
+
+    def _tell(self, line: _Connection, slot: int, arena: Arena, persist: Persist, box: Arena) -> bool:
+        try:
+            if line.lent.get(slot) is not arena:
+                send(line.connection, Lend(slot=slot), arena.fd)
+                line.lent[slot] = arena
+            send(line.connection, persist, box.fd)
+        except OSError as error:
+            gone = isinstance(error, ConnectionError)
+            if not gone:  # the daemon does not read, so it counts as stopped
+                self._leave_alone()
+            self._drop(line.connection, gone=gone)
+            return False
+        return True
+
+    def answer(self, given: PendingHandoff) -> CommittedPart:
+        """Wait until the daemon has committed the snapshot.
+
+        Raises:
+            DaemonUnavailable: the connection ended or fell silent first, so it is not known whether the part was
+                committed.
+            TierdError: the daemon could not commit it, and says why.
+        """
+        try:
+            reply, _ = receive(given.connection, given.silence_s)
+        except DaemonUnavailable as error:
+            gone = isinstance(error, Ended)
+            if not gone:
+                self._leave_alone()
+                self._let_go(given.connection)
+            self._drop(given.connection, gone=gone)
+            given.connection.close()
+            raise
+        except TierdError:  # an error is also an answer
+            self._silences = 0
+            raise
+        self._silences = 0
+        return CommittedPart(size=given.size, direct=bool(reply["direct"]), recycled=bool(reply["recycled"]))
+
+    def _leave_alone(self) -> None:
+        """Do not contact the daemon for a while, longer the more often it fell silent since its last answer."""
+        self._not_before = time.monotonic() + _ALONE * 2 ** min(self._silences, _MOST_DOUBLED)
+        self._silences += 1
+
+    def recall(self, part: PartId) -> OrphanedSnapshot | None:
+        """Take over `part`, unverified, from a trainer that died, if the daemon still has it in memory."""
+        if not self.renew(CALM_GREETING) or (line := self._line) is None:
+            return None
+        try:
+            send(line.connection, Recall(part=part))
+            reply, fds = receive(line.connection, _SILENCE)  # the daemon only searches its memory, whatever its version
+            arena, box = (Arena.received(fd) for fd in fds)
+        except ObjectNotFound:
+            return None
+        except (OSError, ValueError, MemoryError, DaemonUnavailable):  # the part's files are in the spool in any case
+            self._drop(line.connection, gone=False)
+            return None
+        begin = reply["manifest"]
+        line.lent.clear()
+        line.lent[0] = arena
+        tree = memoryview(bytes(box.view[begin : begin + reply["tree"]]))
+        box.close()
+        return OrphanedSnapshot(arena, {TENSORS: arena.view[: reply["tensors"]], TREE: tree})
+
+    def close(self) -> None:
+        """Close the connection in order: no successor will recall these arenas."""
+        if self._ungreeted is not None:
+            self._ungreeted.connection.close()
+            self._ungreeted = None
+        line = self._line
+        if line is not None:
+            self._let_go(line.connection)
+            self._drop(line.connection, gone=True)
+            line.connection.close()
+
+    def _let_go(self, connection: socket.socket) -> None:
+        """Have the daemon release this trainer's arenas after earlier requests, because nobody will recall them."""
+        try:
+            send(connection, Leave())
+        except OSError:
+            pass
+
+    def _drop(self, connection: socket.socket, *, gone: bool) -> None:
+        """Stop using the connection. The thread that waits for an answer on it wakes up and closes it.
+
+        Args:
+            gone: the daemon has released the arenas. If not, the daemon takes this trainer for dead and may give the
+                arenas to a successor, so this process never writes to them again.
+        """
+        line = self._line
+        if line is not None and line.connection is connection:
+            self._line = None
+            for arena in line.lent.values():
+                arena.shared |= not gone
+        try:
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    """A connection, the arenas handed over on it, and the seconds of silence after which the daemon counts
+    as stopped.
+    """
+
+    connection: socket.socket
+    lent: dict[int, Arena]
+    silence_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Ungreeted:
+    """A connection on which no daemon has greeted, and when it was made, in monotonic seconds."""
+
+    connection: socket.socket
+    since: float

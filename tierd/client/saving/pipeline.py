@@ -1,0 +1,331 @@
+"""A save after the call: copy into a slot, hand over to the daemon or write here, and end durable or failed.
+
+Invariant: one thread copies and one persists, both in the order of the calls; a slot passes from the first to the
+second and back. No lock is held while training waits, so an interrupted caller leaves nothing locked. Every outcome is
+recorded in the `Save`.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from tierd.client.saving.handoff import CALM_GREETING, HandoffClient, PendingHandoff
+from tierd.client.saving.interpreter_lock import give_way
+from tierd.client.saving.save import Save, Stats
+from tierd.client.saving.slots import Slot
+from tierd.client.saving.snapshot import Snapshot
+from tierd.client.saving.worker import Worker
+from tierd.core.errors import ConfigError, DaemonUnavailable, SpoolUnusable, StateRefused, StepRefused
+from tierd.core.manifest import TENSORS, TREE, Manifest
+from tierd.spool.arena import Arena, available
+from tierd.spool.commit import CommittedPart, Room, Source, write_part, write_with_room
+from tierd.spool.direct_io import LARGE
+from tierd.spool.file_io import sync_directory
+from tierd.spool.spool import Spool, condition
+from tierd.state import cuda
+from tierd.state.tensor_file import pieces
+
+log = logging.getLogger("tierd")
+
+
+class Pipeline:
+    """Take snapshots, one after the other, and end their saves.
+
+    Args:
+        slots: how many snapshots may be in memory at a time.
+        line: the connection to the daemon; None if there is to be no daemon.
+        ended: called with every save that ends, and with the error if it failed.
+        room: called by the thread that persists if the disk is full, to make room.
+    """
+
+    def __init__(
+        self,
+        spool: Spool,
+        slots: int,
+        stats: Stats,
+        line: HandoffClient | None,
+        ended: Callable[[Save, Exception | None], None],
+        room: Room | None = None,
+    ) -> None:
+        self._spool = spool
+        self._stats = stats
+        self._line = line
+        self._ended = ended
+        self._room = room
+        self._slots = [Slot(number) for number in range(slots)]
+        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        for slot in self._slots:
+            self._free.put(slot)
+        self._persister = Worker("tierd-persist")
+        # Created later, so ended first: a snapshot that it still copies is still persisted.
+        self._copier = Worker("tierd-copy")
+        self._unfinished: set[Snapshot] = set()
+        self._told = False
+        if line is not None:
+            line.renew(CALM_GREETING)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a snapshot taken now would have to wait for a slot."""
+        return len(self._unfinished) >= len(self._slots)
+
+    def is_ready(self, size: int) -> bool:
+        """Whether a snapshot of `size` bytes that is taken now finds a free slot with touched memory."""
+        return not self.busy and all(slot.has(size) for slot in self._slots)
+
+    def behind(self, work: Callable[[], None]) -> None:
+        """Run `work` in the copying thread, after the snapshots that were already taken are copied."""
+        self._copier.give(work)
+
+    def reserve(self, size: int, device: torch.device | None = None) -> None:
+        """Prepare memory for a tensor file of `size` bytes behind training: touched, and pinned for `device`."""
+        self._copier.give(lambda: self._reserve(size, device))
+        if device is not None:
+            self._copier.give(lambda: self._pin(device))
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Copy and persist; `snapshot.wait` returns when training may continue."""
+        self._unfinished.add(snapshot)
+        try:
+            self._copier.give(lambda: self._take(snapshot))
+        except BaseException:
+            self._unfinished.discard(snapshot)
+            raise
+
+    def adopt(self, arena: Arena | None) -> None:
+        """Use the arena that a predecessor left, because it is already touched. No save may be running."""
+        if arena is not None:
+            self._slots[0].adopt(arena)
+
+    def drain(self) -> None:
+        """Return when every save has ended."""
+        self._copier.drain()
+        self._persister.drain()
+
+    def close(self) -> None:
+        self._copier.close()
+        self._persister.close()
+        if self._line is not None:
+            self._line.close()
+        for slot in self._slots:
+            slot.drop()
+        self._stats.pinned_bytes = 0
+
+    # -- the thread that copies ---------------------------------------------------------------------------------------
+
+    def _reserve(self, size: int, device: torch.device | None) -> None:
+        idle = [self._free.get() for _ in self._slots]
+        for slot in idle:
+            _fit(slot, size, device)
+        for slot in idle:
+            self._free.put(slot)
+
+    def _pin(self, device: torch.device) -> None:
+        """Pin a slice of an idle slot, then let jobs that arrived meanwhile run first, such as a save."""
+        for _ in self._slots:
+            try:
+                slot = self._free.get_nowait()
+            except queue.Empty:
+                return  # the thread that returns the slot pins it
+            try:
+                cuda.api.enter(device)
+                before = slot.pinned
+                left = slot.pin(device)
+                self._stats.pinned_bytes = sum(other.pinned for other in self._slots)
+            finally:
+                self._free.put(slot)
+            if left or slot.pinned > before:
+                with suppress(ConfigError):  # the pipeline is closing
+                    self._copier.give(lambda: self._pin(device))
+                return
+
+    def _take(self, snapshot: Snapshot) -> None:
+        slot = self._free.get()
+        if not snapshot.returned:
+            self._stats.waited_s += time.perf_counter() - snapshot.asked
+        error: Exception | None = None
+        passed_on = False
+        try:
+            passed_on = self._copy(snapshot, slot)
+        except Exception as raised:
+            # A caller's mistake is raised if `save` still blocks. A lack of resources is recorded in the `Save`, as for
+            # a full disk.
+            if isinstance(raised, StateRefused) and not snapshot.returned:
+                error = raised
+            else:
+                self._failed(snapshot.save, raised)
+        finally:
+            if not passed_on:
+                snapshot.done(error)
+                self._free_again(snapshot, slot)
+
+    def _free_again(self, snapshot: Snapshot, slot: Slot) -> None:
+        self._unfinished.discard(snapshot)
+        self._free.put(slot)
+        if snapshot.copies:
+            device = snapshot.copies.devices[0]
+            with suppress(ConfigError):  # the pipeline is closing
+                self._copier.give(lambda: self._pin(device))
+
+    def _copy(self, snapshot: Snapshot, slot: Slot) -> bool:
+        """Copy the snapshot; return whether the slot went to the thread that persists."""
+        layout = snapshot.capture.layout
+        if not slot.fit(layout.size, next(iter(snapshot.copies.devices), None)):
+            if snapshot.returned:  # the daemon fell silent meanwhile, and may still read the previous arena
+                raise MemoryError(f"no memory for a snapshot of {layout.size} bytes is left; save again")
+            self._stream(snapshot, slot)
+            return False
+        snapshot.copy(slot)
+        if snapshot.late:
+            snapshot.capture.check(snapshot.tree, give_way)  # concurrently with forward and backward
+            snapshot.await_confirmation()
+        if not snapshot.claim():
+            return False
+        assert slot.arena is not None
+        if not snapshot.late:
+            if not snapshot.capture.is_checked_soon(snapshot.tree):
+                snapshot.done()  # training need not wait: the check reads nothing that training changes
+            snapshot.capture.check(snapshot.tree)
+        given = None
+        if self._line is not None:
+            given = self._line.give(slot.number, slot.arena, snapshot.manifest, layout.size, snapshot.tree)
+        snapshot.done()
+        files = {TENSORS: slot.image(layout), TREE: memoryview(snapshot.tree)}
+        self._persister.give(lambda: self._persist(snapshot, slot, given, files))
+        return True
+
+    def _stream(self, snapshot: Snapshot, slot: Slot) -> None:
+        """Write a state that fits into no arena. `save` still blocks, because training must not change the state
+        meanwhile.
+        """
+        assert slot.arena is not None
+        snapshot.catch_up()
+        tree = snapshot.capture.tree()
+        snapshot.capture.check(tree)
+        files: dict[str, Source] = {TENSORS: _Stream(snapshot, slot.arena), TREE: tree}
+        if snapshot.claim():
+            self._end(snapshot.save, lambda: write_part(self._spool, snapshot.manifest, files))
+
+    # -- the thread that persists -------------------------------------------------------------------------------------
+
+    def _persist(
+        self, snapshot: Snapshot, slot: Slot, given: PendingHandoff | None, files: dict[str, memoryview]
+    ) -> None:
+        manifest = snapshot.manifest
+        try:
+            self._end(snapshot.save, lambda: self._answer(manifest, slot, given, files))
+        finally:
+            self._free_again(snapshot, slot)
+
+    def _answer(
+        self, manifest: Manifest, slot: Slot, given: PendingHandoff | None, files: dict[str, memoryview]
+    ) -> CommittedPart:
+        if given is None or self._line is None:
+            return self._write(manifest, files)
+        try:
+            written = self._line.answer(given)
+            self._stats.handed_over += 1
+            return written
+        except SpoolUnusable as error:
+            log.warning("%s: the daemon says %s; it is tried here", manifest.part, error)
+            try:
+                return self._write(manifest, files)
+            except StepRefused:  # the rename happened, but may not be durable: raise the daemon's error
+                raise error from None
+        except DaemonUnavailable as error:
+            log.warning("%s: %s; it is persisted here", manifest.part, error)
+        # A daemon that fell silent may still be reading this arena, so its content must not change.
+        slot.drop()
+        anew = self._anew(slot, len(files[TENSORS]))
+        try:
+            return self._write(manifest, files)
+        except StepRefused:
+            # The daemon had renamed the part into place, and ended before it could answer.
+            for directory in list(self._spool.path(manifest.part).parents)[:3]:
+                sync_directory(directory)
+            return CommittedPart(size=given.size, direct=False, recycled=False)
+        finally:
+            if anew.ident:
+                anew.join()
+
+    def _anew(self, slot: Slot, size: int) -> threading.Thread:
+        """Touch other memory for `slot` concurrently with the write, because otherwise the next save, and training,
+        would wait for it.
+
+        The same is done for idle slots whose arenas the daemon may still be reading. If memory is short, the next save
+        does it, because it may find more.
+        """
+
+        def fit() -> None:
+            if available() > size:
+                _fit(slot, size)
+            for _ in self._slots:
+                with suppress(queue.Empty):
+                    idle = self._free.get_nowait()
+                    try:
+                        if idle.arena is not None and idle.arena.shared and available() > size:
+                            _fit(idle, size)
+                    finally:
+                        self._free.put(idle)
+
+        thread = threading.Thread(target=fit, name="tierd-anew", daemon=True)
+        with suppress(RuntimeError):  # the interpreter is ending, or no thread could be started: the next save does it
+            thread.start()
+        return thread
+
+    def _write(self, manifest: Manifest, files: dict[str, memoryview]) -> CommittedPart:
+        room = None if self._line is not None and self._line.stopped else self._room  # a stopped daemon makes no room
+        return write_with_room(lambda: write_part(self._spool, manifest, files), manifest.part, files, room)
+
+    def _end(self, save: Save, persist: Callable[[], CommittedPart]) -> None:
+        try:
+            written = persist()
+        except Exception as error:
+            self._failed(save, error)
+        else:
+            self._tell(written)
+            self._ended(save, None)
+
+    def _tell(self, written: CommittedPart) -> None:
+        stats = self._stats
+        stats.persisted_bytes += written.size
+        stats.direct += written.direct
+        stats.recycled += written.recycled
+        if not written.direct and not self._told and written.size >= LARGE:
+            self._told = True
+            log.info("spool %s: its file system takes no direct I/O; saves go through the page cache", self._spool.root)
+
+    def _failed(self, save: Save, error: Exception) -> None:
+        self._stats.failed += 1
+        log.error("save failed, training goes on: %s: %s", save.part, error)
+        self._ended(save, condition(error, f"spool {self._spool.root}") if isinstance(error, OSError) else error)
+
+
+def _fit(slot: Slot, size: int, device: torch.device | None = None) -> None:
+    try:
+        slot.fit(size, device)
+    except Exception as error:  # a save reports it, if it still matters then
+        log.warning("no arena of %d bytes was made ready: %s", size, error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """The image of a tensor file that is never in memory as a whole. It can be iterated more than once."""
+
+    snapshot: Snapshot
+    arena: Arena
+
+    def __len__(self) -> int:
+        return self.snapshot.capture.layout.size
+
+    def __iter__(self) -> Iterator[memoryview]:
+        capture = self.snapshot.capture
+        return pieces(capture.layout, capture.tensors, self.arena.view)

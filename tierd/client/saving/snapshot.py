@@ -1,0 +1,294 @@
+"""A snapshot: one state that is being copied into an arena.
+
+Invariant: tensors that training may change as soon as `save` has returned are copied before it returns. Only tensors
+that an attached optimizer alone changes are copied late, behind forward and backward, and the optimizer's next step
+waits for that copy.
+
+A late copy is kept only after it was confirmed. The training thread confirms it at a point where none of its calls is
+still at work. The thread compares the tensors' version counters and a sample of their elements with those of the copy.
+If they differ, something else wrote to the tensors, and the snapshot is refused, because it may be a mixture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from tierd.client.saving.device_copies import DeviceCopies
+from tierd.client.saving.interpreter_lock import give_way
+from tierd.client.saving.sampling import Late, TensorSample
+from tierd.client.saving.save import Save
+from tierd.client.saving.slots import Slot
+from tierd.client.saving.worker import Latch
+from tierd.core.errors import TornSnapshot
+from tierd.core.manifest import Manifest
+from tierd.state import cuda
+from tierd.state.capture import Capture
+
+_version = operator.attrgetter("_version")
+_YIELD = 100e-6  # seconds; enough for a woken thread to run
+_TURN = 0.5  # seconds
+_HELD_UP = 5.0  # seconds
+_LONG_OVER = 10.0  # seconds after a copy; a write that overlapped the copy has ended by then, and shows
+
+
+class Snapshot:
+    """The tensors to copy, and the progress of the copy. Made by the thread that calls `save`.
+
+    Args:
+        manifest: makes the part's manifest, without files.
+        late: the tensors that are copied behind training; none for a save that blocks until everything is copied.
+        torn: called with the names of late tensors that something other than an attached optimizer changed.
+    """
+
+    def __init__(
+        self,
+        save: Save,
+        capture: Capture,
+        manifest: Callable[[], Manifest],
+        late: Late,
+        torn: Callable[[list[str]], None] = lambda names: None,
+    ) -> None:
+        self.save = save
+        self._make_manifest = manifest
+        self.capture = capture
+        self.late, self._late = late.names, late
+        self.tree = b""
+        self.asked = time.perf_counter()
+        self._witness: _Witness | None = _Witness(capture, late)
+        self._thread = threading.get_ident()
+        self._torn = torn
+        self.copies = DeviceCopies(capture)
+        # The first decision counts: `setdefault` is atomic for threads and signal handlers.
+        self._fate: dict[None, str] = {}
+        self._verdict: dict[None, Callable[[], list[str]]] = {}  # returns the names of the changed tensors
+        self._into: Mapping[str, torch.Tensor] | None = None
+        self._arena: memoryview | None = None
+        self._error: Exception | None = None
+        self._encoder: dict[None, object] = {}
+        self._encoded = Latch()
+        self._is_soon = False  # whether the work after the copy takes at most a few milliseconds
+        self._returns = Latch()
+        self._copied = Latch()
+        self._confirmed = Latch()
+        self._passed_on = Latch()
+
+    # -- the thread that trains ---------------------------------------------------------------------------------------
+
+    def encode(self) -> None:
+        """Encode the values that are no tensors, once: the first thread encodes, and a second one waits for it."""
+        me = object()
+        try:
+            if self._encoder.setdefault(None, me) is me:
+                self.tree = self._encoded_tree()
+        finally:
+            if self._encoder.get(None) is me:
+                self._encoded.open()
+        self._encoded.wait(_HELD_UP)
+        if not self.tree:  # the first thread failed, was interrupted, or runs a signal handler that waits here
+            self.tree = self._encoded_tree()
+
+    def _encoded_tree(self) -> bytes:
+        return self.capture.tree(give_way) if self.late else self.capture.tree()
+
+    def copy_little(self) -> bool:
+        """If the tensors to copy before `save` returns are few, copy them here and now; return whether. `save` then
+        waits for no other thread.
+        """
+        if (names := self._late.before) is None:
+            return False
+        tensors = self.capture.tensors
+        for name in names:
+            tensors[name] = tensors[name].clone()
+        self._returns.open()
+        return True
+
+    def wait(self) -> None:
+        """Return when `save` may return. Raises the error of the copy."""
+        self._returns.wait()
+        if self._error is not None:
+            raise self._error
+        self.copies.hold_all()
+
+    def give_up(self) -> bool:
+        """Give the snapshot up because `save` was interrupted: later changes must not get in. Return False if it is too
+        late.
+        """
+        return self._fate.setdefault(None, "given up") == "given up"
+
+    @property
+    def copied(self) -> bool:
+        """Whether the host has finished copying."""
+        return self._copied.is_open
+
+    @property
+    def returned(self) -> bool:
+        """Whether training may continue."""
+        return self._returns.is_open
+
+    def confirm(self) -> None:
+        """Return when an optimizer may step: the host has nothing left to copy or to hand over, and a device's next
+        work waits for the device's copies. The copies are compared with the tensors' present values, so earlier writes
+        by the calling thread show.
+        """
+        if not self.late:
+            return
+        self.copies.hurry()
+        self._copied.wait()
+        self.copies.hold_current()  # the device runs later work of this thread after the copy
+        witness, into = self._witness, self._into  # `done` clears both, in the reverse order
+        if not self._verdict and witness is not None and into is not None:
+            self._judge(witness.look(into, cuda.api.current_stream))
+        if not self.copies and self._is_soon:  # a crash in the next step must not lose the copy
+            self._passed_on.wait()
+
+    def reached(self, timeout: float | None) -> None:
+        """Call `confirm` if the copy is done within `timeout` seconds and this is the thread that called `save`.
+        Another thread cannot know which writes that thread has begun.
+        """
+        if threading.get_ident() == self._thread and self._copied.wait(timeout):
+            self.confirm()
+
+    # -- the thread that copies ---------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def manifest(self) -> Manifest:
+        """The part's manifest, without files. First used by the thread that copies."""
+        return self._make_manifest()
+
+    def claim(self) -> bool:
+        """Whether the snapshot is still needed. After this call it cannot be given up."""
+        return self._fate.setdefault(None, "claimed") == "claimed"
+
+    def copy(self, slot: Slot) -> None:
+        """Copy everything into the slot's arena, and let training continue as soon as the invariant allows it."""
+        self._into = into = slot.lay_out(self.capture.layout)
+        self._arena = slot.image(self.capture.layout)
+        self.copies.enter()
+        try:
+            self._begin(into, [name for name in into if name not in self.late])
+            if self.late and not self._returns.is_open:
+                self._returns.open()
+                time.sleep(_YIELD)  # otherwise the training thread would wait for the interpreter's lock
+            if self.late:  # late tensors before the encoding, because a step waits for them
+                self._begin(into, [name for name in into if name in self.late])
+                self._is_soon = self.capture.is_encoded_soon()
+                self._copied.open()  # a device's next work waits by itself
+            self.encode()
+            if self.late:
+                self._late.draw()
+        finally:  # refused or not, a device may still write into the slot
+            self.copies.synchronize()
+
+    def await_confirmation(self) -> None:
+        """Return when the copy is known not to be a mixture; at once if it was made before `save` returned.
+
+        Raises:
+            TornSnapshot: something other than an attached optimizer has changed a tensor since `save`.
+        """
+        if not self.late or self._fate:
+            return
+        assert self._into is not None
+        end = time.monotonic() + _LONG_OVER
+        while not self._verdict:  # polled, because a signal may arrive between the verdict and the latch
+            if (left := end - time.monotonic()) > 0:
+                self._confirmed.wait(min(left, _TURN))
+                continue
+            assert self._witness is not None
+            later = self._witness.look(self._into, _side_stream)
+            if not later():  # only an empty result counts: a step may have begun meanwhile, which has confirmed before
+                self._judge(later)
+            end = time.monotonic() + _LONG_OVER
+        if changed := self._verdict[None]():
+            self._torn(changed)
+            raise TornSnapshot(
+                f"{changed[0]} was changed between save() and the next step(), and not by an "
+                "attached optimizer: the checkpoint may be a mixture, and is not kept. Later saves copy it before they "
+                "return; or change it after step(), or do not attach() its optimizer"
+            )
+
+    def catch_up(self) -> None:
+        """Return when devices have done the work enqueued before the save. For a caller that reads tensors itself."""
+        self.copies.enter()
+        self.copies.catch_up()
+
+    def done(self, error: Exception | None = None) -> None:
+        """End the snapshot, with the error if it failed: nobody needs to wait for it any more. Its tensors are
+        released, because some may exist only for this save, and persisting takes long.
+        """
+        if not self._returns.is_open:
+            self._error = error
+        self._into = self._arena = None  # the arena belongs to the next snapshot
+        self._witness = None
+        self.copies.close()
+        self.capture = dataclasses.replace(self.capture, tensors={}, dtensors=())
+        self._returns.open()
+        self._copied.open()
+        self._passed_on.open()
+
+    def _begin(self, into: dict[str, torch.Tensor], names: list[str]) -> None:
+        tensors = self.capture.tensors
+        if self.copies:  # first, because device copies run concurrently with the host's
+            assert self._arena is not None
+            self.copies.begin(self._arena, into, {name: tensors[name] for name in names}, gently=self.returned)
+            names = [name for name in names if cuda.api.device_of(tensors[name]) is None]
+        if names:
+            with torch.no_grad():
+                torch._foreach_copy_([into[name] for name in names], [tensors[name] for name in names])
+
+    def _judge(self, changed: Callable[[], list[str]]) -> None:
+        if self._verdict.setdefault(None, changed) is changed:
+            self._confirmed.open()
+
+
+class _Witness:
+    """The state of the late tensors when `save` was called."""
+
+    def __init__(self, capture: Capture, late: Late) -> None:
+        self._late, self._tensors = late, late.of(capture.tensors)
+        self._versions = _versions(self._tensors)
+        # An in-place write to a DTensor raises its own counter, not its local shard's.
+        self._dtensors = [(name, tensor) for name, tensor in capture.dtensors if name in late.names]
+        self._their_versions = _versions([tensor for _, tensor in self._dtensors])
+        self._sample = TensorSample(late, capture.tensors)
+
+    def look(
+        self, into: Mapping[str, torch.Tensor], stream: Callable[[torch.device], torch.cuda.Stream]
+    ) -> Callable[[], list[str]]:
+        """Compare the late tensors with the copy; return a function that gives the names of those that differ. Host
+        tensors are read now, device tensors when `stream` reaches the read.
+        """
+        tensors, names = self._tensors, self._late.order
+        now = zip(_versions(tensors), map(torch.Tensor.data_ptr, tensors), strict=True)
+        was = zip(self._versions, self._late.addresses, strict=True)
+        moved = [name for name, before, after in zip(names, was, now, strict=True) if before != after]
+        theirs = zip(self._dtensors, self._their_versions, _versions([one for _, one in self._dtensors]), strict=True)
+        moved += [name for (name, _), before, after in theirs if before != after]
+        if moved:
+            return lambda: moved
+        try:
+            return self._sample.look(dict(zip(names, tensors, strict=True)), into, stream)
+        except Exception as error:  # training must not fail because of it
+            return functools.partial(_raise, error)
+
+
+def _raise(error: Exception) -> list[str]:
+    raise error
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
+    """Return how often each tensor was written in place, by autograd's counter, which views and `detach()` share."""
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:  # an inference tensor has no counter
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return cuda.api.side_stream(device)

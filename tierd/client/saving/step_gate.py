@@ -1,0 +1,144 @@
+"""The gate that delays an optimizer's step until the copy behind forward and backward is done.
+
+Invariant: only tensors that attached optimizers alone change (their parameters and their own state) may be copied late.
+The gate precedes every attached optimizer's step, and waits only for a copy that is running. A tensor that something
+else was seen to change is never copied late again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import time
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+from torch.optim import Optimizer
+
+from tierd.client.saving.device_copies import DeviceCopies
+from tierd.client.saving.interpreter_lock import short_turns
+from tierd.client.saving.sampling import NONE, Late
+from tierd.client.saving.save import Stats
+from tierd.client.saving.snapshot import Snapshot
+from tierd.core.errors import ConfigError
+from tierd.state.capture import Capture
+from tierd.state.kinds.optimizers import owned, place
+
+_gates: weakref.WeakSet[Gate] = weakref.WeakSet()
+
+
+@atexit.register  # before the threads end that wait for the confirmation
+def _confirm_all() -> None:
+    for gate in list(_gates):
+        gate.confirm()
+
+
+class Gate:
+    """The attached optimizers, and the snapshots that their steps wait for and confirm."""
+
+    def __init__(self, stats: Stats) -> None:
+        self._stats = stats
+        self._pid = os.getpid()
+        self._optimizers: dict[Optimizer, list[Any]] = {}  # optimizer -> the handles of its hooks
+        self._stepping: set[Optimizer] = set()
+        self._pending: list[Snapshot] = []
+        self._on_devices: list[DeviceCopies] = []  # copies that may still run; each optimizer may have its own streams
+        self._late = NONE
+        self._known: tuple[object, ...] = ()
+        self._others: frozenset[str] = frozenset()  # names of tensors that something else changes as well
+        _gates.add(self)
+
+    def attach(self, optimizers: Iterable[Optimizer]) -> None:
+        for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise ConfigError(f"attach({type(optimizer).__name__}): a torch.optim.Optimizer is wanted")
+            if optimizer not in self._optimizers:
+                before = optimizer.register_step_pre_hook(self._before_step)
+                self._optimizers[optimizer] = [before, optimizer.register_step_post_hook(self._after_step)]
+        self._known = ()
+
+    def detach(self) -> None:
+        """Detach every optimizer, after waiting for a running copy."""
+        self.confirm()
+        for handle in itertools.chain.from_iterable(self._optimizers.values()):
+            handle.remove()
+        self._optimizers, self._late, self._known = {}, NONE, ()
+
+    def late(self, capture: Capture) -> Late:
+        """Return the tensors in `capture` that only attached optimizers change."""
+        if not self._optimizers or self._stepping:  # a signal handler saves in the middle of a step
+            return NONE
+        sizes = [(len(o.state), *(len(group["params"]) for group in o.param_groups)) for o in self._optimizers]
+        known = (capture.steady, tuple(sizes), self._others)
+        if known != self._known:
+            own = self._governed(capture)
+            late = {name: tensor for name, tensor in capture.tensors.items() if name in own}
+            names = capture.tensors.keys() - own - capture.copies
+            self._late = Late(late, {name: capture.tensors[name] for name in names})
+            self._known = known
+        return self._late
+
+    def _governed(self, capture: Capture) -> frozenset[str]:
+        own = {place(tensor) for optimizer in self._optimizers for tensor in owned(optimizer)}
+        late, shared = {}, set()
+        for name, tensor in capture.tensors.items():
+            memory = tensor.untyped_storage().data_ptr()
+            if name not in capture.restless and name not in self._others and tensor.nbytes and place(tensor) in own:
+                late[name] = memory
+            else:
+                shared.add(memory)
+        # A tensor that shares its storage with another one would share its version counter, too.
+        return frozenset(name for name, memory in late.items() if memory not in shared)
+
+    def watch(self, snapshot: Snapshot) -> None:
+        """Make the next step wait for this snapshot."""
+        self._pending.append(snapshot)
+        if snapshot.copies:
+            self._on_devices.append(snapshot.copies)
+
+    def distrust(self, names: Iterable[str]) -> None:
+        """Record that something else changes these tensors as well. Any thread may call this."""
+        self._others |= frozenset(names)
+
+    def confirm(self, wait: bool = True) -> None:
+        """Confirm copies. Called by the training thread at a point where none of its calls is still at work.
+
+        Args:
+            wait: wait for running copies; if False, confirm only finished ones.
+        """
+        if os.getpid() != self._pid:  # a forked child has this object, but no thread that copies
+            return
+        # A signal handler may run between any two lines, and save: it adds one, and confirms those before it.
+        if not self._pending:
+            return
+        with short_turns:
+            while (snapshot := next(iter(self._pending), None)) and (wait or snapshot.copied):
+                snapshot.confirm()
+                with suppress(ValueError):
+                    self._pending.remove(snapshot)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if os.getpid() == self._pid:
+            self._stepping.add(optimizer)
+            if self._pending:
+                begun = time.perf_counter()
+                self.confirm()
+                self._stats.step_waited_s += time.perf_counter() - begun
+            self._hold()
+
+    def _hold(self) -> None:
+        """Make the current stream of the stepping optimizer wait for copies that devices still run. The host has waited
+        once for all optimizers; but each may have its own stream, and only a stream that was given the event waits.
+        """
+        for copies in list(self._on_devices):  # a signal handler may save, and add one
+            if copies.are_over:
+                with suppress(ValueError):
+                    self._on_devices.remove(copies)
+            else:
+                copies.hold_current()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepping.discard(optimizer)

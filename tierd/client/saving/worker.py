@@ -1,0 +1,112 @@
+"""A thread that runs jobs in order, and latches to wait for it.
+
+Invariant: no lock is held here while Python code runs. A signal handler may run between any two lines of a waiting or
+giving thread. It may give and wait itself, and must not meet a lock that the interrupted thread holds.
+`threading.Event` and executors hold such locks, so this module uses a queue and locks that are implemented in C.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from tierd.core.errors import ConfigError
+
+log = logging.getLogger("tierd")
+
+_TURN = 1.0  # seconds
+
+_Jobs = queue.SimpleQueue[Callable[[], None] | None]
+
+
+class Latch:
+    """Closed at first; opened once, for good."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._open = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    def open(self) -> None:
+        """Open the latch for all waiting threads. Only one thread opens a latch."""
+        if not self._open:
+            self._open = True
+            self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return when the latch is open, or after `timeout` seconds; return whether it is open."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self._open:
+            # Waits in intervals, because an exception right after `acquire` would leave the other threads waiting for
+            # ever.
+            left = _TURN if end is None else end - time.monotonic()
+            if self._lock.acquire(timeout=max(0.0, min(left, _TURN))):
+                self._lock.release()
+            elif end is not None and left <= _TURN:
+                break
+        return self._open
+
+
+class Worker:
+    """One thread, which runs jobs in order. Jobs that are left when the interpreter ends are still run."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: _Jobs = queue.SimpleQueue()
+        # A daemon thread, because the interpreter would join other threads before `_end_all` could end them.
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
+        _working[self._thread] = self._jobs
+        self._thread.start()
+
+    def give(self, job: Callable[[], None]) -> None:
+        """Queue a job. Raises `ConfigError` after `close`, or when the interpreter ends."""
+        if self._thread not in _working:
+            raise ConfigError("the interpreter is ending and runs nothing more: save before its exit")
+        self._jobs.put(job)
+
+    def drain(self) -> None:
+        """Return when all queued jobs have run."""
+        if self._thread in _working:
+            done = Latch()
+            self.give(done.open)
+            done.wait()
+
+    def close(self) -> None:
+        """Run the jobs that are left, and end the thread."""
+        _end(self._thread)
+
+    def __del__(self) -> None:
+        self._jobs.put(None)  # nobody queues jobs any more; those that are left are run
+
+
+_working: dict[threading.Thread, _Jobs] = {}
+
+
+def _work(jobs: _Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        try:
+            job()
+        except Exception:
+            log.exception("a bug: this was to be somebody's value")
+        del job  # releases what the job holds
+    _working.pop(threading.current_thread(), None)
+
+
+def _end(thread: threading.Thread) -> None:
+    jobs = _working.pop(thread, None)
+    if jobs is not None:
+        jobs.put(None)
+        thread.join()
+
+
+@atexit.register
+def _end_all() -> None:
+    for thread in reversed(list(_working)):  # the later ones may queue jobs for the earlier ones
+        _end(thread)

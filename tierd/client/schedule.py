@@ -1,0 +1,185 @@
+"""Decide whether a checkpoint is due, by `tierd.When` and the same on every rank.
+
+Invariant: each rank counts steps and epochs for itself, from numbers that are the same on all ranks. If a clock or a
+metric decides, rank 0 decides and sends its decision to the others, only at steps that may be due.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from threading import Lock
+
+import msgspec
+
+from tierd.client.ranks.ranks import Ranks
+from tierd.core.errors import ConfigError
+from tierd.core.ids import CheckpointId
+from tierd.core.save_policy import Saved, When, best_so_far, is_counted, is_due, next_look, value_of
+from tierd.core.timeline.candidates import RestoreOrder
+
+
+class Word(msgspec.Struct, frozen=True):
+    """Rank 0's decision: whether a checkpoint is due, and the next step at which its clock may decide; or what was
+    given wrongly. Decisions of other ranks are ignored.
+    """
+
+    due: bool = False
+    look: int = 0
+    error: str = ""
+
+
+# The step, epoch and metric value at which a checkpoint was last found due.
+_NOTHING: tuple[int, int | None, float | None] = -1, None, None
+
+
+class Schedule:
+    """One rank's record of past saves, by which it decides whether a checkpoint is due.
+
+    A save counts once it took its snapshot. A save that `when_busy` skipped does not count, so a checkpoint is due
+    again at the next step. A save that fails later counts, because otherwise a full disk would be tried at every step;
+    but the value of its metric is forgotten. With several ranks, steps and epochs are counted from where a checkpoint
+    was last found due, whether or not its save succeeded. The reason is that a rank does not know the result of another
+    rank's save.
+
+    Raises:
+        ConfigError: `when` is no `When`; or it depends on a clock or a metric, and the ranks cannot talk to each other.
+    """
+
+    def __init__(self, when: When | None, ranks: Ranks, now: Callable[[], float] = time.monotonic) -> None:
+        if when is not None and not isinstance(when, When):
+            raise ConfigError(f"when={when!r}: a tierd.When, such as tierd.When(steps=1000)")
+        self.when, self._ranks, self._now = when, ranks, now
+        self._lock = Lock()
+        self._saved = Saved(now())
+        self._values: dict[int, float] = {}  # metric values by step, of saves that have not ended yet
+        self._asked = _NOTHING
+        self._look = 0
+        self._looked: tuple[int, float] | None = None  # the step and time at which rank 0's clock last decided
+        if when is not None and not ranks.talk and (when.every is not None or when.best is not None):
+            what = f"every={when.every!r}" if when.every is not None else f"best={when.best!r}"
+            raise ConfigError(
+                f"When({what}): rank 0 decides, and {ranks.world} ranks have no way to be told: initialise "
+                "torch.distributed first, or let steps and epochs decide"
+            )
+
+    @property
+    def metric(self) -> str | None:
+        return self.when.best if self.when else None
+
+    def due(self, step: int, epoch: int | None, metrics: Mapping[str, float] | None) -> bool:
+        """Return whether a checkpoint is due, as `Checkpointer.due`."""
+        when = self.when
+        if when is None:
+            raise ConfigError("when is a checkpoint due? Checkpointer(…, when=tierd.When(steps=…)) says it")
+        asked, ended, _ = self._asked
+        if asked != step and self._ranks.world > 1:
+            self._count(asked, ended)
+            self._asked = _NOTHING
+        given = metrics if when.best is not None else None
+        if self._ranks.world == 1:
+            value = value_of(given, when.best or "") if given is not None else None
+            found = is_due(when, self._so_far(), step, epoch, value, self._now())
+        elif self._is_asked(when, step, epoch, judged=given is not None):
+            value, found = self._agreed(when, step, epoch, given)
+        else:
+            found = not when.best_only and is_counted(when, self._saved, step, epoch)
+            value = value_of(given, when.best or "") if found and given and when.best in given else None
+        if found:
+            self._asked = step, epoch, value
+        return found
+
+    def _is_asked(self, when: When, step: int, epoch: int | None, *, judged: bool) -> bool:
+        """Return whether rank 0 has to decide. The result is the same on every rank."""
+        counted, looked = is_counted(when, self._saved, step, epoch), when.every is not None and step >= self._look
+        if when.best_only:
+            return judged and (counted or looked or not when.is_bounded)
+        return not counted and (judged or looked)
+
+    def _agreed(
+        self, when: When, step: int, epoch: int | None, metrics: Mapping[str, float] | None
+    ) -> tuple[float | None, bool]:
+        value, word = None, Word()
+        if self._ranks.rank == 0:
+            try:
+                value = value_of(metrics, when.best or "") if metrics is not None else None
+                now = self._now()
+                found = is_due(when, self._so_far(), step, epoch, value, now)
+                word = Word(found, step + self._ahead(when, step, now), "")
+            except ConfigError as error:
+                word = Word(error=str(error))
+        said = self._ranks.gather(word, first=True)[0]  # a rank may evaluate for long before it calls `due`
+        if said.error:
+            raise ConfigError(said.error if self._ranks.rank == 0 else f"rank 0: {said.error}")
+        self._look = step + 1 if said.due else said.look
+        return value, said.due
+
+    def _ahead(self, when: When, step: int, now: float) -> int:
+        before, self._looked = self._looked, (step, now)
+        if before is None or step <= before[0]:
+            return 1
+        return next_look(self._so_far().at + when.every_s - now, (now - before[1]) / (step - before[0]))
+
+    # -- what was saved ---------------------------------------------------------------------------------------------
+
+    def _so_far(self) -> Saved:
+        with self._lock:
+            saved = self._saved
+            for value in self._values.values():
+                saved = self._with(saved, value)
+        return saved
+
+    def _with(self, saved: Saved, value: float) -> Saved:
+        goal = self.when.goal if self.when else None
+        return replace(saved, best=value) if goal and goal.better(value, saved.best) else saved
+
+    def resume(self, here: CheckpointId | None, resume: RestoreOrder) -> None:
+        """Start counting from the checkpoint that training resumes from, or from nothing.
+
+        The best value so far is the best of the complete checkpoints on the timeline up to there, among the places that
+        answered.
+        """
+        best: float | None = None
+        if self.when and self.when.goal and here:
+            told = resume.values.get(self.when.goal.metric, {})
+            whole = {one: value for one, value in told.items() if one in resume.whole}
+            best = best_so_far(whole, here, resume.origins, self.when.goal)
+        with self._lock:
+            self._saved = Saved(self._now(), here.step, None, best) if here else Saved(self._now())
+            self._values = {}
+        self._asked, self._look, self._looked = _NOTHING, 0, None
+
+    def taking(self, step: int, numbers: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of a save that begins at `step`, with the value by which it was found due."""
+        metric = self.metric
+        if metric is None:
+            return numbers
+        asked, _, value = self._asked
+        if asked == step and value is not None:
+            numbers = {metric: value, **numbers}
+        if metric in numbers:
+            with self._lock:
+                self._values[step] = numbers[metric]
+        return numbers
+
+    def took(self, step: int | None) -> None:
+        """Count a save whose snapshot is taken, or a DCP save that begins (None: at the step last found due)."""
+        asked, epoch, _ = self._asked
+        with self._lock:
+            self._saved = replace(self._saved, at=self._now())
+        if self._ranks.world == 1:
+            self._count(asked if step is None else step, epoch if step in (None, asked) else None)
+
+    def ended(self, step: int, *, durable: bool) -> None:
+        """Record that the save at `step` became durable or failed. Any thread may call this."""
+        with self._lock:
+            value = self._values.pop(step, None)
+            if value is not None and durable:
+                self._saved = self._with(self._saved, value)
+
+    def _count(self, step: int, epoch: int | None) -> None:
+        with self._lock:
+            before = self._saved
+            last = before.epoch if epoch is None else epoch
+            self._saved = replace(before, step=max(before.step, step), epoch=last)

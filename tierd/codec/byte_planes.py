@@ -1,0 +1,397 @@
+"""The codec `planes`: store numbers as byte planes.
+
+Invariant: equal bytes give equal objects, and no object is longer than its bytes. Reading an object allocates at most
+`size` bytes and a few blocks, even if the object claims more. Anything that FORMAT.md does not allow raises
+`ValueError`.
+
+The exponents of trained numbers repeat, while their mantissas are noise. So a block is split into its elements' top
+bytes, the bytes below, and the 16-bit words under those. Only planes that shrink in a sample are compressed. If both
+signs occur, the top word is first rotated left by one bit (as in ZipNN, arXiv:2411.05239). The rotation puts the whole
+exponent into one byte. Nearly all exponents are among 15 neighbouring values, so two of them fit into a byte. That
+halves the work of zstd's Huffman coder and leaves it hardly any match to search for.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from tierd.codec.detect import WIDTHS, Bytes, NumberLayout, look, neighbours
+from tierd.spool.direct_io import memory_for
+
+Buffer = bytes | bytearray | memoryview
+Words = npt.NDArray[Any]  # 16-bit, little-endian
+
+MAGIC = b"TPL1"
+HEAD = struct.Struct("<4sIB3s")  # magic, raw size, log2 of the block size, zeros
+BLOCK_HEAD = struct.Struct("<BB")  # width of an element, plus FOLDED; bytes before the first one
+PLANE_HEAD = struct.Struct("<BI")  # kind, length of the body
+PAIRS_HEAD = struct.Struct("<BI")  # the lowest of the 15 neighbours, number of others
+RAW, ZSTD, PAIRS = 0, 1, 2
+FOLDED = 0x80
+BLOCK_LOG = 20  # measured: with smaller blocks Python's overhead shows, larger ones exceed the CPU caches
+BLOCK_LOGS = range(12, 21)
+
+_STRETCH = 8  # blocks that share one detected layout, unless one of them compresses differently
+_OTHERS = 8  # at most one byte in this many may lie outside the 15 neighbours
+_FEW = 512  # bytes of a plane below which pairs are not worth their header
+_EDGE = 64  # bytes; an upper bound for the headers and edges of a block
+_WINDOW = 1 << 20
+_HIGHEST = 255 - 14  # a higher base plus 14 would not fit into a byte
+_TILE = 1 << 17  # elements joined at a time, an even number; with fewer, calls cost more than the CPU caches save
+_MAPPED = 8 << 20  # bytes; malloc serves smaller sizes faster, and retains less of them
+
+
+class _Tools(threading.local):
+    """Compressors and scratch memory of one thread, because two threads must not share either."""
+
+    def __init__(self) -> None:
+        # With these parameters zstd searches for almost no matches (64 hash entries, at least 7 bytes each), so Huffman
+        # coding does the work.
+        # `target_length` must stay 0, because above 0 this strategy leaves literals uncompressed.
+        entropy = zstandard.ZstdCompressionParameters(
+            strategy=zstandard.STRATEGY_FAST, window_log=18, hash_log=6, min_match=7, target_length=0
+        )
+        self.entropy = zstandard.ZstdCompressor(compression_params=entropy)
+        self.search = zstandard.ZstdCompressor(level=1)
+        self.expander = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
+        self.scratch = [np.empty(1 << BLOCK_LOG, np.uint8) for _ in range(4)]
+
+
+_tools = _Tools()
+
+
+def _memory(size: int) -> memoryview:
+    # Mapped, because malloc would retain up to a chunk of freed memory per thread, and a daemon has dozens of threads.
+    return memory_for(size) if size >= _MAPPED else np.empty(size, np.uint8).data
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def pack(raw: Buffer) -> memoryview | None:
+    """Return the object that holds `raw` (at most 4 GiB), or None if it would not be at least 1/64 shorter."""
+    data = np.frombuffer(raw, np.uint8)
+    size = 1 << BLOCK_LOG
+    out = _Writer(len(data) + _EDGE * (len(data) // size + 2))
+    out.put(HEAD.pack(MAGIC, len(data), BLOCK_LOG, bytes(3)))
+    layout, age, expected = NumberLayout(), 0, 0
+    for start in range(0, len(data), size):
+        block, at = data[start : start + size], out.at
+        fresh = layout.width == 1 or age == _STRETCH
+        if fresh:
+            layout = look(block)
+        top = _write_block(out, block, layout)
+        # The numbers differ from those in the block from which the layout was detected.
+        if not fresh and abs(top - expected) * 8 > expected:
+            fresh = True
+            other = look(block)
+            if other != layout:
+                layout, out.at = other, at
+                top = _write_block(out, block, layout)
+        age, expected = (1, top) if fresh else (age + 1, expected)
+    return out.view[: out.at] if out.at < len(data) - len(data) // 64 else None
+
+
+class _Writer:
+    """The object so far is `array[:at]`. The memory beyond it is untouched, so the kernel has not allocated it."""
+
+    def __init__(self, bound: int) -> None:
+        self.view = _memory(bound)
+        self.array: Bytes = np.frombuffer(self.view, np.uint8)
+        self.at = 0
+
+    def put(self, data: Buffer) -> None:
+        self.view[self.at : self.at + len(data)] = data
+        self.at += len(data)
+
+    def put_plane(self, kind: int, *bodies: Buffer) -> None:
+        self.put(PLANE_HEAD.pack(kind, sum(map(len, bodies))))
+        for body in bodies:
+            self.put(body)
+
+    def room(self, size: int) -> Bytes:
+        """Reserve a raw plane of `size` bytes. Returns its memory, which the caller fills."""
+        self.put(PLANE_HEAD.pack(RAW, size))
+        self.at += size
+        return self.array[self.at - size : self.at]
+
+
+def _write_block(out: _Writer, block: Bytes, layout: NumberLayout) -> int:
+    # Returns the length of the top plane's body.
+    width, lead = layout.width, layout.lead
+    count = max(0, len(block) - lead) // width
+    end = lead + count * width
+    out.put(BLOCK_HEAD.pack(width | FOLDED * layout.folded, lead))
+    if width == 1:
+        return _write_plane(out, block, _tools.search)
+    out.put(block[:lead].data)
+    out.put(block[end:].data)
+    spare = _tools.scratch
+    elements = block[lead:end].view(f"<u{width}")
+    if not elements.flags.aligned:
+        elements = _copied(elements.view(np.uint8), spare[0]).view(f"<u{width}")
+    words = elements.view("<u2").reshape(count, width // 2)
+    for index, worth in enumerate(layout.words):
+        if worth:
+            word = spare[1][: 2 * count].view("<u2")
+            np.copyto(word, words[:, index])
+            _write_plane(out, word.view(np.uint8), _tools.search)
+        else:
+            np.copyto(out.room(2 * count).view("<u2"), words[:, index])
+    top = words[:, -1]
+    if width > 2:
+        top = spare[1][: 2 * count].view("<u2")
+        np.copyto(top, words[:, -1])
+    return _write_top(out, top, layout)
+
+
+def _copied(data: Bytes, to: Bytes) -> Bytes:
+    to[: len(data)] = data
+    return to[: len(data)]
+
+
+def _write_top(out: _Writer, top: npt.NDArray[Any], layout: NumberLayout) -> int:
+    # Writes the low bytes of the top words, then the high bytes. Returns the length of the body of the high bytes.
+    spare, count = _tools.scratch, len(top)
+    turned = top
+    if layout.folded:
+        turned, sign = spare[2][: 2 * count].view("<u2"), spare[3][: 2 * count].view("<u2")
+        np.left_shift(top, 1, out=turned)
+        np.right_shift(top, 15, out=sign)
+        np.bitwise_or(turned, sign, out=turned)
+    low = spare[3][:count] if layout.low else out.room(count)
+    np.copyto(low, turned, casting="unsafe")
+    if layout.low:
+        _write_plane(out, low, _tools.entropy)
+    shifted = spare[2][: 2 * count].view("<u2")
+    np.right_shift(turned, 8, out=shifted)
+    high = spare[3][:count]
+    np.copyto(high, shifted, casting="unsafe")
+    return _write_pairs(out, high)
+
+
+def _write_plane(out: _Writer, plane: Bytes, compressor: zstandard.ZstdCompressor) -> int:
+    packed = compressor.compress(plane.data)
+    if len(packed) < len(plane):
+        out.put_plane(ZSTD, packed)
+        return len(packed)
+    out.room(len(plane))[:] = plane
+    return len(plane)
+
+
+def _write_pairs(out: _Writer, plane: Bytes) -> int:
+    if len(plane) < _FEW:
+        return _write_plane(out, plane, _tools.entropy)
+    base = neighbours(plane)
+    spare = _tools.scratch
+    codes = spare[2][: len(plane) + len(plane) % 2]
+    codes[-1] = 0  # fills up the last pair if the number of codes is odd
+    near = codes[: len(plane)]
+    np.subtract(plane, np.uint8(base), out=near)
+    others = np.flatnonzero(near > 14)
+    if len(others) * _OTHERS > len(plane):
+        return _write_plane(out, plane, _tools.entropy)
+    near[others] = 15
+    pairs, shifted = codes.view("<u2"), spare[1][: len(codes)].view("<u2")
+    np.right_shift(pairs, 4, out=shifted)
+    np.bitwise_or(pairs, shifted, out=pairs)
+    halves = spare[1][: len(pairs)]
+    np.copyto(halves, pairs, casting="unsafe")
+    packed = _tools.entropy.compress(halves.data)
+    start = out.at
+    out.put_plane(PAIRS, PAIRS_HEAD.pack(base, len(others)))
+    if len(others):
+        _write_plane(out, plane[others], _tools.search)
+    out.put(packed)
+    if (length := out.at - start - PLANE_HEAD.size) >= len(plane):
+        out.at = start
+        return _write_plane(out, plane, _tools.entropy)
+    PLANE_HEAD.pack_into(out.array.data, start, PAIRS, length)
+    return length
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def unpack(data: Buffer, size: int, into: memoryview | None = None) -> memoryview:
+    """Return the `size` bytes that the object `data` holds.
+
+    Args:
+        into: writable memory of `size` bytes for the result; by default new memory. Its content is undefined after an
+            error.
+
+    Raises:
+        ValueError: `data` is not an object of exactly `size` bytes.
+    """
+    reader = _Reader(data)
+    magic, promised, log, zeros = reader.heads(HEAD)
+    if magic != MAGIC or promised != size or log not in BLOCK_LOGS or any(zeros):
+        raise ValueError(f"its head does not promise {size} bytes")
+    memory = _memory(size)[:size] if into is None else into
+    out = np.frombuffer(memory, np.uint8)
+    for start in range(0, size, 1 << log):
+        _read_block(reader, out[start : start + (1 << log)])
+    reader.end()
+    return memory
+
+
+class _Reader:
+    """Parse an object from front to back."""
+
+    def __init__(self, data: Buffer) -> None:
+        self._data, self.at = memoryview(data), 0
+
+    def bytes(self, size: int) -> memoryview:
+        if size > len(self._data) - self.at:
+            raise ValueError("it ends too early")
+        self.at += size
+        return self._data[self.at - size : self.at]
+
+    def heads(self, form: struct.Struct) -> tuple[Any, ...]:
+        return form.unpack(self.bytes(form.size))
+
+    def end(self) -> None:
+        if self.at != len(self._data):
+            raise ValueError("something follows its end")
+
+    def plane(self, size: int) -> Bytes:
+        """Return the next plane, of `size` bytes, which must not consist of pairs."""
+        return self._plain(size, *self._body())
+
+    def top_plane(self, size: int) -> Bytes | _Pairs:
+        """Return the next plane, of `size` bytes, which may consist of pairs."""
+        kind, body = self._body()
+        return _Pairs(body, size) if kind == PAIRS else self._plain(size, kind, body)
+
+    def _body(self) -> tuple[int, memoryview]:
+        kind, length = self.heads(PLANE_HEAD)
+        return kind, self.bytes(length)
+
+    def _plain(self, size: int, kind: int, body: memoryview) -> Bytes:
+        if kind == RAW and len(body) == size:
+            return np.frombuffer(body, np.uint8)
+        if kind == ZSTD:
+            return _expand(body, size)
+        raise ValueError(f"a plane is of kind {kind} and {len(body)} bytes long")
+
+
+def _expand(body: memoryview, size: int) -> Bytes:
+    # Expects exactly one frame of `size` bytes. The size in its header is compared before any byte is expanded.
+    try:
+        if zstandard.get_frame_parameters(bytes(body[:32])).content_size != size:
+            raise ValueError(f"a frame does not promise {size} bytes")
+        raw = _tools.expander.decompress(body, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"a plane is no zstd frame: {error}") from error
+    if len(raw) != size:
+        raise ValueError(f"a plane has {len(raw)} bytes, not {size}")
+    return np.frombuffer(raw, np.uint8)
+
+
+class _Pairs:
+    """A plane that stores two codes per byte."""
+
+    def __init__(self, body: memoryview, size: int) -> None:
+        reader = _Reader(body)
+        self._base, number = reader.heads(PAIRS_HEAD)
+        if number > size:
+            raise ValueError(f"{number} of {size} bytes are other ones")
+        self._others = reader.plane(number) if number else np.empty(0, np.uint8)
+        self._halves = _expand(reader.bytes(len(body) - reader.at), (size + 1) // 2)
+        self._places = _fifteens(self._halves, size)
+        if len(self._places) != number:
+            raise ValueError(f"{len(self._places)} other bytes are needed, not {number}")
+
+    def put(self, to: Words, start: int, shift: int) -> None:
+        """Write the plane's bytes from index `start`, an even number, into the words `to`.
+
+        Each byte is shifted left by `shift` bits.
+        """
+        first, whole = start // 2, len(to) // 2
+        halves = self._halves[first : first + (len(to) + 1) // 2]
+        if self._base > _HIGHEST:  # no writer produces this base; a sum would carry into the neighbouring word
+            codes = np.stack((halves & 15, halves >> 4), axis=1).reshape(-1)[: len(to)] + np.uint8(self._base)
+            np.multiply(codes, 1 << shift, out=to, dtype=np.uint16)
+        else:
+            # For two words at once: the multiplication moves each code into its own word, the addition adds the base to
+            # both.
+            both = to[: 2 * whole].view("<u4")
+            np.copyto(both, halves[:whole])
+            np.multiply(both, np.uint32(0x1001 << shift), out=both)
+            np.bitwise_and(both, np.uint32(0x000F_000F << shift), out=both)
+            np.add(both, np.uint32(0x0001_0001 * self._base << shift), out=both)
+            if len(to) % 2:
+                to[-1] = (int(halves[-1] & 15) + self._base) << shift
+        here = slice(*np.searchsorted(self._places, (start, start + len(to))))
+        to[self._places[here] - start] = self._others[here].astype("<u2") << shift
+
+
+def _fifteens(halves: Bytes, size: int) -> npt.NDArray[np.intp]:
+    """Return the indices of the codes that are 15 among the `size` codes in the pairs, in order."""
+    high, low = (scratch[: len(halves)].view(bool) for scratch in _tools.scratch[:2])
+    codes = low.view(np.uint8)
+    np.bitwise_and(halves, 15, out=codes)
+    np.equal(codes, 15, out=low)
+    np.greater_equal(halves, 0xF0, out=high)
+    np.bitwise_or(high, low, out=low)
+    pairs = np.flatnonzero(low)
+    found = np.stack((halves[pairs] & 15, halves[pairs] >> 4), axis=1) == 15
+    places = np.asarray((2 * pairs[:, None] + np.arange(2))[found])
+    return np.asarray(places[places < size])
+
+
+def _read_block(reader: _Reader, out: Bytes) -> None:
+    form, lead = reader.heads(BLOCK_HEAD)
+    width, folded = form & ~FOLDED, bool(form & FOLDED)
+    if width not in WIDTHS or lead >= width or lead > len(out) or (folded and width == 1):
+        raise ValueError(f"elements of form {form:#x} after {lead} bytes")
+    if width == 1:
+        out[:] = reader.plane(len(out))
+        return
+    count = (len(out) - lead) // width
+    end = lead + count * width
+    out[:lead] = np.frombuffer(reader.bytes(lead), np.uint8)
+    out[end:] = np.frombuffer(reader.bytes(len(out) - end), np.uint8)
+    below = [reader.plane(2 * count).view("<u2") for _ in range(width // 2 - 1)]
+    low = reader.plane(count)
+    top = reader.top_plane(count)
+    elements = out[lead:end].view(f"<u{width}")
+    for start in range(0, count, _TILE):
+        here = slice(start, min(start + _TILE, count))
+        _join(elements[here], [plane[here] for plane in below], low[here], top, start, folded=folded)
+
+
+def _join(
+    elements: npt.NDArray[Any], below: list[Words], low: Bytes, top: Bytes | _Pairs, start: int, *, folded: bool
+) -> None:
+    """Fill elements from the words below the top one, the top word's low byte, and the plane of its high bytes."""
+    words = elements.view("<u2").reshape(len(elements), -1)
+    in_place = not below and elements.flags.aligned
+    to = words[:, 0] if in_place else _tools.scratch[2][: 2 * len(elements)].view("<u2")
+    shift = 7 if folded else 8
+    if isinstance(top, _Pairs):
+        top.put(to, start, shift)
+    else:
+        # with `dtype`, because NumPy 1 would multiply bytes by 128 in 8 bits
+        np.multiply(top[start : start + len(to)], 1 << shift, out=to, dtype=np.uint16)
+    wide, sign = (scratch[: 2 * len(low)].view("<u2") for scratch in _tools.scratch[:2])
+    np.copyto(wide, low)
+    if folded:  # the lowest bit is the sign
+        np.multiply(wide, np.uint16(0x8000), out=sign)
+        np.bitwise_or(to, sign, out=to)
+        np.right_shift(wide, 1, out=wide)
+    np.bitwise_or(to, wide, out=to)
+    if in_place:
+        return
+    for index, plane in enumerate(below):
+        if index:
+            words[:, index] = plane
+        else:  # because NumPy vectorises a widening copy, but not a store to every other word
+            np.copyto(elements, plane)
+    words[:, -1] = to

@@ -1,0 +1,162 @@
+"""Encode and decode one chunk: numbers as byte planes, text as zstd, noise raw. Synchronous.
+
+Raw bytes and stored bytes each have a digest.
+
+Invariant: the sizes in the manifest bound a decode, not those that the bytes claim. A frame that names another size, or
+is followed by anything, is corrupt before a byte of it is expanded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import zstandard
+
+from tierd.codec import byte_planes
+from tierd.codec.detect import ChunkKind, kind
+from tierd.core.errors import CorruptChunk, FormatTooNew
+from tierd.core.ids import PartId, chunk_key
+from tierd.core.manifest import Chunk, Stored
+from tierd.spool.file_io import digest
+
+RAW = "raw"
+ZSTD = "zst"
+PLANES = "planes"
+CODECS = (RAW, ZSTD, PLANES)  # all codecs that this version of tierd reads
+_LEVEL = 1  # because data other than numbers is mostly small: headers and JSON
+_SMALL = 1 << 20  # bytes; for smaller chunks both codecs are tried, because a small sample is unreliable
+_PIECE, _PIECES = 64 << 10, 4  # bytes of a sampled piece, and the most pieces; at most one piece per MiB
+_WINDOW = 128 << 20  # bytes that a decoder may be made to allocate
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A chunk as a tier stores it, and its entry for the manifest."""
+
+    chunk: Chunk
+    data: bytes | bytearray | memoryview
+
+    @property
+    def stored(self) -> Stored:
+        assert self.chunk.stored is not None
+        return self.chunk.stored
+
+
+def encode(part: PartId, chunk: Chunk, raw: bytes | bytearray | memoryview, pack: bool = True) -> Encoded:
+    """Encode one chunk of `part`. Equal input gives equal output.
+
+    Args:
+        raw: the chunk's bytes, already verified against `chunk`.
+        pack: False stores the chunk raw, for a link that is faster than the compressor (`core.compression_policy`).
+    """
+    codec, data = _pack(raw) if pack else (RAW, raw)
+    key = chunk_key(part, chunk.xxh3_128, codec)
+    # The raw bytes were already compared with this digest.
+    stored_digest = chunk.xxh3_128 if codec == RAW else digest(data)
+    stored = Stored(codec=codec, size=len(data), xxh3_128=stored_digest, key=key)
+    return Encoded(Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored), data)
+
+
+def _pack(raw: bytes | bytearray | memoryview) -> tuple[str, bytes | bytearray | memoryview]:
+    # The result is never longer than `raw`. Of equally short results the older codec is taken, because it comes first.
+    found_kind = kind(raw)
+    if found_kind is ChunkKind.NOISE and len(raw) >= _SMALL and not _repeats(raw):
+        return RAW, raw
+    numbers = found_kind is ChunkKind.NUMBERS
+    found: list[tuple[str, bytes | bytearray | memoryview]] = [(RAW, raw)]
+    if not numbers or len(raw) < _SMALL:
+        found.append((ZSTD, _zstd(raw)))
+    if numbers and (packed := byte_planes.pack(raw)) is not None:
+        found.append((PLANES, packed))
+    return min(found, key=lambda each: len(each[1]))
+
+
+def _zstd(raw: bytes | bytearray | memoryview) -> bytes:
+    return zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True).compress(raw)
+
+
+def _repeats(raw: bytes | bytearray | memoryview) -> bool:
+    """Return whether zstd shortens a sample of bytes whose values are equally frequent, by finding repetitions.
+
+    Only a sample is compressed, because compressing all of a chunk that does not shrink costs as much as sending it.
+    """
+    view = memoryview(raw)
+    step = max(len(view) // _PIECES, 16 * _PIECE)
+    sample = b"".join(view[at : at + _PIECE] for at in range(0, len(view) - _PIECE + 1, step))
+    return len(_zstd(sample)) < len(sample)
+
+
+def check_stored(stored: Stored, data: bytes | bytearray | memoryview, where: str) -> None:
+    """Compare stored bytes with their entry in the manifest.
+
+    Raises:
+        CorruptChunk: size or digest differ.
+    """
+    if len(data) != stored.size:
+        raise CorruptChunk(f"{where}: {stored.key}: {len(data)} bytes, not the {stored.size} of its manifest")
+    if digest(data) != stored.xxh3_128:
+        raise CorruptChunk(f"{where}: {stored.key}: its bytes differ from their digest")
+
+
+def decode(
+    chunk: Chunk, data: bytes | bytearray | memoryview, where: str, into: memoryview | None = None
+) -> bytes | bytearray | memoryview:
+    """Return the raw bytes of a chunk, verified before and after decoding.
+
+    Args:
+        where: the place that supplied the bytes, for messages.
+        into: writable memory of the chunk's size for decoded numbers; its content is undefined after an error. Other
+            chunks are not copied into it.
+
+    Raises:
+        CorruptChunk: the stored bytes, the frame or the raw bytes differ from the manifest.
+        FormatTooNew: the stored bytes are correct, but this version of tierd does not know their codec.
+    """
+    stored = chunk.stored
+    if stored is None:
+        raise CorruptChunk(f"{where}: the manifest does not say how chunk {chunk.xxh3_128} is stored")
+    check_stored(stored, data, where)
+    raw = data if stored.codec == RAW else _expand(chunk, stored, data, where, into)
+    if len(raw) != chunk.size or digest(raw) != chunk.xxh3_128:
+        raise CorruptChunk(f"{where}: {stored.key}: its decoded bytes differ from their digest")
+    return raw
+
+
+def recognize(
+    chunk: Chunk, codec: str, key: str, data: bytes | bytearray | memoryview, where: str
+) -> tuple[Chunk, bytes | bytearray | memoryview]:
+    """Check whether an object that no manifest at hand describes holds `chunk`.
+
+    Returns the object's entry for a manifest, and the raw bytes.
+
+    Args:
+        codec: the expected codec.
+        key: the object's key, relative to the run.
+
+    Raises:
+        CorruptChunk, FormatTooNew: as `decode`.
+    """
+    stored = Stored(codec=codec, size=len(data), xxh3_128=digest(data), key=key)
+    found = Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored)
+    return found, decode(found, data, where)
+
+
+def _expand(
+    chunk: Chunk, stored: Stored, data: bytes | bytearray | memoryview, where: str, into: memoryview | None
+) -> bytes | bytearray | memoryview:
+    try:
+        if stored.codec == PLANES:
+            return byte_planes.unpack(data, chunk.size, into)
+        if stored.codec == ZSTD:
+            return _expand_zstd(chunk, data)
+    except (ValueError, zstandard.ZstdError) as error:
+        raise CorruptChunk(f"{where}: {stored.key}: not what codec {stored.codec!r} writes: {error}") from error
+    raise FormatTooNew(f"{where}: {stored.key}: codec {stored.codec!r} is not known; use a newer tierd")
+
+
+def _expand_zstd(chunk: Chunk, data: bytes | bytearray | memoryview) -> bytes:
+    # Compared first, because decompress() would trust the size that the frame itself names.
+    if zstandard.get_frame_parameters(bytes(data[:32])).content_size != chunk.size:
+        raise ValueError(f"the frame does not promise {chunk.size} bytes")
+    expander = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
+    return expander.decompress(data, max_output_size=chunk.size, allow_extra_data=False)

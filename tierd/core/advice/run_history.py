@@ -1,0 +1,95 @@
+"""A run's history from its checkpoints: how often it saved and failed, and how long it did not train after failures.
+
+Invariant: nothing is guessed. Checkpoints that retention deleted do not count, and an error names a value that the
+remaining ones do not show.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import mean, median
+
+from tierd.core.errors import CheckpointNotFound, ConfigError
+from tierd.core.planning.inventory import Inventory, complete_world_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """A run's history, from its manifests and heads.
+
+    Attributes:
+        run: the run's name.
+        span_s: the time from its first launch to its newest checkpoint, in seconds.
+        failures: the number of launches that resumed from a checkpoint of an earlier launch.
+        every_steps: the smallest distance in steps between two remaining checkpoints of one launch.
+        step_s: the median time of one step between such checkpoints, saves included, in seconds.
+        state_bytes: the size of one checkpoint, all ranks together.
+        away_s: the mean time from a failure until training continued, in seconds. A failure is assumed half an interval
+            after the last checkpoint. NaN (null in JSON) if no failure is known.
+    """
+
+    run: str
+    span_s: float
+    failures: int
+    every_steps: int
+    step_s: float
+    state_bytes: int
+    away_s: float
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Saved:
+    attempt: str
+    step: int
+    created_s: float
+    size: int
+
+
+def past(inventory: Inventory, run: str) -> Past:
+    """The history of `run`, as far as places show it.
+
+    Raises:
+        CheckpointNotFound: the run has no checkpoint with a readable manifest.
+        ConfigError: too few checkpoints are left to determine how often the run saved.
+    """
+    saved = sorted(_saved(inventory, run))
+    if not saved:
+        raise CheckpointNotFound(f"run {run}: no checkpoint whose manifest can be read")
+    pairs = [(a, b) for a, b in pairwise(saved) if a.attempt == b.attempt and b.created_s > a.created_s]
+    if not pairs:
+        raise ConfigError(f"run {run}: no launch has two checkpoints left, so nothing tells how often it saved")
+    every = min(b.step - a.step for a, b in pairs)
+    step = median((b.created_s - a.created_s) / (b.step - a.step) for a, b in pairs)
+    resumed = {attempt: origin for attempt, origin in inventory.origins(run).items() if origin is not None}
+    gaps = []
+    for attempt, origin in resumed.items():
+        last = [one.created_s for one in saved if one.attempt == origin.attempt]
+        if last:  # the time since that launch is last known to have trained
+            gaps.append(max(0.0, _begun_s(attempt) - max(last) - every * step / 2))
+    first = min(_begun_s(one) for one in {saved[0].attempt, *inventory.origins(run)})
+    return Past(
+        run,
+        span_s=max(one.created_s for one in saved) - first,
+        failures=len(resumed),
+        every_steps=every,
+        step_s=step,
+        state_bytes=max(one.size for one in saved),
+        away_s=mean(gaps) if gaps else math.nan,
+    )
+
+
+def _saved(inventory: Inventory, run: str) -> set[_Saved]:
+    found = {}
+    for checkpoint, copies in inventory.copies(run).items():
+        for seen in copies.values():
+            if seen.facts and (ranks := complete_world_sizes(seen.ranks)):
+                facts = list(seen.facts.values())
+                size = round(mean(one.size for one in facts) * max(ranks))
+                found[checkpoint] = _Saved(checkpoint.attempt, checkpoint.step, facts[0].created.timestamp(), size)
+    return set(found.values())
+
+
+def _begun_s(attempt: str) -> float:
+    return int(attempt[:12], 16) / 1000  # an attempt's name begins with its time in milliseconds

@@ -1,0 +1,258 @@
+"""Which place wants which checkpoint of a run, judged over all places together.
+
+A place wants a checkpoint if its policy would keep the checkpoint in a place that held every complete checkpoint known
+anywhere, verified or not. So a rule that keeps checkpoints for good counts from the oldest known checkpoint, and a tier
+also wants checkpoints that only another tier has.
+
+Invariant: deleting a checkpoint that no place wants does not change which checkpoints any place wants. Therefore
+sending wanted checkpoints and deleting unwanted ones comes to an end.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import cast
+
+from tierd.core.config import Config
+from tierd.core.errors import FormatTooNew
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.planning.inventory import CheckpointCopy, Inventory, Place, differing, is_complete, union
+from tierd.core.retention.policies import EVERYTHING, policy_for, unknown
+from tierd.core.retention.policy import CheckpointInfo, Ranking, RetentionPolicy
+from tierd.core.timeline.launches import living
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The checkpoints that a place wants. `is_for_good` says whether the place wants one however many newer follow."""
+
+    ids: frozenset[CheckpointId]
+    is_for_good: Callable[[CheckpointId], bool]
+
+    def __or__(self, other: Wanted) -> Wanted:
+        """The checkpoints that either wants. Where both want one, `other` decides whether it is wanted for good."""
+
+        def good(one: CheckpointId) -> bool:
+            return other.is_for_good(one) if one in other.ids else self.is_for_good(one)
+
+        return Wanted(self.ids | other.ids, good)
+
+    def __and__(self, some: Collection[CheckpointId]) -> Wanted:
+        """The wanted checkpoints that are also in `some`."""
+        return Wanted(self.ids.intersection(some), self.is_for_good)
+
+
+class Demand:
+    """One run's checkpoints over all places that answer, and which place wants which of them.
+
+    Attributes:
+        copies: by checkpoint and place, the copy that each answering place shows.
+        merged: each checkpoint with the parts that are usable in any place.
+        whole: the checkpoints that are complete by their merged parts.
+
+    Args:
+        before: the demand of an earlier inventory, so that only checkpoints that differ are computed again.
+    """
+
+    def __init__(self, inventory: Inventory, config: Config, run: str, before: Demand | None = None) -> None:
+        self.inventory, self.run = inventory, run
+        self.copies: dict[CheckpointId, dict[str, CheckpointCopy]]
+        self.merged: dict[CheckpointId, CheckpointCopy] = {}
+        self._infos: dict[CheckpointId, CheckpointInfo] = {}
+        changed = None if before is None else self._go_on_from(before)
+        if changed is None:
+            self.copies = inventory.copies(run)
+            changed = self.copies.keys()
+        for one in changed:
+            self.merged.pop(one, None)
+            self._infos.pop(one, None)
+            if one in self.copies:
+                self.merged[one] = seen = merged_of(tuple(self.copies[one].values()))
+                if seen.complete or any(seen.ranks.values()):
+                    self._infos[one] = info_of(seen, frozenset(), complete=seen.complete)
+        self.whole = frozenset(one for one, seen in self.merged.items() if seen.complete)
+        self.origins = inventory.origins(run)
+        self._config = config
+        self._policies: dict[str, RetentionPolicy] = {}
+        self._rankings: dict[str, Ranking] = {}
+        self._living: dict[str, frozenset[str]] = {}
+
+    def _go_on_from(self, before: Demand) -> Collection[CheckpointId] | None:
+        """Take over the results of `before` and return the checkpoints that differ since; None if the places differ."""
+        places, old = self.inventory.places, before.inventory.places
+        if list(old) != list(places):
+            return None
+        seen = {name: place.run(self.run).seen for name, place in places.items()}
+        changed = set[CheckpointId]().union(*(differing(old[name].run(self.run).seen, seen[name]) for name in seen))
+        self.copies, self.merged, self._infos = dict(before.copies), dict(before.merged), dict(before._infos)
+        for one in changed:
+            self.copies.pop(one, None)
+            if copies := {name: some[one] for name, some in seen.items() if one in some}:
+                self.copies[one] = copies
+        return changed
+
+    def policy(self, place: str) -> RetentionPolicy:
+        """The run's policy in a place."""
+        if place not in self._policies:
+            self._policies[place] = policy_for(self.inventory, self._config, self.run, place)
+        return self._policies[place]
+
+    def _wants(self, place: str) -> RetentionPolicy:
+        """The policy by which a place wants checkpoints: a tier wants all while the run's policy cannot be read."""
+        here = self.inventory.tiers.get(place)
+        lost = here and (unknown(here, self.run) or unknown(self.inventory.spool, self.run))
+        return EVERYTHING if lost else self.policy(place)
+
+    def living(self, place: str) -> frozenset[str]:
+        """The launches that keep in a place the checkpoints that they would keep if no later launch existed."""
+        if place not in self._living:
+            self._living[place] = living(self.inventory, self.run, place)
+        return self._living[place]
+
+    def ranking(self, place: str) -> Ranking:
+        """The ranking of checkpoints by a place's policy as if the place held every known complete checkpoint."""
+        if place not in self._rankings:
+            infos = list(self._infos.values())
+            self._rankings[place] = Ranking(infos, self._wants(place), self.origins, self.living(place))
+        return self._rankings[place]
+
+    def reasons(self, place: str, checkpoint: CheckpointId, *, hoped: bool = False) -> tuple[str, ...]:
+        """Why a place wants a checkpoint; empty if it does not. `hoped` judges it as if it were complete."""
+        info = self._infos.get(checkpoint)
+        if info is None or not (info.complete or hoped):
+            return ()
+        if info.complete:
+            return self.ranking(place).verdict(info).reasons if checkpoint in self.ranking(place).kept else ()
+        verdict = self.ranking(place).verdict(replace(info, complete=True))
+        return verdict.reasons if verdict.keep else ()
+
+    def keeps(self, place: str, checkpoint: CheckpointId) -> bool:
+        """Whether a place wants a checkpoint that is complete."""
+        info = self._infos.get(checkpoint)
+        return info is not None and info.complete and checkpoint in self.ranking(place).kept
+
+    def wanted(self, place: str, pins: frozenset[CheckpointId], hoped: Collection[CheckpointId] = ()) -> Wanted:
+        """The checkpoints that a place wants if it held every known part, and the missing parts of those in `hoped`.
+
+        An incomplete checkpoint that is not in `hoped` counts as incomplete.
+        """
+        infos, pinned = self._infos, pins & self._infos.keys()
+        if halves := [one for one in self.halves if one in hoped]:
+            infos = infos | {one: replace(infos[one], complete=True) for one in halves}
+            ranking = Ranking(list(infos.values()), self._wants(place), self.origins, self.living(place))
+        else:
+            ranking = self.ranking(place)
+        return Wanted(ranking.kept | pinned, lambda one: one in pinned or ranking.is_for_good(infos[one]))
+
+    @cached_property
+    def halves(self) -> tuple[CheckpointId, ...]:
+        """The checkpoints of which some part is usable and which are incomplete."""
+        return tuple(one for one, info in self._infos.items() if not info.complete)
+
+    def lacking(self, tier: str, checkpoint: CheckpointId, copy: CheckpointCopy | None = None) -> bool:
+        """Whether a tier has no complete copy of a checkpoint.
+
+        A tier lacks an incomplete checkpoint if it does not have all parts of `copy`. A tier that does not answer lacks
+        every checkpoint.
+        """
+        place = self.inventory.tiers[tier]
+        seen = place.checkpoints.get(checkpoint) if place else None
+        if seen is None:
+            return True
+        if any(isinstance(why, FormatTooNew) for why in seen.defects.values()):
+            return False  # the copy is readable by a newer tierd or by one with another key
+        return not (seen.usable or (checkpoint not in self.whole and copy and seen.covers(copy)))
+
+    def waiting(self, tier: str, checkpoint: CheckpointId, copy: CheckpointCopy, *, hoped: bool) -> tuple[str, ...]:
+        """The other tiers that want a checkpoint and lack it. `copy` is the copy that `tier` has."""
+        return tuple(
+            name
+            for name in self.inventory.tiers
+            if name != tier and self.lacking(name, checkpoint, copy) and self.reasons(name, checkpoint, hoped=hoped)
+        )
+
+    def is_last(self, place: str, checkpoint: CheckpointId) -> bool:
+        """Whether a checkpoint is complete with the copy in `place` and incomplete without that copy."""
+        others = [readable(seen) for name, seen in self.copies.get(checkpoint, {}).items() if name != place]
+        return checkpoint in self.whole and not is_complete(union(*(seen.ranks for seen in others)))
+
+    def spread(self, checkpoint: CheckpointId, tier: str) -> tuple[int, bool]:
+        """How many tiers other than `tier` have a complete copy, and whether one of them wants it by its policy."""
+        found = [
+            name
+            for name, seen in self.copies[checkpoint].items()
+            if name in self.inventory.tiers and name != tier and seen.usable
+        ]
+        return len(found), any(self.reasons(name, checkpoint) for name in found)
+
+
+def merged_of(copies: tuple[CheckpointCopy, ...]) -> CheckpointCopy:
+    """One checkpoint with the usable parts of all these copies. The result for the same copies is cached."""
+    memo = copies[0].memo
+    known, found = memo.get(merged_of, ((), None))
+    if found is None or len(known) != len(copies) or any(map(operator.is_not, known, copies)):
+        found = merge([readable(seen) for seen in copies])
+        memo[merged_of] = copies, found
+    return cast(CheckpointCopy, found)
+
+
+def merge(copies: list[CheckpointCopy]) -> CheckpointCopy:
+    """One checkpoint with the parts of all these copies."""
+    first = copies[0]
+    if len(copies) == 1:
+        return first
+    facts = {part: found for seen in reversed(copies) for part, found in seen.facts.items()}
+    return CheckpointCopy(first.id, union(*(seen.ranks for seen in copies)), facts)
+
+
+def readable(seen: CheckpointCopy) -> CheckpointCopy:
+    """A copy without the parts that are known to be unusable."""
+    if not seen.defects:
+        return seen
+    bad = {(part.rank, part.world) for part in seen.defects}
+    ranks = {world: frozenset(rank for rank in some if (rank, world) not in bad) for world, some in seen.ranks.items()}
+    return CheckpointCopy(seen.id, {world: some for world, some in ranks.items() if some}, seen.facts)
+
+
+def info_of(
+    seen: CheckpointCopy, pins: frozenset[CheckpointId], *, complete: bool, verified: bool = True
+) -> CheckpointInfo:
+    """The input to retention for a copy.
+
+    The lowest rank's manifest gives the metadata of the checkpoint. A part whose manifest is unusable makes the
+    checkpoint incomplete.
+    """
+    if pins and seen.id in pins:
+        return replace(info_of(seen, frozenset(), complete=complete, verified=verified), pinned=True)
+    kind = info_of, complete, verified
+    if kind not in seen.memo:
+        seen.memo[kind] = _info_of(seen, complete=complete, verified=verified)
+    return cast(CheckpointInfo, seen.memo[kind])
+
+
+def _info_of(seen: CheckpointCopy, *, complete: bool, verified: bool) -> CheckpointInfo:
+    facts = seen.spoken
+    return CheckpointInfo(
+        seen.id,
+        complete=complete and not seen.defects,
+        verified=verified,
+        created=facts.created if facts else None,
+        metrics=facts.metrics if facts else None,
+        origin=facts.origin if facts else None,
+    )
+
+
+def lacked(place: Place, merged: CheckpointCopy, ranks: Collection[int], beyond: float) -> list[PartId]:
+    """The parts of a complete checkpoint that a place does not list, for `ranks` and for all ranks >= `beyond`."""
+    return [
+        part
+        for world, some in merged.ranks.items()
+        if len(some) == world
+        for rank in sorted(some if beyond < world else some.intersection(ranks))
+        if rank in ranks or rank >= beyond
+        for part in [PartId(merged.id, rank, world)]
+        if not place.lists(part)
+    ]

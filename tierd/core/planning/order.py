@@ -1,0 +1,94 @@
+"""The order in which a daemon sends checkpoints to a tier.
+
+The newest checkpoint is first, because a resume needs it. Checkpoints that the tier wants for good are second. Of these
+the one with the fewest copies is first, because another tier may hold it only for this tier. The others follow, newest
+first.
+
+A tier that is slower than the saves would never receive anything but the newest checkpoint. Therefore the daemon sends
+some checkpoints that are wanted for good after each newest one: about the square root of the number that wait. So both
+kinds make progress however slow the tier is. The queue shrinks as long as saves add less than the tier can receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from tierd.core.ids import CheckpointId
+from tierd.core.planning.inventory import Place, Sent
+
+
+@dataclass(frozen=True, slots=True)
+class FlushCandidate:
+    """A checkpoint of which a tier lacks parts.
+
+    Attributes:
+        begun: how many parts of it the tier has; 0 if the tier has a newer complete checkpoint.
+        for_good: whether a rule wants it however many newer checkpoints follow.
+        copies: how many other tiers have a complete copy.
+        at_home: whether one of those tiers wants it by its own policy, and does not only hold it for other tiers.
+    """
+
+    checkpoint: CheckpointId
+    begun: int
+    for_good: bool
+    copies: int
+    at_home: bool
+
+
+def in_turn(
+    candidates: Collection[FlushCandidate],
+    newest: Mapping[str, CheckpointId],
+    sent: Sent | None,
+    needed: Collection[CheckpointId] = (),
+) -> list[CheckpointId]:
+    """The candidates for one tier in the order in which to send them.
+
+    Args:
+        newest: by run, the newest checkpoint that is complete on the tier.
+        sent: the checkpoint that this daemon sent there last, which is finished first.
+        needed: the checkpoints for which a restore on another node waits.
+    """
+    found = sorted(candidates, key=_age, reverse=True)
+    first_of: dict[str, FlushCandidate | None] = {}
+    for one in found:
+        run = one.checkpoint.run
+        if first_of.setdefault(run, None) is None and _is_ahead(one, newest.get(run), sent):
+            first_of[run] = one
+    heads = [one for one in first_of.values() if one]
+    good = sorted((one for one in found if one.for_good and first_of[one.checkpoint.run] is not one), key=_danger)
+    if sent is not None and sent.others**2 < len(good):
+        first: list[FlushCandidate] = [good[0], *heads, *good[1:]]
+    else:
+        first = [*heads, *good]
+    urgent = [one for one in found if one.checkpoint in needed or (sent and one.checkpoint == sent.last)]
+    return list(dict.fromkeys(one.checkpoint for one in [*urgent, *first, *found]))
+
+
+def leads(checkpoint: CheckpointId, spool: Place, tier: Place) -> bool:
+    """Whether a checkpoint that is about to be sent is its run's newest.
+
+    Two conditions have to hold. The checkpoint is newer than every complete checkpoint on the tier. And the tier has a
+    part of it, or the spool has no newer one. The second condition excludes a checkpoint that is wanted for good: when
+    several of these are sent one after another, each is newer than all on the tier although newer ones wait.
+    """
+    whole, newest = tier.run(checkpoint.run).whole, spool.run(checkpoint.run).newest
+    if whole and whole[-1] > checkpoint:
+        return False
+    return checkpoint in tier.checkpoints or newest is None or newest <= checkpoint
+
+
+def _is_ahead(one: FlushCandidate, newest: CheckpointId | None, sent: Sent | None) -> bool:
+    """Whether a candidate is newer than its run's newest on the tier, and either begun or newer than the last sent."""
+    if newest is not None and one.checkpoint <= newest:
+        return False
+    return bool(one.begun) or sent is None or sent.last.run != one.checkpoint.run or one.checkpoint > sent.last
+
+
+def _age(one: FlushCandidate) -> tuple[str, int, int, str]:
+    """Sort key, largest first: the newest launch, and in it the checkpoint of which other nodes have sent most."""
+    return one.checkpoint.attempt, one.begun, one.checkpoint.step, one.checkpoint.run
+
+
+def _danger(one: FlushCandidate) -> tuple[int, bool, CheckpointId]:
+    return one.copies, one.at_home, one.checkpoint

@@ -1,0 +1,150 @@
+"""The scrub schedule: when each copy is read again, so that each is within a period, and which daemon reads it on a
+shared tier.
+
+Invariant: every copy has its own moment in the period, which is a hash of its name. So copies that were written or
+flushed together are not due together, even after a restart. A copy is due at its first moment after it was last
+verified or, if that time is not remembered, after it was made. A shared chunk keeps the schedule of the checkpoint that
+wrote it, even after that checkpoint was pruned. The reason is that bytes age from the day they were written. The
+schedule deletes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import xxhash
+
+from tierd.core.ids import PartId
+from tierd.core.planning.inventory import SPOOL, Inventory, ManifestFacts, Place, runs
+from tierd.core.planning.plan import is_janitor
+
+_EARLY = 0.9  # of the period; the rest is a reserve for the reading itself and for a daemon that was down
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ScrubbedCopy:
+    """One place's copy of a part; `place` is `SPOOL` or a tier's name."""
+
+    place: str
+    part: PartId
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ScrubTurn:
+    """When a copy was `verified` last and `at` which time it is to be read again; seconds since 1970."""
+
+    at: float
+    copy: ScrubbedCopy
+    verified: float
+
+
+ScrubTimes = Mapping[ScrubbedCopy, float]  # when each copy was last verified, seconds since 1970
+
+
+def agenda(
+    inventory: Inventory, remembered: ScrubTimes, period: float, now: float, place: str | None = None
+) -> list[ScrubTurn]:
+    """Every copy that this daemon scrubs, the most overdue first.
+
+    Args:
+        inventory: the observed places.
+        remembered: when each copy was last verified, seconds since 1970.
+        period: the time within which each copy is to be read again, in seconds.
+        now: seconds since 1970.
+        place: the only place whose copies are wanted; None for all places.
+    """
+    return sorted(
+        (_turn(inventory, copy, facts, remembered, period, now) for copy, facts in _duties(inventory, place)),
+        key=lambda turn: (turn.at, turn.copy),
+    )
+
+
+def again(
+    inventory: Inventory, copy: ScrubbedCopy, remembered: ScrubTimes, period: float, now: float
+) -> ScrubTurn | None:
+    """A copy's next turn by the times `remembered` now; None if its place does not show the copy any more."""
+    place = inventory.places.get(copy.place)
+    seen = place.checkpoints.get(copy.part.checkpoint) if place else None
+    if seen is None or not seen.has(copy.part):
+        return None
+    return _turn(inventory, copy, seen.facts.get(copy.part) or seen.spoken, remembered, period, now)
+
+
+def lenders(inventory: Inventory, copy: ScrubbedCopy) -> list[ScrubbedCopy]:
+    """The deleted copies whose chunks this copy still names."""
+    place = inventory.tiers.get(copy.place)
+    facts = place.facts(copy.part) if place else None
+    owners = facts.borrowed if facts else ()
+    found = [ScrubbedCopy(copy.place, replace(copy.part, checkpoint=owner)) for owner in sorted(owners)]
+    return [one for one in found if place and not place.lists(one.part)]
+
+
+def overdue(turns: list[ScrubTurn], period: float, now: float) -> int:
+    """How many copies were not read again within the period."""
+    return sum(turn.verified + period < now for turn in turns)
+
+
+def _duties(inventory: Inventory, only: str | None) -> Iterator[tuple[ScrubbedCopy, ManifestFacts | None]]:
+    """The copies that this daemon scrubs.
+
+    In the spool these are all copies. On a tier these are the parts of each rank of which the spool has any part. A
+    run's janitor also scrubs the ranks that the run's newest attempt does not have, because no spool will hold those
+    again. If a part's manifest was not read, the facts of its checkpoint's lowest rank give the time of creation.
+    """
+    mine = inventory.spool.ranks
+    for name, place in {SPOOL: inventory.spool, **inventory.tiers}.items():
+        if place is None or only not in (None, name):
+            continue
+        beyond = {
+            run: _world_size(inventory, place, run) for run in runs(inventory) if is_janitor(inventory, place, run)
+        }
+        for seen in place.checkpoints.values():
+            own, end = mine.get(seen.id.run, frozenset()), beyond.get(seen.id.run, math.inf)
+            speaks = seen.spoken
+            for size, ranks in seen.ranks.items():
+                wanted = ranks & own if size <= end else ranks & own | {rank for rank in ranks if rank >= end}
+                for part in (PartId(seen.id, rank, size) for rank in wanted):
+                    if part not in seen.defects:
+                        yield ScrubbedCopy(name, part), seen.facts.get(part) or speaks
+
+
+def _world_size(inventory: Inventory, tier: Place, run: str) -> int:
+    """The world size of the newest attempt."""
+    found = [(seen.id.attempt, max(seen.ranks)) for place in (inventory.spool, tier) for seen in place.copies(run)]
+    if run in inventory.spool.launches:
+        launch = inventory.spool.launches[run]
+        found.append((launch.attempt, max(launch.ranks)))
+    return max(found)[1]
+
+
+def _turn(
+    inventory: Inventory,
+    copy: ScrubbedCopy,
+    facts: ManifestFacts | None,
+    remembered: ScrubTimes,
+    period: float,
+    now: float,
+) -> ScrubTurn:
+    verified = _verified(copy, facts, remembered, period, now)
+    turns = [ScrubTurn(_moment(copy, verified, period), copy, verified)]
+    for lender in lenders(inventory, copy):
+        verified = min(max(0.0, remembered.get(lender, now)), now)
+        turns.append(ScrubTurn(_moment(lender, verified, period), copy, verified))
+    return min(turns, key=lambda turn: turn.at)
+
+
+def _verified(
+    copy: ScrubbedCopy, facts: ManifestFacts | None, remembered: ScrubTimes, period: float, now: float
+) -> float:
+    # A put verifies the copy. A time in the future is ignored, because a clock was wrong or `scrubbed.json` is damaged.
+    made = facts.created.timestamp() if facts else -1.0
+    times = [time for time in (remembered.get(copy, -1.0), made) if 0 <= time <= now]
+    return times[0] if times else now - period
+
+
+def _moment(copy: ScrubbedCopy, verified: float, period: float) -> float:
+    beat = period * _EARLY
+    own: float = beat * xxhash.xxh3_64_intdigest(f"{copy.place}/{copy.part.path}".encode()) / 2**64
+    return own + beat * (math.floor((verified - own) / beat) + 1)

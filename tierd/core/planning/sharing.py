@@ -1,0 +1,55 @@
+"""Which chunks of an older checkpoint a flush may name instead of sending its own.
+
+Invariant: one damaged or lost object costs a bounded number of checkpoints. A chunk is shared only if sharing saves
+enough to be worth the dependence. At most `MOST_SHARERS` checkpoints of a tier depend on the checkpoint that wrote it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from tierd.core.ids import CheckpointId, PartId, chunk_owner
+from tierd.core.manifest import Chunk, Manifest
+from tierd.core.planning.inventory import Place
+
+# Sharing a smaller chunk would risk checkpoints and save next to nothing. Such chunks hold less than 1 % of a
+# transformer's bytes, and sending one again costs a single request, as does asking whether it still exists.
+SMALLEST_SHARED_BYTES = 1 << 20
+
+# If only an adapter changes, 100 checkpoints send the frozen bytes 7 times with 16 sharers, and once without a bound
+# (SCALE.md). Doubling the bound halves these uploads, and doubles the number of checkpoints that one bad chunk costs.
+MOST_SHARERS = 16
+
+
+def worn(tier: Place, part: PartId) -> frozenset[CheckpointId]:
+    """The checkpoints whose chunks a new flush of `part` must not name, because enough others depend on them.
+
+    The dependents of a checkpoint are those on the tier whose manifest of the same rank names its chunks. The
+    checkpoint itself counts too while it exists. The part's own checkpoint does not count, because it would only be
+    flushed again.
+    """
+    run, own = part.checkpoint.run, part.checkpoint
+    if not tier.run(run).borrowed:
+        return frozenset()
+    sharers: Counter[CheckpointId] = Counter()
+    for seen in tier.copies(run):
+        facts = [found for one, found in seen.facts.items() if one.rank == part.rank]
+        if facts and seen.id != own:
+            sharers.update({seen.id}.union(*(found.borrowed for found in facts)))
+    return frozenset(one for one, count in sharers.items() if count >= MOST_SHARERS)
+
+
+def shareable(base: Manifest, worn_out: Collection[CheckpointId]) -> list[Chunk]:
+    """The chunks of `base`, another checkpoint's manifest on the tier, that a flush may name.
+
+    Args:
+        worn_out: the result of `worn`.
+    """
+    found = []
+    for chunk in base.chunks():
+        if chunk.stored and chunk.size >= SMALLEST_SHARED_BYTES:
+            owner = chunk_owner(base.run, chunk.stored.key)
+            if owner and owner not in worn_out:
+                found.append(chunk)
+    return found

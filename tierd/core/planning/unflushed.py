@@ -1,0 +1,151 @@
+"""Which parts are not on every tier that wants them, and how a message says so.
+
+Invariant: every part of the spool counts as lacking on a tier that did not answer, because that tier may lack anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from tierd.core.errors import DaemonUnavailable
+from tierd.core.ids import PartId
+from tierd.core.planning.inventory import Inventory
+
+_NAMED = 5  # parts that a sentence names
+
+
+class Remaining(msgspec.Struct, frozen=True, kw_only=True):
+    """One part that some tier lacks.
+
+    Attributes:
+        part: the part.
+        size_bytes: the raw size; 0 if its manifest cannot be read.
+        on: the tiers that hold a verified copy.
+        lacks: the tiers that want a copy and have none, and the tiers that did not answer.
+    """
+
+    part: PartId
+    size_bytes: int
+    on: tuple[str, ...]
+    lacks: tuple[str, ...]
+
+
+class TierTrouble(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Whether a tier takes checkpoints now.
+
+    Attributes:
+        reached: whether the tier answered the daemon's last listing.
+        error: why the tier takes nothing; None if nothing failed.
+        refused: whether the tier refused, so that a person has to act; otherwise the failure may be temporary.
+    """
+
+    reached: bool
+    error: str | None = None
+    refused: bool = False
+
+    @property
+    def accepts(self) -> bool:
+        return self.reached and self.error is None
+
+
+class Unflushed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A daemon's answer to `messages.Backlog`.
+
+    Attributes:
+        left: the parts that some tier still lacks.
+        tiers: by name, whether each tier takes checkpoints.
+        paused: when the pause ends, in RFC 3339, or "until resumed"; None if the daemon is not paused.
+    """
+
+    left: tuple[Remaining, ...] = ()
+    tiers: dict[str, TierTrouble] = {}
+    paused: str | None = None
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no tier takes checkpoints; None if some tier does, or if the daemon has not listed a tier yet."""
+        if self.paused:
+            return f"paused: {self.paused}"
+        errors = [f"{name}: {tier.error}" for name, tier in self.tiers.items() if tier.error]
+        return "; ".join(errors) if errors and len(errors) == len(self.tiers) else None
+
+
+def backlog_of(answer: Mapping[str, Any]) -> Unflushed:
+    """The backlog in a daemon's answer.
+
+    Raises:
+        DaemonUnavailable: the answer has another form, so the daemon is of another version.
+    """
+    try:
+        return msgspec.convert(answer["backlog"], Unflushed)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise DaemonUnavailable(f"the daemon is of another version of tierd ({error}): restart it") from error
+
+
+def remaining(inventory: Inventory, wanted: Collection[tuple[PartId, str]]) -> tuple[Remaining, ...]:
+    """The parts that some tier lacks and that this daemon sends from the spool or from another tier, newest first.
+
+    Args:
+        inventory: the observed places.
+        wanted: the part and the tier of each flush in the current plan.
+    """
+    found = []
+    parts = {part for part, _ in wanted}
+    if None in inventory.tiers.values():
+        parts.update(inventory.spool.parts())
+    for part in sorted(parts, key=lambda one: (one.checkpoint, -one.rank), reverse=True):
+        lacks = tuple(
+            name
+            for name, place in inventory.tiers.items()
+            if (part, name) in wanted or (place is None and inventory.spool.lists(part))
+        )
+        if lacks:
+            on = tuple(name for name, place in inventory.tiers.items() if place and place.has(part))
+            found.append(Remaining(part=part, size_bytes=inventory.size_bytes(part), on=on, lacks=lacks))
+    return tuple(found)
+
+
+def by_tier(left: Sequence[Remaining]) -> dict[str, tuple[int, int]]:
+    """By tier, the number of parts and of bytes that it lacks; only tiers that lack something."""
+    parts, size = Counter[str](), Counter[str]()
+    for one in left:
+        parts.update(one.lacks)
+        size.update(dict.fromkeys(one.lacks, one.size_bytes))
+    return {name: (parts[name], size[name]) for name in parts}
+
+
+def describe(left: Sequence[Remaining], silent: Collection[str] = ()) -> str:
+    """One sentence about the parts that are left. It lists parts on no tier before parts that only some tiers lack.
+
+    Args:
+        left: the parts.
+        silent: the tiers that did not answer.
+    """
+    if not left:
+        return "nothing is left: every part is on every tier that wants it"
+    nowhere = [one for one in left if not one.on]
+    pieces = []
+    if nowhere:
+        known = "no tier that answers" if silent else "no tier"
+        pieces.append(f"{_parts(len(nowhere))} on {known}: {_names(nowhere)}")
+    for (on, lacks), count in Counter((one.on, one.lacks) for one in left if one.on).items():
+        number = f"{count} more {'is' if count == 1 else 'are'}" if pieces else _parts(count)
+        pieces.append(f"{number} on {_both(on)} and not on {_both(lacks)}")
+    return "; ".join(pieces) + (f" ({_both(tuple(silent))} did not answer)" if silent else "")
+
+
+def _parts(count: int) -> str:
+    return "1 part is" if count == 1 else f"{count} parts are"
+
+
+def _names(parts: Sequence[Remaining]) -> str:
+    named = ", ".join(str(one.part) for one in parts[:_NAMED])
+    return named + (f", and {len(parts) - _NAMED} older ones" if len(parts) > _NAMED else "")
+
+
+def _both(names: tuple[str, ...]) -> str:
+    return " and ".join(names)

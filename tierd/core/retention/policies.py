@@ -1,0 +1,75 @@
+"""Which retention policy holds for a run in a place.
+
+Invariant: every decision to keep or to delete calls this module, so that the daemon, `ls` and `prune` cannot disagree.
+If several policies hold, each checkpoint that any of them keeps is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tierd.core.config import Config
+from tierd.core.planning.inventory import SPOOL, Inventory, Place
+from tierd.core.retention.policy import RetentionPolicy, merged
+from tierd.core.retention.stored import StoredRetention
+
+DEFAULT = RetentionPolicy()
+EVERYTHING = RetentionPolicy(keep_last=1 << 31)
+
+
+def policy_for(inventory: Inventory, config: Config, run: str, place: str) -> RetentionPolicy:
+    """The policy of `run` in `place`, the spool or a tier of the configuration.
+
+    A tier that does not answer, and whose policy is not known here, counts as wanting everything. The policy stored
+    there may keep much, and other tiers hold the checkpoints that this tier wants.
+    """
+    silent = place != SPOOL and inventory.tiers.get(place) is None
+    return known_policy(inventory, config, run, place) or (EVERYTHING if silent else DEFAULT)
+
+
+def known_policy(inventory: Inventory, config: Config, run: str, place: str) -> RetentionPolicy | None:
+    """The policy that was given to `run` in `place`, or was recorded there; None if the default holds.
+
+    In the spool the configuration's policy holds, because it is written for that disk; without one, the trainer's. On a
+    tier the policies of all nodes hold together. A recorded default holds if no node gave a policy.
+    """
+    if place == SPOOL:
+        return config.retention or trainers_policy(inventory, run)
+    here = inventory.tiers.get(place)
+    stored = list(_standing(inventory, config, run, place, here)) if here else []
+    own = own_policies(inventory, config, run, place).values()
+    given = [*own, *(one.retention for one in stored if one.given != "default" and one.retention)]
+    return merged(given) or merged(one.retention for one in stored if one.retention)
+
+
+def own_policies(inventory: Inventory, config: Config, run: str, tier: str) -> dict[str, RetentionPolicy]:
+    """The policies that this node gives `run` on a tier, by origin: `configuration` or `trainer`."""
+    found = {"configuration": config.named(tier).retention, "trainer": trainers_policy(inventory, run)}
+    return {given: policy for given, policy in found.items() if policy}
+
+
+def trainers_policy(inventory: Inventory, run: str) -> RetentionPolicy | None:
+    """The policy that this node's trainer gave `run`; None if there is none or it cannot be read."""
+    return merged(one.retention for one in inventory.spool.policies.get(run, ()) if one.retention)
+
+
+def unknown(place: Place, run: str) -> str | None:
+    """Why the policy of `run` in a place is not known; None if it is known. While it is unknown, nothing of the run may
+    be deleted there."""
+    lost = [one.why for one in place.policies.get(run, ()) if one.retention is None]
+    return lost[0] if lost else None
+
+
+def disagreeing(place: Place, run: str) -> tuple[StoredRetention, ...]:
+    """The policies given to `run` in a place, if they differ or one cannot be read; otherwise none."""
+    given = tuple(one for one in place.policies.get(run, ()) if one.given != "default" or one.retention is None)
+    return given if len({one.retention for one in given}) > 1 or unknown(place, run) else ()
+
+
+def _standing(inventory: Inventory, config: Config, run: str, tier: str, place: Place) -> Iterator[StoredRetention]:
+    """The policies stored on a tier, without this node's records of policies that it gives itself now, which may have
+    changed since."""
+    own = own_policies(inventory, config, run, tier)
+    for one in place.policies.get(run, ()):
+        if one.by != inventory.who or one.given not in own:
+            yield one

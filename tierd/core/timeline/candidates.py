@@ -1,0 +1,365 @@
+"""Which checkpoints a restore tries, in which order, and its error message when there is none.
+
+Invariant: names alone decide completeness, and manifests alone decide ancestry. Neither decides validity, which only
+the reader of a candidate's bytes finds out. From equal run views every rank decides the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tierd.core.errors import CheckpointNotFound
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.planning.inventory import Inventory
+from tierd.core.save_policy import Goal, listed
+from tierd.core.timeline.chain import timeline
+from tierd.core.timeline.run_view import CORRUPT, RunView, named, ranks_of, run_view_of
+
+_MOST = 5  # items that a message lists
+UNTOLD = "rank 0's manifest is corrupt wherever it was seen: how good it is cannot be told"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A complete checkpoint. `lacking` are the ranks that observe no copy of a part they need, although others do."""
+
+    checkpoint: CheckpointId
+    world: int
+    lacking: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreOrder:
+    """The order in which a restore of one run tries checkpoints, and the facts that explain this order.
+
+    Attributes:
+        candidates: the checkpoints to try, in order.
+        branches: complete checkpoints that are not on the timeline.
+        incomplete: checkpoints newer than the first candidate that lack a rank's part.
+        lost: the attempt at which the timeline ends because its origin is unknown; None if there is none.
+        unreached: the tiers that did not answer some rank.
+        attempts: the known attempts.
+        quarantined: checkpoints that belong among the candidates but were quarantined, in whole or in part, as proven
+            corrupt everywhere.
+        alone: which rank could ask no tier, and why.
+        origins: the known origins, by attempt.
+        goal: the metric and mode by which the best checkpoint was requested; None if it was not.
+        values: by metric, the value in rank 0's manifest of each checkpoint; NaN if the manifest has none.
+        metrics: some names of metrics that manifests have.
+        whole: all complete checkpoints.
+        unread: with `goal`: complete checkpoints of the timeline whose metric no place could give.
+        corrupt: with `goal`: complete checkpoints of the timeline whose metric no place will ever give, because rank
+            0's manifest is corrupt wherever it was observed.
+        gone: checkpoints that were complete once, as some rank's node or a head remembers, and of which no rank
+            observes anything now.
+        unvouched: checkpoints about which nothing proves that they belong to the run. They are newer by name than
+            all whose origin is known, or only names show them complete, for another world size.
+        silent: details of the places in `unreached`, each with the indices of the run views that lack the place.
+        down_to: the oldest checkpoint that every rank observed, if some rank left older ones out. About older ones not
+            everything is known.
+    """
+
+    candidates: tuple[Candidate, ...]
+    branches: tuple[CheckpointId, ...]
+    incomplete: tuple[CheckpointId, ...]
+    lost: str | None
+    unreached: tuple[str, ...]
+    attempts: tuple[str, ...]
+    quarantined: tuple[CheckpointId, ...] = ()
+    alone: tuple[str, ...] = ()
+    origins: Mapping[str, CheckpointId | None] = field(default_factory=dict)
+    goal: Goal | None = None
+    values: Mapping[str, Mapping[CheckpointId, float]] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ()
+    whole: frozenset[CheckpointId] = frozenset()
+    unread: tuple[CheckpointId, ...] = ()
+    corrupt: tuple[CheckpointId, ...] = ()
+    gone: tuple[CheckpointId, ...] = ()
+    unvouched: tuple[CheckpointId, ...] = ()
+    silent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    down_to: CheckpointId | None = None
+
+    @property
+    def goes_deep_enough(self) -> bool:
+        """Whether the first candidate remains first whatever checkpoints were left out because of `down_to`.
+
+        Every rank observed all checkpoints newer than the first candidate, so none that was left out can precede it:
+        the newest attempt, the chain down to the candidate and the complete checkpoints on it are known. The result is
+        False if no origin is known or a place is unreached, because an older manifest may then change the chain.
+        """
+        if self.down_to is None:
+            return True
+        known = bool(self.origins) and not self.unreached
+        return known and bool(self.candidates) and self.candidates[0].checkpoint >= self.down_to
+
+    def order(self, checkpoint: CheckpointId) -> tuple[float, CheckpointId]:
+        """The sort key by which candidates are tried, largest first."""
+        return (_score(self.goal, self.values, checkpoint) if self.goal else 0.0), checkpoint
+
+
+def restore_candidates(
+    inventory: Inventory, run: str, step: int | None = None, attempt: str | None = None, best: Goal | None = None
+) -> RestoreOrder:
+    """Order the checkpoints of `run` by this node's inventory, for a reader of all ranks' parts; see `agree`."""
+    return agree([run_view_of(inventory, run, (best.metric,) if best else ())], run, step, attempt, best=best)
+
+
+def agree(
+    sights: Sequence[RunView],
+    run: str,
+    step: int | None = None,
+    attempt: str | None = None,
+    *,
+    world: int | None = None,
+    everything: bool = False,
+    best: Goal | None = None,
+) -> RestoreOrder:
+    """Order the checkpoints of `run` for a restore, by the run views of all ranks together.
+
+    Args:
+        sights: the run views of ranks 0..world-1; or a single one if ranks cannot communicate or no rank is meant.
+        run: the run.
+        step: only this step: the checkpoint on the timeline if there is one, else that of the newest attempt.
+        attempt: only this attempt; it selects a branch off the timeline too.
+        world: how many ranks restore; None if no ranks are meant.
+        everything: whether every rank needs every rank's part, and not only its own.
+        best: order by this goal, the best first, and of equals the newest. Only checkpoints with a number for the
+            metric in rank 0's manifest are candidates.
+    """
+    mute = world is not None and len(sights) < world  # other ranks do not know of checkpoints that only this node has
+    whole = _whole(sights, run)
+    found, complete, hollow = _together(sights, whole, run, mute=mute)
+    if world is not None and not everything:  # names alone do not prove that another world size saved a checkpoint
+        hollow = {one for one in hollow if complete[one] != world}
+        complete = {one: size for one, size in complete.items() if one not in hollow}
+    else:
+        hollow = set()
+    aside = {one for sight in sights for one in named(run, sight.aside)} - complete.keys()
+    known = {*found, *aside}
+    origins = {
+        attempt: CheckpointId(run, *origin) if origin else None
+        for sight in reversed(sights)
+        for attempt, origin in sight.origins.items()
+    }
+    line = timeline(known, complete, origins)
+    order = line.path
+    if step is not None or attempt is not None:
+        order = tuple(
+            checkpoint
+            for checkpoint in (*line.path, *line.branches)
+            if step in (None, checkpoint.step) and attempt in (None, checkpoint.attempt)
+        )
+        # A requested attempt is ordered by itself, newest first, whether it was abandoned or not.
+        order = order[:1] if step is not None else tuple(sorted(order, reverse=True))
+    values = _values(sights, run)
+    told, reach = values.get(best.metric, {}) if best else {}, order
+    if best is not None:
+        ranked = [one for one in reach if not math.isnan(told.get(one, math.nan))]
+        order = tuple(sorted(ranked, key=lambda one: (_score(best, values, one), one), reverse=True))
+    untold = tuple(one for one in reach if best and one not in told)
+    bad = _corrupt(sights, run) & set(untold)
+    first = order[0] if order else None
+    doubtful = aside | hollow
+    if step is None and attempt is None:
+        doubtful &= hollow | set(timeline(known, known, origins).path) - set(line.unvouched)
+    else:
+        doubtful = {c for c in doubtful if step in (None, c.step) and attempt in (None, c.attempt)}
+    # A checkpoint that one rank misses is not lost if another rank has a part of it. A rank's view counts for this only
+    # if that view does not itself list the checkpoint as gone.
+    gone = {one for sight in sights for one in named(run, sight.gone)} - complete.keys() - aside - hollow
+    if gone:  # this is rare; otherwise it is skipped, because decoding every rank's parts takes long
+        gone -= {one for sight in sights for one in sight.partial(run).keys() - named(run, sight.gone)}
+    unvouched = {*line.unvouched, *(one for one in hollow & doubtful if best or not first or one > first)}
+    lacking = _lacking(sights, whole, complete, world, everything=everything) if world and not mute else {}
+    return RestoreOrder(
+        candidates=tuple(Candidate(one, complete[one], lacking.get(one, ())) for one in order),
+        branches=tuple(checkpoint for checkpoint in line.branches if checkpoint not in order),
+        incomplete=tuple(
+            sorted(
+                (
+                    one
+                    for one in found - complete.keys() - aside - hollow - gone - set(line.unvouched)
+                    if best or not first or one > first
+                ),
+                reverse=True,
+            )
+        ),
+        lost=line.lost,
+        unreached=tuple(dict.fromkeys(name for sight in sights for name in sight.unreached)),
+        attempts=tuple(sorted({one.attempt for one in known - set(line.unvouched)} | origins.keys())),
+        quarantined=tuple(sorted(doubtful & aside, reverse=True)),
+        alone=tuple(
+            f"rank {rank}: {sight.alone}" if len(sights) > 1 else sight.alone
+            for rank, sight in enumerate(sights)
+            if sight.alone
+        ),
+        origins=origins,
+        goal=best,
+        values=values,
+        metrics=tuple(sorted({name for sight in sights for name in sight.metrics})),
+        whole=frozenset(complete),
+        unread=tuple(one for one in untold if one not in bad),
+        corrupt=tuple(one for one in untold if one in bad),
+        gone=tuple(sorted(gone, reverse=True)),
+        unvouched=tuple(sorted((one for one in unvouched if one not in order), reverse=True)),
+        silent=_silent(sights),
+        down_to=max((CheckpointId(run, *one.down_to) for one in sights if one.down_to), default=None),
+    )
+
+
+def _silent(sights: Sequence[RunView]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for number, sight in enumerate(sights):
+        for why in (sight.silent[name] for name in sight.unreached if name in sight.silent):
+            found[why] = (*found.get(why, ()), number)
+    return found
+
+
+def _values(sights: Sequence[RunView], run: str) -> dict[str, dict[CheckpointId, float]]:
+    """By metric, the values that any rank's view has, without corrupt ones."""
+    found: dict[str, dict[CheckpointId, float]] = {}
+    for sight in {msgspec.msgpack.encode(one.values): one for one in sights}.values():
+        for metric, attempts in sight.values.items():
+            found.setdefault(metric, {}).update(
+                (CheckpointId(run, attempt, step), math.nan if value is None else float(value))
+                for attempt, steps in attempts.items()
+                for step, value in steps.items()
+                if value != CORRUPT
+            )
+    return found
+
+
+def _corrupt(sights: Sequence[RunView], run: str) -> set[CheckpointId]:
+    return {
+        CheckpointId(run, attempt, step)
+        for sight in sights
+        for attempts in sight.values.values()
+        for attempt, steps in attempts.items()
+        for step, value in steps.items()
+        if value == CORRUPT
+    }
+
+
+def _score(goal: Goal, values: Mapping[str, Mapping[CheckpointId, float]], checkpoint: CheckpointId) -> float:
+    value = values.get(goal.metric, {}).get(checkpoint, math.nan)
+    return -math.inf if math.isnan(value) else goal.score(value)
+
+
+def _together(
+    sights: Sequence[RunView], whole: Sequence[dict[CheckpointId, int]], run: str, *, mute: bool
+) -> tuple[set[CheckpointId], dict[CheckpointId, int], set[CheckpointId]]:
+    """Combine the run views of all ranks.
+
+    Returns:
+        Every checkpoint of which any rank observes a part; the complete ones with their world sizes; and the complete
+        ones that only names show to be so.
+    """
+    told: dict[CheckpointId, int] = {}
+    bare: dict[CheckpointId, int] = {}
+    # Ranks of one node have equal views, each of which is decoded once.
+    alike = {
+        (id(seen), msgspec.msgpack.encode(one.hollow)): (one, seen) for one, seen in zip(sights, whole, strict=True)
+    }
+    for sight, seen in alike.values():
+        hollow = named(run, sight.hollow)
+        for checkpoint, size in seen.items():
+            into = bare if checkpoint in hollow else told
+            into[checkpoint] = min(size, into.get(checkpoint, size))
+    complete = bare | told
+    parts: dict[CheckpointId, dict[int, set[int]]] = {}
+    for sight in {msgspec.msgpack.encode(one.parts): one for one in sights}.values():
+        for checkpoint, sizes in sight.partial(run).items():
+            for size, ranks in sizes.items():
+                parts.setdefault(checkpoint, {}).setdefault(size, set()).update(ranks)
+    found = {*complete, *parts}
+    for checkpoint, sizes in parts.items():
+        full = [size for size, ranks in sizes.items() if len(ranks) == size != bare.get(checkpoint)]
+        if full and checkpoint not in told:
+            told[checkpoint] = complete[checkpoint] = min(full)
+    if mute:
+        for checkpoint in named(run, sights[0].mixed):
+            del complete[checkpoint]
+    return found, complete, bare.keys() & complete.keys() - told.keys()
+
+
+def _lacking(
+    sights: Sequence[RunView],
+    whole: Sequence[dict[CheckpointId, int]],
+    complete: dict[CheckpointId, int],
+    world: int,
+    *,
+    everything: bool,
+) -> dict[CheckpointId, tuple[int, ...]]:
+    """By complete checkpoint, the ranks that do not observe the parts that they need."""
+    found: dict[CheckpointId, list[int]] = {}
+    absent: dict[int, list[CheckpointId]] = {}
+    for rank, (sight, seen) in enumerate(zip(sights, whole, strict=True)):
+        if id(seen) not in absent:
+            needed = [one for one, size in complete.items() if everything or size == world]
+            absent[id(seen)] = [one for one in needed if seen.get(one) != complete[one]]
+        for checkpoint in absent[id(seen)]:
+            own = sight.parts.get(checkpoint.attempt, {}).get(checkpoint.step, {}).get(complete[checkpoint], [])
+            if everything or rank not in ranks_of(own):
+                found.setdefault(checkpoint, []).append(rank)
+    return {checkpoint: tuple(ranks) for checkpoint, ranks in found.items()}
+
+
+def _whole(sights: Sequence[RunView], run: str) -> list[dict[CheckpointId, int]]:
+    """For each run view, its complete checkpoints with their world sizes. Equal views are decoded once."""
+    same: dict[bytes, dict[CheckpointId, int]] = {}
+    found = []
+    for sight in sights:
+        name = msgspec.msgpack.encode(sight.whole)
+        if name not in same:
+            same[name] = sight.complete(run)
+        found.append(same[name])
+    return found
+
+
+def not_found(
+    resume: RestoreOrder, run: str, step: int | None, skipped: list[str], attempt: str | None = None
+) -> CheckpointNotFound:
+    """Make the error that names the request, the skipped checkpoints with reasons, and possible other requests."""
+    asked = f"run {run!r}" if step is None else f"run {run!r} step {step}"
+    asked += f" of attempt {attempt}" if attempt else ""
+    if resume.goal and resume.whole and not resume.candidates:
+        return CheckpointNotFound(
+            f"{asked}: no complete checkpoint of the timeline has a number for the metric {resume.goal.metric!r}; "
+            f"{listed(resume.metrics)}"
+        )
+    lines = [f"{asked}: no checkpoint could be verified"] if skipped else [f"{asked}: there is no such checkpoint"]
+    lines += [f"  skipped {text}" for text in skipped]
+    if (resume.quarantined or resume.gone or resume.unvouched) and not resume.candidates and step is None:
+        lines.append(f"  to begin from nothing all the same, give the run another name, or remove it (tierd rm {run})")
+    if resume.lost:
+        lines.append(f"  what attempt {resume.lost} resumed from cannot be told any more")
+    if resume.branches:
+        others = ", ".join(f"step {c.step} of attempt {c.attempt}" for c in resume.branches[:5])
+        lines.append(f"  not tried, off the timeline: {others}; restore(step=…, attempt=…) asks for one")
+    return CheckpointNotFound("\n".join(lines))
+
+
+def because(resume: RestoreOrder, world: int = 1, mute: int | None = None) -> str:
+    """Where and why places did not answer, in parentheses, for a message; empty if no details are known.
+
+    Args:
+        resume: the order, whose `silent` has the details.
+        world: the number of ranks.
+        mute: the only rank whose run view was used, if ranks cannot communicate.
+    """
+    texts = []
+    for why, numbers in list(resume.silent.items())[:_MOST]:
+        ranks = numbers if mute is None else (mute,)
+        named = ", ".join(map(str, ranks[:_MOST])) + (f" and {len(ranks) - _MOST} more" if ranks[_MOST:] else "")
+        texts.append(f"rank{'s' * (len(ranks) > 1)} {named} on {why}" if world > 1 else why)
+    more = len(resume.silent) - len(texts)
+    return f" ({'; '.join(texts)}{f'; and {more} more' if more else ''})" if texts else ""
+
+
+def own_part(candidate: Candidate, rank: int) -> PartId:
+    """The part from which `rank` restores."""
+    return PartId(candidate.checkpoint, rank, candidate.world)

@@ -1,0 +1,189 @@
+"""The head of a run: a record, separate from the manifests, of each launch's origin and newest complete checkpoint.
+FORMAT.md describes it.
+
+Invariant: a head records only facts that a manifest stated before, and a later head forgets no launch that still
+matters. So a head outlives the manifests from which it was made, and proves that they existed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tierd.core.errors import FormatTooNew, ManifestError
+from tierd.core.ids import LATEST_MS, CheckpointId
+from tierd.core.manifest import Attempt, Digest, Origin, Step
+from tierd.core.seal import digest_of, seal, unsealed, version_of
+from tierd.core.timeline.chain import way
+
+VERSION = 1
+MAX_LAUNCHES = 4096
+MAX_SIZE = 1 << 20  # bytes
+_MAX_COUNTER = (1 << 53) - 1  # the largest integer that every JSON reader represents exactly
+_MAX_TIERS = 16  # the most tiers whose last head a spool remembers
+
+
+class Known(msgspec.Struct, frozen=True, kw_only=True):
+    """One launch: the checkpoint it resumed from (None: it began from nothing), and the step of its newest checkpoint
+    that was complete in the head's place (None: none was)."""
+
+    resumed_from: Origin | None
+    newest: Step | None
+
+
+class Last(msgspec.Struct, frozen=True):
+    """The counter and digest of the head that was observed last in a place."""
+
+    counter: Annotated[int, Meta(ge=1, le=_MAX_COUNTER)]
+    digest: Digest
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One node's record of a run in one place.
+
+    Attributes:
+        version: the version of the format.
+        run: the run.
+        by: the id of the node that wrote the head, 8 hex digits; empty in a spool.
+        counter: one more than the counter of the head before; 1 in the first head.
+        before: the digest of the head before; None in the first head.
+        written: the time of writing in RFC 3339, for people.
+        launches: the launches, by attempt.
+        tiers: in a spool only: by URL, the last heads that this node observed on tiers.
+    """
+
+    version: int
+    run: str
+    by: Annotated[str, Meta(pattern=r"^([0-9a-f]{8})?\Z")]
+    counter: Annotated[int, Meta(ge=1, le=_MAX_COUNTER)]
+    before: Digest | None
+    written: Annotated[str, Meta(max_length=64, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
+    launches: Annotated[dict[Attempt, Known], Meta(max_length=MAX_LAUNCHES)]
+    tiers: Annotated[dict[str, Last], Meta(max_length=_MAX_TIERS)] = {}
+
+    @property
+    def digest(self) -> str:
+        return digest_of(encode(self))
+
+
+_decoder = msgspec.json.Decoder(Head)
+
+
+def encode(head: Head) -> bytes:
+    return seal(head)
+
+
+def decode(data: bytes, run: str, by: str) -> Head:
+    """Decode the object that is stored under the key of the head of `run` by node `by`.
+
+    Raises:
+        ManifestError: the object is damaged, or belongs under another key.
+        FormatTooNew: a newer tierd wrote the object.
+    """
+    where = f"head of {run} by {by or 'this node'}"
+    body = unsealed(data, where, MAX_SIZE)
+    try:
+        if (version := version_of(body)) != VERSION:
+            raise FormatTooNew(f"{where}: version {version}; this tierd reads {VERSION}: use a newer one")
+        head = _decoder.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ManifestError(f"{where}: {error}") from error
+    if (head.run, head.by) != (run, by):
+        raise ManifestError(f"{where}: it says that it is of {head.run!r} by {head.by!r}")
+    if any(int(one[:12], 16) >= LATEST_MS for one in head.launches):
+        raise ManifestError(f"{where}: it tells of a launch that nobody can have made: of the year 2200 or later")
+    if any(known.resumed_from and known.resumed_from.attempt >= one for one, known in head.launches.items()):
+        raise ManifestError(f"{where}: a launch resumes from one that is not earlier")
+    return head
+
+
+def together(heads: Iterable[Head]) -> dict[str, Known]:
+    """A run's launches according to several heads, each with the newest step that any of them records."""
+    found: dict[str, Known] = {}
+    for head in heads:
+        for attempt, known in head.launches.items():
+            other = found.get(attempt, known)
+            steps = [one.newest for one in (other, known) if one.newest is not None]
+            found[attempt] = Known(resumed_from=other.resumed_from, newest=max(steps, default=None))
+    return found
+
+
+def newest(launches: Mapping[str, Known], run: str) -> CheckpointId | None:
+    """The newest complete checkpoint of the newest launch that had one."""
+    whole = {attempt: known.newest for attempt, known in launches.items() if known.newest is not None}
+    return max((CheckpointId(run, attempt, step) for attempt, step in whole.items()), default=None)
+
+
+def launches_of(
+    complete: Iterable[CheckpointId],
+    known: Iterable[CheckpointId],
+    origins: Mapping[str, CheckpointId | None],
+    remembered: Mapping[str, Known],
+) -> dict[str, Known]:
+    """The launches to record in a run's new head.
+
+    Args:
+        complete: the checkpoints that are complete in the head's place.
+        known: all checkpoints that any place shows.
+        origins: the known origins of launches.
+        remembered: the launches in earlier heads of this place. A launch's newest step never decreases.
+    """
+    steps = {attempt: one.newest for attempt, one in remembered.items()}
+    for one in complete:
+        steps[one.attempt] = max(one.step, steps.get(one.attempt) or 0)
+    wanted = {one.attempt for one in known}
+    if origins:
+        wanted |= way(max(origins), origins).keys()
+    kept = sorted(wanted & origins.keys(), reverse=True)[:MAX_LAUNCHES]
+    return {attempt: Known(resumed_from=_origin(origins[attempt]), newest=steps.get(attempt)) for attempt in kept}
+
+
+def successor(heads: Iterable[Head], run: str, by: str, launches: Mapping[str, Known], written: str) -> Head:
+    """The head that follows the latest of a place's heads."""
+    last = last_of(heads)
+    return Head(
+        version=VERSION,
+        run=run,
+        by=by,
+        counter=min(last.counter + 1, _MAX_COUNTER) if last else 1,
+        before=last.digest if last else None,
+        written=written,
+        launches=dict(launches),
+    )
+
+
+def last_of(heads: Iterable[Head]) -> Last | None:
+    """The counter and digest of the latest of a place's heads; None if there is none."""
+    last = max(heads, key=lambda head: head.counter, default=None)
+    return Last(last.counter, last.digest) if last else None
+
+
+def seeing(seen: Mapping[str, Last], there: Mapping[str, Last | None]) -> dict[str, Last]:
+    """The last heads on tiers, by URL, that a spool remembers after it read the heads in `there`.
+
+    If a tier has no head any more, the spool keeps the one that it remembered.
+    """
+    fresh = {url: last for url, last in there.items() if last}
+    found = {**{url: last for url, last in seen.items() if url not in fresh}, **fresh}
+    return dict(list(found.items())[-_MAX_TIERS:])
+
+
+def rollback(there: Last | None, seen: Last | None) -> str | None:
+    """Why a tier's head is older than one observed there before; None if it is not older.
+
+    This cannot happen in normal operation, because every head has a larger counter than the one before.
+    """
+    if seen is None or (there and there.counter >= seen.counter):
+        return None
+    what = f"number {there.counter}" if there else "gone, or cannot be read,"
+    return (
+        f"the run's head there is {what} and was number {seen.counter} before: somebody deleted there, or put an older "
+        "copy in its place"
+    )
+
+
+def _origin(origin: CheckpointId | None) -> Origin | None:
+    return Origin(step=origin.step, attempt=origin.attempt) if origin else None

@@ -1,0 +1,241 @@
+"""Launches of one run that live at the same time by mistake: how to detect them, and how to protect their checkpoints.
+
+Invariant: a launch that lives keeps the checkpoints that it would keep if no later launch existed. This module never
+causes a deletion, so a launch that is wrongly taken for living only costs space.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+
+import msgspec
+
+from tierd.core.ids import CheckpointId
+from tierd.core.planning.inventory import SPOOL, CheckpointCopy, Inventory, Trainer
+
+LEASE_S = 3600.0  # an earlier launch on another node counts as living this long after it made its newest checkpoint
+_INTERVALS = 3  # or for this many intervals between its last two checkpoints, if that is longer
+
+
+class Rival(msgspec.Struct, frozen=True):
+    """A launch that saves at the same time as another launch of its run.
+
+    Attributes:
+        run: the run's name.
+        attempt: the launch that saves.
+        place: `local` if its trainers hold their locks in this spool; otherwise the tier that has its checkpoints.
+        pids: the process ids of its trainers on this node; 0 for a trainer in another pid namespace.
+        last: when the newest of its checkpoints with a read manifest was made; RFC 3339 in UTC, or empty.
+    """
+
+    run: str
+    attempt: str
+    place: str
+    pids: tuple[int, ...]
+    last: str
+
+    def __str__(self) -> str:
+        if self.place == SPOOL:
+            return f"{self.attempt} (process {', '.join(map(str, self.pids))} on this node)"
+        return f"{self.attempt} (on another node, if it lives; its last checkpoint on {self.place}: {self.last})"
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """The right of one process on this node to save a rank of a run. Its lock lasts as long as the process.
+
+    Attributes:
+        run: the run's name.
+        attempt: the launch that saves.
+        rank: the rank that it saves.
+        pid: the process id; 0 if the process is in another pid namespace.
+        since: when the process first saved for this launch; RFC 3339 in UTC.
+        renewed: when the newest of the launch's checkpoints with a read manifest was made; RFC 3339 in UTC, or empty.
+    """
+
+    run: str
+    attempt: str
+    rank: int
+    pid: int
+    since: str
+    renewed: str
+
+
+def leases(inventory: Inventory) -> tuple[Lease, ...]:
+    """The leases of every run, in the order of runs, launches and ranks."""
+    found = []
+    for run, trainers in sorted(inventory.spool.alive.items()):
+        newest = _newest(inventory, run)
+        for one in trainers:
+            renewed = _text(newest[one.attempt]) if one.attempt in newest else ""
+            found.append(Lease(run, one.attempt, one.rank, one.pid, _text(one.since), renewed))
+    return tuple(found)
+
+
+def held(found: Iterable[Lease]) -> Iterator[str]:
+    """One line per launch, for people."""
+    for (run, attempt), some in itertools.groupby(found, key=lambda one: (one.run, one.attempt)):
+        ranks = list(some)
+        who = f"rank{'s' * (len(ranks) > 1)} {', '.join(str(one.rank) for one in ranks)}"
+        pids = ", ".join(dict.fromkeys(str(one.pid) for one in ranks))
+        last = f", its last checkpoint {max(one.renewed for one in ranks)}" if any(one.renewed for one in ranks) else ""
+        since = min(one.since for one in ranks)
+        yield f"run {run}: attempt {attempt} saves {who} (process {pids}) since {since}{last}"
+
+
+def unvouched(inventory: Inventory, tier: str, run: str) -> tuple[str, ...]:
+    """The attempts on a tier that are newer by name than every attempt of the run whose origin is known.
+
+    While such names exist, no node prunes the run, because no node can determine which launch is the newest.
+    """
+    place = inventory.tiers.get(tier)
+    told = inventory.origins(run)
+    newest = max(told, default="")
+    shown = {seen.id.attempt for seen in place.copies(run)} if place else set()
+    return tuple(sorted(attempt for attempt in shown - told.keys() if told and attempt > newest))
+
+
+def disowning(run: str, attempt: str) -> str:
+    """The advice, for messages, for names of a launch that no node made."""
+    return f"if that launch is nobody's, `tierd disown {run} {attempt} URL` takes its names away"
+
+
+def beside(inventory: Inventory, run: str, now_s: float = 0.0) -> tuple[Rival, ...]:
+    """The launches of a run that save the same rank at the same time, in order; empty if there is at most one.
+
+    On this node the trainers' locks show them. On other nodes, a tier shows them in one of three cases. First, a launch
+    later than one that lives here saved there; a resume continues from it whether it lives or not. Second, an earlier
+    launch saved after the one that lives here had begun, and its lease has not ended. Third, the tier has parts of a
+    rank that saves here which this node did not write.
+
+    Args:
+        inventory: the observed places.
+        run: the run.
+        now_s: seconds since 1970 by this node's clock, used only to end the leases of earlier launches.
+    """
+    here = inventory.spool.alive.get(run, ())
+    if not here:
+        return ()
+    made = _made(inventory, run)
+    newest = {attempt: times[-1] for attempt, times in made.items()}
+    local = {one.attempt for one in here} | inventory.spool.ended.get(run, frozenset())
+    found = {one.attempt: SPOOL for one in here if _has_rival(one, here)}
+    twins: dict[str, str] = {}
+    for name, place in inventory.tiers.items():
+        for seen in place.copies(run) if place else ():
+            other = seen.id.attempt
+            if any(one.attempt == other and _is_foreign(inventory, one.rank, seen) for one in here):
+                found[other], twins[other] = SPOOL, name
+            if other in local:
+                continue
+            ranks = frozenset[int]().union(*seen.ranks.values())
+            rivals = [one.attempt for one in here if one.rank in ranks]
+            goes_on = newest.get(other, 0.0) if not _has_ended(made.get(other, ()), now_s) else 0.0
+            rivals = [one for one in rivals if other > one or goes_on > _launched(one)]
+            found |= dict.fromkeys(rivals, SPOOL) | ({other: name} if rivals else {})
+    entries = sorted((attempt, place != SPOOL, place) for attempt, place in (*found.items(), *twins.items()))
+    return tuple(_described(inventory, run, attempt, place, newest) for attempt, _, place in entries)
+
+
+def _has_ended(made: Sequence[float], now_s: float) -> bool:
+    """Whether the lease of a launch on another node has ended, because it made no checkpoint for too long."""
+    if not made:
+        return True
+    between = made[-1] - made[-2] if len(made) > 1 else 0.0
+    return now_s - made[-1] > max(LEASE_S, _INTERVALS * between)
+
+
+def _is_foreign(inventory: Inventory, rank: int, seen: CheckpointCopy) -> bool:
+    """Whether another node wrote a tier's part of `rank`, which also saves on this node for the same attempt.
+
+    Another node did if the part differs from the part of that name here. It also did if the part is later than every
+    part that this node has committed.
+    """
+    for part, theirs in seen.facts.items():
+        own = inventory.spool.facts(part)
+        if part.rank != rank:
+            continue
+        if own is not None and own.created != theirs.created:
+            return True
+        for last in inventory.spool.committed if own is None else ():  # the newest of each writer here
+            if (last.writer, last.checkpoint.attempt) == (part.writer, seen.id.attempt) and last.checkpoint < seen.id:
+                newest = inventory.spool.facts(last)  # times decide: a trainer may save a step after a later one
+                return newest is not None and newest.created < theirs.created
+    return False
+
+
+def warning(rivals: Iterable[Rival]) -> str:
+    """One line, for people, about the launches that `beside` found."""
+    found = list(rivals)
+    names = ", ".join(map(str, found))
+    told = (
+        f"{len(found)} launches of run {found[0].run} save at the same time: {names}. Stop all but one, because a "
+        "resume goes on from the latest launch alone. Until then each keeps what it would keep alone"
+    )
+    if twins := sorted({one.attempt for one in found if [other.attempt for other in found].count(one.attempt) > 1}):
+        told += (
+            f". Two nodes save the same rank of attempt {', '.join(twins)}, and of a step that both save a tier keeps "
+            "one copy: give each launch an attempt of its own (tierd.new_attempt())"
+        )
+    return told
+
+
+def living(inventory: Inventory, run: str, place: str) -> frozenset[str]:
+    """The launches of a run that keep, in a place, the checkpoints they would keep if no later launch existed.
+
+    A launch whose trainer is on this node does so in this spool. It does so on a tier only if every node can know of
+    it: the latest launch is on this node too, or the launch saved after the latest one had begun. Otherwise the node of
+    the latest launch would not know of it, and would prune again and again the checkpoints that this node sends.
+    """
+    here = frozenset(one.attempt for one in inventory.spool.alive.get(run, ()))
+    if not here:
+        return here
+    known = frozenset[str]().union(*(some.run(run).attempts for some in inventory.places.values()))
+    latest, newest, ended = max(known | here), _newest(inventory, run), inventory.spool.ended.get(run, frozenset())
+    late = frozenset(one for one in known - {latest} - ended if newest.get(one, 0.0) > _launched(latest))
+    return late | here if place == SPOOL or latest in here else late
+
+
+def _has_rival(one: Trainer, here: Iterable[Trainer]) -> bool:
+    # Several attempts alone prove nothing, because the ranks of a launch that restored begin its next attempt one after
+    # another. Only two launches have the same rank twice.
+    return any(other.rank == one.rank and other.attempt != one.attempt for other in here)
+
+
+def _described(inventory: Inventory, run: str, attempt: str, place: str, newest: Mapping[str, float]) -> Rival:
+    here = inventory.spool.alive.get(run, ()) if place == SPOOL else ()
+    pids = tuple(one.pid for one in here if one.attempt == attempt)
+    made = newest.get(attempt)
+    last = "" if made is None else _text(made)
+    return Rival(run, attempt, place, pids, last)
+
+
+def _text(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
+
+
+def _newest(inventory: Inventory, run: str) -> dict[str, float]:
+    """By launch, the time when its newest checkpoint was made; seconds since 1970 by the clock of its node."""
+    found: dict[str, float] = {}
+    for place in inventory.places.values():
+        for attempt, made in place.run(run).made.items():
+            found[attempt] = max(made, found.get(attempt, 0.0))
+    return found
+
+
+def _made(inventory: Inventory, run: str) -> dict[str, list[float]]:
+    """By launch, the times when its checkpoints were made, ascending; seconds since 1970 by the clock of its node."""
+    found: dict[str, dict[CheckpointId, float]] = {}
+    for place in inventory.places.values():
+        for seen in place.copies(run):
+            if facts := seen.spoken:
+                made = facts.created.timestamp()
+                times = found.setdefault(seen.id.attempt, {})
+                times[seen.id] = max(made, times.get(seen.id, made))
+    return {attempt: sorted(times.values()) for attempt, times in found.items()}
+
+
+def _launched(attempt: str) -> float:
+    """When a launch's attempt id was made, seconds since 1970."""
+    return int(attempt[:12], 16) / 1000

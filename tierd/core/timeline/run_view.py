@@ -1,0 +1,232 @@
+"""The run view: the checkpoints of a run that one node's daemon observes in its own spool and on the tiers.
+
+Invariant: a run view holds names and origins, never a checkpoint's bytes. It is small however many ranks and
+checkpoints there are, so that all ranks can exchange their run views.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+
+import msgspec
+
+from tierd.core.errors import ManifestError, SpoolUnusable
+from tierd.core.ids import CheckpointId
+from tierd.core.manifest import metrics_to_json
+from tierd.core.planning.inventory import (
+    SPOOL,
+    Inventory,
+    ManifestFacts,
+    Place,
+    complete_world_sizes,
+    is_complete,
+    union,
+)
+
+CORRUPT = "corrupt"
+_NAMES = 50  # the most names of metrics in a run view
+Steps = dict[str, list[int]]  # attempt -> steps
+Values = dict[str, dict[int, float | str | None]]  # attempt -> step -> a metric's value, as a manifest writes it
+
+
+class RunView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The checkpoints of one run that one node observes.
+
+    Attributes:
+        whole: by world size, the checkpoints of which every rank's part is listed by name.
+        hollow: the checkpoints of `whole` of which no manifest that was read is usable, so that only names show them
+            complete at that world size.
+        mixed: the checkpoints of `whole` that neither this node's spool nor the tiers show complete alone.
+        parts: by attempt, step and world size, the ranks whose parts are listed. It has checkpoints that are hollow or
+            not whole, and only world sizes that lack a rank. Ranks are pairs: first, last.
+        aside: checkpoints that were quarantined, in whole or in part, and are not whole.
+        gone: checkpoints that are lost. Either this node committed a part once, and no place shows any part now except
+            names of which nothing can be read. Or this node or a head remembers the checkpoint as complete, and it is
+            not complete now.
+        origins: by attempt, the attempt and step that it resumed from; null if it began from nothing.
+        unreached: the tiers that did not answer; also a place with an unreadable manifest that may be the only record
+            of an attempt's origin.
+        silent: by name, details of places in `unreached`, if known: the node, the tier's URL and the reason.
+        alone: why no tier at all could be asked; empty if some tier was asked.
+        values: for each requested metric, its value in rank 0's manifests; null if the manifest has no such metric;
+            `CORRUPT` if the manifest failed verification. A checkpoint whose manifest was not read is absent.
+        metrics: up to 50 names of metrics in these manifests, if any metric was requested.
+        down_to: the attempt and step of the oldest checkpoint that was observed, if older ones were left out. Every
+            newer one was observed. About older ones the view has origins and `aside` only.
+    """
+
+    whole: dict[int, Steps] = {}
+    hollow: Steps = {}
+    mixed: Steps = {}
+    parts: dict[str, dict[int, dict[int, list[int]]]] = {}
+    aside: Steps = {}
+    gone: Steps = {}
+    origins: dict[str, tuple[str, int] | None] = {}
+    unreached: tuple[str, ...] = ()
+    silent: dict[str, str] = {}
+    alone: str = ""
+    values: dict[str, Values] = {}
+    metrics: tuple[str, ...] = ()
+    down_to: tuple[str, int] | None = None
+
+    def complete(self, run: str) -> dict[CheckpointId, int]:
+        """The complete checkpoints, with their world sizes."""
+        return {one: size for size, steps in self.whole.items() for one in named(run, steps)}
+
+    def partial(self, run: str) -> dict[CheckpointId, dict[int, set[int]]]:
+        """The other checkpoints, each with the ranks whose parts are listed, by world size."""
+        return {
+            CheckpointId(run, attempt, step): {size: ranks_of(pairs) for size, pairs in sizes.items()}
+            for attempt, steps in self.parts.items()
+            for step, sizes in steps.items()
+        }
+
+    @property
+    def attempts(self) -> set[str]:
+        """Every attempt of which the view has a checkpoint."""
+        return {*self.parts, *self.aside, *(name for steps in self.whole.values() for name in steps)}
+
+
+def run_view_of(inventory: Inventory, run: str, metrics: Collection[str] = ()) -> RunView:
+    """The run view of a node that has observed `inventory`, with the values of `metrics`."""
+    own = {seen.id: seen.ranks for seen in inventory.spool.copies(run)}
+    others: dict[CheckpointId, Mapping[int, frozenset[int]]] = {}
+    for place in inventory.tiers.values():
+        for seen in place.copies(run) if place else ():
+            others[seen.id] = union(others.get(seen.id, {}), seen.ranks)
+    whole: dict[int, set[CheckpointId]] = defaultdict(set)
+    mixed: set[CheckpointId] = set()
+    hollow: set[CheckpointId] = set()
+    parts: dict[str, dict[int, dict[int, list[int]]]] = {}
+    for checkpoint in sorted({*own, *others}):
+        here, there = own.get(checkpoint, {}), others.get(checkpoint, {})
+        ranks = union(here, there)
+        if sizes := complete_world_sizes(ranks):
+            bare = [size for size in sizes if _is_hollow(inventory, checkpoint, size)]
+            size = min([size for size in sizes if size not in bare] or sizes)
+            whole[size].add(checkpoint)
+            if size in bare:
+                hollow.add(checkpoint)
+            if size not in (*complete_world_sizes(here), *complete_world_sizes(there)):
+                mixed.add(checkpoint)
+        if not sizes or checkpoint in hollow:
+            pairs = {size: _pairs(found) for size, found in sorted(ranks.items()) if size not in sizes}
+            parts.setdefault(checkpoint.attempt, {})[checkpoint.step] = pairs
+    places = inventory.places.values()
+    aside = {
+        part.checkpoint
+        for place in places
+        for part in place.quarantined
+        if part.checkpoint.run == run and not any(other.lists(part) for other in places)
+    }
+    origins = inventory.origins(run)
+    saved: dict[CheckpointId, dict[int, set[int]]] = {}
+    for part in inventory.spool.committed:
+        if part.checkpoint.run == run:
+            saved.setdefault(part.checkpoint, {}).setdefault(part.world, set()).add(part.rank)
+    some = inventory.sound(run)
+    gone = {
+        one for one, ranks in saved.items() if one not in some or (is_complete(ranks) and not inventory.has_whole(one))
+    }
+    if lost := inventory.gone(run):
+        gone |= {lost}
+    return RunView(
+        whole={size: _steps(found) for size, found in sorted(whole.items())},
+        hollow=_steps(hollow),
+        mixed=_steps(mixed),
+        parts=parts,
+        aside=_steps(aside - {one for found in whole.values() for one in found}),
+        gone=_steps(gone),
+        origins={attempt: (origin.attempt, origin.step) if origin else None for attempt, origin in origins.items()},
+        unreached=tuple(
+            name
+            for name, place in {SPOOL: inventory.spool, **inventory.tiers}.items()
+            if place is None or _is_mute(place, run, origins)
+        ),
+        values={metric: _values(inventory, run, metric) for metric in metrics},
+        metrics=tuple(sorted({name for facts in _speakers(inventory, run).values() for name in facts.metrics})[:_NAMES])
+        if metrics
+        else (),
+    )
+
+
+def cut(sight: RunView, run: str, oldest: CheckpointId) -> RunView:
+    """The run view of an observation that left out all checkpoints older than `oldest`.
+
+    Older checkpoints are removed from `gone`, because a checkpoint that was not observed is not proven lost.
+    """
+    left = _steps(one for one in named(run, sight.gone) if one >= oldest)
+    return msgspec.structs.replace(sight, gone=left, down_to=(oldest.attempt, oldest.step))
+
+
+def _is_hollow(inventory: Inventory, checkpoint: CheckpointId, size: int) -> bool:
+    """Whether only names show that `size` ranks saved a checkpoint. Anybody may have put objects of such names."""
+    copies = [seen for place in inventory.places.values() if (seen := place.checkpoints.get(checkpoint))]
+    if any(part.world == size for seen in copies for part in seen.facts):
+        return False
+    defects = [why for seen in copies for part, why in seen.defects.items() if part.world == size]
+    return bool(defects) and not any(isinstance(why, SpoolUnusable) for why in defects)
+
+
+def _speakers(inventory: Inventory, run: str) -> dict[CheckpointId, ManifestFacts]:
+    """The facts of rank 0's manifests, quarantined or not, by checkpoint."""
+    found: dict[CheckpointId, ManifestFacts] = {}
+    for place in inventory.places.values():
+        aside = ((part, facts) for part, facts in place.quarantined.items() if part.checkpoint.run == run)
+        for part, facts in (*aside, *(item for seen in place.copies(run) for item in seen.facts.items())):
+            if part.rank == 0 and facts:
+                found[part.checkpoint] = facts
+    return found
+
+
+def _values(inventory: Inventory, run: str, metric: str) -> Values:
+    corrupt = {
+        seen.id: CORRUPT
+        for place in inventory.places.values()
+        for seen in place.copies(run)
+        for part, error in seen.defects.items()
+        if part.rank == 0 and isinstance(error, ManifestError)
+    }
+    said = {one: metrics_to_json(facts.metrics).get(metric) for one, facts in _speakers(inventory, run).items()}
+    values: Values = {}
+    for one, value in sorted({**corrupt, **said}.items()):
+        values.setdefault(one.attempt, {})[one.step] = value
+    return values
+
+
+def _is_mute(place: Place, run: str, origins: Mapping[str, CheckpointId | None]) -> bool:
+    """Whether a disk error hides an attempt's origin. A disk error does not prove that the manifest is absent."""
+    return any(
+        isinstance(error, SpoolUnusable)
+        for seen in place.copies(run)
+        if seen.id.attempt not in origins
+        for error in seen.defects.values()
+    )
+
+
+def named(run: str, steps: Steps) -> set[CheckpointId]:
+    """The checkpoints that `steps` names."""
+    return {CheckpointId(run, attempt, step) for attempt, found in steps.items() for step in found}
+
+
+def ranks_of(pairs: list[int]) -> set[int]:
+    """The ranks that `RunView.parts` writes as pairs."""
+    return {rank for first, last in zip(pairs[::2], pairs[1::2], strict=True) for rank in range(first, last + 1)}
+
+
+def _steps(checkpoints: Iterable[CheckpointId]) -> Steps:
+    found: Steps = {}
+    for checkpoint in sorted(checkpoints):
+        found.setdefault(checkpoint.attempt, []).append(checkpoint.step)
+    return found
+
+
+def _pairs(ranks: Iterable[int]) -> list[int]:
+    found: list[int] = []
+    for rank in sorted(ranks):
+        if found and found[-1] == rank - 1:
+            found[-1] = rank
+        else:
+            found += [rank, rank]
+    return found

@@ -1,0 +1,108 @@
+"""The scrub's history, in a small file in the spool, so that the next daemon continues the schedule.
+
+Invariant: the history is a hint, not truth. If it is lost, damaged, too old or forged, copies are read again sooner, or
+at most one period later. It has no other effect.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from tierd.core.ids import PartId
+from tierd.core.planning.inventory import SPOOL, Inventory
+from tierd.core.planning.scrub_schedule import ScrubbedCopy, lenders
+from tierd.daemon.transfer.concurrency import to_the_end
+from tierd.spool.file_io import private
+
+log = logging.getLogger("tierd.daemon")
+
+_LARGEST = 32 << 20  # bytes of the file that are read
+_MOST = 100_000  # copies that are recorded
+
+
+class Scrubbed(dict[ScrubbedCopy, float]):
+    """By copy, when it was last found right, seconds since 1970."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path, self._written = path, dict[ScrubbedCopy, float]()
+
+    def load(self) -> None:
+        """Read the file, if it exists. Entries that are in memory already take precedence."""
+        try:
+            # O_NONBLOCK, because opening a FIFO in the file's place would block.
+            plain = os.O_NOFOLLOW | os.O_NONBLOCK
+            with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | plain)) as file:
+                data = file.read(_LARGEST + 1)
+            found = msgspec.json.decode(data, type=dict[str, dict[str, float]])
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, or of other types
+            log.warning("%s: not used, so some copies are read again early: %s", self._path, error)
+            return
+        known = dict(self)
+        for place, parts in found.items():
+            for name, when in parts.items():
+                pieces = name.split("/")
+                part = PartId.parse(*pieces) if len(pieces) == 3 else None
+                if part:
+                    self[ScrubbedCopy(place, part)] = when
+        self._written = dict(self)
+        self.update(known)
+
+    async def save(self, inventory: Inventory) -> None:
+        """Write the file if an entry changed, without copies that are gone."""
+        lent = self._lent(inventory)
+        for copy in list(self._gone(inventory)):
+            if copy not in lent:
+                del self[copy]
+        for copy, when in lent.items():
+            self.setdefault(copy, when)
+        newest = dict(sorted(self.items(), key=lambda item: item[1], reverse=True)[:_MOST])
+        if newest == self._written:
+            return
+        told: dict[str, dict[str, float]] = {}
+        for copy, when in newest.items():
+            told.setdefault(copy.place, {})[copy.part.path] = when
+        try:
+            await to_the_end(self._write, msgspec.json.encode(told))
+            self._written = newest
+        except OSError as error:
+            log.warning("%s: cannot be written: %s", self._path, error)
+
+    def _write(self, data: bytes) -> None:
+        fresh = self._path.with_suffix(".new")
+        try:
+            with open(fresh, "wb", opener=private) as file:
+                file.write(data)
+            fresh.replace(self._path)
+        except OSError:
+            fresh.unlink(missing_ok=True)
+            raise
+
+    def _lent(self, inventory: Inventory) -> dict[ScrubbedCopy, float]:
+        # Copies, deleted ones included, whose chunks other copies name. The time is the other copy's last verification,
+        # or now.
+        return {
+            lender: min(self.get(copy, now), now)
+            for now in [time.time()]
+            for name, place in inventory.tiers.items()
+            for seen in (place.checkpoints.values() if place else ())
+            for part, facts in seen.facts.items()
+            if facts.borrowed
+            for copy in [ScrubbedCopy(name, part)]
+            for lender in lenders(inventory, copy)
+        }
+
+    def _gone(self, inventory: Inventory) -> Iterator[ScrubbedCopy]:
+        places = {SPOOL: inventory.spool, **inventory.tiers}
+        for copy in self:
+            place = places.get(copy.place)  # None, or without checkpoints so far: proves nothing
+            if copy.place not in places or (place and place.checkpoints and not place.lists(copy.part)):
+                yield copy

@@ -1,0 +1,217 @@
+"""Repair copies, and quarantine copies that no other copy can repair.
+
+Invariant: a copy is quarantined only if it, and every copy that could repair it, is proven bad. While a place cannot be
+asked, nothing is quarantined. A copy that is quarantined on a tier and right in the spool is flushed again by the plan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+
+from tierd.core.errors import CorruptChunk, DeleteRefused, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
+from tierd.core.ids import PartId
+from tierd.core.manifest import Manifest
+from tierd.core.planning.inventory import SPOOL
+from tierd.daemon.pause import Turn, at_once
+from tierd.daemon.scrub.tier_repair import TierRepairer, Where
+from tierd.daemon.tiers.prune import quarantine
+from tierd.daemon.transfer.download import Progress, Wanted
+from tierd.daemon.transfer.fetch import Fetched, Partial, fetch
+from tierd.daemon.transfer.memory_budget import Budget
+from tierd.events.journal import Journal
+from tierd.spool.spool import Spool
+from tierd.stores.base import Store
+
+
+class Repairer:
+    """Repairs the spool from the tiers, and each tier from the spool and the other tiers.
+
+    Attributes:
+        fetching: by part, the progress of repairs and fetches that run now.
+        loose: names of stages that were begun for some chunks only, so they never become a whole part.
+    """
+
+    def __init__(self, spool: Spool, stores: Mapping[str, Store], journal: Journal, budget: Budget) -> None:
+        self._spool, self._stores, self._journal, self._budget = spool, stores, journal, budget
+        self._turns: defaultdict[PartId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.fetching: dict[PartId, Progress] = {}  # parts that are fetched now
+        self.loose: set[str] = set()  # names of stages that were begun for some chunks only
+        self._partials: dict[PartId, Partial] = {}
+        self._readers: Counter[PartId] = Counter()
+
+    def use(self, stores: Mapping[str, Store]) -> None:
+        """Use other stores from now on. Work that runs already ends with its own stores."""
+        self._stores = stores
+
+    def hold(self, part: PartId) -> None:
+        """Register a reader of fetched chunks of `part`. The chunks are kept until `release`."""
+        self._readers[part] += 1
+
+    def release(self, part: PartId) -> None:
+        self._readers -= Counter([part])
+        if not self._turns[part].locked():  # otherwise the running fetch does it at its end
+            self._let_go(part)
+
+    def _let_go(self, part: PartId) -> None:
+        if not self._readers[part] and part in self._partials:
+            self._partials.pop(part).leave()
+
+    async def heal(self, part: PartId, *, counted: bool = False, wanted: Wanted | None = None) -> tuple[str, ...]:
+        """Make the spool's copy of `part` whole, or fetch the chunks in `wanted`.
+
+        Args:
+            part: the part.
+            counted: the caller has counted the corruption already.
+            wanted: as for `fetch`.
+
+        Returns:
+            The tiers that provided chunks.
+
+        Raises:
+            CorruptChunk: every copy is proven bad; all copies are quarantined.
+            ObjectNotFound: no place has a copy, or none any more.
+            StoreUnavailable: a copy that might be good could not be reached; nothing was quarantined.
+        """
+        stores = self._stores
+        try:
+            fetched = await self._fetch(part, wanted, stores)
+        except CorruptChunk as error:
+            if stores is not self._stores:
+                raise StoreUnavailable(f"{part}: the tiers changed while it was fetched: {error}") from error
+            if await self._is_gone(part):
+                raise ObjectNotFound(f"{part} was pruned while it was fetched") from error
+            self._journal.counters["corruptions"] += not counted
+            await asyncio.to_thread(self._spool.quarantine, part)
+            self._told_aside(SPOOL, part, str(error))
+            for name in self._stores:
+                with suppress(DeleteRefused):  # a later reader will find the copy on that tier corrupt again
+                    await self.set_aside(name, part, str(error))
+            raise
+        # Only a copy that was verified whole proves another one bad. A fetch of some chunks does not verify a whole
+        # copy.
+        for name, reason in fetched.defects.items() if wanted is None else ():
+            self._journal.counters["corruptions"] += 1
+            self._journal.tell("corrupt", name, part, f"it will be flushed again: {reason}")
+            with suppress(DeleteRefused):
+                await quarantine(stores[name], part)
+        if fetched.chunks:
+            self._journal.counters["healed_chunks"] += fetched.chunks
+            self._journal.tell(
+                "healed", SPOOL, part, f"{fetched.chunks} chunks from {', '.join(fetched.tiers)}", chunks=fetched.chunks
+            )
+        return fetched.tiers
+
+    async def _is_gone(self, part: PartId) -> bool:
+        """Whether no place has a manifest of the part, right or wrong.
+
+        If so, missing chunks were pruned, not corrupted.
+        """
+        if await asyncio.to_thread(self._spool.has, part):
+            return False
+        for store in self._stores.values():
+            try:
+                await store.get(part.manifest_key)
+            except ObjectNotFound:
+                continue
+            except TierdError:
+                pass
+            return False
+        return True
+
+    async def _fetch(self, part: PartId, wanted: Wanted | None, stores: Mapping[str, Store]) -> Fetched:
+        async with self._turns[part]:
+            progress = self.fetching[part] = Progress()
+            partial = self._partials.setdefault(part, Partial(self._spool, part))
+            if wanted is None:
+                self.loose.discard(partial.path.name)
+            elif not partial.path.exists() and not self._spool.has(part):
+                self.loose.add(partial.path.name)
+            try:
+                return await fetch(self._spool, part, stores, self._budget, progress, wanted, partial)
+            finally:
+                del self.fetching[part]
+                self._let_go(part)
+
+    async def repair(
+        self, tier: str, part: PartId, manifest: Manifest, bad: Iterable[Where], turn: Turn = at_once
+    ) -> TierRepairer:
+        """Repair the chunks of a tier's copy that are proven bad. If a chunk is lost for good, quarantine the copy.
+
+        Args:
+            tier: the tier's name.
+            part: the part.
+            manifest: the tier's manifest.
+            bad: the chunks to repair.
+            turn: awaited before each chunk.
+
+        Returns:
+            The finished repairer, with its results.
+
+        Raises:
+            StoreUnavailable, StoreRefused: a place could not be asked; nothing was quarantined.
+        """
+        mender = TierRepairer(self._spool, self._stores, tier, part, self._budget, turn)
+        try:
+            await mender.mend(manifest, bad)
+        finally:
+            self._told_mended(tier, part, mender, "")
+        if mender.lost:
+            await self.set_aside(tier, part, mender.lost[0])
+        return mender
+
+    async def rebuild(self, tier: str, part: PartId, reason: str, turn: Turn = at_once) -> bool:
+        """Repair a tier's manifest that is proven bad, and the chunks that it should name.
+
+        If the spool has the part, the bad manifest is quarantined instead, and the plan flushes the part again. If the
+        manifest cannot be repaired, the copy is quarantined.
+
+        Args:
+            tier: the tier's name.
+            part: the part.
+            reason: why the manifest is bad.
+            turn: awaited before each chunk.
+
+        Returns:
+            Whether the tier's copy was repaired.
+
+        Raises:
+            StoreUnavailable, StoreRefused: as `repair`.
+        """
+        silent: OSError | None = None  # a disk error proves nothing about the bytes
+        try:
+            await asyncio.to_thread(self._spool.manifest, part)
+            await quarantine(self._stores[tier], part)
+            return False
+        except OSError as error:
+            silent = error
+        except (ObjectNotFound, ManifestError):
+            pass
+        mender = TierRepairer(self._spool, self._stores, tier, part, self._budget, turn)
+        try:
+            await mender.rebuild()
+            self._told_mended(tier, part, mender, "its manifest, after another tier's; ")
+        except CorruptChunk as error:
+            if silent:
+                raise StoreUnavailable(f"{SPOOL}: {silent}; {error}") from error
+            mender.lost.append(str(error))
+        if mender.lost:
+            await self.set_aside(tier, part, f"{reason}; {mender.lost[0]}")
+        return not mender.lost
+
+    async def set_aside(self, tier: str, part: PartId, reason: str) -> None:
+        """Quarantine a tier's copy, if it has one."""
+        if await quarantine(self._stores[tier], part):
+            self._told_aside(tier, part, reason)
+
+    def _told_aside(self, place: str, part: PartId, reason: str) -> None:
+        self._journal.counters["quarantined"] += 1
+        self._journal.tell("quarantined", place, part, reason)
+
+    def _told_mended(self, tier: str, part: PartId, mender: TierRepairer, also: str) -> None:
+        self._journal.counters["repaired_chunks"] += mender.mended
+        if mender.mended or also:
+            sources = f" from {', '.join(sorted(mender.sources))}" if mender.mended else ""
+            self._journal.tell("repaired", tier, part, f"{also}{mender.mended} chunks{sources}", chunks=mender.mended)

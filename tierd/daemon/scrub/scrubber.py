@@ -1,0 +1,320 @@
+"""Scrubbing: read every copy again periodically, and repair corrupt copies while another copy can still repair them.
+
+Invariant: no request waits for scrubbing. The scrub reads one chunk at a time in each place, at a configured rate. It
+runs concurrently with the tier workers and never while the daemon is paused or drains. A copy that could not be read or
+repaired is skipped for hours, so that it does not delay other copies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import heapq
+import logging
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from tierd.core.config import Config
+from tierd.core.errors import ObjectNotFound, StoreRefused, TierdError
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.planning.inventory import SPOOL, Inventory, Place
+from tierd.core.planning.scrub_schedule import ScrubbedCopy, ScrubTurn, again, agenda, lenders, overdue
+from tierd.core.rate import rate
+from tierd.core.retention.policy import seconds
+from tierd.daemon.pause import TierPause
+from tierd.daemon.scrub.history import Scrubbed
+from tierd.daemon.scrub.repairer import Repairer
+from tierd.daemon.scrub.verifier import CopyVerifier
+from tierd.daemon.tier_worker import TierWorker
+from tierd.daemon.transfer.concurrency import to_the_end
+from tierd.daemon.transfer.memory_budget import Budget
+from tierd.events.journal import Journal
+from tierd.spool.spool import Spool
+from tierd.stores.base import Store
+
+log = logging.getLogger("tierd.daemon")
+
+_LOOK = 60.0  # seconds between two checks for a due copy
+_AHEAD = 86_400.0  # seconds ahead for which scheduled scrubs are kept in memory
+# Seconds for which a copy that could not be read or repaired is skipped: at first and at most; it doubles each time.
+_LATER, _LATEST = 3600.0, 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubStatus:
+    """The progress of the scrub.
+
+    Attributes:
+        oldest: when the copy was verified whose verification is longest ago, RFC 3339; None: there is no copy, or
+            scrubbing is off.
+        due: copies that were not read within the period.
+        doing: the copy that is being read; None: no copy.
+    """
+
+    oldest: str | None
+    due: int
+    doing: str | None
+
+
+@dataclass(slots=True)
+class _Agenda:
+    """The schedule of one place. It is valid while the place is unchanged.
+
+    Attributes:
+        seen: the observed spool and tier from which the schedule was built.
+        doubts: the value of `Scrubber._doubts` at that time.
+        begun: the schedule's begin, seconds since 1970.
+        end: the schedule's end, seconds since 1970.
+        turns: the scrubs from `begun` to `end`, as a heap.
+        oldest: the oldest verification of all other copies, seconds since 1970.
+    """
+
+    seen: tuple[Place, Place | None]
+    doubts: int
+    begun: float
+    end: float
+    turns: list[ScrubTurn]
+    oldest: float
+
+
+class Scrubber:
+    """Reads copies again when they are due, and repairs corrupt ones.
+
+    Args:
+        config: the period and the rate.
+        spool: the spool.
+        stores: the tiers.
+        repairer: repairs copies.
+        journal: receives events and counts.
+        budget: the memory budget.
+        inventory: returns the latest observation of all places.
+        pause: nothing is read during the pause.
+        held: checkpoints that must not be deleted during a repair.
+        wake: called when a copy was quarantined, so that the plan can flush it again.
+        clock: seconds since 1970.
+
+    Attributes:
+        resting: True while the daemon drains, so that no scrub begins.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        spool: Spool,
+        stores: Mapping[str, Store],
+        repairer: Repairer,
+        journal: Journal,
+        budget: Budget,
+        *,
+        inventory: Callable[[], Inventory],
+        pause: TierPause,
+        held: Counter[CheckpointId],
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._inventory, self._pause, self._wake, self._clock = inventory, pause, wake, clock  # seconds since 1970
+        self._journal, self._repairer = journal, repairer
+        self._period, self._rate = seconds(config.scrub), rate(config.scrub_rate)
+        self._reader = CopyVerifier(spool, stores, repairer, journal, budget, self._rate, self._turn, held)
+        self._reader.doubted = self._doubt
+        self._remembered = Scrubbed(spool.control / "scrubbed.json")
+        self._lanes = {name: TierWorker(name) for name in (SPOOL, *stores)}
+        self._right: set[PartId] = set()  # parts whose copies in the spool this daemon has verified
+        self._doubtful: set[ScrubbedCopy] = set()  # copies that a reader reported as possibly wrong
+        self._later: dict[
+            ScrubbedCopy, tuple[float, int]
+        ] = {}  # by copy, until when it is skipped in monotonic seconds, and how often that has happened
+        self._agendas: dict[str, _Agenda] = {}
+        self._doubts = 0  # how often `_doubt` made copies due at once
+        self._random = random.Random()  # noqa: S311  # jitter
+        self.resting = False
+
+    # -- schedule ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Scrub until cancelled. If the configuration disables scrubbing, only suspect copies are read."""
+        if self._period:
+            await to_the_end(self._remembered.load)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for lane in self._lanes.values():
+                    group.create_task(self._run_lane(lane))
+                group.create_task(self._remember())
+        finally:
+            if self._period:
+                await self._remembered.save(self._inventory())
+
+    async def _remember(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK)
+            self._later = {copy: one for copy, one in self._later.items() if one[0] + _LATEST > time.monotonic()}
+            self._right = {part for part in self._right if self._inventory().spool.has(part)}
+            if self._period:
+                await self._remembered.save(self._inventory())
+
+    async def _run_lane(self, lane: TierWorker) -> None:
+        while True:
+            copy = None
+            lane.wake.clear()
+            try:
+                copy = await self.next(lane.name)
+                if copy is not None:
+                    lane.doing = f"scrubbing {copy.part}"
+                    await self.scrub(copy)
+                lane.succeeded()
+            except Exception as error:  # as a tier worker of the reconciler, this loop never ends
+                self._journal.counters["errors"] += 1
+                delay = lane.failed(error, self._random, long=isinstance(error, StoreRefused))
+                known = isinstance(error, TierdError | OSError)
+                log.warning("%s: scrubbing %s: again in %.0f s: %s", lane.name, copy, delay, error, exc_info=not known)
+            finally:
+                lane.doing = None
+            if copy is None or lane.last_error:
+                await lane.rest(_LOOK)
+
+    async def next(self, place: str) -> ScrubbedCopy | None:
+        """Return the copy in a place that is due now; None if there is none."""
+        if self.resting or self._pause.paused:
+            return None
+        if doubtful := [copy for copy in self._doubtful if copy.place == place and self._may_be_read(copy)]:
+            return min(doubtful)
+        if not self._period:
+            return None
+        found = await asyncio.to_thread(self._build, place, self._inventory(), self._doubts, self._clock())
+        self._agendas[place] = found
+        inventory, now = self._inventory(), self._clock()
+        waiting: list[ScrubTurn] = []
+        copy = None
+        while copy is None and found.turns and found.turns[0].at <= now:
+            turn = heapq.heappop(found.turns)
+            anew = again(inventory, turn.copy, self._remembered, self._period, now)
+            if anew is None:
+                continue
+            if anew.at > now:  # verified since the schedule was built
+                self._keep(found, anew)
+                continue
+            waiting.append(anew)
+            if self._may_be_read(turn.copy):
+                copy = turn.copy
+        for turn in waiting:
+            heapq.heappush(found.turns, turn)
+        return None if self.resting or self._pause.paused else copy
+
+    def _may_be_read(self, copy: ScrubbedCopy) -> bool:
+        rests = self._later.get(copy, (0.0, 0))[0] > time.monotonic()
+        return not rests and copy.part not in self._inventory().busy and copy.part not in self._repairer.fetching
+
+    def _build(self, place: str, inventory: Inventory, doubts: int, now: float) -> _Agenda:
+        """Build a place's schedule in a thread, because there may be half a million copies.
+
+        The known schedule is returned if the place is unchanged.
+        """
+        known, seen = self._agendas.get(place), (inventory.spool, inventory.tiers.get(place))
+        if known and known.doubts == doubts and known.begun <= now < known.end and known.seen == seen:
+            return known
+        turns = agenda(inventory, self._remembered, self._period, now, place)
+        first = bisect.bisect(turns, now + _AHEAD, key=lambda turn: turn.at)
+        oldest = min((turn.verified for turn in turns[first:]), default=math.inf)
+        return _Agenda(seen, doubts, now, now + _AHEAD, turns[:first], oldest)
+
+    def _keep(self, agenda: _Agenda, turn: ScrubTurn) -> None:
+        if turn.at <= agenda.end:
+            heapq.heappush(agenda.turns, turn)
+        else:
+            agenda.oldest = min(agenda.oldest, turn.verified)
+
+    def verified(self, place: str, part: PartId, at: float | None = None) -> None:
+        """Record that a copy was found right, now or at a given time, by a reader of the whole copy."""
+        self._remembered[ScrubbedCopy(place, part)] = self._clock() if at is None else at
+        self._later.pop(ScrubbedCopy(place, part), None)
+        if place == SPOOL:
+            self._right.add(part)
+
+    def suspect(self, place: str, part: PartId) -> None:
+        """Schedule a copy that may be wrong to be read at once, even if scrubbing is disabled."""
+        self._doubtful.add(ScrubbedCopy(place, part))
+        if place == SPOOL:
+            self._right.discard(part)
+        self._lanes[place].wake.set()
+
+    def rests_s(self, part: PartId) -> float:
+        """Return the seconds for which the spool's suspect copy of a part is not read again."""
+        copy = ScrubbedCopy(SPOOL, part)
+        until = self._later.get(copy, (0.0, 0))[0] if copy in self._doubtful else 0.0
+        return max(0.0, until - time.monotonic())
+
+    async def is_right(self, part: PartId) -> bool:
+        """Whether the spool's copy of a part is right. It is read at once, if this daemon never verified it.
+
+        A wrong copy is scrubbed at once, and this method does not read it again before that is done.
+        """
+        if part in self._right or ScrubbedCopy(SPOOL, part) in self._doubtful:
+            return part in self._right
+        if await self._reader.is_right(part):
+            self._right.add(part)
+            return True
+        self.suspect(SPOOL, part)
+        return False
+
+    def status(self) -> ScrubStatus:
+        """Return the state of the scrub, from the schedules that were built last."""
+        doing = [f"{name}: {lane.doing}" for name, lane in self._lanes.items() if lane.doing]
+        now = self._clock()
+        turns = [turn for built in self._agendas.values() for turn in built.turns]
+        oldest = min(
+            [*(turn.verified for turn in turns), *(built.oldest for built in self._agendas.values()), math.inf]
+        )
+        return ScrubStatus(
+            oldest=None if oldest == math.inf else datetime.fromtimestamp(oldest, UTC).isoformat(timespec="seconds"),
+            due=overdue(turns, self._period, now),
+            doing="; ".join(doing) or None,
+        )
+
+    # -- one copy ---------------------------------------------------------------------------------------------------
+
+    async def scrub(self, copy: ScrubbedCopy) -> None:
+        """Read a copy again and repair it.
+
+        Raises:
+            StoreUnavailable, StoreRefused, OSError: not all of the copy could be read or repaired; it is tried again
+                later.
+        """
+        begun = self._clock()
+        times = self._later.get(copy, (0.0, 0))[1]
+        self._later[copy] = (time.monotonic() + min(_LATER * 2**times, _LATEST), times + 1)
+        try:
+            whole = await self._reader.read(copy)
+        except ObjectNotFound:
+            self._doubtful.discard(copy)
+            return  # pruned meanwhile; the next observation shows that
+        waited_for = copy in self._doubtful
+        self._doubtful.discard(copy)
+        self._journal.counters["scrubbed"] += 1
+        if whole:
+            self.verified(copy.place, copy.part, begun)
+            self._remembered.update(dict.fromkeys(lenders(self._inventory(), copy), begun))
+        if waited_for or not whole:
+            self._wake()
+
+    def _doubt(self, copy: ScrubbedCopy, owners: set[CheckpointId]) -> None:
+        """Make other copies of the rank due at once if they name chunks of the checkpoints `owners`."""
+        self._doubts += 1
+        place, own = self._inventory().tiers[copy.place], copy.part
+        for seen in place.copies(own.checkpoint.run) if place else ():
+            for size, ranks in seen.ranks.items():
+                part = PartId(seen.id, own.rank, size)
+                if own.rank not in ranks or part == own or part in seen.defects:
+                    continue
+                facts = seen.facts.get(part)  # None: the manifest was not read, so its chunks are not known
+                if facts is None or owners & {seen.id, *facts.borrowed}:
+                    self._remembered[ScrubbedCopy(copy.place, part)] = 0.0
+
+    async def _turn(self) -> None:
+        while self.resting:
+            await asyncio.sleep(1.0)
+        await self._pause.wait()

@@ -1,0 +1,275 @@
+"""Repair a tier's copy, chunk by chunk, from any other place that has the bytes.
+
+Invariant: a chunk is restored byte for byte under its key, because other manifests may name it. The bytes come from
+another tier with the same encoding, or from the encoder if it still produces that encoding. Only if neither does is the
+chunk put raw, which is always the same bytes, under a key of its own. The manifest is then replaced by one that names
+this key. A chunk counts as repaired only after it was read back and compared, and as lost only after every place was
+asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeAlias
+
+import msgspec
+
+from tierd.codec.codec import RAW, Encoded, check_stored, encode, recognize
+from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
+from tierd.core.ids import PartId, chunk_key
+from tierd.core.manifest import Chunk, Manifest, Stored
+from tierd.core.manifest import encode as encode_manifest
+from tierd.core.planning.inventory import SPOOL
+from tierd.daemon.pause import Turn, at_once
+from tierd.daemon.tiers.intents import naming, node
+from tierd.daemon.tiers.observe import missing_chunks
+from tierd.daemon.transfer.concurrency import to_the_end
+from tierd.daemon.transfer.memory_budget import Budget
+from tierd.daemon.transfer.replicas import Replicas, get_object, put_manifest, surely
+from tierd.spool.direct_io import memory_for
+from tierd.spool.file_io import read_chunk
+from tierd.spool.spool import Spool
+from tierd.stores.base import Buffer, Store
+
+Where: TypeAlias = tuple[int, int]  # a chunk in a manifest: the file's number, the chunk's index in it
+
+
+async def get_stored(store: Store, run: str, chunk: Chunk) -> Buffer:
+    """Read a chunk's object and compare it with its entry in the manifest.
+
+    Raises:
+        CorruptChunk: the object is missing, or differs from its entry in the manifest.
+        StoreUnavailable, StoreRefused: the object could not be read; this says nothing about the bytes.
+    """
+    stored = chunk.stored
+    if stored is None:
+        raise CorruptChunk(f"the manifest does not say where chunk {chunk.xxh3_128} is")
+    data = await get_object(store, f"{run}/{stored.key}", stored)
+    await to_the_end(check_stored, stored, data, run)
+    return data
+
+
+class TierRepairer:
+    """Repairs one tier's copy of one part.
+
+    Args:
+        spool: the spool.
+        stores: all tiers.
+        tier: the name of the tier to repair.
+        part: the part.
+        budget: the memory budget.
+        turn: awaited before each chunk.
+
+    Attributes:
+        mended: the number of repaired chunks.
+        sources: the places that provided the bytes.
+        lost: why other chunks could not be repaired.
+        left: chunks whose objects are as bad as before: lost, or now stored under another key.
+    """
+
+    def __init__(
+        self, spool: Spool, stores: Mapping[str, Store], tier: str, part: PartId, budget: Budget, turn: Turn = at_once
+    ) -> None:
+        self._spool, self._store, self._part, self._budget, self._turn = spool, stores[tier], part, budget, turn
+        self._others = {name: store for name, store in stores.items() if name != tier}
+        # Includes the repaired tier, because an equal chunk may exist there under another checkpoint's name.
+        self._copies = Replicas(part, stores)
+        self.mended = 0
+        self.lost: list[str] = []
+        self.left: set[Where] = set()
+        self.sources: set[str] = set()
+
+    async def mend(self, manifest: Manifest, bad: Iterable[Where]) -> None:
+        """Repair these chunks of the tier's copy.
+
+        Args:
+            manifest: the tier's manifest.
+            bad: the chunks.
+
+        Raises:
+            StoreUnavailable, StoreRefused: a place could not be asked, so the repair is incomplete or its result
+                unknown. Chunks that were repaired before remain repaired, and no chunk was counted as lost that might
+                not be.
+        """
+        now = await self._put_right(manifest, bad)
+        if now is not manifest:
+            await self._show(now)
+
+    async def _put_right(self, manifest: Manifest, bad: Iterable[Where]) -> Manifest:
+        """Repair chunks, and return the manifest that names them; the same object unless chunks have a new key."""
+        await self._copies.ask()
+        self._copies.agree(manifest)
+        moved: dict[Chunk, Chunk] = {}
+        asked = list(bad)
+        for where in asked:
+            chunk = _chunk(manifest, where)
+            if chunk in moved:  # equal chunks of one part are one object
+                continue
+            await self._turn()
+            async with self._budget.take(3 * _weight(chunk)):  # raw, encoded, and read back
+                try:
+                    now = await self._mend(manifest, where)
+                except CorruptChunk as error:
+                    self.lost.append(str(error))
+                    self.left.add(where)
+                    continue
+            if now is not chunk:
+                moved[chunk] = now
+        self.left |= {where for where in asked if _chunk(manifest, where) in moved}
+        if not moved or self.lost:
+            return manifest
+        self.mended += len(moved)
+        return _with(manifest, {where: moved[_chunk(manifest, where)] for where in self.left})
+
+    async def rebuild(self) -> None:
+        """Replace the tier's manifest, which is proven bad, from another tier's manifest and the tier's own objects.
+
+        Raises:
+            CorruptChunk: no other tier has a manifest.
+            StoreUnavailable, StoreRefused: as `mend`.
+        """
+        copies = Replicas(self._part, self._others)
+        await copies.ask()
+        manifest = next(iter(copies.contents()), None)
+        if manifest is None:
+            copies.give_up("its manifest", copies.unavailable)
+            raise AssertionError
+        bad: list[Where] = []
+        kept: dict[Where, Chunk] = {}
+        for where, chunk in places(manifest):
+            await self._turn()
+            async with self._budget.take(3 * _weight(chunk)):  # the tier's object may be twice as long as the raw bytes
+                found = await self._as_it_lies(chunk)
+            if found is None:
+                bad.append(where)
+            elif found is not chunk:
+                kept[where] = found
+        manifest = await self._put_right(_with(manifest, kept), bad)
+        if not self.lost:
+            await self._show(manifest)
+
+    async def _mend(self, manifest: Manifest, where: Where) -> Chunk:
+        """Repair one chunk, unless another process has done so, and return its entry for the manifest."""
+        chunk = _chunk(manifest, where)
+        try:
+            await get_stored(self._store, self._part.checkpoint.run, chunk)
+            return chunk
+        except CorruptChunk:
+            pass
+        encoded = await self._same_form(chunk, where)
+        if encoded is None:
+            raw = await self._raw(manifest, where)
+            encoded = await to_the_end(self._encode, chunk, raw)
+            del raw
+        key = f"{self._part.checkpoint.run}/{encoded.stored.key}"
+        await self._store.put(key, encoded.data)
+        try:
+            await surely(lambda: get_stored(self._store, self._part.checkpoint.run, encoded.chunk))
+        except CorruptChunk as error:
+            raise StoreUnavailable(f"{key}: what was read back differs from what was put: {error}") from error
+        self.mended += encoded.chunk is chunk
+        return encoded.chunk
+
+    async def _same_form(self, chunk: Chunk, where: Where) -> Encoded | None:
+        """Read the same bytes from another tier that stores the chunk in the same encoding; None if no tier does."""
+        for name, store in self._others.items():
+            manifest = self._copies.manifests.get(name)
+            other = _chunk(manifest, where) if manifest else None
+            if other and chunk.stored and other.stored and other.stored.form == chunk.stored.form:
+                try:
+                    data = await get_stored(store, self._part.checkpoint.run, other)
+                except TierdError:
+                    continue
+                self.sources.add(name)
+                return Encoded(chunk, data)
+        return None
+
+    async def _raw(self, manifest: Manifest, where: Where) -> Buffer:
+        number, index = where
+        file = manifest.files[number]
+        path = self._spool.path(self._part) / file.path
+        try:
+            data = await to_the_end(read_chunk, path, file, index)
+            self.sources.add(SPOOL)
+            return data
+        except CorruptChunk:
+            pass
+        except OSError as error:  # a disk error proves nothing about the bytes
+            self._copies.unavailable[SPOOL] = f"{SPOOL}: {error}"
+        raw = await self._copies.chunk(number, index, file.path)
+        self.sources |= self._copies.used
+        return raw
+
+    def _encode(self, chunk: Chunk, raw: Buffer) -> Encoded:
+        """Encode the chunk in its manifest's encoding if the encoder produces that; otherwise leave it raw."""
+        wanted = chunk.stored.form if chunk.stored else None
+        plain = Stored(
+            codec=RAW, size=chunk.size, xxh3_128=chunk.xxh3_128, key=chunk_key(self._part, chunk.xxh3_128, RAW)
+        )
+        if wanted == plain.form:
+            return Encoded(chunk, raw)
+        if wanted:
+            packed = encode(self._part, chunk, raw)
+            if packed.stored.form == wanted:
+                return Encoded(chunk, packed.data)
+        return Encoded(msgspec.structs.replace(chunk, stored=plain), raw)
+
+    async def _as_it_lies(self, chunk: Chunk) -> Chunk | None:
+        """Return the manifest entry for the tier's own object of another tier's chunk; None if the object is bad."""
+        run, stored = self._part.checkpoint.run, chunk.stored
+        try:
+            await surely(lambda: get_stored(self._store, run, chunk))
+            return chunk
+        except CorruptChunk:
+            if stored is None:
+                return None
+        try:
+            data = await self._store.get(f"{run}/{stored.key}", memory_for(2 * chunk.size)[: 2 * chunk.size])
+            own, _ = await to_the_end(recognize, chunk, stored.codec, stored.key, data, run)
+        except (CorruptChunk, ObjectNotFound, StoreRefused):
+            return None
+        return own
+
+    async def _show(self, manifest: Manifest) -> None:
+        """Replace the tier's manifest, unless the part was pruned meanwhile."""
+        data = encode_manifest(manifest)
+        async with naming(
+            self._store, self._part, data, manifest.owners | {self._part.checkpoint}, node(self._spool.root)
+        ):
+            try:
+                await self._store.get(self._part.manifest_key)
+            except ObjectNotFound:
+                return  # and no prune of it begins before this context ends
+            except (CorruptChunk, ManifestError):
+                pass  # the manifest exists, damaged
+            missing = await missing_chunks(self._store, manifest)
+            if not missing:
+                await put_manifest(self._store, self._part.manifest_key, data, reread=True)
+        if missing:
+            raise StoreUnavailable(f"{self._part}: {len(missing)} chunks were deleted while it was being mended")
+
+
+def places(manifest: Manifest) -> Iterator[tuple[Where, Chunk]]:
+    """Yield every chunk of a manifest with its position."""
+    for number, file in enumerate(manifest.files):
+        for index, chunk in enumerate(file.chunks):
+            yield (number, index), chunk
+
+
+def _chunk(manifest: Manifest, where: Where) -> Chunk:
+    return manifest.files[where[0]].chunks[where[1]]
+
+
+def _weight(chunk: Chunk) -> int:
+    return max(chunk.size, chunk.stored.size if chunk.stored else 0)
+
+
+def _with(manifest: Manifest, chunks: Mapping[Where, Chunk]) -> Manifest:
+    """Return `manifest` with other entries for these chunks."""
+    files = tuple(
+        msgspec.structs.replace(
+            file, chunks=tuple(chunks.get((number, index), chunk) for index, chunk in enumerate(file.chunks))
+        )
+        for number, file in enumerate(manifest.files)
+    )
+    return msgspec.structs.replace(manifest, files=files)

@@ -1,0 +1,284 @@
+"""Verify one copy chunk by chunk against its manifest, and repair it.
+
+Invariant: a chunk that reads wrong is read once more before it counts as corrupt. A bit that flips in transfer or in
+memory is not corruption of the stored bytes. A place that does not answer proves nothing, and a part that was pruned
+meanwhile is no finding. Each corrupt object is reported once, however many manifests name it and however often it is
+read before its repair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import msgspec
+
+from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, TierdError
+from tierd.core.ids import CheckpointId, PartId, chunk_owner
+from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Manifest
+from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.scrub_schedule import ScrubbedCopy
+from tierd.daemon.pause import Turn
+from tierd.daemon.scrub.repairer import Repairer
+from tierd.daemon.scrub.tier_repair import Where, get_stored, places
+from tierd.daemon.transfer.concurrency import to_the_end
+from tierd.daemon.transfer.memory_budget import Budget
+from tierd.daemon.transfer.replicas import read_manifest, surely
+from tierd.events.journal import Journal
+from tierd.spool.direct_io import LARGE
+from tierd.spool.file_io import bad_chunks, open_plain, read_chunk
+from tierd.spool.spool import Spool
+from tierd.stores.base import Store, weight
+
+log = logging.getLogger("tierd.daemon")
+
+_ROT = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)  # errors by which a disk reports that the stored bytes are lost
+
+
+class CopyVerifier:
+    """Reads copies again, and repairs corrupt ones.
+
+    Args:
+        spool: the spool.
+        stores: the tiers.
+        repairer: repairs copies.
+        journal: receives events and counts.
+        budget: the memory budget.
+        rate: bytes per second, for each copy that is being read.
+        turn: awaited before each chunk.
+        held: checkpoints that must not be deleted during a repair.
+
+    Attributes:
+        doubted: called with a tier's copy and the checkpoints under whose keys objects are still bad, because other
+            manifests may name these objects.
+    """
+
+    def __init__(
+        self,
+        spool: Spool,
+        stores: Mapping[str, Store],
+        repairer: Repairer,
+        journal: Journal,
+        budget: Budget,
+        rate: int,
+        turn: Turn,
+        held: Counter[CheckpointId],
+    ) -> None:
+        self._spool, self._stores, self._repairer, self._journal = spool, stores, repairer, journal
+        self._budget, self._rate, self._turn, self._held = budget, rate, turn, held
+        self._told: set[tuple[str, str]] = set()  # (place, object) that were reported as corrupt
+        self.doubted: Callable[[ScrubbedCopy, set[CheckpointId]], None] = lambda copy, owners: None
+
+    async def read(self, copy: ScrubbedCopy) -> bool:
+        """Read and repair all of a copy.
+
+        Returns:
+            Whether the copy is right, at once or after a repair.
+
+        Raises:
+            ObjectNotFound: the copy was pruned meanwhile.
+            StoreUnavailable, StoreRefused, OSError: not all of the copy could be read or repaired.
+        """
+        return await (self._read_spool(copy) if copy.place == SPOOL else self._read_tier(copy))
+
+    async def _read_tier(self, copy: ScrubbedCopy) -> bool:
+        """Verify and repair a tier's copy. Returns whether it is right, at once or after a repair."""
+        store, part = self._stores[copy.place], copy.part
+        try:
+            manifest = await self._manifest(store, part)
+        except ManifestError as error:
+            self._found(copy, {part.manifest_key: str(error)}, "the manifest")
+            with self._holding(part):
+                return await self._repairer.rebuild(copy.place, part, str(error), self._turn)
+        self._told.discard((copy.place, part.manifest_key))
+        bad: dict[Where, tuple[str, str]] = {}
+        failed: Exception | None = None
+        for where, chunk in places(manifest):
+            key = f"{part.checkpoint.run}/{chunk.stored.key}" if chunk.stored else chunk.xxh3_128
+            try:
+                wrong = await self._reads_wrong(store, part, chunk)
+            except (TierdError, OSError) as error:
+                failed = error
+                break
+            if wrong:
+                log.error("%s: %s: %s", copy.place, part, wrong)
+                bad[where] = (key, wrong)
+            else:
+                self._told.discard((copy.place, key))
+        whole = not bad or await self._repair(copy, manifest, bad)
+        if failed:
+            raise failed
+        return whole
+
+    async def _manifest(self, store: Store, part: PartId) -> Manifest:
+        """Read the tier's manifest. One that contradicts the spool's manifest counts as damaged."""
+
+        manifest = await read_manifest(store, part)
+        try:
+            local = await self._local_manifest(part)
+        except (ObjectNotFound, ManifestError, OSError):
+            return manifest
+        if not manifest.same_content(local):
+            raise ManifestError(f"{part}: its manifest describes other content than the spool's")
+        return manifest
+
+    async def _reads_wrong(self, store: Store, part: PartId, chunk: Chunk) -> str:
+        """Return the defect of a tier's chunk; empty if the chunk is right."""
+        size = chunk.stored.size if chunk.stored else 0
+        async with self._reading(size, weight(store, size)):
+            try:
+                await surely(lambda: get_stored(store, part.checkpoint.run, chunk))
+                return ""
+            except CorruptChunk as error:
+                return str(error)
+
+    async def _repair(self, copy: ScrubbedCopy, manifest: Manifest, bad: Mapping[Where, tuple[str, str]]) -> bool:
+        part = copy.part
+        with self._holding(part):
+            if await self._manifest(self._stores[copy.place], part) != manifest:
+                return False  # another process has replaced the manifest: the copy is read again later
+            total = sum(1 for _ in manifest.chunks())
+            self._found(copy, dict(bad.values()), f"{len(bad)} of {total} chunks")
+            mender = await self._repairer.repair(copy.place, part, manifest, bad, self._turn)
+        self._told -= {(copy.place, bad[where][0]) for where in bad.keys() - mender.left}
+        stored = [manifest.files[number].chunks[index].stored for number, index in mender.left]
+        owners = {chunk_owner(part.checkpoint.run, one.key) for one in stored if one}
+        self.doubted(copy, {owner for owner in owners if owner})
+        return not mender.lost
+
+    async def is_right(self, part: PartId) -> bool:
+        """Whether all of the spool's copy can be read and is right. Reads at full speed, because a request waits."""
+        home = self._spool.path(part)
+        try:
+            manifest = await self._local_manifest(part)
+        except (ObjectNotFound, ManifestError, OSError):
+            return False
+        for file in manifest.files:
+            async with self._budget.take(max((chunk.size for chunk in file.chunks), default=0)):
+                if await to_the_end(bad_chunks, home / file.path, file):
+                    return False
+        return True
+
+    async def _read_spool(self, copy: ScrubbedCopy) -> bool:
+        """Verify and repair the spool's copy. Returns whether it is right, at once or after a repair."""
+        part, home = copy.part, self._spool.path(copy.part)
+        try:
+            manifest = await self._local_manifest(part)
+        except ManifestError as error:
+            self._found(copy, {f"{part.path}/{MANIFEST_NAME}": str(error)}, "the manifest")
+            return await self._heal(part, counted=True)
+        wrong: dict[str, str] = {}
+        unreadable: list[OSError] = []
+        for file in manifest.files:
+            for index, reason in await self._wrong_in(home / file.path, file):
+                if isinstance(reason, OSError):
+                    unreadable.append(reason)
+                else:
+                    log.error("%s: %s: %s", SPOOL, part, reason)
+                    wrong[f"{part.path}/{file.path}:{index}"] = str(reason)
+        if not home.is_dir():
+            raise ObjectNotFound(f"{part} is not in the spool any more")
+        if wrong:
+            total = sum(1 for _ in manifest.chunks())
+            self._found(copy, wrong, f"{len(wrong)} of {total} chunks")
+        elif not any(error.errno in _ROT for error in unreadable):
+            if unreadable:
+                raise unreadable[0]
+            return True
+        whole = await self._heal(part, counted=bool(wrong))
+        self._told -= {(SPOOL, key) for key in wrong}
+        return whole
+
+    async def _local_manifest(self, part: PartId) -> Manifest:
+        return await surely(lambda: to_the_end(self._spool.manifest, part))
+
+    async def _wrong_in(self, path: Path, file: File) -> list[tuple[int, CorruptChunk | OSError]]:
+        """Return the chunks of a file in the spool that read wrong twice.
+
+        A file that is too long is wrong in its last chunk.
+        """
+        if not file.chunks:
+            return [(index, reason) for index, _, reason in await to_the_end(bad_chunks, path, file)]
+        found = []
+        for index, chunk in enumerate(file.chunks):
+            reason = None
+            for _ in range(2):
+                async with self._reading(chunk.size):
+                    reason = await to_the_end(_wrong_on_disk, path, file, index)
+                if reason is None:
+                    break
+                log.warning("%s: read once more: %s", path, reason)
+            else:
+                assert reason is not None
+                found.append((index, reason))
+        return found
+
+    async def _heal(self, part: PartId, *, counted: bool) -> bool:
+        with self._holding(part):
+            try:
+                await self._repairer.heal(part, counted=counted)
+                return True
+            except CorruptChunk:
+                return False  # reported and quarantined by `heal`
+
+    # -- rate, holds and events -------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _reading(self, size: int, memory: int | None = None) -> AsyncIterator[None]:
+        """A context for reading `size` bytes with `memory` bytes of the budget. Its end waits to keep the rate."""
+        await self._turn()
+        begun = time.monotonic()
+        async with self._budget.take(size if memory is None else memory):
+            yield
+        self._journal.counters["scrubbed_bytes"] += size
+        await asyncio.sleep(size / self._rate - (time.monotonic() - begun))
+
+    @contextmanager
+    def _holding(self, part: PartId) -> Iterator[None]:
+        """A context within which the plan deletes no copy of the part's checkpoint."""
+        self._held[part.checkpoint] += 1
+        try:
+            yield
+        finally:
+            self._held -= Counter([part.checkpoint])
+
+    def _found(self, copy: ScrubbedCopy, bad: Mapping[str, str], what: str) -> None:
+        """Report corrupt objects that were not reported before."""
+        fresh = [why for key, why in bad.items() if (copy.place, key) not in self._told]
+        self._told |= {(copy.place, key) for key in bad}
+        self._journal.counters["scrub_findings"] += len(fresh)
+        if fresh:
+            self._journal.counters["corruptions"] += 1
+            self._journal.tell("corrupt", copy.place, copy.part, f"scrubbed, {what}: {fresh[0]}")
+
+
+def _wrong_on_disk(path: Path, file: File, index: int) -> CorruptChunk | OSError | None:
+    try:
+        size = _uncached(path, file.chunks[index].size < LARGE)
+        if index < len(file.chunks) - 1:  # a truncated or overlong file may still have this chunk right
+            file = msgspec.structs.replace(file, size=size)
+        read_chunk(path, file, index)
+    except (CorruptChunk, OSError) as error:
+        return error.with_traceback(None)  # the traceback's frames would keep the read bytes in memory
+    return None
+
+
+def _uncached(path: Path, small: bool) -> int:
+    """Return a file's size, after dropping the file from the page cache if `small`.
+
+    The cache says nothing about the bytes on the disk, and only small chunks are read through it.
+    """
+    fd = open_plain(path)
+    try:
+        if small:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return os.fstat(fd).st_size
+    finally:
+        os.close(fd)

@@ -1,0 +1,115 @@
+"""Freeing space on the spool's disk at once, for a save that found it full.
+
+Invariant: only copies that `core/planning/eviction.py` names are deleted, in its order, each after its tier was asked
+once more. The caller waits seconds at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
+
+from tierd.core.errors import TierdError
+from tierd.core.ids import CheckpointId
+from tierd.core.planning.inventory import Inventory
+from tierd.spool.spool import Spool
+
+log = logging.getLogger("tierd.daemon")
+
+_PATIENCE = 5.0  # seconds at most; flushes under way may verify more copies meanwhile
+_MARGIN = 256 << 10  # bytes for manifest and directories, in addition to a sixteenth of the save's size
+_TURN = 0.5  # seconds between two observations while no copy can be deleted
+
+
+@dataclass(frozen=True, slots=True)
+class FreedSpace:
+    """The result of freeing space. `enough`: whether a second try is worthwhile."""
+
+    freed_bytes: int
+    enough: bool
+
+
+class SpoolSpace:
+    """Free disk space, for one save after the other.
+
+    Args:
+        spool: the local tier.
+        inventory: returns the latest inventory.
+        look: observes the spool afresh; `inventory` shows the result then.
+        release: deletes the spool's copy of a checkpoint if a tier still holds it; returns whether it did.
+        wake: makes flushes proceed at once.
+        evictable: the copies that may be deleted because the disk is full, in this order (`plan.evictable`).
+    """
+
+    def __init__(
+        self,
+        spool: Spool,
+        inventory: Callable[[], Inventory],
+        look: Callable[[], Awaitable[None]],
+        release: Callable[[CheckpointId, tuple[str, ...]], Awaitable[bool]],
+        wake: Callable[[], None],
+        evictable: Callable[[Inventory], Iterable[CheckpointId]],
+    ) -> None:
+        self._spool, self._inventory, self._look, self._release, self._wake = spool, inventory, look, release, wake
+        self._evictable = evictable
+        self._one = asyncio.Lock()
+
+    async def make(self, run: str, size_bytes: int, *, quota: bool = False) -> FreedSpace:
+        """Delete verified local copies until `size_bytes` and a margin are free, or no more can be deleted.
+
+        Args:
+            run: the run whose save found the disk full; it has a trainer, attached or not.
+            size_bytes: the size of the save.
+            quota: the free space of the disk is meaningless because of a quota; count the deleted bytes instead.
+        """
+        wanted, freed = size_bytes + size_bytes // 16 + _MARGIN, 0
+
+        def is_enough() -> bool:
+            return (freed if quota else self._spool.free()[0]) >= wanted
+
+        try:
+            async with asyncio.timeout(_PATIENCE), self._one:
+                if not is_enough():
+                    await asyncio.to_thread(self._spool.drop_recycled, ())
+                while not is_enough():
+                    await self._look()
+                    size = await self._release_next(run, is_enough)
+                    freed += size
+                    if not size and not self._may_come():
+                        break
+                    if not size:
+                        self._wake()
+                        await asyncio.sleep(_TURN)
+        except TimeoutError:
+            pass
+        enough = is_enough()
+        if freed or not enough:
+            outcome = "" if enough else ", which is not enough: the rest is on no tier yet, or not the spool's"
+            done = f"{freed} bytes of verified copies were deleted{outcome}"
+            log.warning("the spool's disk is full for a save of %s (%d bytes): %s", run, size_bytes, done)
+        return FreedSpace(freed, enough or freed > 0)
+
+    async def _release_next(self, run: str, is_enough: Callable[[], bool]) -> int:
+        """Delete the next copy that may be deleted; return its size in bytes, 0 if there is none."""
+        inventory = self._inventory()
+        inventory = replace(inventory, trainerless=inventory.trainerless - {run})
+        for checkpoint in self._evictable(inventory):
+            size = sum(facts.size for facts in inventory.spool.checkpoints[checkpoint].facts.values())
+            try:
+                if await self._release(checkpoint, ("the spool's disk is full, and a save needs room",)):
+                    return max(size, 1)
+            except TierdError as error:  # its tier failed; the next copy may be on another tier
+                log.warning("%s stays in the spool: %s", checkpoint, error)
+            if is_enough():
+                break
+        return 0
+
+    def _may_come(self) -> bool:
+        """Whether a copy may still prove verified: the spool holds one that no tier was seen to have.
+
+        A daemon that has just started has observed no tier yet.
+        """
+        inventory = self._inventory()
+        return any(not inventory.on_a_tier(seen) for seen in inventory.spool.checkpoints.values())

@@ -1,0 +1,127 @@
+"""The state of one tier worker: when it works, when it rests, its backoff after failures, and the work it has put off.
+
+Invariant: the delay after the n-th failure in a row is uniform in [½, 1] of min(2ⁿ s, L). L is a quarter of the time
+for which the place has failed, but at least 15 s and at most 5 min.
+
+The random delay spreads the retries of many nodes. After an outage of a minute, a worker resumes within seconds. A
+place that is down for hours gets few requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Hashable, Iterable
+
+from tierd.core.planning.plan import Flush
+
+_LONGEST = 300.0  # seconds, the greatest upper limit of a backoff
+_SOON = 15.0  # seconds, the least upper limit of a backoff, however short the outage
+_FIRST = 10.0  # seconds of the first deferral; short, because the place may have failed and not the object
+
+
+class TierWorker:
+    """The action of one place's worker, and the outcome of its earlier actions."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.wake = asyncio.Event()
+        self._retry = asyncio.Event()
+        self.retry_at = 0.0  # monotonic seconds
+        self.failures = 0
+        self._since = 0.0  # when the first failure in a row was, monotonic seconds
+        self.last_error: Exception | None = None
+        self._last_failure: Exception | None = None
+        self.doing: str | None = None
+        self.sent = False  # whether the last action begun was a flush
+        self.has_flushed = False  # whether the last completed action was a flush, so that its result is known
+        self._ahead: deque[Flush] = deque()
+        self._ahead_until = 0.0  # monotonic seconds
+        self.pause_s = 0.0  # rest after a plan without an action, in seconds
+        self._off: dict[Hashable, float] = {}  # deferred object -> until when, monotonic seconds
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def succeeded(self) -> None:
+        self.failures, self.retry_at, self.last_error = 0, 0.0, None
+        if self.off_for == math.inf:
+            self._last_failure = None
+
+    @property
+    def trouble(self) -> Exception | None:
+        """Why the worker makes no progress: its last error, also while only the failed object is put off."""
+        return self.last_error or self._last_failure
+
+    def failed(self, error: Exception, jitter: random.Random, *, long: bool) -> float:
+        """Note a failure, and return the seconds until the next try.
+
+        Args:
+            error: the failure.
+            jitter: the source of randomness.
+            long: begin with a longer backoff, because an immediate retry cannot help.
+        """
+        self._since = self._since if self.failures else self.now()
+        self._ahead.clear()
+        self.failures += 1
+        self._retry.clear()
+        self.last_error = self._last_failure = error
+        longest = min(max(_SOON, (self.now() - self._since) / 4), _LONGEST)
+        delay = min(2.0 ** min(self.failures + (3 if long else 0), 16), longest) * jitter.uniform(0.5, 1.0)
+        self.retry_at = self.now() + delay
+        return delay
+
+    def plan_ahead(self, flushes: Iterable[Flush], took_s: float) -> None:
+        """Note the flushes that follow the first action of a plan that took `took_s` seconds to compute.
+
+        They stay valid for nine times as long, so that planning takes at most a tenth of the time, however many parts
+        wait.
+        """
+        self._ahead, self._ahead_until, self.pause_s = deque(flushes), self.now() + 9 * took_s, 9 * took_s
+
+    def planned(self) -> Flush | None:
+        """Return the next part to send by the last plan, while that plan is valid."""
+        while self._ahead and self.now() < self._ahead_until:
+            if not self.is_off((flush := self._ahead.popleft()).part):
+                return flush
+        return None
+
+    def put_off(self, what: Hashable, seconds: float) -> None:
+        """Defer a part or checkpoint for `seconds`, so that others are tried first."""
+        self._off = {one: until for one, until in self._off.items() if until > self.now() - _LONGEST}
+        self._off[what] = self.now() + seconds
+
+    def put_off_stuck(self, what: Hashable, seconds: float) -> None:
+        """Defer for `seconds` if it was put off lately; for at most `_FIRST` seconds otherwise."""
+        self.put_off(what, seconds if what in self._off else min(seconds, _FIRST))
+
+    def is_off(self, what: Hashable) -> bool:
+        return self._off.get(what, 0.0) > self.now()
+
+    @property
+    def off_for(self) -> float:
+        """Seconds until the first deferred object is due; infinite if there is none."""
+        now = self.now()
+        return min((until - now for until in self._off.values() if until > now), default=math.inf)
+
+    async def rest(self, rescan: float) -> None:
+        """Wait for an event, at most `rescan` seconds; after a failure, wait out the backoff despite events."""
+        if self.last_error is not None:
+            await self._sleep(self._retry, self.retry_at - self.now())
+        else:
+            await self._sleep(self.wake, rescan)
+
+    def retry_now(self) -> None:
+        """End a backoff early."""
+        self.retry_at = 0.0
+        self._retry.set()
+
+    async def _sleep(self, event: asyncio.Event, timeout: float) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                await event.wait()
+        except TimeoutError:
+            pass

@@ -1,0 +1,193 @@
+"""Settle which objects a prune deletes, after its marks are put, from manifests that were read or are read now.
+
+Invariant: a chunk is deleted only if every manifest that names it is deleted too. Before that, the chunk's checkpoint
+is marked and all other manifests are listed. Chunks of a checkpoint whose own manifests are kept are all kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+
+from tierd.core.errors import ManifestError, ObjectNotFound
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.planning.inventory import Place
+from tierd.daemon.tiers.intents import Marks, ends, sweep
+from tierd.daemon.tiers.manifests import READERS, Manifests
+from tierd.daemon.tiers.shared_chunks import NamedChunks, SharedChunks, named_by
+from tierd.daemon.transfer.concurrency import each
+from tierd.daemon.transfer.replicas import read_manifest
+from tierd.stores.base import ObjectInfo, Store
+
+_WHEN = "%Y-%m-%d %H:%M:%S %Z"
+
+
+@dataclass(slots=True)
+class ListedManifests:
+    """The result of listing all manifests of a run.
+
+    Attributes:
+        named: the chunks that surviving manifests name.
+        own: checkpoint to delete -> the keys of its manifests.
+        borrowed: the shared chunks that the checkpoints to delete name.
+        alive: the surviving checkpoints.
+        grown: checkpoints to delete that have more parts than the decision knew -> how that is known.
+    """
+
+    named: NamedChunks
+    own: dict[CheckpointId, list[str]] = field(default_factory=dict)
+    borrowed: list[SharedChunks] = field(default_factory=list)
+    alive: set[CheckpointId] = field(default_factory=set)
+    grown: dict[CheckpointId, str] = field(default_factory=dict)
+
+    @property
+    def lenders(self) -> set[CheckpointId]:
+        """The checkpoints whose chunks the deleted checkpoints share."""
+        return set().union(*(one.owners for one in self.borrowed))
+
+    def orphans(self, doomed: Collection[CheckpointId]) -> dict[CheckpointId, frozenset[int]]:
+        """Return, by checkpoint, the chunks that only `doomed` name and whose own checkpoint has no manifest."""
+        found = {}
+        for owner in self.lenders - self.alive - set(doomed):
+            marks = frozenset[int]().union(*((one.chunks or {}).get(owner, ()) for one in self.borrowed))
+            if left := marks - self.named.under(owner):
+                found[owner] = left
+        return found
+
+
+@dataclass(slots=True)
+class Deletions:
+    """The objects that one prune deletes, settled after the marks: no surviving manifest names them.
+
+    Attributes:
+        doomed: the checkpoints to delete.
+        listed: the listing on which this rests.
+        orphans: chunks of other, already pruned checkpoints that are deleted too.
+        cut: checkpoint -> the marks of an earlier interrupted deletion.
+        held: checkpoints that are kept although they were to be deleted, each with the reason.
+    """
+
+    doomed: set[CheckpointId]
+    listed: ListedManifests
+    orphans: dict[CheckpointId, frozenset[int]]
+    cut: dict[CheckpointId, list[str]]
+    held: dict[CheckpointId, str]
+
+    def goes(self, owner: CheckpointId, mark: int) -> bool:
+        """Whether a chunk stored under `owner` is deleted."""
+        if owner in self.doomed:
+            return mark not in self.listed.named.under(owner)
+        return mark in self.orphans.get(owner, ())
+
+
+@dataclass(slots=True)
+class Pass:
+    """One prune's decision about which objects it can delete.
+
+    Invariant: it puts marks first and lists afterwards, again after each further mark. So a flush that the listing does
+    not show sees the marks.
+    """
+
+    store: Store
+    doomed: set[CheckpointId]
+    who: str
+    known: Manifests
+    marks: Marks
+    seen: Place
+
+    async def settle(self, *, listed: bool) -> Deletions:
+        """Put marks and list until every chunk to delete belongs to a marked checkpoint.
+
+        Args:
+            listed: whether the decision rests on the present listing, instead of on `seen`.
+        """
+        run, asked, remembered = self.marks.run, *self._remembered()
+        held: dict[CheckpointId, str] = {}
+        await self.marks.put(self.doomed | remembered)
+        while True:
+            swept = await sweep(self.store, run, self.who)
+            cut = {one: own for one, keys in swept.cut.items() if (own := sorted({*keys} - {*self.marks.keys}))}
+            self.known.cut[run] = set(cut)
+            found = ListedManifests(NamedChunks(asked))
+            await self._coming(found, swept.intents)
+            await self._list(found, asked, listed=listed)
+            if found.grown:
+                self.doomed -= found.grown.keys()
+                held |= found.grown
+            elif not found.lenders <= asked:
+                asked |= found.lenders
+            elif not (orphans := found.orphans(self.doomed)).keys() <= self.marks.owners:
+                await self.marks.put(orphans.keys())
+            else:
+                return Deletions(self.doomed, found, orphans, cut, held)
+
+    def _remembered(self) -> tuple[set[CheckpointId], set[CheckpointId]]:
+        """Return, from manifests read before, the owners of all chunks that the doomed checkpoints name.
+
+        The second set holds the owners that have chunks to delete with them.
+        """
+        found = ListedManifests(NamedChunks(()))
+        others: list[SharedChunks] = []
+        for one, borrowed in self.known.remembered(self.marks.run):
+            (found.borrowed if one in self.doomed else others).append(borrowed)
+            found.alive.add(one)
+        asked = found.lenders | self.doomed
+        if asked <= found.alive:
+            return asked, set()
+        found.named = NamedChunks(asked)
+        for borrowed in others:
+            found.named.add(borrowed)
+        return asked, set(found.orphans(self.doomed))
+
+    async def _coming(self, found: ListedManifests, intents: list[tuple[str, PartId]]) -> None:
+        """Read the intents, that is the manifests that are about to be put.
+
+        Intents are read before manifests are listed. If an intent was deleted in between, the listing shows its
+        manifest.
+        """
+
+        async def read(intent: tuple[str, PartId]) -> None:
+            with suppress(ObjectNotFound):
+                found.named.add(named_by(await read_manifest(self.store, None, intent[0]), own=True))
+
+        await each(READERS, read, intents)
+        for key, part in sorted(intents, key=lambda one: ends(one[0])):
+            if part.checkpoint in self.doomed:
+                found.grown[part.checkpoint] = (
+                    f"{key} says that it is being flushed; that is over by {ends(key):{_WHEN}}"
+                )
+            else:
+                found.alive.add(part.checkpoint)
+
+    async def _list(self, found: ListedManifests, asked: Collection[CheckpointId], *, listed: bool) -> None:
+        async def unknown() -> AsyncGenerator[tuple[ObjectInfo, CheckpointId]]:
+            async with aclosing(self.known.listing(self.marks.run)) as listing:
+                async for info, owner, _, rank, world in listing:
+                    borrowed = self.known.borrowed(owner, info)
+                    if owner in self.doomed:
+                        found.own.setdefault(owner, []).append(info.key)
+                        if not listed and not self.seen.lists(PartId(owner, rank, world)):
+                            found.grown[owner] = "more of it has come since it was looked at"
+                        if borrowed and borrowed.chunks is not None:
+                            found.borrowed.append(borrowed)
+                        else:
+                            yield info, owner
+                        continue
+                    found.alive.add(owner)
+                    if borrowed is None or (borrowed.chunks is None and not borrowed.owners.isdisjoint(asked)):
+                        yield info, owner
+                    else:
+                        found.named.add(borrowed)
+
+        async def read(one: tuple[ObjectInfo, CheckpointId]) -> None:
+            info, owner = one
+            with suppress(ObjectNotFound):
+                if owner not in self.doomed:
+                    found.named.add(await self.known.read(info))
+                    return
+                with suppress(ManifestError):  # a damaged manifest names no chunk
+                    found.borrowed.append(await self.known.read(info))
+
+        async with aclosing(unknown()) as todo:
+            await each(READERS, read, todo)

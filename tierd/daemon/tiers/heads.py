@@ -1,0 +1,139 @@
+"""The heads of runs on a tier and in a spool: read them, and write this node's own.
+
+Invariant: only the run's janitor writes heads on a tier, after the manifests to which they refer, and only new content.
+An unreadable head counts as absent, because the manifests hold the same facts and the next head repeats them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+from msgspec.structs import replace
+
+from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound
+from tierd.core.ids import head_key, heads_prefix, parse_head
+from tierd.core.planning.inventory import Inventory, Place
+from tierd.core.planning.plan import is_janitor
+from tierd.core.timeline.head import (
+    MAX_SIZE,
+    Head,
+    Last,
+    decode,
+    encode,
+    last_of,
+    launches_of,
+    rollback,
+    seeing,
+    successor,
+    together,
+)
+from tierd.stores.base import ObjectInfo, Store, clear
+
+log = logging.getLogger("tierd.daemon")
+
+
+class Heads:
+    """Read one tier's heads; each again only when its listing shows that it was replaced."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._read: dict[str, tuple[str, Head | None]] = {}  # key -> its token and content
+
+    async def read(self, run: str, info: ObjectInfo) -> Head | None:
+        """Read the head that a listing of `run` shows; None if it is no head, unreadable, or deleted.
+
+        Raises:
+            StoreUnavailable, StoreRefused: the tier failed.
+        """
+        by = parse_head(run, info.key)
+        if by is None:
+            return None
+        token, known = self._read.get(info.key, ("", None))
+        if token != info.token or known is None:
+            known = await self._fetch(run, by, info)
+            self._read[info.key] = info.token, known
+        return known
+
+    async def _fetch(self, run: str, by: str, info: ObjectInfo) -> Head | None:
+        try:
+            if info.size > MAX_SIZE:
+                raise ManifestError(f"{info.key}: {info.size} bytes, and a head has at most {MAX_SIZE}")
+            return decode(bytes(await self._store.get(info.key)), run, by)
+        except ObjectNotFound:
+            return None
+        except (CorruptChunk, ManifestError, FormatTooNew) as error:
+            if self._read.get(info.key, ("", None))[0] != info.token:
+                log.warning("%s: not a head of this run, and passed over: %s", info.key, error)
+            return None
+
+
+def unwritten(inventory: Inventory, place: Place, run: str) -> Head | None:
+    """Return the head that this node should write to a tier; None if there is none to write.
+
+    There is one if this node is the run's janitor and a checkpoint is complete on the tier. In addition, its own head
+    must lack something, or other nodes' heads must still be there.
+    """
+    complete = place.run(run).whole
+    if not complete or not is_janitor(inventory, place, run):
+        return None
+    there = place.heads.get(run, ())
+    head = _next(inventory, place, run, inventory.who, there)
+    return None if [one.launches for one in there] == [head.launches] else head
+
+
+def remembering(inventory: Inventory, run: str, urls: Mapping[str, str]) -> Head | None:
+    """Return the head that the spool should record from all places that answered; None if it holds that already.
+
+    Args:
+        inventory: the latest inventory.
+        run: the run.
+        urls: tier name -> URL.
+    """
+    before = inventory.spool.heads.get(run, ())
+    there = {urls[name]: last_of(place.heads.get(run, ())) for name, place in inventory.tiers.items() if place}
+    tiers = seeing(before[0].tiers if before else {}, there)
+    head = replace(_next(inventory, inventory.spool, run, "", before), tiers=tiers)
+    known = [(one.launches, one.tiers) for one in before]
+    return None if not head.launches or known == [(head.launches, head.tiers)] else head
+
+
+async def rolled_back(store: Store, run: str, seen: Last | None, heads: tuple[Head, ...]) -> str | None:
+    """Explain why a run's history on a tier is older than this node saw there; None if it is not.
+
+    Args:
+        store: the tier's store.
+        run: the run.
+        seen: the last head that this node saw there.
+        heads: the heads that the latest observation found.
+
+    Raises:
+        StoreUnavailable, StoreRefused: the tier failed.
+    """
+    if rollback(last_of(heads), seen) is None:
+        return None
+    # List again, because a head that another node replaced during the observation is missing from it.
+    again = Heads(store)
+    now = [head async for info in store.scan(heads_prefix(run)) if (head := await again.read(run, info))]
+    return rollback(last_of(now), seen)
+
+
+async def write(store: Store, head: Head, others: tuple[Head, ...]) -> None:
+    """Put a head on a tier, and delete those of other nodes, because the new one contains their content.
+
+    Raises:
+        StoreUnavailable, StoreRefused: the tier failed.
+    """
+    await store.put(head_key(head.run, head.by), encode(head))
+    if stale := [head_key(one.run, one.by) for one in others if one.by != head.by]:
+        await clear(store, stale)
+
+
+def _next(inventory: Inventory, place: Place, run: str, by: str, heads: tuple[Head, ...]) -> Head:
+    where = [place] if by else list(inventory.places.values())
+    complete = [newest for one in where for newest in one.run(run).newest_whole]
+    remembered = together(heads) if by else inventory.remembered(run)
+    known = [newest for one in inventory.places.values() for newest in one.run(run).newest_of_each]
+    launches = launches_of(complete, known, inventory.origins(run), remembered)
+    return successor(heads, run, by, launches, datetime.now(UTC).isoformat())

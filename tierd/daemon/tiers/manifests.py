@@ -1,0 +1,326 @@
+"""A tier's manifests: which ones exist, and the facts from those that were read.
+
+Invariant: names alone show whether a checkpoint is complete. So an observation lists every name and reads few
+manifests: one for each checkpoint, and those of ranks whose parts the caller has. Each is read once, and again only
+when its listing shows that it was replaced.
+
+A prune reads the unread manifests before it deletes anything, because their chunks are unknown; it records them here.
+For every manifest read, the shared chunks that it names are remembered, so that no prune reads it again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import xxhash
+
+from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound
+from tierd.core.ids import CheckpointId, PartId, manifests_prefix
+from tierd.core.planning.inventory import CheckpointCopy, ManifestFacts, is_complete
+from tierd.daemon.tiers.shared_chunks import SharedChunks, SharedChunkTable, named_by
+from tierd.daemon.transfer.concurrency import each
+from tierd.daemon.transfer.replicas import read_manifest
+from tierd.stores.base import ObjectInfo, Store
+
+READERS = 8  # manifests read at once
+
+Unusable: TypeAlias = ManifestError | FormatTooNew
+
+
+@dataclass(slots=True)
+class _ReadManifest:
+    """The facts known from one checkpoint's manifests.
+
+    Attributes:
+        found: file name -> the token of the object read, and its facts or its defect. It holds the manifests that
+            observations read, and all unusable ones.
+        borrowed: digest of name and token -> the shared chunks of a usable manifest. Of a million manifests, only this
+            is kept.
+        lent: the owners of shared chunks in the manifests that prunes read.
+        listed: how many manifests the last listing showed.
+    """
+
+    found: dict[str, tuple[str, ManifestFacts | Unusable]] = field(default_factory=dict)
+    borrowed: dict[bytes, SharedChunks] = field(default_factory=dict)
+    lent: set[CheckpointId] = field(default_factory=set)
+    listed: int = 0
+
+
+@dataclass(slots=True)
+class _Listed:
+    """One checkpoint in a listing: the ranks whose manifests were listed, and the facts of those that were read."""
+
+    id: CheckpointId
+    ranks: dict[int, set[int] | frozenset[int]] = field(default_factory=dict)
+    said: dict[PartId, ManifestFacts | Unusable] = field(default_factory=dict)
+    todo: list[tuple[ObjectInfo, PartId]] = field(default_factory=list)
+
+    def seen(self) -> CheckpointCopy:
+        return CheckpointCopy(
+            self.id,
+            {world: frozenset(some) for world, some in self.ranks.items() if some},
+            {part: said for part, said in self.said.items() if isinstance(said, ManifestFacts)},
+            {part: said for part, said in self.said.items() if not isinstance(said, ManifestFacts)},
+        )
+
+
+class Manifests:
+    """The manifests of one tier, as far as they were listed and read.
+
+    Attributes:
+        cut: run -> the checkpoints whose deletion was cut off.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.cut: dict[str, set[CheckpointId]] = {}
+        self._read: dict[CheckpointId, _ReadManifest] = {}
+        self._whole: dict[int, frozenset[int]] = {}  # world size -> all its ranks, one object shared by all checkpoints
+        self._memory = SharedChunkTable()
+        self._listed: set[str] = set()  # runs whose names were all listed
+
+    # -- observing --------------------------------------------------------------------------------------------------
+
+    async def look(
+        self, run: str, mine: Collection[int], *, few: int = 0, told: Callable[[], None] = lambda: None
+    ) -> dict[CheckpointId, CheckpointCopy]:
+        """Return every checkpoint of `run` that has any manifest.
+
+        Args:
+            run: the run.
+            mine: the ranks whose manifests are all read.
+            few: also read all others if they are at most this many.
+            told: callback after each answer of the tier.
+        """
+        # Taken first, because a concurrent observation may add more.
+        before = {checkpoint for checkpoint in self._read if checkpoint.run == run}
+        self._memory.count()
+        listed = await self._list(run, mine, few, told)
+
+        async def hear(todo: tuple[_Listed, ObjectInfo, PartId]) -> None:
+            await self._hear(*todo)
+            told()
+
+        await each(READERS, hear, ((one, info, part) for one in listed for info, part in one.todo))
+        for one in listed:
+            if not any(isinstance(said, ManifestFacts) for said in one.said.values()):
+                await self._find_a_voice(one)
+        for gone in before - {one.id for one in listed}:
+            self._read.pop(gone, None)
+        for one in listed:
+            if one.id in self._read:
+                self._read[one.id].listed = sum(map(len, one.ranks.values()))
+        self._listed.add(run)
+        return {one.id: one.seen() for one in listed if any(one.ranks.values())}
+
+    async def _list(self, run: str, mine: Collection[int], few: int, told: Callable[[], None]) -> list[_Listed]:
+        listed: list[_Listed] = []
+        spare: list[tuple[_Listed, ObjectInfo, PartId]] = []
+        found: dict[str, tuple[str, ManifestFacts | Unusable]] = {}
+        async with aclosing(self.listing(run)) as walk:
+            async for info, checkpoint, name, rank, world in walk:
+                if not listed or listed[-1].id != checkpoint:
+                    self._share(listed[-1:])
+                    listed.append(_Listed(checkpoint))
+                    found = self._read.setdefault(checkpoint, _ReadManifest()).found
+                    told()
+                here = listed[-1]
+                first, old = not here.ranks, found.get(name)
+                # Becomes a shared frozenset when complete.
+                here.ranks.setdefault(world, set()).add(rank)  # type: ignore[union-attr]
+                known = old is not None and old[0] == info.token
+                # A damaged manifest is read until it is usable: S3 gives the same token to the repaired object.
+                if old and known and not isinstance(old[1], ManifestError):
+                    here.said[PartId(checkpoint, rank, world)] = old[1]
+                elif first or known or rank in mine:
+                    here.todo.append((info, PartId(checkpoint, rank, world)))
+                elif few:
+                    spare.append((here, info, PartId(checkpoint, rank, world)))
+                    if len(spare) > few:
+                        spare, few = [], 0
+        self._share(listed[-1:])
+        for here, info, part in spare:
+            here.todo.append((info, part))
+        return listed
+
+    async def listing(self, run: str) -> AsyncGenerator[tuple[ObjectInfo, CheckpointId, str, int, int], None]:
+        """Yield each manifest's listing with the parts of its key: checkpoint, file name, rank and world size.
+
+        Names are parsed once, because there may be a million keys.
+        """
+        prefix = manifests_prefix(run)
+        names: dict[str, tuple[int, int] | None] = {}
+        here: str | None = None
+        checkpoint: CheckpointId | None = None
+        async with aclosing(self.store.scan(prefix)) as listing:
+            async for info in listing:
+                directory, _, name = info.key.rpartition("/")
+                if directory != here:
+                    here, checkpoint = directory, CheckpointId.parse(run, directory[len(prefix) :])
+                if name not in names:
+                    names[name] = PartId.parse_name(name)
+                pair = names[name]
+                if pair and checkpoint:
+                    yield info, checkpoint, name, *pair
+
+    def _share(self, done: list[_Listed]) -> None:
+        for one in done:
+            for world, ranks in one.ranks.items():
+                if len(ranks) == world:  # true of nearly all checkpoints
+                    one.ranks[world] = self._whole.setdefault(world, frozenset(range(world)))
+                else:
+                    one.ranks[world] = frozenset(ranks)
+
+    async def _hear(self, one: _Listed, info: ObjectInfo, part: PartId) -> None:
+        try:
+            manifest = await read_manifest(self.store, part, info.key, info.size)
+        except ObjectNotFound:  # pruned between the listing and now
+            one.ranks[part.world] = one.ranks[part.world] - {part.rank}
+            return
+        except (ManifestError, FormatTooNew) as error:
+            why = _bare(error)
+            self._spoilt(one.id, info, why)
+            one.said[part] = why
+        else:
+            one.said[part] = said = ManifestFacts.of(manifest)
+            self._remember(one.id, info, named_by(manifest))
+            self._read[one.id].found[_name(info)] = info.token, said
+
+    async def _find_a_voice(self, one: _Listed) -> None:
+        """Read the manifests of further ranks until one is usable, because one is needed to know the timeline."""
+        async with aclosing(self.store.scan(f"{manifests_prefix(one.id.run)}{one.id.name}/")) as listing:
+            async for info in listing:
+                part = PartId.parse_key(info.key)
+                if part and part not in one.said and part.rank in one.ranks.get(part.world, ()):
+                    await self._hear(one, info, part)
+                    if isinstance(one.said.get(part), ManifestFacts):
+                        return
+
+    def lent(self, checkpoints: Collection[CheckpointId]) -> frozenset[CheckpointId]:
+        """Return the checkpoints whose chunks are named by those manifests of `checkpoints` that prunes read."""
+        return frozenset[CheckpointId]().union(*(self._read[one].lent for one in checkpoints if one in self._read))
+
+    # -- for deletions ----------------------------------------------------------------------------------------------
+
+    def unread(self, run: str) -> float:
+        """Estimate how many listed manifests of a run were not read yet; infinite if the run was never listed."""
+        if run not in self._listed:
+            return math.inf
+        return sum(max(0, read.listed - len(read.borrowed)) for one, read in self._read.items() if one.run == run)
+
+    def is_read(self, checkpoint: CheckpointId) -> bool:
+        """Whether all listed manifests of a checkpoint were read, and all their shared chunks are remembered."""
+        read = self._read.get(checkpoint, _ReadManifest())
+        known = [borrowed for borrowed in read.borrowed.values() if borrowed.chunks is not None]
+        return checkpoint.run in self._listed and len(known) >= read.listed
+
+    def remembered(self, run: str) -> Iterator[tuple[CheckpointId, SharedChunks]]:
+        """Yield the remembered shared chunks of a run's manifests, each with the checkpoint that names them."""
+        for one, read in self._read.items():
+            if one.run == run:
+                yield from ((one, borrowed) for borrowed in read.borrowed.values())
+
+    def borrowed(self, checkpoint: CheckpointId, info: ObjectInfo) -> SharedChunks | None:
+        """Return the shared chunks that a listed manifest names; None if it was not read or is unusable."""
+        read = self._read.get(checkpoint)
+        return read.borrowed.get(_mark(info)) if read else None
+
+    async def learn(self, run: str, doomed: Collection[CheckpointId]) -> None:
+        """Read all manifests of a run that were not read yet.
+
+        Args:
+            run: the run.
+            doomed: the checkpoints to delete, whose damaged manifests are ignored.
+
+        Raises:
+            ManifestError: a manifest that is not one of `doomed` is damaged.
+            FormatTooNew: any manifest needs a newer tierd.
+        """
+
+        count: Counter[CheckpointId] = Counter()
+
+        async def unknown() -> AsyncGenerator[ObjectInfo]:
+            async with aclosing(self.listing(run)) as listing:
+                async for info, owner, _, _, _ in listing:
+                    count[owner] += 1
+                    known = self.borrowed(owner, info)
+                    if known is None or (known.chunks is None and owner in doomed):
+                        yield info
+
+        async def learn(info: ObjectInfo) -> None:
+            part = PartId.parse_key(info.key)
+            try:
+                await self.read(info)
+            except ObjectNotFound:
+                pass
+            except ManifestError:
+                if part is None or part.checkpoint not in doomed:
+                    raise
+
+        async with aclosing(unknown()) as todo:
+            await each(READERS, learn, todo)
+        for owner, listed in count.items():
+            self._read.setdefault(owner, _ReadManifest()).listed = listed
+        self._listed.add(run)
+
+    async def read(self, info: ObjectInfo) -> SharedChunks:
+        """Read a manifest for the shared chunks that it names; remember them, or that it is unusable.
+
+        Raises:
+            ObjectNotFound: the manifest was deleted.
+            ManifestError, FormatTooNew: the manifest is unusable.
+        """
+        part = PartId.parse_key(info.key)
+        try:
+            manifest = await read_manifest(self.store, part, info.key, info.size)
+        except (ManifestError, FormatTooNew) as error:
+            if part:
+                self._spoilt(part.checkpoint, info, _bare(error))
+            raise
+        borrowed = named_by(manifest)
+        self._remember(manifest.part.checkpoint, info, borrowed)
+        self._read[manifest.part.checkpoint].lent |= borrowed.owners
+        return borrowed
+
+    def _remember(self, checkpoint: CheckpointId, info: ObjectInfo, borrowed: SharedChunks) -> None:
+        self._read.setdefault(checkpoint, _ReadManifest()).borrowed[_mark(info)] = self._memory.kept(borrowed)
+
+    def _spoilt(self, checkpoint: CheckpointId, info: ObjectInfo, why: Unusable) -> None:
+        read = self._read.setdefault(checkpoint, _ReadManifest())
+        read.found[_name(info)] = info.token, why
+        read.borrowed.pop(_mark(info), None)
+
+    async def are_usable(self, checkpoint: CheckpointId) -> bool:
+        """Whether all manifests of a checkpoint are there and usable; those not read yet are read now."""
+        ranks: dict[int, set[int]] = {}
+        todo = []
+        async with aclosing(self.store.scan(f"{manifests_prefix(checkpoint.run)}{checkpoint.name}/")) as listing:
+            async for info in listing:
+                part = PartId.parse_key(info.key)
+                if part:
+                    ranks.setdefault(part.world, set()).add(part.rank)
+                    if self.borrowed(checkpoint, info) is None:
+                        todo.append(info)
+        try:
+            await each(READERS, self.read, todo)
+        except (ObjectNotFound, ManifestError, FormatTooNew):
+            return False
+        return is_complete(ranks)
+
+
+def _bare(error: Unusable) -> Unusable:
+    """Copy an error without its traceback and causes, because their frames keep the manifest in memory."""
+    return type(error)(str(error))
+
+
+def _name(info: ObjectInfo) -> str:
+    return info.key.rpartition("/")[2]
+
+
+def _mark(info: ObjectInfo) -> bytes:
+    return xxhash.xxh3_128_digest(f"{_name(info)} {info.token}".encode())

@@ -1,0 +1,240 @@
+"""Observation of a spool and of tiers: it lists them and reads manifests into the `Place`s on which planning works.
+
+Invariant: an observation changes nothing. Either a tier answered every request, or the whole observation fails. Half a
+listing is never returned, because deletions are decided from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import aclosing
+
+from tierd.core.errors import (
+    FormatTooNew,
+    ManifestError,
+    ObjectNotFound,
+    StoreRefused,
+    StoreUnavailable,
+)
+from tierd.core.ids import (
+    OWN_KEYS,
+    CheckpointId,
+    PartId,
+    chunks_prefix,
+    manifests_prefix,
+    parse_pin,
+    quarantine_prefix,
+)
+from tierd.core.manifest import Manifest
+from tierd.core.planning.inventory import CheckpointCopy, Inventory, ManifestFacts, Place
+from tierd.core.retention.stored import StoredRetention
+from tierd.core.timeline.head import Head
+from tierd.daemon.spool_observer import SpoolObserver as SpoolEye
+from tierd.daemon.tiers.heads import Heads
+from tierd.daemon.tiers.manifests import Manifests
+from tierd.daemon.tiers.run_policies import RunPolicies
+from tierd.daemon.transfer.concurrency import each
+from tierd.daemon.transfer.replicas import read_manifest
+from tierd.spool.spool import Spool
+from tierd.stores.base import ObjectInfo, Store, children
+
+log = logging.getLogger("tierd.daemon")
+
+_RELIST = 600.0  # seconds between listings of a run's chunks
+_MANY = 999  # chunks of a checkpoint after its first, one page of a listing, after which the rest is skipped
+_FEW = 1000  # manifests in all runs, up to which `look_around` reads them all
+_AT_ONCE = 8  # runs observed at a time by `look_around`
+
+
+async def look_around(
+    spool: Spool | None, stores: Mapping[str, Store], run: str | None, *, chunks: bool = True
+) -> Inventory:
+    """Observe a spool and tiers once, for one run or for all; a tier that did not answer is None in the inventory.
+
+    Where runs have few manifests on a tier, all are read, because the caller wants to see sizes and is not a daemon.
+
+    Args:
+        spool: the spool, if any.
+        stores: tier name -> open store.
+        run: the run to observe; None: all runs.
+        chunks: also find the names under which chunks are stored, for callers that delete by the result.
+    """
+    place = SpoolEye(spool).look() if spool else Place()
+    mine = place.ranks
+    tiers: dict[str, Place | None] = {}
+    for name, store in stores.items():
+        eye = TierObserver(store)
+        try:
+            asked = {run} if run else await eye.runs()
+            few = _FEW // max(1, len(asked))
+            tiers[name] = await eye.look(asked, mine, few=few, chunks=chunks, at_once=_AT_ONCE)
+        except (StoreUnavailable, StoreRefused) as error:
+            log.warning("%s: cannot be asked: %s", name, error)
+            tiers[name] = None
+    return Inventory(place, tiers)
+
+
+async def chunks_there(store: Store, rank: int, owners: Iterable[CheckpointId]) -> dict[str, int]:
+    """List every chunk of `rank` stored under these checkpoints: key -> stored size in bytes."""
+    found: dict[str, int] = {}
+    for owner in sorted(owners):
+        prefix = f"{chunks_prefix(owner.run)}{owner.name}/{rank:05}/"
+        found |= {info.key: info.size async for info in store.scan(prefix)}
+    return found
+
+
+async def missing_chunks(store: Store, manifest: Manifest) -> set[str]:
+    """Return the keys of chunks that a manifest names and its tier lacks or has in another size."""
+    there = await chunks_there(store, manifest.rank, manifest.owners)
+    wanted = {f"{manifest.run}/{chunk.stored.key}": chunk.stored.size for chunk in manifest.chunks() if chunk.stored}
+    return {key for key, size in wanted.items() if there.get(key) != size}
+
+
+class TierObserver:
+    """Observe a tier. `manifests` caches what was read there.
+
+    Args:
+        store: the tier's store.
+        prunes: whether the caller deletes copies by retention: a daemon does, a reader does not.
+    """
+
+    def __init__(self, store: Store, *, prunes: bool = False) -> None:
+        self.store = store
+        self.manifests = Manifests(store)
+        self._policies = RunPolicies(store, prunes=prunes)
+        self._heads = Heads(store)
+        self._aside: dict[tuple[str, str], ManifestFacts | None] = {}
+        self._owners: dict[str, set[CheckpointId]] = {}
+        self._listed: dict[str, float] = {}  # run -> when its chunks were listed, monotonic seconds
+
+    async def runs(self) -> set[str]:
+        """List every run on the tier, at about one listing request for each."""
+        return {name async for name in children(self.store, "") if name not in OWN_KEYS}
+
+    async def look(
+        self,
+        runs: set[str],
+        mine: Mapping[str, Collection[int]] | None = None,
+        *,
+        few: int = 0,
+        told: Callable[[], None] = lambda: None,
+        chunks: bool = True,
+        at_once: int = 1,
+    ) -> Place:
+        """Observe the tier's copies of `runs`.
+
+        Args:
+            runs: the runs to observe.
+            mine: run -> the ranks whose manifests are all read.
+            few: also read all other manifests of a run if they are at most this many.
+            told: callback after each answer of the tier.
+            chunks: also find the owners of chunks.
+            at_once: how many runs are observed at a time.
+
+        Raises:
+            StoreUnavailable, StoreRefused: the tier failed to answer a request.
+        """
+        checkpoints: dict[CheckpointId, CheckpointCopy] = {}
+        aside: dict[PartId, ManifestFacts | None] = {}
+        pins: set[CheckpointId] = set()
+        wanted: dict[str, tuple[StoredRetention, ...]] = {}
+        heads: dict[str, tuple[Head, ...]] = {}
+        owners: set[CheckpointId] = set()
+
+        async def look(run: str) -> None:
+            checkpoints.update(await self.manifests.look(run, (mine or {}).get(run, ()), few=few, told=told))
+            beside = await self._beside_manifests(run)
+            told()
+            aside.update(await self._quarantined(run, beside))
+            told()
+            wanted[run] = await self._stored_policies(run, beside)
+            heads[run] = await self._stored_heads(run, beside)
+            if chunks:
+                owners.update(await self._chunk_owners(run, told))
+            pins.update(pin for info in beside if (pin := parse_pin(run, info.key)))
+
+        await each(at_once, look, sorted(runs))
+        lent = self.manifests.lent(checkpoints.keys())
+        cut = frozenset[CheckpointId]().union(*(self.manifests.cut.get(run, ()) for run in runs))
+        return Place(
+            checkpoints,
+            frozenset(pins),
+            frozenset(owners),
+            aside,
+            lent,
+            cut,
+            {run: found for run, found in wanted.items() if found},
+            heads={run: found for run, found in heads.items() if found},
+        )
+
+    async def _beside_manifests(self, run: str) -> list[ObjectInfo]:
+        """List the keys behind the manifests: pins, marks, quarantined manifests, policies, heads; in one listing."""
+        behind = f"{manifests_prefix(run)}\x7f"  # '\x7f' sorts after every character of a key
+        return [info async for info in self.store.scan(f"{run}/", behind)]
+
+    async def _stored_policies(self, run: str, beside: Iterable[ObjectInfo]) -> tuple[StoredRetention, ...]:
+        found = [await self._policies.read(run, info) for info in beside]
+        return tuple(one for one in found if one)
+
+    async def _stored_heads(self, run: str, beside: Iterable[ObjectInfo]) -> tuple[Head, ...]:
+        found = [await self._heads.read(run, info) for info in beside]
+        return tuple(one for one in found if one)
+
+    async def _quarantined(self, run: str, beside: Iterable[ObjectInfo]) -> dict[PartId, ManifestFacts | None]:
+        """Return the quarantined parts with their manifests; None for a manifest that cannot be read."""
+        found: dict[PartId, ManifestFacts | None] = {}
+        seen: dict[tuple[str, str], ManifestFacts | None] = {}
+        for info in beside:
+            part, key = PartId.parse_key(info.key), (info.key, info.token)
+            if part is None or not info.key.startswith(quarantine_prefix(run)):
+                continue
+            try:
+                if key not in self._aside:
+                    self._aside[key] = ManifestFacts.of(await read_manifest(self.store, part, info.key, info.size))
+            except ObjectNotFound:
+                continue  # pruned between the listing and now
+            except (ManifestError, FormatTooNew):
+                self._aside[key] = None
+            found[part] = seen[key] = self._aside[key]
+        self._aside = {key: one for key, one in self._aside.items() if not key[0].startswith(f"{run}/")} | seen
+        return found
+
+    async def _chunk_owners(self, run: str, told: Callable[[], None]) -> set[CheckpointId]:
+        """Return the checkpoints under whose names chunks are stored.
+
+        Only leftovers of an interrupted flush or prune need this, so chunks are listed at the first observation and
+        then at most every `_RELIST` seconds.
+        """
+        now = time.monotonic()
+        if now - self._listed.get(run, -_RELIST) >= _RELIST:
+            names = await self._chunk_directories(chunks_prefix(run), told)
+            self._owners[run] = {found for name in names if (found := CheckpointId.parse(run, name))}
+            self._listed[run] = now
+        return self._owners[run]
+
+    async def _chunk_directories(self, prefix: str, told: Callable[[], None]) -> set[str]:
+        """Return the names under `prefix`.
+
+        A name with few objects is passed by reading on in the listing; after `_MANY` objects of one name a new listing
+        skips the rest.
+        """
+        names, after = set[str](), ""
+        while True:
+            told()
+            many = 0
+            async with aclosing(self.store.scan(prefix, after)) as listing:
+                async for info in listing:
+                    name = info.key[len(prefix) :].partition("/")[0]
+                    many = many + 1 if name in names else 0
+                    names.add(name)
+                    if many == _MANY:
+                        after = f"{prefix}{name}/\x7f"  # '\x7f' sorts after every character of a key
+                        break
+                else:
+                    return names
+
+    def forget(self, checkpoint: CheckpointId) -> None:
+        """Record that only shared chunks are left under a checkpoint's name."""
+        self._owners.get(checkpoint.run, set()).discard(checkpoint)

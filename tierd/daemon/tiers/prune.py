@@ -1,0 +1,207 @@
+"""Delete and quarantine copies on a tier. `core/planning/plan.py` decides which; this module decides in which order.
+
+Invariant: a prune deletes the manifest first, then the chunks that it names. It spares chunks that a surviving manifest
+names, or that an intent names (`intents`). After an interruption the next observation finds either a
+whole checkpoint or chunks that no manifest names. The plan then prunes those chunks again. Where the checkpoint's name
+still holds shared chunks, the mark that stands there shows that the prune was cut off.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from contextlib import aclosing
+from functools import partial
+from typing import NamedTuple
+
+from tierd.codec.codec import check_stored
+from tierd.core.errors import CorruptChunk, DeleteRefused, FormatTooNew, ManifestError, ObjectNotFound
+from tierd.core.ids import CheckpointId, PartId, chunks_prefix, quarantine_prefix
+from tierd.core.manifest import Manifest, Stored
+from tierd.core.planning.inventory import Place
+from tierd.daemon.tiers.doomed import Deletions, Pass
+from tierd.daemon.tiers.intents import deleting
+from tierd.daemon.tiers.manifests import Manifests
+from tierd.daemon.tiers.observe import missing_chunks
+from tierd.daemon.tiers.shared_chunks import mark_of
+from tierd.daemon.transfer.replicas import put_manifest, read_manifest, surely
+from tierd.stores.base import Store
+
+_FEW = 16  # manifests that may be read while the marks block flushes
+_PAGE = 999  # chunks of other checkpoints after which a new listing is cheaper than reading on
+
+
+class Pruned(NamedTuple):
+    """The result of one prune.
+
+    Attributes:
+        gone: the checkpoints of which anything was deleted. Not among them: checkpoints of which another node is just
+            putting a manifest, and those of which only shared chunks are left.
+        bare: other checkpoints, pruned before, whose last shared chunks were deleted now.
+        held: the checkpoints that are kept for now, each with the reason.
+    """
+
+    gone: set[CheckpointId]
+    bare: set[CheckpointId]
+    held: Mapping[CheckpointId, str] = {}
+
+
+async def prune(
+    store: Store,
+    checkpoints: Collection[CheckpointId],
+    who: str = "",
+    known: Manifests | None = None,
+    seen: Place | None = None,
+) -> Pruned:
+    """Delete checkpoints of one run from a tier in one pass, with the chunks that only they named.
+
+    Invariant: every surviving manifest is read before anything is deleted, so its chunks are known. No checkpoint is
+    deleted because of a newer one that cannot be used.
+
+    Args:
+        store: the tier's store.
+        checkpoints: the checkpoints to delete, all of one run.
+        who: this node's id, 8 hex digits; random for a process that will not come back to sweep.
+        known: manifests that were read on this tier before and need not be read again.
+        seen: the inventory on which the decision rests. A checkpoint that has more parts by now is not deleted.
+
+    Raises:
+        ManifestError, FormatTooNew: a surviving manifest cannot be used, so its chunks are unknown. Nothing was
+            deleted, and `known` records the defect.
+        FormatTooNew: one of the checkpoints' own manifests is too new; nothing was deleted.
+    """
+    runs = {one.run for one in checkpoints}
+    if not runs:
+        return Pruned(set(), set())
+    (run,) = runs
+    known = known or Manifests(store)
+    if known.unread(run) > _FEW or not all(known.is_read(one) for one in checkpoints):
+        await known.learn(run, checkpoints)  # before the marks are put, because flushes wait for them
+    async with deleting(store, run, who) as marks:
+        going = await Pass(store, set(checkpoints), who, known, marks, seen or Place()).settle(listed=seen is None)
+        if not going.doomed:
+            return Pruned(set(), set(), going.held)
+        marks.begun = True
+        own = going.listed.own
+        manifests = [key for one in sorted(own) for key in own[one]]
+        try:
+            await store.delete(manifests)
+        except DeleteRefused:
+            marks.begun = False  # no chunk is being deleted, so the marks may be removed
+            raise
+        gone = [key async for key in _lying(store, run, going)]
+        aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.doomed]
+        await store.delete(gone + aside)
+        await store.delete([mark for one in sorted(going.doomed) for mark in going.cut.get(one, [])])
+    known.cut[run] -= going.doomed
+    bare = {owner for owner in going.orphans if not going.listed.named.under(owner)}
+    return Pruned(going.doomed & {*own, *(_of(run, key) for key in gone + aside)}, bare, going.held)
+
+
+async def _lying(store: Store, run: str, going: Deletions) -> AsyncGenerator[str]:
+    """Yield the keys of the chunks to delete, by one listing from the first checkpoint to the last.
+
+    Where more than `_PAGE` chunks of other checkpoints lie in between, a new listing skips them.
+    """
+    prefix = chunks_prefix(run)
+    left = deque(sorted((one.name, one) for one in {*going.doomed, *going.orphans}))
+    while left:
+        passed = 0
+        async with aclosing(store.scan(prefix, f"{prefix}{left[0][0]}")) as listing:
+            async for info in listing:
+                name = info.key[len(prefix) :].partition("/")[0]
+                while left and left[0][0] < name:
+                    left.popleft()
+                if not left:
+                    return
+                passed = 0 if name == left[0][0] else passed + 1
+                if passed > _PAGE:
+                    break
+                if not passed and going.goes(left[0][1], mark_of(info.key[len(run) + 1 :])):
+                    yield info.key
+            else:
+                return
+
+
+def _of(run: str, key: str) -> CheckpointId | None:
+    """The checkpoint under whose name an object is stored: ``<run>/<sort>/<checkpoint>/…``."""
+    return CheckpointId.parse(run, key.split("/")[2])
+
+
+async def quarantine(store: Store, part: PartId) -> bool:
+    """Move a part's manifest to quarantine because its copy is proven corrupt. The chunks are kept for inspection.
+
+    Returns:
+        Whether there was a manifest.
+    """
+    try:
+        data = await store.get(part.manifest_key)
+    except ObjectNotFound:
+        return False
+    # Too large, or encrypted with another key: an empty object suffices as a mark.
+    except (CorruptChunk, ManifestError):
+        data = b""
+    try:  # a readable quarantined manifest is kept, because it may be the only record of its attempt's origin
+        await read_manifest(store, part, part.quarantine_key)
+    except (ObjectNotFound, ManifestError, FormatTooNew):
+        await put_manifest(store, part.quarantine_key, data)
+    await store.delete([part.manifest_key])
+    return True
+
+
+async def holds(store: Store, part: PartId, local: Manifest | None) -> bool | None:
+    """Whether a tier holds a copy of a part: the content of `local`, with every chunk there at its stored size.
+
+    The bytes were verified before the manifest was put; this check precedes the deletion of the spool's copy.
+
+    Returns:
+        None if the part was pruned there, which is no sign of corruption.
+    """
+    try:
+        manifest = await read_manifest(store, part)
+        if local is not None and not manifest.same_content(local):
+            return False
+        if all(chunk.stored for chunk in manifest.chunks()) and not await missing_chunks(store, manifest):
+            return True
+        await store.get(part.manifest_key)  # raises ObjectNotFound if it was pruned meanwhile
+    except ObjectNotFound:
+        return None
+    except ManifestError:
+        pass
+    return False
+
+
+async def verify(store: Store, part: PartId, read: Callable[[int], None]) -> tuple[Manifest, list[str]]:
+    """Re-read every stored byte of a part on a tier and compare it with the digests.
+
+    Args:
+        store: the tier's store.
+        part: the part to verify.
+        read: callback that gets the stored size of each chunk, in bytes, after the chunk was compared.
+
+    Returns:
+        The manifest, and a description of each defect.
+
+    Raises:
+        ObjectNotFound, ManifestError, FormatTooNew: the manifest is not there or cannot be used.
+        StoreUnavailable, StoreRefused: the tier failed, which says nothing about the bytes.
+    """
+    manifest = await read_manifest(store, part)
+    wrong: list[str] = []
+    for chunk in manifest.chunks():
+        if chunk.stored is None:
+            wrong.append(f"chunk {chunk.xxh3_128}: the manifest does not say where it is")
+            continue
+        key = f"{part.checkpoint.run}/{chunk.stored.key}"
+        try:
+            await surely(partial(_compare, store, key, chunk.stored))
+        except ObjectNotFound:
+            wrong.append(f"{key}: missing")
+        except CorruptChunk as error:
+            wrong.append(str(error))
+        read(chunk.stored.size)
+    return manifest, wrong
+
+
+async def _compare(store: Store, key: str, stored: Stored) -> None:
+    check_stored(stored, await store.get(key), key.partition("/")[0])

@@ -1,0 +1,106 @@
+"""Whether a tier answers, and which operations it allows this node: tried out, not derived from a policy.
+
+Invariant: no meaningful object is changed. Where deletion is allowed, one small object is put, read back and deleted
+again. Otherwise the object put is the tier's README.md, which every flush ensures anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tierd.core.errors import (
+    CorruptChunk,
+    DeleteRefused,
+    FormatTooNew,
+    ManifestError,
+    ObjectNotFound,
+    StoreRefused,
+    StoreUnavailable,
+)
+from tierd.core.ids import CHECK_KEY, KINDS, OWN_KEYS, README_KEY
+from tierd.daemon.transfer.flush import introduction
+from tierd.stores.base import Store, children, clear, octets
+
+_UNREADABLE = (CorruptChunk, ManifestError, FormatTooNew)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The operations that a tier was found to allow.
+
+    Attributes:
+        mode: None if the tier did not answer, or returned other bytes than it was given.
+        why: the reason for that, or for any mode less than read-write.
+    """
+
+    mode: Literal["read-write", "append-only", "read-only"] | None
+    why: str = ""
+
+
+async def reach(store: Store) -> Reach:
+    """List, delete, put, read back and delete again, with all options of the tier's URL (storage class, KMS key).
+
+    Also try whether each kind of object may be deleted.
+    """
+    try:
+        async for _ in children(store, ""):
+            break
+        kept = await _refuses_to_delete(store) or await _keeps_some(store)
+        return await _try(store, CHECK_KEY if not kept else README_KEY, kept)
+    except (StoreUnavailable, StoreRefused) as error:
+        return Reach(None, str(error))
+
+
+async def _refuses_to_delete(store: Store) -> str:
+    """Return why no object can be deleted, or an empty text.
+
+    The key need not exist, because an object store checks the permission also for an absent key.
+    """
+    try:
+        await store.delete([CHECK_KEY])
+    except DeleteRefused as error:
+        return str(error)
+    return ""
+
+
+async def _keeps_some(store: Store) -> str:
+    """Return why some kinds of objects cannot be deleted, or an empty text, because a policy may name keys."""
+    run, kept, why = "none", list[str](), ""
+    async for name in children(store, ""):
+        if name not in OWN_KEYS:
+            run = name
+            break
+    for kind in KINDS:
+        try:
+            await store.delete([f"{run}/{kind}/none"])
+        except DeleteRefused as error:
+            kept.append(kind)
+            why = str(error)
+    return f"nothing is pruned, because of {run}/ some kinds of objects stay, {', '.join(kept)}: {why}" if kept else ""
+
+
+async def _try(store: Store, key: str, kept: str) -> Reach:
+    data = introduction()
+    try:
+        await store.put(key, data)
+    except StoreRefused as error:
+        await _read(store, README_KEY)
+        return Reach("read-only", str(error))
+    try:
+        if (found := await _read(store, key)) is None or octets(found) != octets(data):
+            raise StoreRefused(f"{key}: what was read back differs from what was put")
+    finally:
+        if not kept:
+            await clear(store, [key])
+    if not kept and any([info.key == key async for info in store.scan(key)]):
+        kept = f"{key} was deleted, and is still there: the tier keeps what it has (a lock on objects?)"
+    return Reach("append-only", kept) if kept else Reach("read-write")
+
+
+async def _read(store: Store, key: str) -> bytes | None:
+    """Read an object; None if it is absent or not encrypted with this tier's key."""
+    try:
+        return bytes(await store.get(key))
+    except (ObjectNotFound, *_UNREADABLE):
+        return None

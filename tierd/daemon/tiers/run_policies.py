@@ -1,0 +1,112 @@
+"""The retention policies of runs on a tier: read them, and record this node's own.
+
+Invariant: only the run's janitor records, only its own node's policies, and only new content. An unreadable policy is
+reported as such.
+
+Nothing is put next to an object that is encrypted with another key, or not encrypted where a key is required. The nodes
+that read such objects could not read this node's policy, and would then delete nothing of the run any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from datetime import UTC, datetime
+
+from tierd.core.config import Config
+from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound, WrongKey
+from tierd.core.ids import parse_retention, retention_key
+from tierd.core.planning.inventory import Inventory, Place
+from tierd.core.planning.plan import is_janitor
+from tierd.core.retention.policies import DEFAULT, known_policy, own_policies
+from tierd.core.retention.policy import RetentionPolicy
+from tierd.core.retention.stored import MAX_SIZE, StoredRetention, decode, encode, unreadable
+from tierd.stores.base import ObjectInfo, Store
+
+log = logging.getLogger("tierd.daemon")
+
+
+class RunPolicies:
+    """Read one tier's policies; each again only when its listing shows that it was replaced.
+
+    Args:
+        store: the tier's store.
+        prunes: whether the caller deletes by them, and so logs a warning for each unreadable one.
+    """
+
+    def __init__(self, store: Store, *, prunes: bool) -> None:
+        self._store, self._prunes = store, prunes
+        self._read: dict[str, tuple[str, StoredRetention]] = {}  # key -> its token and content
+
+    async def read(self, run: str, info: ObjectInfo) -> StoredRetention | None:
+        """Read the policy that a listing of `run` shows; None if it is no policy, or deleted.
+
+        Raises:
+            StoreUnavailable, StoreRefused: the tier failed.
+        """
+        name = parse_retention(run, info.key)
+        if name is None:
+            return None
+        token, known = self._read.get(info.key, ("", None))
+        if known is None or token != info.token or known.retention is None:
+            try:
+                known = await self._fetch(run, *name, info)
+            except ObjectNotFound:
+                return None
+            if self._prunes and known.retention is None and token != info.token:
+                log.warning("%s: the run's policy is not known, so nothing of it is deleted: %s", info.key, known.why)
+            self._read[info.key] = info.token, known
+        return known
+
+    async def _fetch(self, run: str, by: str, given: str, info: ObjectInfo) -> StoredRetention:
+        try:
+            if info.size > MAX_SIZE:
+                raise ManifestError(f"{info.key}: {info.size} bytes, and a policy has at most {MAX_SIZE}")
+            return decode(bytes(await self._store.get(info.key)), run, by, given)
+        except (CorruptChunk, ManifestError, FormatTooNew) as error:
+            return unreadable(run, by, given, error)
+
+
+def unrecorded(inventory: Inventory, config: Config, tier: str, place: Place, run: str) -> list[StoredRetention]:
+    """Return the policies that this node should record on a tier.
+
+    These are the policies that this node gives `run`, where the tier has another one or none; or the default, where no
+    node gives one. The result is empty unless this node is the run's janitor and can read the objects there with its
+    key.
+    """
+    if not is_janitor(inventory, place, run):
+        return []
+    there = place.policies.get(run, ())
+    if any(one.alien for one in there) or any(
+        isinstance(why, WrongKey) for other, why in place.defects() if other.checkpoint.run == run
+    ):
+        return []
+    wanted: dict[str, RetentionPolicy] = own_policies(inventory, config, run, tier)
+    if not wanted and known_policy(inventory, config, run, tier) is None:
+        wanted = {"default": DEFAULT}
+    own = {one.given: (one.retention, one.tiers) for one in there if one.by == inventory.who}
+    tiers, host, now = tuple(inventory.tiers), socket.gethostname(), datetime.now(UTC).isoformat()
+    return [
+        StoredRetention(run, inventory.who, given, host, now, policy, tiers=tiers)
+        for given, policy in wanted.items()
+        if own.get(given) != (policy, tiers)
+    ]
+
+
+async def record(store: Store, tier: str, one: StoredRetention) -> None:
+    """Put a policy of this node on a tier.
+
+    Raises:
+        StoreUnavailable, StoreRefused: the tier failed.
+    """
+    await store.put(retention_key(one.run, one.by, one.given), encode(one))
+    if one.given == "default":
+        log.warning(
+            "%s: nobody configured what run %s keeps, so it keeps the last %d; recorded beside its manifests. To keep "
+            "more: retention in a configuration, --keep-last, or Checkpointer(retention=tierd.Retention(…))",
+            tier,
+            one.run,
+            DEFAULT.keep_last,
+        )
+    else:
+        log.info("%s: recorded what run %s keeps there (%s)", tier, one.run, one.given)

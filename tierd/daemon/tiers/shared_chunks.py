@@ -1,0 +1,115 @@
+"""A compact record of the shared chunks that each manifest names, so that a prune need not read manifests again.
+
+Invariant: the record may claim that a chunk is still named when it is not, never the reverse. A key is recorded as
+eight bytes of its digest. If two keys agree in these, an unnamed object is kept, and the next prune of its owner finds
+it again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+from weakref import WeakValueDictionary
+
+import xxhash
+
+from tierd.core.ids import CheckpointId, chunk_owner
+from tierd.core.manifest import Manifest
+
+LIMIT_BYTES = 32 << 20  # for each tier; beyond it, a prune that needs a manifest's chunks reads the manifest again
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class SharedChunks:
+    """The chunks of other checkpoints that one manifest names.
+
+    Attributes:
+        owners: the checkpoints under whose names the chunks are stored.
+        chunks: owner -> the sorted digests of keys; None if only the owners are recorded.
+    """
+
+    owners: frozenset[CheckpointId]
+    chunks: Mapping[CheckpointId, array[int]] | None
+
+
+NOTHING = SharedChunks(frozenset(), {})
+_Name: TypeAlias = tuple[frozenset[CheckpointId], tuple[int, ...] | None]
+
+
+def mark_of(key: str) -> int:
+    """Return an 8-byte digest for a chunk's key, relative to its run."""
+    return xxhash.xxh3_64_intdigest(key.encode())
+
+
+def named_by(manifest: Manifest, *, own: bool = False) -> SharedChunks:
+    """Return the chunks of other checkpoints that a manifest names; with `own`, all chunks that it names."""
+    marks: dict[CheckpointId, set[int]] = {}
+    homes: dict[str, CheckpointId | None] = {}
+    for chunk in manifest.chunks():
+        if chunk.stored is None:
+            continue
+        home = chunk.stored.key.rpartition("/")[0]
+        if home not in homes:
+            homes[home] = chunk_owner(manifest.run, chunk.stored.key)
+        owner = homes[home]
+        if owner and (own or owner != manifest.part.checkpoint):
+            marks.setdefault(owner, set()).add(mark_of(chunk.stored.key))
+    return SharedChunks(frozenset(marks), {owner: array("Q", sorted(some)) for owner, some in marks.items()})
+
+
+class SharedChunkTable:
+    """Keep the shared chunks of one tier's manifests small: equal sets are stored once, within a limit of memory."""
+
+    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._limit = self._room = limit_bytes
+        self._sets: WeakValueDictionary[bytes, array[int]] = WeakValueDictionary()
+        self._all: WeakValueDictionary[_Name, SharedChunks] = WeakValueDictionary()
+
+    def count(self) -> None:
+        """Recompute the free memory, because records may have been discarded since."""
+        self._room = self._limit - sum(len(one) * one.itemsize for one in self._sets.values())
+
+    def kept(self, borrowed: SharedChunks) -> SharedChunks:
+        """Return an equal record to keep; without the chunks if there is no memory for them."""
+        if not borrowed.owners:
+            return NOTHING
+        given = borrowed.chunks or {}
+        found = {owner: marks for owner in sorted(given) if (marks := self._kept(owner, given[owner])) is not None}
+        whole = len(found) == len(borrowed.owners)
+        name = borrowed.owners, tuple(map(id, found.values())) if whole else None
+        return self._all.setdefault(name, SharedChunks(borrowed.owners, found if whole else None))
+
+    def _kept(self, owner: CheckpointId, marks: array[int]) -> array[int] | None:
+        name = xxhash.xxh3_128_digest(f"{owner.run} {owner.name} ".encode() + marks.tobytes())
+        old = self._sets.get(name)
+        if old is None and len(marks) * marks.itemsize <= self._room:
+            self._room -= len(marks) * marks.itemsize
+            old = self._sets[name] = marks
+        return old
+
+
+class NamedChunks:
+    """The chunks of some checkpoints that manifests name.
+
+    Args:
+        owners: these checkpoints.
+    """
+
+    def __init__(self, owners: Iterable[CheckpointId]) -> None:
+        self._sets: dict[CheckpointId, dict[int, array[int]]] = {owner: {} for owner in owners}
+        self._all: dict[CheckpointId, frozenset[int]] = {}
+
+    def add(self, borrowed: SharedChunks) -> None:
+        """Add the chunks that one manifest names. Most manifests name the same sets, which are stored once."""
+        for owner, marks in (borrowed.chunks or {}).items():
+            if owner in self._sets:
+                self._sets[owner][id(marks)] = marks
+                self._all.pop(owner, None)
+
+    def under(self, owner: CheckpointId) -> frozenset[int]:
+        """Return the digests of the chunks of `owner` that are named."""
+        if owner not in self._all:
+            self._all[owner] = frozenset().union(*self._sets.get(owner, {}).values())
+        return self._all[owner]

@@ -1,0 +1,376 @@
+"""Tiers -> a part's directory, chunk by chunk, limited to the chunks that are not right there already.
+
+Invariant: a chunk on the disk is trusted only after its digest was checked in this call. Nothing is written that was
+not verified in memory. Bad chunks are overwritten in place. They are bad already, so an interruption leaves nothing
+worse, and the next call continues from the right chunks. A file is synced once, after its last chunk. If the sync
+fails, the file is removed unless it belongs to a committed part, because the page cache then proves nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from tierd.core.errors import ConfigError, CorruptChunk, StoreUnavailable
+from tierd.core.manifest import DRAFT_NAME, File, Manifest, encode
+from tierd.daemon.transfer.buffers import Buffers
+from tierd.daemon.transfer.concurrency import to_the_end, together
+from tierd.daemon.transfer.memory_budget import Budget
+from tierd.daemon.transfer.replicas import Replicas
+from tierd.spool.direct_io import LARGE, PAGE, PIECE, memory_for, reserve, set_direct, write_all
+from tierd.spool.file_io import Buffer, flat, make_private, private, read_chunk, remove, sync_directory
+
+_HANDS = 8  # chunks in transfer at once, as far as the budget permits
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+Wanted: TypeAlias = Mapping[str, Sequence[tuple[int, int]]]  # a file's path -> (first, end) of ranges of its chunks
+
+
+@dataclass(slots=True)
+class Progress:
+    """The progress of a download, in raw bytes.
+
+    Attributes:
+        told: called after each change.
+        done: bytes that are right in place.
+        total: bytes in all.
+        kept: bytes of `done` that were in place before.
+        written: the number of chunks that were written.
+        tiers: the tiers that provided chunks.
+    """
+
+    told: Callable[[Progress], None] = lambda progress: None
+    done: int = 0
+    total: int = 0
+    kept: int = 0
+    written: int = 0
+    tiers: tuple[str, ...] = ()
+
+    def begin(self, total: int) -> None:
+        self.done = self.kept = self.written = 0
+        self.total = total
+        self.told(self)
+
+
+@dataclass(slots=True)
+class _Target:
+    """A file of the part.
+
+    Attributes:
+        number: its number in the manifest.
+        file: its description.
+        path: its path on the disk.
+        found: whether the file existed before.
+        todo: the chunks that must still be right before the file is synced.
+    """
+
+    number: int
+    file: File
+    path: Path
+    found: bool
+    todo: set[int]
+    fd: int = -1  # open from the first write to the sync, so that a failed write-back is noticed
+
+    def open(self, flags: int = os.O_WRONLY) -> None:
+        if self.fd < 0:
+            self.fd = os.open(self.path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def sync(self) -> None:
+        self.open(os.O_RDONLY)  # read-only, because a file without writes may not be writable
+        os.fsync(self.fd)
+        self.close()
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+async def download(
+    home: Path,
+    manifest: Manifest,
+    copies: Replicas,
+    budget: Budget,
+    progress: Progress,
+    *,
+    committed: bool = False,
+    wanted: Wanted | None = None,
+    public: bool = False,
+) -> None:
+    """Make every file of `manifest` under `home` right and durable.
+
+    Args:
+        home: the directory.
+        manifest: the part's manifest.
+        copies: the tiers' copies.
+        budget: the memory budget.
+        progress: updated during the download.
+        committed: `home` is a part of the spool, whole or damaged. If False, `home` is for this download only, and all
+            other files there are removed.
+        wanted: only these chunks. Unless `committed`, nothing is synced then, files have holes, and the manifest is
+            kept in `home`.
+        public: give files and directories the modes of the umask. If False, only this user can access them.
+
+    Raises:
+        ConfigError: `wanted` names a chunk that the part does not have.
+        CorruptChunk: no copy of a chunk is right; if `committed`, the message also says what is wrong with the local
+            chunk.
+        StoreUnavailable: a tier could not be asked, so the result is unknown.
+        OSError: as the system reports it.
+    """
+    work = _Download(home, copies, budget, progress, committed, wanted, public)
+    targets = await to_the_end(work.lay_out, manifest)
+    todo = _chunks(targets)
+
+    async def hand() -> None:
+        for target, index, offset in todo:
+            await work.bring(target, index, offset)
+
+    try:
+        await together(_HANDS, [hand() for _ in range(_HANDS)])
+    finally:
+        for target in targets:
+            target.close()
+    if not committed and wanted is not None:
+        return
+    if not committed:
+        (home / DRAFT_NAME).unlink()
+    await to_the_end(_sync_directories, home)
+
+
+def wanted_size(manifest: Manifest, wanted: Wanted | None) -> int:
+    """Return the raw bytes of the wanted chunks; raises `ConfigError` if the part has no such chunk."""
+    if wanted is None:
+        return manifest.size
+    files = {file.path: file for file in manifest.files}
+    for path, runs in wanted.items():
+        if path not in files or any(end > len(files[path].chunks) for _, end in runs):
+            raise ConfigError(f"{manifest.part}: it has no such chunk: {path!r} {list(runs)[:3]}")
+    return sum(files[path].chunks[index].size for path, runs in wanted.items() for index in _numbers(runs))
+
+
+def missing(home: Path, manifest: Manifest) -> int:
+    """Return the most bytes of disk space that a download into `home` still needs."""
+    there = 0
+    for file in manifest.files:
+        try:
+            there += min((home / file.path).lstat().st_blocks * 512, file.size)
+        except OSError:
+            continue
+    return manifest.size - there
+
+
+class _Download:
+    """The download of one part into `home`."""
+
+    def __init__(
+        self,
+        home: Path,
+        copies: Replicas,
+        budget: Budget,
+        progress: Progress,
+        committed: bool,
+        wanted: Wanted | None,
+        public: bool,
+    ) -> None:
+        self._private = not public
+        self._home, self._copies, self._budget, self._progress = home, copies, budget, progress
+        self._committed, self._wanted = committed, wanted
+        self._buffers = Buffers()
+
+    def lay_out(self, manifest: Manifest) -> list[_Target]:
+        """Create every file with its size and blocks, so that a full disk fails before any transfer."""
+        if not self._committed:
+            _remove_strangers(self._home, {DRAFT_NAME, *(file.path for file in manifest.files)})
+        targets = [
+            self._target(number, file)
+            for number, file in enumerate(manifest.files)
+            if self._wanted is None or file.path in self._wanted
+        ]
+        if not self._committed:
+            self._draft(encode(manifest))
+        return targets
+
+    def _draft(self, data: bytes) -> None:
+        """Write the manifest for concurrent readers, by a rename, because a reader must never see an incomplete one."""
+        make_way(self._home, DRAFT_NAME)
+        fresh = self._home / f"{DRAFT_NAME}.new"
+        with open(fresh, "wb", opener=private) as file:
+            file.write(data)
+        fresh.replace(self._home / DRAFT_NAME)
+
+    def _target(self, number: int, file: File) -> _Target:
+        path = self._home / file.path
+        make_way(self._home, file.path)
+        try:
+            size = path.lstat().st_size
+        except FileNotFoundError:
+            size = -1
+        if size != file.size:
+            if self._private:
+                make_private(path.parent)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600 if self._private else 0o644
+            )
+            try:
+                if file.size >= LARGE and self._wanted is None:
+                    reserve(fd, file.size)
+                os.ftruncate(fd, file.size)  # the file is too long, or its file system cannot reserve blocks
+                if not file.chunks:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+        todo = range(len(file.chunks)) if self._wanted is None else _numbers(self._wanted[file.path])
+        return _Target(number, file, path, size >= 0, set(todo))
+
+    async def bring(self, target: _Target, index: int, offset: int) -> None:
+        """Make one chunk right in place, and sync the file after its last chunk."""
+        size = target.file.chunks[index].size
+        async with self._budget.take(self._copies.weight(target.number, index)) as hold:
+            bad = await to_the_end(self._defect, target, index, offset)
+            if bad is None:
+                self._progress.kept += size
+            else:
+                lead = offset % PAGE  # aligned as in the file, so that O_DIRECT needs no further copy
+                with self._buffers.lend(lead + size) as memory:
+                    raw = await self._fetched(target, index, memory[lead:], bad)
+                    # The stored bytes are released; some raw bytes may pass through another buffer.
+                    hold.keep(size + min(size, PIECE))
+                    target.open()
+                    await to_the_end(self._write, target, raw, offset)
+                self._progress.written += 1
+        target.todo.discard(index)
+        if not target.todo and (self._committed or self._wanted is None):
+            # Also if nothing was written, because an interrupted download may have left bytes in the page cache only.
+            await to_the_end(self._sync, target)
+        self._progress.tiers = tuple(name for name in self._copies.stores if name in self._copies.used)
+        self._progress.done += size
+        self._progress.told(self._progress)
+
+    def _defect(self, target: _Target, index: int, offset: int) -> CorruptChunk | OSError | None:
+        if not target.found:
+            return CorruptChunk(f"{target.path}: the file was missing")
+        try:
+            if not self._committed and _is_hole(target.path, offset, target.file.chunks[index].size):
+                return CorruptChunk(f"{target.path}: nothing was written there yet")
+            read_chunk(target.path, target.file, index)
+        except (CorruptChunk, OSError) as error:
+            return error.with_traceback(None)  # the traceback's frames would keep the read bytes in memory
+        return None
+
+    async def _fetched(self, target: _Target, index: int, into: memoryview, bad: CorruptChunk | OSError) -> Buffer:
+        try:
+            return await self._copies.chunk(target.number, index, target.file.path, into, self._buffers)
+        except CorruptChunk as error:
+            if isinstance(bad, OSError):  # a disk error proves nothing about the bytes
+                raise StoreUnavailable(f"local: {bad}; {error}") from error
+            if self._committed:
+                raise CorruptChunk(f"local: {bad}; {error}") from error
+            raise
+
+    def _write(self, target: _Target, raw: Buffer, offset: int) -> None:
+        try:
+            _write_at(target.path, flat(raw), offset)
+        except OSError as error:
+            if not self._committed and error.errno not in _FULL:
+                target.path.unlink(missing_ok=True)
+            raise
+
+    def _sync(self, target: _Target) -> None:
+        try:
+            target.sync()
+        except OSError:
+            if not self._committed:
+                target.path.unlink(missing_ok=True)
+            elif target.fd >= 0:  # so that the next read comes from the disk
+                os.posix_fadvise(target.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            raise
+
+
+def _numbers(runs: Sequence[tuple[int, int]]) -> set[int]:
+    return {index for first, end in runs for index in range(first, end)}
+
+
+def _chunks(targets: list[_Target]) -> Iterator[tuple[_Target, int, int]]:
+    for target in targets:
+        offset = 0
+        for index, chunk in enumerate(target.file.chunks):
+            if index in target.todo:
+                yield target, index, offset
+            offset += chunk.size
+
+
+def _is_hole(path: Path, offset: int, size: int) -> bool:
+    """Whether the file system reports that a range of a file was never written."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA) >= offset + size
+    except OSError as error:
+        return error.errno == errno.ENXIO  # a hole up to the end
+    finally:
+        os.close(fd)
+
+
+def _write_at(path: Path, data: memoryview, offset: int) -> None:
+    """Write the file's whole pages past the page cache, and the rest through it.
+
+    Neighbouring chunks that share a page with this one are written at the same time, so shared pages use the cache.
+    Each call opens its own descriptor, because O_DIRECT belongs to the descriptor.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        edge = -offset % PAGE if len(data) >= LARGE else len(data)
+        write_all(fd, data[:edge], offset)
+        body, offset = data[edge:], offset + edge
+        if body and set_direct(fd, True) and not _is_aligned(body):
+            spare = memory_for(PIECE)
+            while body:
+                piece = spare[: min(PIECE, len(body))]
+                piece[:] = body[: len(piece)]
+                write_all(fd, piece, offset)
+                body, offset = body[len(piece) :], offset + len(piece)
+        write_all(fd, body, offset)
+    finally:
+        os.close(fd)
+
+
+def _is_aligned(data: memoryview) -> bool:
+    return not data.readonly and ctypes.addressof(ctypes.c_char.from_buffer(data)) % PAGE == 0
+
+
+def make_way(home: Path, name: str) -> None:
+    """Remove obstacles from a file's path: a link, a directory in the file's place, a file in a directory's place."""
+    here = home
+    for piece in name.split("/")[:-1]:
+        here /= piece
+        if here.is_symlink() or (here.exists() and not here.is_dir()):
+            here.unlink()
+    path = home / name
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        remove(path)
+
+
+def _remove_strangers(home: Path, files: set[str]) -> None:
+    """Remove everything except `files` from a directory that must hold nothing else."""
+    above = {name.rsplit("/", depth)[0] for name in files for depth in range(1, name.count("/") + 1)}
+    for directory, names, leaves in os.walk(home):
+        here = Path(directory)
+        for name in (*names, *leaves):
+            inside = (here / name).relative_to(home).as_posix()
+            if inside in files or inside in above:
+                continue
+            remove(here / name)
+            if name in names:  # so that os.walk does not enter the removed directory
+                names.remove(name)
+
+
+def _sync_directories(home: Path) -> None:
+    for directory, _, _ in os.walk(home, topdown=False):
+        sync_directory(Path(directory))

@@ -1,0 +1,302 @@
+"""Spool -> tier: read, verify, encode, put, confirm, and put the manifest last.
+
+Invariant: a manifest is put only after every chunk that it names is confirmed on the tier. A chunk is confirmed by
+reading it back and comparing it. A checksum also confirms it, if the server has shown that it refuses a wrong checksum.
+The manifest is confirmed in the same manner before a part counts as flushed. So a manifest on a tier means a verified
+copy for every reader at any time.
+
+An interrupted flush is continued: a chunk that is on the tier already is compared, not sent. A large chunk that the
+newest complete checkpoint has is named, not sent, as far as `core/planning/sharing.py` permits. Flushes of one part to
+several tiers share their reads (`daemon/transfer/shared_encoding.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import resources
+
+import msgspec
+
+from tierd.codec.codec import check_stored, recognize
+from tierd.core.errors import (
+    CorruptChunk,
+    FormatTooNew,
+    ManifestError,
+    ObjectNotFound,
+    StoreRefused,
+    StoreUnavailable,
+)
+from tierd.core.ids import README_KEY, CheckpointId, PartId, chunk_owner
+from tierd.core.manifest import Chunk, File, Manifest, Stored
+from tierd.core.manifest import encode as encode_manifest
+from tierd.core.planning.inventory import ManifestFacts
+from tierd.core.planning.sharing import shareable
+from tierd.daemon.pause import Turn, at_once
+from tierd.daemon.tiers.intents import left_over, naming
+from tierd.daemon.tiers.observe import chunks_there, missing_chunks
+from tierd.daemon.transfer.chunk_source import ChunkSource, Spooled, Twin, Where
+from tierd.daemon.transfer.concurrency import to_the_end, together
+from tierd.daemon.transfer.flush_pacing import Spread
+from tierd.daemon.transfer.memory_budget import FLUSHES, Budget, Hold
+from tierd.daemon.transfer.replicas import put_manifest
+from tierd.daemon.transfer.shared_encoding import Content, Encoding, content
+from tierd.daemon.transfer.throughput import Throughput
+from tierd.spool.spool import Spool
+from tierd.stores.base import Store, clear, weight
+
+_CHUNKS = 8  # chunks in transfer at once, as far as the budget permits
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """The result of one flush.
+
+    Attributes:
+        raw: raw bytes of the part.
+        stored: bytes of the part's objects on the tier.
+        sent: bytes that were put; less than `stored` if some objects were on the tier already.
+        shared: raw bytes in chunks of other checkpoints, which were named and not sent.
+        facts: facts of the manifest on the tier.
+    """
+
+    raw: int
+    stored: int
+    sent: int
+    shared: int
+    facts: ManifestFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Everything that a flush needs to reach one tier.
+
+    Attributes:
+        store: the tier's store.
+        tier: the tier's name.
+        who: 8 hex digits that identify this node; random if no later process sweeps this node's intents.
+        reread: read everything back, even if the server shows that it verifies.
+        budget: the budget of encoded bytes in transfer to this tier.
+        encoding: the encoder that all flushes of a daemon share.
+        turn: awaited before each chunk, because the daemon may be paused.
+    """
+
+    store: Store
+    tier: str = ""
+    who: str = ""
+    reread: bool = False
+    budget: Budget = field(default_factory=lambda: Budget(FLUSHES))
+    encoding: Encoding = field(default_factory=Encoding)
+    turn: Turn = at_once
+
+    @property
+    def pace(self) -> Throughput:
+        """The measured throughput, which decides whether compression pays."""
+        return self.encoding.throughput
+
+
+async def flush(
+    spool: Spool,
+    part: PartId,
+    way: Route,
+    *,
+    twin: Twin | None = None,
+    lender: Manifest | None = None,
+    worn_out: Collection[CheckpointId] = (),
+    spread: Spread | None = None,
+) -> Flushed:
+    """Copy a committed part to a tier.
+
+    Args:
+        spool: the spool that holds the part.
+        part: the part.
+        way: the route to the tier.
+        twin: another tier's copy of the part. Chunks are stored in its encoding, even if today's encoder would differ.
+        lender: another checkpoint's manifest on this tier, at the same rank. Its equal large chunks are named, not
+            sent.
+        worn_out: checkpoints whose chunks are not named, because enough others depend on them (`sharing.worn`).
+        spread: the pauses between chunks; None for no pauses.
+
+    Raises:
+        ObjectNotFound: the part is not in the spool any more.
+        CorruptChunk, ManifestError: the spool's copy is proven bad; nothing was made visible on the tier.
+        StoreUnavailable, StoreRefused: the tier did not accept the part.
+    """
+    manifest = await asyncio.to_thread(spool.manifest, part)
+    if twin and not twin.manifest.same_content(manifest):
+        twin = None
+    return await send(manifest, part, way, Spooled(spool, part, way.encoding, twin), lender, worn_out, spread)
+
+
+async def send(
+    manifest: Manifest,
+    part: PartId,
+    way: Route,
+    source: ChunkSource,
+    lender: Manifest | None,
+    worn_out: Collection[CheckpointId],
+    spread: Spread | None = None,
+) -> Flushed:
+    """Put the chunks that a part's manifest describes on a tier, and the manifest last.
+
+    Args:
+        manifest: the part's manifest.
+        part: the part.
+        way: the route to the tier.
+        source: provides the chunks.
+        lender, worn_out, spread: as for `flush`.
+
+    Raises:
+        As `flush`.
+    """
+    await _introduce(way.store)
+    there: dict[str, list[str]] = {}  # digest -> keys of objects that earlier tries have put
+    for key in await chunks_there(way.store, part.rank, [part.checkpoint]):
+        there.setdefault(key.rpartition("/")[2].partition(".")[0], []).append(key)
+    work: dict[Content, _Chunk] = {}  # a chunk that the part holds twice is one object
+    for number, file in enumerate(manifest.files):
+        for index, chunk in enumerate(file.chunks):
+            if content(chunk) not in work:
+                work[content(chunk)] = _Chunk(source, way, part, there, (number, index), file)
+    lent = await _lent(way.store, part, lender, worn_out)
+    for held in work.keys() & lent.keys():
+        work[held].encoded = lent[held]
+    todo = OrderedDict((held, chunk) for held, chunk in work.items() if held not in lent)
+    with source.reading([held for held in todo if held[0] not in there]):
+        pauses = partial((spread or Spread()).turn, len(todo))
+        hands = [_send_each(todo, source, way, pauses) for _ in range(min(_CHUNKS, len(todo)))]
+        sent = await together(_CHUNKS, hands)
+    tiered = _with_stored(manifest, {held: chunk.encoded for held, chunk in work.items()})
+    await _show(way, part, tiered)
+    await clear(way.store, [part.quarantine_key])
+    shared = sum(size for _, size in work.keys() & lent.keys())
+    return Flushed(manifest.size, tiered.stored_size, sum(sent), shared, ManifestFacts.of(tiered))
+
+
+async def _send_each(todo: OrderedDict[Content, _Chunk], source: ChunkSource, way: Route, pauses: Turn) -> int:
+    """Send chunks of `todo`, together with concurrent calls, until none is left. Returns the bytes that were put."""
+    sent = 0
+    while todo:
+        await way.turn()
+        await pauses()
+        likely = source.next(todo, lambda _: True)
+        if likely is None:  # concurrent calls took the last ones
+            break
+        async with way.budget.take(todo[likely].weight) as hold:
+            # Chosen again, because other chunks may have been encoded while this call waited for the budget.
+            held = source.next(todo, lambda held: way.budget.share(todo[held].weight) <= hold.size)
+            if held is not None:
+                sent += await todo.pop(held).send(hold)
+    return sent
+
+
+class _Chunk:
+    """One chunk in transfer. After `send`, `encoded` is its entry for the manifest."""
+
+    def __init__(
+        self, source: ChunkSource, way: Route, part: PartId, there: Mapping[str, list[str]], where: Where, file: File
+    ) -> None:
+        self._source, self._way, self._part, self._there = source, way, part, there
+        self._where, self._file = where, file
+        self.encoded: Chunk = file.chunks[where[1]]
+
+    @property
+    def weight(self) -> int:
+        """The most bytes that the chunk takes in memory, without those that its source accounts for."""
+        copies = max(self._source.copies, 2 if self.encoded.xxh3_128 in self._there else 1)
+        return max(copies * self.encoded.size, weight(self._way.store, self.encoded.size))
+
+    async def send(self, hold: Hold) -> int:
+        """Put the chunk, unless it is on the tier intact. Returns the number of bytes put.
+
+        Args:
+            hold: bytes of the budget for the chunk's `weight`.
+        """
+        hold.keep(self.weight)
+        if await self._lies_there():
+            return 0
+        async with self._source.read(self._where, self._file) as encoded:
+            self.encoded, stored = encoded.chunk, encoded.stored
+            hold.keep(weight(self._way.store, stored.size))
+            key = f"{self._part.checkpoint.run}/{stored.key}"
+            with self._way.pace.link(self._way.tier).moving(stored.size):
+                checked = await self._way.store.put(key, encoded.data)
+            del encoded  # the bytes that are read back take its place
+        if checked and not self._way.reread:
+            stored = msgspec.structs.replace(stored, checked=checked)
+            self.encoded = msgspec.structs.replace(self.encoded, stored=stored)
+        else:
+            await self._read_back(key, stored)
+        return stored.size
+
+    async def _lies_there(self) -> bool:
+        """Whether an earlier try has put the chunk, in any encoding; that encoding is then used."""
+        for key in self._there.get(self.encoded.xxh3_128, ()):
+            try:
+                data = await self._way.store.get(key)
+                codec, own = key.rpartition(".")[2], key.partition("/")[2]
+                self.encoded, _ = await to_the_end(recognize, self.encoded, codec, own, data, self._way.tier)
+            except (ObjectNotFound, CorruptChunk, FormatTooNew):
+                continue
+            return True
+        return False
+
+    async def _read_back(self, key: str, stored: Stored) -> None:
+        try:
+            await to_the_end(check_stored, stored, await self._way.store.get(key), key)
+        except (ObjectNotFound, CorruptChunk) as error:
+            raise StoreUnavailable(f"{key}: what was read back differs from what was put") from error
+
+
+def _with_stored(manifest: Manifest, chunks: Mapping[Content, Chunk]) -> Manifest:
+    files = tuple(
+        File(path=file.path, size=file.size, chunks=tuple(chunks[content(chunk)] for chunk in file.chunks))
+        for file in manifest.files
+    )
+    return msgspec.structs.replace(manifest, files=files)
+
+
+async def _lent(
+    store: Store, part: PartId, lender: Manifest | None, worn_out: Collection[CheckpointId]
+) -> dict[Content, Chunk]:
+    """Return, by content, the chunks of `lender` that may be named and are on the tier."""
+    if lender is None or lender.rank != part.rank:
+        return {}
+    offered = {f"{lender.run}/{chunk.stored.key}": chunk for chunk in shareable(lender, worn_out) if chunk.stored}
+    if not offered:
+        return {}
+    owners = {chunk_owner(*key.split("/", 1)) for key in offered} - await left_over(store, lender.run)
+    there = await chunks_there(store, part.rank, [owner for owner in owners if owner])
+    return {
+        content(chunk): chunk for key, chunk in offered.items() if chunk.stored and there.get(key) == chunk.stored.size
+    }
+
+
+async def _show(way: Route, part: PartId, manifest: Manifest) -> None:
+    """Put and confirm the manifest if every chunk that it names is still there, while no prune deletes those chunks."""
+    try:
+        data = encode_manifest(manifest)
+    except ManifestError as error:  # the spool's manifest is right; with keys it is larger than readers accept
+        raise StoreRefused(f"{part}: no tier can describe it: {error}") from error
+    async with naming(way.store, part, data, manifest.owners, way.who):
+        missing = await missing_chunks(way.store, manifest)
+        if not missing:
+            await put_manifest(way.store, part.manifest_key, data, reread=way.reread)
+    if missing:
+        raise StoreUnavailable(f"{part}: {len(missing)} chunks were deleted while it was being flushed")
+
+
+async def _introduce(store: Store) -> None:
+    # A person who finds the bucket in five years should be able to recover from it by hand.
+    async for info in store.scan(README_KEY):
+        if info.key == README_KEY:
+            return
+    await store.put(README_KEY, introduction())
+
+
+def introduction() -> bytes:
+    """Return the content of a tier's README.md."""
+    return resources.files("tierd").joinpath("TIER_README.md").read_bytes()

@@ -1,0 +1,94 @@
+"""Tier -> tier: copy a part that is no longer in the spool to a tier that wants it.
+
+A relay is a flush (`daemon/transfer/flush.py`) whose chunks come from other tiers. Stored bytes are copied unchanged,
+because a chunk has the same bytes on every tier.
+
+Invariant: every chunk is compared with the digest of its stored bytes before it is put. If a tier's object is wrong or
+missing, the chunk is read from the next tier. The relay fails with `CorruptChunk` only if no tier has the chunk right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+
+from tierd.codec.codec import Encoded
+from tierd.core.errors import CorruptChunk, ObjectNotFound, TierdError
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import Chunk, File, Manifest
+from tierd.daemon.scrub.tier_repair import get_stored
+from tierd.daemon.transfer.chunk_source import Where, stored_as
+from tierd.daemon.transfer.concurrency import to_the_end
+from tierd.daemon.transfer.flush import Flushed, Route, send
+from tierd.daemon.transfer.replicas import Replicas
+from tierd.daemon.transfer.shared_encoding import Content
+from tierd.stores.base import Store
+
+
+async def relay(
+    stores: Mapping[str, Store],
+    part: PartId,
+    way: Route,
+    *,
+    lender: Manifest | None = None,
+    worn_out: Collection[CheckpointId] = (),
+) -> Flushed:
+    """Copy a part to a tier from the other tiers that have it.
+
+    Args:
+        stores: the other tiers.
+        part: the part.
+        way: the route to the tier.
+        lender, worn_out: as for `flush.flush`.
+
+    Raises:
+        ObjectNotFound: no other tier has the part.
+        CorruptChunk: every copy of a chunk, or of the manifest, is proven bad; nothing was made visible.
+        StoreUnavailable, StoreRefused: the tier did not accept the part, or another tier could not be asked.
+    """
+    copies = Replicas(part, stores)
+    await copies.ask()
+    manifest = next(iter(copies.contents()), None)
+    if manifest is None:
+        if not copies.unavailable and not copies.defects:
+            raise ObjectNotFound(f"{part} is on no other tier")
+        copies.give_up("its manifest", copies.unavailable)
+        raise AssertionError
+    copies.agree(manifest)
+    return await send(manifest, part, way, _Tiered(copies, part, way), lender, worn_out)
+
+
+class _Tiered:
+    """The other tiers' copies of a part, in order of preference."""
+
+    copies = 3
+
+    def __init__(self, copies: Replicas, part: PartId, way: Route) -> None:
+        self._copies, self._part, self._way = copies, part, way
+
+    @contextmanager
+    def reading(self, wanted: Collection[Content]) -> Iterator[None]:
+        yield
+
+    def next(self, todo: Collection[Content], fits: Callable[[Content], bool]) -> Content | None:
+        return next(filter(fits, todo), None)
+
+    @asynccontextmanager
+    async def read(self, where: Where, file: File) -> AsyncIterator[Encoded]:
+        yield await self._read(where, file)
+
+    async def _read(self, where: Where, file: File) -> Encoded:
+        number, index = where
+        for name, manifest in list(self._copies.manifests.items()):
+            chunk: Chunk = manifest.files[number].chunks[index]
+            try:
+                data = await get_stored(self._copies.stores[name], self._part.checkpoint.run, chunk)
+            except CorruptChunk as error:
+                self._copies.defects[name] = str(error)
+            except TierdError:
+                continue  # `chunk` below asks this tier again, and keeps its error
+            else:
+                return stored_as(self._part, chunk, data)
+        raw = await self._copies.chunk(number, index, file.path)
+        pace = self._way.pace
+        return await to_the_end(pace.encode, self._part, file.chunks[index], raw, pace.packs())

@@ -1,0 +1,215 @@
+"""Share encoding between tiers: a chunk of the spool is read, verified and encoded once for concurrent flushes.
+
+Flushes of one part run concurrently, each to its own tier. The first flush that needs a chunk has it encoded. The other
+flushes join, and prefer a chunk that is ready to the next one in the manifest. So a flush that begins later or falls
+behind takes the chunks that the others are sending. It reads again only the chunks that it missed.
+
+Invariant: no flush waits for another tier. Only reading and encoding are shared. A chunk that is kept for a slower tier
+is dropped, oldest first, as soon as its memory is needed. Whether a chunk is compressed is decided once for all
+concurrent flushes of the part, so that it is byte-identical on every tier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from tierd.codec.codec import Encoded
+from tierd.core.ids import PartId
+from tierd.core.manifest import Chunk
+from tierd.daemon.transfer.concurrency import to_the_end
+from tierd.daemon.transfer.memory_budget import ENCODING, Budget, Hold
+from tierd.daemon.transfer.throughput import Throughput
+from tierd.priority import POLITE_THREADS
+from tierd.stores.base import Buffer
+
+Content: TypeAlias = tuple[str, int]  # digest and size in bytes of a chunk's raw bytes
+
+
+def content(chunk: Chunk) -> Content:
+    """Identify the raw bytes of a chunk, independently of its part."""
+    return chunk.xxh3_128, chunk.size
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """A chunk that is being encoded, or was.
+
+    Attributes:
+        chunk: the chunk.
+        work: the task that encodes it.
+        users: flushes that use it now; each accounts for its bytes in its own budget.
+        kept: the budget for its bytes while it has no user.
+    """
+
+    chunk: Chunk
+    work: asyncio.Task[Encoded]
+    users: int = 0
+    kept: Hold | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Pass:
+    """The shared state of the concurrent flushes of one part.
+
+    Attributes:
+        flushes: the flushes.
+        entries: by content, the encoded chunks.
+        packed: by content, whether the chunk is compressed.
+    """
+
+    flushes: list[Taker] = field(default_factory=list)
+    entries: dict[Content, _Entry] = field(default_factory=dict)  # the oldest first
+    packed: dict[Content, bool] = field(default_factory=dict)
+
+
+class Encoding:
+    """Encodes chunks of the spool for all flushes of a daemon.
+
+    Args:
+        pace: decides whether to compress, and measures the encoder.
+        budget: of bytes that are being read, and of encoded bytes that are kept for a flush that lacks them.
+    """
+
+    def __init__(self, pace: Throughput | None = None, budget: Budget | None = None) -> None:
+        self.throughput = pace or Throughput()
+        self._budget = budget or Budget(ENCODING)
+        # Taken first, because a chunk that waits for a thread needs no memory yet.
+        self._threads = Budget(POLITE_THREADS)
+        self._passes: dict[PartId, _Pass] = {}
+        self._window: dict[_Entry, _Pass] = {}  # kept chunks, the oldest first
+
+    @contextmanager
+    def taking(self, part: PartId, wanted: Collection[Content]) -> Iterator[Taker]:
+        """Register a flush of `part` that needs the chunks with the contents `wanted`, until the context ends."""
+        shared = self._passes.setdefault(part, _Pass())
+        taker = Taker(self, part, shared, set(wanted))
+        shared.flushes.append(taker)
+        try:
+            yield taker
+        finally:
+            shared.flushes.remove(taker)
+            for entry in [entry for entry in self._window if self._window[entry] is shared]:
+                if not _is_lacked(shared, entry):
+                    self._drop(entry)
+            if not shared.flushes:
+                del self._passes[part]
+
+    def _begin(self, shared: _Pass, part: PartId, chunk: Chunk, read: Callable[[], Buffer]) -> _Entry:
+        if content(chunk) not in shared.packed:
+            shared.packed[content(chunk)] = self.throughput.packs()
+        work = asyncio.ensure_future(self._encode(part, chunk, read, shared.packed[content(chunk)]))
+        return shared.entries.setdefault(content(chunk), _Entry(chunk, work))
+
+    async def _encode(self, part: PartId, chunk: Chunk, read: Callable[[], Buffer], pack: bool) -> Encoded:
+        def work() -> Encoded:
+            return self.throughput.encode(part, chunk, read(), pack)
+
+        async with self._threads.take(1):
+            self._make_room(chunk.size)
+            async with self._budget.take(chunk.size):
+                return await to_the_end(work)
+
+    def _make_room(self, size: int) -> None:
+        while self._window and not self._budget.has(size):
+            self._drop(next(iter(self._window)))
+
+    def _keep(self, shared: _Pass, entry: _Entry) -> None:
+        """Keep a chunk without a user while another flush lacks it, as far as the budget permits."""
+        if entry.work.cancelled() or entry.work.exception() or not _is_lacked(shared, entry):
+            shared.entries.pop(content(entry.chunk), None)
+            return
+        size = entry.work.result().stored.size
+        if not self._budget.is_wanted:
+            self._make_room(size)
+        entry.kept = self._budget.take_at_once(size)
+        if entry.kept:
+            self._window[entry] = shared
+        else:
+            shared.entries.pop(content(entry.chunk), None)
+
+    def _drop(self, entry: _Entry) -> None:
+        self._window.pop(entry).entries.pop(content(entry.chunk), None)
+        if entry.kept:
+            entry.kept.keep(0)
+
+    def _use(self, entry: _Entry) -> None:
+        entry.users += 1
+        if entry.kept:
+            entry.kept.keep(0)
+            entry.kept = None
+            del self._window[entry]
+
+    async def _leave(self, shared: _Pass, entry: _Entry) -> None:
+        entry.users -= 1
+        if entry.users:
+            return
+        if not entry.work.done():  # no flush waits for it any more
+            shared.entries.pop(content(entry.chunk), None)
+            entry.work.cancel()
+            await _at_rest(entry.work)
+            return
+        self._keep(shared, entry)
+
+
+class Taker:
+    """One flush's access to the shared chunks of its part.
+
+    Attributes:
+        lacking: the contents that the flush has not had yet.
+    """
+
+    def __init__(self, encoding: Encoding, part: PartId, shared: _Pass, lacking: set[Content]) -> None:
+        self._encoding, self._part, self._shared = encoding, part, shared
+        self.lacking = lacking
+
+    def next(self, todo: Collection[Content], fits: Callable[[Content], bool]) -> Content | None:
+        """Return the content to send next, among those of `todo` that `fits` accepts.
+
+        That is the oldest chunk that is or was encoded for another flush; otherwise the first of `todo`.
+        """
+        ready = (one for one in self._shared.entries if one in todo and fits(one))
+        return next(ready, None) or next(filter(fits, todo), None)
+
+    @asynccontextmanager
+    async def take(self, chunk: Chunk, read: Callable[[], Buffer]) -> AsyncIterator[Encoded]:
+        """A context with one encoded chunk for the tier.
+
+        The caller's own budget must cover the chunk until the context ends.
+
+        Args:
+            chunk: the chunk.
+            read: returns the chunk's verified raw bytes; called in a thread, unless another flush has had them read.
+
+        Raises:
+            As `read`.
+        """
+        entry = self._shared.entries.get(content(chunk))
+        entry = entry or self._encoding._begin(self._shared, self._part, chunk, read)
+        self._encoding._use(entry)
+        try:
+            yield await asyncio.shield(entry.work)
+        finally:
+            self.lacking.discard(content(chunk))
+            await self._encoding._leave(self._shared, entry)
+
+
+def _is_lacked(shared: _Pass, entry: _Entry) -> bool:
+    return any(content(entry.chunk) in flush.lacking for flush in shared.flushes)
+
+
+async def _at_rest(work: asyncio.Task[Encoded]) -> None:
+    """Wait until a cancelled task has ended, even if the wait is cancelled, because its thread may still read."""
+    cancelled = False
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            cancelled = True
+    if not work.cancelled():
+        work.exception()  # retrieved, so that asyncio does not warn
+    if cancelled:
+        raise asyncio.CancelledError

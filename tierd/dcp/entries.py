@@ -1,0 +1,78 @@
+"""An entry of a DCP checkpoint: the bytes that `torch.save` wrote for one tensor, or for one other value.
+
+Invariant: torch's weights-only reader unpickles the bytes. Before DCP's planner unpickles an entry without it, that
+reader has read the entry.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from tierd.core.errors import StateMismatch, StateRefused
+from tierd.spool.file_io import flat
+
+
+def load_tensor(item: ReadItem, data: memoryview, planner: LoadPlanner) -> None:
+    """Copy the section of a tensor that a plan's item requests to the item's target."""
+    tensor = torch.load(cast(IO[bytes], _View(data)), map_location="cpu", weights_only=True)
+    for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        if tensor.size(dimension) != length:
+            tensor = tensor.narrow(dimension, offset, length)
+    target = planner.resolve_tensor(item).detach()
+    if target.size() != tensor.size():
+        name = item.storage_index.fqn
+        raise StateMismatch(f"{name!r}: {tuple(tensor.size())} in the checkpoint, {tuple(target.size())} in the state")
+    target.copy_(tensor)
+    planner.commit_tensor(item, target)
+
+
+def check_plain(item: ReadItem, data: memoryview) -> None:
+    """Check that loading this entry calls only functions that torch considers safe.
+
+    Without the check DCP's planner would call any function that the entry names.
+    """
+    try:
+        with torch.serialization.safe_globals([io.BytesIO]):  # safe, because it holds bytes and calls nothing
+            torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"holds {named[1]}" if named else f"cannot be read: {str(error).splitlines()[0]}"
+        raise StateRefused(
+            f"{item.storage_index.fqn!r} {what}, which torch's weights-only unpickler refuses. If you trust it: "
+            "torch.serialization.add_safe_globals([…]), or weights_only=False"
+        ) from error
+
+
+class _View(io.RawIOBase):
+    """A stream over memory that copies only the bytes that are read."""
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__()
+        self._data, self._at = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        into = flat(buffer)
+        found = self._data[self._at : self._at + len(into)]
+        into[: len(found)] = found
+        self._at += len(found)
+        return len(found)

@@ -1,0 +1,292 @@
+"""DCP's `.metadata`: a pickle, read as data, from which DCP's objects are made.
+
+Invariant: metadata is never executed. `core/pickled` interprets the pickle without any class of this process. Each
+member of the result is checked before the constructors of DCP's own classes receive it. A key is hashed only after its
+type and size were checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from tierd.core.errors import ManifestError, StateRefused
+from tierd.core.pickled import Named, Pairs, PickledInstance, interpret
+from tierd.dcp.names import NAMES, dtype, layout, memory_format, wrong
+
+NAME = ".metadata"  # in the coordinator's part; without collectives each part has its own `__<rank>.metadata`
+MAX_SIZE = 1 << 30  # bytes; larger metadata is not read
+
+_DEPTH = 32  # levels of nesting in a planner's own data
+_DIMENSIONS = 256
+_KEY_ITEMS = 64  # items of a tuple that is a key
+_SAME = 16  # keys with one hash in a dict; regular keys have a hash each
+_SPARE = 10_000  # values that even short metadata may hold
+_TRUSTED = (
+    "If you trust who wrote it: `tierd restore --to DIR`, copy its .metadata from rank 0's directory to DIR, and "
+    "torch's own dcp.FileSystemReader(DIR) loads it"
+)
+
+_LEAVES = frozenset({type(None), bool, int, float, str, bytes})
+
+
+def check_readable(metadata: Metadata, where: str) -> None:
+    """Check that a custom planner's data in the metadata can be read again.
+
+    Raises:
+        StateRefused: it cannot.
+    """
+    rest = dataclasses.replace(metadata, state_dict_metadata={}, storage_data={})
+    try:
+        _read(pickle.dumps(rest))
+    except (StateRefused, ManifestError) as error:
+        raise StateRefused(
+            f"{where}: {error}. So it could never be loaded: planner_data holds None, bool, int, float, str, bytes, "
+            "lists, tuples and dicts of those"
+        ) from None
+
+
+def read_metadata(data: bytes | bytearray | memoryview, where: str) -> Metadata:
+    """Read metadata from bytes, in time and memory proportional to their number, even if they claim larger sizes.
+
+    Raises:
+        StateRefused: it holds values that DCP's own metadata does not. That proves no corruption, because a custom
+            planner may have written them.
+        ManifestError: the bytes are not metadata; the message begins with `where`.
+    """
+    try:
+        return _read(bytes(data))
+    except StateRefused as error:
+        raise StateRefused(f"{where}: {error}. {_TRUSTED}") from None
+    except ManifestError as error:
+        raise ManifestError(f"{where}: no metadata of DCP: {error}") from None
+
+
+def _read(data: bytes) -> Metadata:
+    return _Builder(_SPARE + len(data)).metadata(interpret(data, NAMES))
+
+
+def _fits(values: dict[str, Any], kind: type) -> dict[str, Any]:
+    """Return the values that this torch's class has as fields.
+
+    An older torch lacks fields that a newer one only records.
+    """
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in values.items() if name in names}
+
+
+class _Builder:
+    """Makes DCP's objects from the description of a pickle.
+
+    A pickle can refer to one object many times, so following every reference might never end. At most `values`
+    references are followed, which is more than metadata of that size holds.
+    """
+
+    def __init__(self, values: int) -> None:
+        self._left = values
+        # By the id of their description, which the interpreted pickle keeps alive.
+        self._sizes: dict[int, torch.Size] = {}
+
+    def _spend(self, values: int) -> None:
+        self._left -= values
+        if self._left < 0:
+            raise StateRefused("it holds more values than bytes, because it refers to the same ones many times")
+
+    def _members(self, found: Any, kind: str, required: list[str], optional: Iterable[str] = ()) -> dict[str, Any]:
+        """Return an instance's members by name, not yet interpreted.
+
+        `required` is in the order in which DCP writes them.
+        """
+        if (
+            type(found) is not PickledInstance
+            or found.of.kind != kind
+            or found.arguments
+            or type(found.state) is not Pairs
+        ):
+            wrong(found, f"{kind} with its members")
+        state = found.state
+        self._spend(len(state))
+        names = state[::2]
+        if names == required:
+            return dict(zip(required, state[1::2], strict=True))
+        if any(type(name) is not str for name in names):
+            raise ManifestError(f"{kind} has a member whose name is no text")
+        members = dict(zip(names, state[1::2], strict=True))
+        if missing := set(required) - members.keys():
+            raise ManifestError(f"{kind} has no {min(missing)}")
+        if unknown := members.keys() - set(required) - set(optional):
+            raise StateRefused(f"{kind} has a member {min(unknown)[:100]!a}, which torch 2.6 to 2.13 do not write")
+        return members
+
+    def metadata(self, found: Any) -> Metadata:
+        optional = {"planner_data": None, "storage_meta": None, "version": None}
+        members = optional | self._members(found, "Metadata", ["state_dict_metadata", "storage_data"], optional)
+        states, storage = members["state_dict_metadata"], members["storage_data"]
+        for name in ("state_dict_metadata", "storage_data"):
+            if type(members[name]) is not Pairs:
+                wrong(members[name], f"the dict {name}")
+            self._spend(len(members[name]))
+        if type(members["version"]) not in (str, type(None)):
+            wrong(members["version"], "version")
+        members["state_dict_metadata"] = self._dict(states[::2], [self._stored(one) for one in states[1::2]])
+        members["storage_data"] = self._dict(storage[::2], [self._info(one) for one in storage[1::2]])
+        members["planner_data"] = self._plain(members["planner_data"], _DEPTH)
+        members["storage_meta"] = self._storage_meta(members["storage_meta"])
+        return Metadata(**_fits(members, Metadata))
+
+    # -- tensors ----------------------------------------------------------------------------------------------------
+
+    def _stored(self, found: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+        if (
+            type(found) is PickledInstance
+            and found.of.kind == "BytesStorageMetadata"
+            and not found.arguments
+            and not found.state
+        ):
+            return BytesStorageMetadata()
+        members = self._members(found, "TensorStorageMetadata", ["properties", "size", "chunks"])
+        chunks = members["chunks"]
+        if type(chunks) is not list:
+            wrong(chunks, "a list of chunks")
+        self._spend(len(chunks))
+        properties, size = self._properties(members["properties"]), self._size(members["size"])
+        return TensorStorageMetadata(properties, size, [self._chunk(one) for one in chunks])
+
+    def _chunk(self, found: Any) -> ChunkStorageMetadata:
+        members = self._members(found, "ChunkStorageMetadata", ["offsets", "sizes"])
+        return ChunkStorageMetadata(self._size(members["offsets"]), self._size(members["sizes"]))
+
+    def _properties(self, found: Any) -> TensorProperties:
+        state = found.state if type(found) is PickledInstance and found.of.kind == "TensorProperties" else None
+        if type(state) is not tuple or len(state) != 5 or found.arguments:
+            wrong(found, "TensorProperties with its five members")
+        of_dtype, of_layout, requires_grad, of_format, pin_memory = state
+        if type(requires_grad) is not bool or type(pin_memory) is not bool:
+            wrong(requires_grad, "requires_grad or pin_memory")
+        return TensorProperties(
+            dtype=dtype(of_dtype),
+            layout=layout(of_layout),
+            requires_grad=requires_grad,
+            memory_format=memory_format(of_format),
+            pin_memory=pin_memory,
+        )
+
+    def _size(self, found: Any) -> torch.Size:
+        """Return a `torch.Size`; also from a tuple or list, which extensions of DCP write instead."""
+        if (known := self._sizes.get(id(found))) is not None:
+            return known
+        numbers = found
+        if type(found) is PickledInstance and found.of.kind == "Size" and len(found.arguments) == 1:
+            [numbers] = found.arguments
+        if type(numbers) not in (tuple, list) or len(numbers) > _DIMENSIONS:
+            wrong(found, f"a size of at most {_DIMENSIONS} dimensions")
+        if not all(type(one) is int and 0 <= one < 1 << 63 for one in numbers):
+            wrong(found, "a size of integers of 63 bits")
+        self._spend(len(numbers))
+        made = self._sizes[id(found)] = torch.Size(numbers)
+        return made
+
+    # -- storage positions ------------------------------------------------------------------------------------------
+
+    def _index(self, found: Any) -> MetadataIndex:
+        members = self._members(found, "MetadataIndex", ["fqn", "index"], ("offset",))
+        fqn, offset, index = members["fqn"], members.get("offset"), members["index"]
+        if type(index) not in (int, type(None)):
+            wrong(index, "an index")
+        # Integers are allowed because a planner that does not flatten the state keeps integer keys.
+        if type(fqn) is not str and type(fqn) is not int:
+            wrong(fqn, "a name")
+        return MetadataIndex(fqn, None if offset is None else self._size(offset), index)  # type: ignore[arg-type]
+
+    def _info(self, found: Any) -> _StorageInfo:
+        required = ["relative_path", "offset", "length"]
+        members = self._members(found, "_StorageInfo", required, ("transform_descriptors",))
+        if type(members["relative_path"]) is not str:
+            wrong(members["relative_path"], "a path")
+        for name in ("offset", "length"):
+            if type(members[name]) is not int or not 0 <= members[name] < 1 << 63:
+                wrong(members[name], f"{name}, an integer of 63 bits,")
+        if "transform_descriptors" in members:
+            members["transform_descriptors"] = self._texts(members["transform_descriptors"])
+        fitting = _fits(members, _StorageInfo)
+        if len(fitting) < len(members) and members["transform_descriptors"]:
+            raise StateRefused("an entry was written through an extension, which this torch does not know: use a newer")
+        return _StorageInfo(**fitting)
+
+    def _storage_meta(self, found: Any) -> StorageMeta | None:
+        if found is None:
+            return None
+        members = self._members(found, "StorageMeta", [], ("checkpoint_id", "save_id", "load_id", "modules"))
+        if "modules" in members:
+            members["modules"] = self._texts(members["modules"]) or []
+        for name in members.keys() - {"modules"}:
+            members[name] = self._plain(members[name], 1)
+            if type(members[name]) not in (str, type(None), PurePosixPath):
+                wrong(members[name], name)
+        return StorageMeta(**_fits(members, StorageMeta))
+
+    def _texts(self, found: Any) -> list[str] | None:
+        if found is None:
+            return None
+        if type(found) not in (list, tuple) or any(type(one) is not str for one in found):
+            wrong(found, "a list of texts")
+        self._spend(len(found))
+        return list(found)
+
+    # -- a planner's own data ---------------------------------------------------------------------------------------
+
+    def _plain(self, found: Any, levels: int) -> Any:
+        kind = type(found)
+        if kind in _LEAVES:
+            return found
+        if not levels:
+            raise StateRefused(f"a planner's data is nested deeper than {_DEPTH} levels")
+        if kind is list or kind is tuple:
+            self._spend(len(found))
+            values = [one if type(one) in _LEAVES else self._plain(one, levels - 1) for one in found]
+            return values if kind is list else tuple(values)
+        if kind is Pairs:
+            self._spend(len(found))
+            return self._dict(found[::2], [self._plain(one, levels - 1) for one in found[1::2]])
+        if kind is Named and found.kind == "dtype":
+            return dtype(found)
+        if kind is PickledInstance and found.of.kind == "Size":
+            return self._size(found)
+        if kind is PickledInstance and found.of.kind == "MetadataIndex":
+            return self._index(found)
+        if kind is PickledInstance and found.of.kind == "path" and all(type(one) is str for one in found.arguments):
+            self._spend(len(found.arguments))
+            return PurePosixPath(*found.arguments)
+        raise StateRefused(f"{(found.of if kind is PickledInstance else found).name} where plain data belongs")
+
+    def _dict(self, keys: list[Any], values: list[Any]) -> dict[Any, Any]:
+        if any(type(key) is not str for key in keys):
+            keys = [self._key(key) for key in keys]
+            hashes = sorted(map(hash, keys))
+            if any(one == other for one, other in zip(hashes, hashes[_SAME:], strict=False)):
+                raise StateRefused(f"more than {_SAME} keys of a dict have one hash, which slows it down without end")
+        return dict(zip(keys, values, strict=True))
+
+    def _key(self, found: Any) -> Any:
+        """Return a key, after checking that it is short enough to be hashed quickly."""
+        if type(found) is PickledInstance:
+            return self._index(found)
+        items = found if type(found) is tuple else (found,)
+        if len(items) <= _KEY_ITEMS and all(type(one) in (str, int, bool, type(None)) for one in items):
+            return found
+        raise StateRefused("a dict's key is neither text, a number, a MetadataIndex nor a short tuple of such")

@@ -1,0 +1,166 @@
+"""The contents of one rank's part from `Checkpointer.save`, in DCP's form: a flat mapping of names to tensors and
+values.
+
+Invariant: only trees, headers and packed values are read here; tensors, arrays and long bytes are known by their
+position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from tierd.client.restoring.entries import read_header, read_tensor, read_tree
+from tierd.client.restoring.ranged_reader import PartRanges
+from tierd.core.errors import StateMismatch
+from tierd.core.ids import PartId
+from tierd.core.shard_placement import Box, Placement
+from tierd.state.json_tree import DEFECTS, Copies, check_depth, check_view, decoder, tree_text
+from tierd.state.kinds import numpy_arrays
+from tierd.state.kinds.device_meshes import replaced
+from tierd.state.kinds.dtensors import SavedDTensor
+from tierd.state.kinds.packed_tensors import BYTES, check_form, is_plain, unpack
+from tierd.state.tensor_file import TensorEntry
+
+Name = str
+Path = tuple[str | int, ...]  # of a value in the state, as DCP writes it: a mapping's keys are text
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLeaf:
+    """A tensor in a part.
+
+    Attributes:
+        entry: its position in the tensor file.
+        dtype, shape: of the tensor, or of a DTensor's local shard.
+        placement: of a DTensor's local shard; None for a plain tensor.
+    """
+
+    entry: TensorEntry
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    placement: Placement | None = None
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.shape if self.placement is None else self.placement.shape
+
+    @property
+    def boxes(self) -> list[Box]:
+        """The blocks of the whole tensor that it covers."""
+        if self.placement is not None:
+            return self.placement.boxes()
+        return [Box((0,) * len(self.shape), (0,) * len(self.shape), self.shape)]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedArray:
+    """A NumPy array in a part. It equals any array of the same dtype and shape, because its values are not compared."""
+
+    entry: TensorEntry = field(compare=False, repr=False)
+    dtype: str
+    shape: tuple[int, ...]
+
+    def made(self, stored: torch.Tensor) -> Any:
+        """Return the array from its stored tensor."""
+        return numpy_arrays.array_of(stored, self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBytes(SavedArray):
+    """`bytes` or a `bytearray` in a part; `dtype` says which. Read only on demand, because they may be of any size."""
+
+    def made(self, stored: torch.Tensor) -> Any:
+        return unpack(stored, self.dtype, self.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """The state in one part.
+
+    Attributes:
+        values: by DCP's name, a `NativeLeaf` or a value without tensors. In such a value a `SavedArray` stands for each
+            array and for long bytes.
+        paths: by the same names, the path that DCP's planner keeps as its own data.
+    """
+
+    values: dict[Name, Any]
+    paths: dict[Name, Path]
+
+
+def read_leaves(files: PartRanges, part: PartId) -> Leaves:
+    """Read a part's tree and header, and its packed values.
+
+    Raises:
+        StateMismatch: tierd did not write them; or two values of the state have one name.
+        Also as `PartRanges.fill`.
+    """
+    tree = read_tree(files, part)
+    _, layout = read_header(files, part)
+    known: dict[int, NativeLeaf] = {}
+    copies = Copies()
+    stand_ins: list[torch.Tensor] = []  # kept alive, because `known` distinguishes them by address
+
+    def stand_in(leaf: NativeLeaf) -> torch.Tensor:
+        # A meta tensor, because DCP's own flatten_state_dict enters a list only if it contains a tensor.
+        tensor = torch.empty(leaf.whole, dtype=leaf.dtype, device="meta")
+        known[id(tensor)] = leaf
+        stand_ins.append(tensor)
+        return tensor
+
+    def stored(name: str) -> torch.Tensor:
+        entry = layout.entries[name]
+        return stand_in(NativeLeaf(entry, entry.dtype, entry.shape))
+
+    def viewed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        entry = known[id(tensor)].entry
+        check_view(entry.dtype, entry.shape, dtype)
+        return stand_in(NativeLeaf(entry, dtype, entry.shape[:-1] if dtype.is_complex else entry.shape))
+
+    def array(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> SavedArray:
+        entry = known[id(tensor)].entry
+        copies.claim(entry)
+        return SavedArray(entry, dtype, shape)
+
+    def values(tensor: torch.Tensor, kind: str, size: int) -> Any:
+        # Read now, as JSON values are, because a mapping's keys become DCP's names.
+        entry = known[id(tensor)].entry
+        copies.claim(entry)
+        check_form(entry.dtype, entry.shape, kind, size)
+        if kind in BYTES:
+            return SavedBytes(entry, kind, (size,))
+        return copies.values(read_tensor(files, part, entry), kind, size)
+
+    def sharded(saved: SavedDTensor) -> torch.Tensor:
+        local = known[id(saved.local)]
+        if saved.placement.coordinate is not None and saved.placement.local_shape != local.shape:
+            raise ValueError(f"{saved}, whose local shard is {local.shape}")
+        return stand_in(NativeLeaf(local.entry, local.dtype, local.shape, saved.placement))
+
+    try:
+        state = decoder(stored, viewed, array, values).decode(tree_text(tree))
+        check_depth(state)
+        if type(state) is not dict:
+            raise ValueError("its root is no mapping of names")
+        flat, paths = flatten_state_dict(replaced(state, SavedDTensor, sharded))
+    except (*DEFECTS, RecursionError) as error:
+        raise StateMismatch(f"{part}: the state tree: {str(error)[:300] or type(error).__name__}") from error
+    found = {name: known[id(value)] if isinstance(value, torch.Tensor) else value for name, value in flat.items()}
+    return Leaves(found, dict(paths))
+
+
+def arrays_in(value: Any) -> Iterator[SavedArray]:
+    """Yield the arrays and long bytes in a value that is not a tensor, in order."""
+    if isinstance(value, SavedArray):
+        yield value
+    elif isinstance(value, Mapping) and not is_plain(value.values()):
+        for inner in value.values():
+            yield from arrays_in(inner)
+    elif isinstance(value, list | tuple) and not is_plain(value):
+        for inner in value:
+            yield from arrays_in(inner)

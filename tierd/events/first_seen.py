@@ -1,0 +1,79 @@
+"""Detect parts that are new in the spool, and checkpoints that are newly complete on a tier, from observations.
+
+Invariant: each is reported once, and a daemon's first observation reports nothing. A checkpoint that becomes complete
+on a tier is reported only if its rank 0 is in the spool. So one node of a job reports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.planning.inventory import Place, differing
+
+
+class FirstSeen:
+    """Remembers parts and checkpoints for as long as a place lists them."""
+
+    def __init__(self) -> None:
+        self._spool: Place | None = None  # the last observation
+        self._known: set[PartId] = set()  # parts that are not reported when the spool lists them
+        # Checkpoints whose rank 0 the spool has or had, and when it was first observed.
+        self._since: dict[CheckpointId, float] = {}
+        self._awaited: dict[str, set[CheckpointId]] = {}  # by tier, checkpoints that were not complete there
+        self._settled: dict[str, set[CheckpointId]] = {}  # by tier, checkpoints that were complete there
+
+    def take(self, part: PartId) -> bool:
+        """Return whether the part is new, and do not report it again."""
+        new = part not in self._known and not (self._spool and self._spool.lists(part))
+        self._known.add(part)
+        return new
+
+    def came(self, spool: Place) -> list[PartId]:
+        """Return the parts that were committed since the last observation of the spool."""
+        before, self._spool = spool if self._spool is None else self._spool, spool
+        fresh = [
+            spool.checkpoints[one]
+            for one in differing(before.checkpoints, spool.checkpoints)
+            if one in spool.checkpoints
+        ]
+        came = sorted(part for seen in fresh for part in seen.parts() if not before.lists(part))
+        came = [part for part in came if part not in self._known]
+        self._known = {part for part in self._known if not (spool.lists(part) or before.lists(part))}
+        return came
+
+    def expect(self, tier: str, checkpoint: CheckpointId, now: float) -> None:
+        """Record that a flush begins of a checkpoint that is incomplete on the tier and may not be in the spool."""
+        if checkpoint not in self._settled.setdefault(tier, set()):
+            self._awaited.setdefault(tier, set()).add(checkpoint)
+            self._since.setdefault(checkpoint, now)
+
+    def whole(
+        self, tier: str, spool: Place, place: Place, now: float, others: Collection[Place] = ()
+    ) -> list[tuple[CheckpointId, float]]:
+        """Return the checkpoints that became complete on a tier, each with the seconds since the spool first listed it.
+
+        Call this after each observation of the spool or the tier, before any flush that follows from it.
+
+        Args:
+            tier: the tier's name.
+            spool: the observed spool.
+            place: the observed tier.
+            now: monotonic seconds.
+            others: the other tiers; a checkpoint that one of them holds may still be flushed to this tier.
+        """
+        awaited, settled = self._awaited.setdefault(tier, set()), self._settled.setdefault(tier, set())
+        for one in spool.checkpoints.keys() - awaited - settled:
+            if any(0 in ranks for ranks in spool.checkpoints[one].ranks.values()):
+                self._since.setdefault(one, now)
+                copy = place.checkpoints.get(one)
+                (settled if copy and copy.usable else awaited).add(one)
+        whole = sorted(one for one in awaited if (copy := place.checkpoints.get(one)) and copy.usable)
+        took = [(one, now - self._since[one]) for one in whole]
+        settled.update(whole)
+        awaited.difference_update(whole)
+        for left in (awaited, settled):
+            left -= left.difference(*(some.checkpoints for some in (spool, place, *others)))
+        for gone in self._since.keys() - spool.checkpoints.keys() - set[CheckpointId]().union(*self._awaited.values()):
+            del self._since[gone]
+        return took

@@ -1,0 +1,138 @@
+"""The journal: events for people and programs, alerts for lasting failures, counters for metrics, and log lines.
+
+Invariant: an event is reported once, when it happens, with the place where it happened. An error in reporting cannot
+fail the work that the event describes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from tierd.core.event_kinds import Event
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.printable import printable
+from tierd.events.alerts import BACKLOG, Alert, Alerts, Thing
+
+log = logging.getLogger("tierd.daemon")
+
+_KEPT = 256  # events
+SAVES = "save"  # the kind of thing for alerts about a writer's saves
+_LEVELS = {"info": logging.INFO, "error": logging.ERROR, "alert": logging.CRITICAL}
+
+Subject = PartId | CheckpointId | str
+
+
+class AlertStatus(msgspec.Struct, frozen=True):
+    """A failure that lasts.
+
+    Attributes:
+        place: `local`, a tier, or a receiver of events.
+        doing: the action that fails.
+        subject: the part or checkpoint for which it fails, or the action in words.
+        since: when the first try failed, RFC 3339.
+        tries: failed tries in a row.
+        why: the last error.
+    """
+
+    place: str
+    doing: str
+    subject: str
+    since: str
+    tries: int
+    why: str
+
+
+class Journal:
+    """The daemon's memory of its events.
+
+    Args:
+        told: called with every event as it happens.
+    """
+
+    def __init__(self, told: Callable[[Event], None] | None = None) -> None:
+        self.counters: Counter[str] = Counter()
+        self.events: deque[Event] = deque(maxlen=_KEPT)
+        self._alerts: Alerts[Subject] = Alerts()
+        self._delivered = told or (lambda event: None)
+
+    def tell(self, what: str, place: str, subject: Subject, why: str, **more: Any) -> None:
+        """Report an event.
+
+        Args:
+            what: the kind of event.
+            place: the spool, a tier or a receiver.
+            subject: the part, the checkpoint, or other words.
+            why: the event's text.
+            more: members of `Event` that do not follow from `subject`.
+        """
+        why = printable(why)  # here, because receivers show it to people by means of their own
+        event = Event(at=now(), what=what, place=place, subject=printable(subject), why=why, **_named(subject), **more)
+        self.events.append(event)
+        log.log(_LEVELS[event.level], "%s: %s %s: %s", place, what, subject, why)
+        self._delivered(event)
+
+    # -- tries ------------------------------------------------------------------------------------------------------
+
+    def failed(self, thing: Thing, doing: str, place: str, subject: Subject, why: str) -> None:
+        """Record a failed try. The third failure in a row of the same thing is an alert."""
+        why = printable(why)
+        if told := self._alerts.failed(thing, doing, place, subject, why, time.monotonic(), now()):
+            alert, fresh = told
+            self.counters["alerts"] += fresh
+            self._tell_of("failing", alert, f"{alert.tries} tries in a row failed; the last: {why}")
+
+    def worked(self, thing: Thing, subject: Subject | None = None, *, others: bool = True) -> None:
+        """Record a try that worked, as `Alerts.worked` does."""
+        if over := self._alerts.worked(thing, subject, others=others):
+            self._tell_of("works again", over, f"{over.tries} tries in a row had failed; the last: {over.why}")
+
+    def waiting(self, tier: str, copies: int, grows: bool) -> None:
+        """Record how many copies wait to be deleted from a tier. A growing number is an alert at once."""
+        thing, now_s = (BACKLOG, tier), time.monotonic()
+        if grows:
+            why = f"{copies} copies that retention gave up are still there, ever more for ten minutes"
+            if told := self._alerts.failed(thing, "prune", tier, BACKLOG, why, now_s, now(), enough=1):
+                alert, fresh = told
+                self.counters["alerts"] += fresh
+                self._tell_of("failing", alert, why)
+        elif over := self._alerts.worked(thing):
+            self._tell_of("works again", over, f"{copies} copies that retention gave up are still there")
+
+    def saved(self, part: PartId) -> None:
+        """Record that a save worked. It ends the failures of its writer and of the run's earlier launches."""
+        run, attempt = part.checkpoint.run, part.checkpoint.attempt
+        for thing, one in self._alerts.subjects(SAVES):
+            other = one.checkpoint if isinstance(one, PartId) else None
+            if thing[1] == part.writer or (other and other.run == run and other.attempt < attempt):
+                self.worked(thing)
+
+    def alerts(self) -> tuple[AlertStatus, ...]:
+        """Return the failures that last now."""
+        return tuple(
+            AlertStatus(one.place, one.doing, str(one.subject), one.since, one.tries, one.why)
+            for one in self._alerts.lasting()
+        )
+
+    def _tell_of(self, what: str, one: Alert[Subject], why: str) -> None:
+        seconds = round(time.monotonic() - one.began, 3)
+        self.tell(what, one.place, one.subject, why, doing=one.doing, tries=one.tries, seconds=seconds)
+
+
+def now() -> str:
+    """Return the current time, RFC 3339 in UTC."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _named(subject: Subject) -> dict[str, Any]:
+    if isinstance(subject, str):
+        return {}
+    one = subject.checkpoint if isinstance(subject, PartId) else subject
+    rank = {"rank": subject.rank, "world_size": subject.world} if isinstance(subject, PartId) else {}
+    return {"run": one.run, "step": one.step, "attempt": one.attempt, **rank}

@@ -1,0 +1,147 @@
+"""Events about saves: committed, failed, observed in the spool, complete on a tier.
+
+Invariant: each is reported once, by the trainer's hand-over or by an observation, depending on which comes first.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+from tierd.core.event_kinds import metrics_of
+from tierd.core.ids import PartId
+from tierd.core.planning.inventory import SPOOL, Inventory, Place
+from tierd.core.timeline.launches import beside, disowning, unvouched, warning
+from tierd.events.first_seen import FirstSeen
+from tierd.events.journal import SAVES, Journal
+from tierd.spool.commit import CommittedPart
+
+log = logging.getLogger("tierd.daemon")
+
+_LASTS = 2  # observations
+
+
+class SaveEvents:
+    """Reports events about saves to the journal."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._news = FirstSeen()
+        self._refused: set[PartId] = set()  # parts whose trainers learn from the daemon that the commit failed
+        self._rolled_back: dict[tuple[str, str], str] = {}  # by tier and run, the reported reason
+        self._append_only: set[str] = set()  # tiers
+        # Observations that showed this tier, run and attempt.
+        self._unvouched: Counter[tuple[str, str, str]] = Counter()
+        self._beside: dict[str, frozenset[str]] = {}  # by run, the launches that were reported
+
+    def taken(self, part: PartId, outcome: CommittedPart | Exception) -> None:
+        """Record that a part was committed from a trainer's handed-over snapshot, or that the commit failed."""
+        if isinstance(outcome, Exception):
+            self._refused.add(part)
+            self._failed(part, str(outcome))
+        else:
+            self._journal.counters["persisted"] += 1
+            how = "past the page cache" if outcome.direct else "through the page cache"
+            if self._news.take(part):
+                self._saved(part, outcome.size, f", {how}", outcome.metrics)
+
+    def given_up(self, part: PartId, why: str) -> None:
+        """Record that a trainer gave a save up. A failure that the trainer learned from the daemon is reported once."""
+        if part not in self._refused:
+            self._failed(part, why)
+        self._refused.discard(part)
+
+    def fetched(self, part: PartId) -> None:
+        """Record that a part is about to be fetched from a tier, so that it is not reported as a save."""
+        self._news.take(part)
+
+    def came(self, spool: Place) -> None:
+        """Process an observation of the spool. A part that no trainer handed over was committed by its trainer."""
+        for part in self._news.came(spool):
+            facts = spool.facts(part)
+            self._saved(part, facts.size if facts else 0, ", by its trainer", facts.metrics if facts else {})
+
+    def launches(self, inventory: Inventory) -> None:
+        """Process an observation of any place: report, once, launches of a run that save at the same time."""
+        told: dict[str, frozenset[str]] = {}
+        for run in inventory.spool.alive:
+            if rivals := beside(inventory, run, time.time()):
+                told[run] = frozenset(one.attempt for one in rivals)
+                if not told[run] <= self._beside.get(run, frozenset()):
+                    self._journal.tell("two launches", SPOOL, run, warning(rivals), run=run)
+        self._beside = told
+
+    def rolled_back(self, tier: str, run: str, why: str | None) -> None:
+        """Process an observation of a tier: report once, while it lasts, that a run's history there was rolled back."""
+        if why and self._rolled_back.get((tier, run)) != why:
+            self._journal.tell("rolled back", tier, run, why, run=run)
+        self._rolled_back = {one: told for one, told in self._rolled_back.items() if one != (tier, run)}
+        if why:
+            self._rolled_back[tier, run] = why
+
+    def append_only(self, tier: str, why: str) -> None:
+        """Record whether a tier permits deletions. A refusal is reported once, until the tier permits them again.
+
+        Args:
+            tier: the tier's name.
+            why: the tier's refusal; empty if it permits deletions.
+        """
+        if why and tier not in self._append_only:
+            self._append_only.add(tier)
+            self._journal.tell("append only", tier, "deleting", f"nothing is pruned there: {why}")
+        elif not why and tier in self._append_only:
+            self._append_only.remove(tier)
+            log.info("%s: it lets objects be deleted again, so retention prunes there", tier)
+
+    def unvouched(self, tier: str, inventory: Inventory) -> None:
+        """Process an observation of a tier: log, once, names of launches of which nothing can be read.
+
+        The first observation that shows them logs nothing, because damaged manifests are quarantined after it.
+        """
+        for run in {one.run for one in inventory.spool.checkpoints} | inventory.spool.launches.keys():
+            for attempt in unvouched(inventory, tier, run):
+                self._unvouched[tier, run, attempt] += 1
+                if self._unvouched[tier, run, attempt] == _LASTS:
+                    log.warning(
+                        "%s: %s: nothing is pruned: names of attempt %s say that it is the newest, and nothing of it "
+                        "can be read (it is damaged, of a newer tierd, of another key, or not tierd's); %s",
+                        tier,
+                        run,
+                        attempt,
+                        disowning(run, attempt),
+                    )
+
+    def relayed(self, tier: str, part: PartId) -> None:
+        """Record that a part is about to be relayed to a tier that lacks it."""
+        if part.rank == 0:
+            self._news.expect(tier, part.checkpoint, time.monotonic())
+
+    def durable(self, tier: str, spool: Place, tiers: Mapping[str, Place | None]) -> None:
+        """Report the checkpoints that are complete on a tier. Call this after an observation or a flush."""
+        place = tiers[tier]
+        if place is None:
+            return
+        others = [other for name, other in tiers.items() if other and name != tier]
+        for checkpoint, took in self._news.whole(tier, spool, place, time.monotonic(), others):
+            seen = place.checkpoints[checkpoint]
+            known = seen.facts.values()
+            raw, stored = sum(one.size for one in known), sum(one.stored_size for one in known)
+            ranks = max((world for world, ranks in seen.ranks.items() if len(ranks) == world), default=0)
+            why = f"every part of {ranks} ranks is there, verified; {len(known)} of them read, {raw} bytes as {stored}"
+            more = {"raw_bytes": raw, "stored_bytes": stored} if len(known) == ranks else {}
+            told = metrics_of(next(iter(known)).metrics) if known else None
+            self._journal.tell(
+                "durable", tier, checkpoint, why, seconds=round(took, 3), world_size=ranks, metrics=told, **more
+            )
+
+    def _failed(self, part: PartId, why: str) -> None:
+        self._journal.counters["persist_failures"] += 1
+        self._journal.tell("persist failed", SPOOL, part, why)
+        self._journal.failed((SAVES, part.writer), "save", SPOOL, part, why)
+
+    def _saved(self, part: PartId, size: int, how: str, metrics: Mapping[str, float]) -> None:
+        told = metrics_of(metrics)
+        self._journal.tell("persisted", SPOOL, part, f"{size} bytes{how}", raw_bytes=size, metrics=told)
+        self._journal.saved(part)

@@ -1,0 +1,253 @@
+"""Send events to the receivers that the configuration names, each in a thread of its own.
+
+Invariant: notification neither delays nor fails the daemon's work. To offer an event costs no more than to put it into
+a bounded queue. Every dropped event is counted, and a later summary event reports the count. A receiver's failure is
+reported to the other receivers, not to the receiver itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from tierd.core.config import NotifyConfig
+from tierd.core.event_kinds import MORE, USUAL, Event
+from tierd.events.journal import Journal, now
+from tierd.events.outbox import Outbox
+from tierd.events.receivers import DeliveryFailed, Receiver, open_receiver
+from tierd.priority import lower
+
+_LAST = 5.0  # seconds to send queued events when the daemon ends
+_KILLED = 3.0  # further seconds for the tries that are then cut off
+_PAUSE = 1.0  # seconds before the second try; then twice as long
+_WHY = 4000  # characters of an event's `why` that are sent
+
+
+class NotifyStatus(msgspec.Struct, frozen=True):
+    """One receiver of events. Counts are since the daemon's start.
+
+    Attributes:
+        name: `notify[0]`, `notify[1]` … in the order of the configuration.
+        to: the part of the receiver's address that may be shown.
+        delivered: events that the receiver accepted.
+        failures: failed tries.
+        dropped: events that the receiver did not get: `held`, `lost`, and those that were given up.
+        held: events held back because of `per_minute`.
+        lost: events for which the queue had no space.
+        queued: events in the queue now.
+        last_error: the last failure; None if the last try worked or there was no try.
+    """
+
+    name: str
+    to: str
+    delivered: int
+    failures: int
+    dropped: int
+    held: int
+    lost: int
+    queued: int
+    last_error: str | None
+
+
+class Channel:
+    """One receiver, its outbox, and the thread between them.
+
+    Args:
+        name: `notify[0]`, `notify[1]` … in the order of the configuration.
+        config: the receiver's configuration.
+        receiver: the webhook or the command.
+        head: members that are added to every event.
+    """
+
+    def __init__(self, name: str, config: NotifyConfig, receiver: Receiver, head: dict[str, str]) -> None:
+        self.name, self._receiver, self._head = name, receiver, head
+        self._timeout = config.timeout_s
+        self._outbox = Outbox(config.events or USUAL, config.per_minute)
+        self._changed = threading.Condition()
+        self._ending = self._stopped = False
+        self._delivered = self._failures = self._given_up = 0
+        self._error: str | None = None
+        self._in_vain = 0  # failed tries in a row
+        self._thread = threading.Thread(target=self._run, name=f"tierd-{name}", daemon=True)
+        self._journal: Journal | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self, journal: Journal) -> None:
+        """Start the thread. The running loop then records in `journal` how tries end."""
+        self._journal, self._loop = journal, asyncio.get_running_loop()
+        self._thread.start()
+
+    def offer(self, event: Event) -> None:
+        """Queue an event without blocking."""
+        if event.what == "failing" and (event.doing, event.place) == ("notify", self.name):
+            return
+        with self._changed:
+            if self._outbox.offer(event, time.monotonic()):
+                self._changed.notify()
+
+    def end(self) -> None:
+        """Send the queued events, with one try each, and end the thread."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Cancel the try in progress."""
+        self._stopped = True
+        self._receiver.stop()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def status(self) -> NotifyStatus:
+        with self._changed:
+            box = self._outbox
+            return NotifyStatus(
+                name=self.name,
+                to=self._receiver.name,
+                delivered=self._delivered,
+                failures=self._failures,
+                dropped=box.held + box.lost + self._given_up,
+                held=box.held,
+                lost=box.lost,
+                queued=len(box),
+                last_error=self._error,
+            )
+
+    # -- its thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        lower()
+        while True:
+            with self._changed:
+                at = time.monotonic()
+                found = self._outbox.take(at, last=self._ending)
+                if found is None:
+                    if self._ending:
+                        return
+                    self._changed.wait(self._outbox.wait(at))
+                    continue
+            if isinstance(found, Event):
+                if not self._deliver(found):
+                    with self._changed:
+                        self._given_up += 1
+                        self._outbox.miss(found)
+            elif not self._deliver(_summary(found, self.name)):
+                with self._changed:
+                    self._outbox.missed.update(found)
+                    if self._ending:
+                        return
+
+    def _deliver(self, event: Event) -> bool:
+        body = self._body(event)
+        for number in range(self._receiver.tries):
+            if number and (self._error_lasts or self._rest(_PAUSE * 2 ** (number - 1))):
+                return False
+            try:
+                self._receiver.give(body, self._timeout)
+            except DeliveryFailed as error:
+                if self._stopped:
+                    return False
+                self._tried(str(error))
+                if not error.again:
+                    return False
+            except Exception as error:  # a bug must not end the thread, and its text may contain secrets
+                self._tried(f"it failed: {type(error).__name__}")
+                return False
+            else:
+                self._tried(None)
+                return True
+        return False
+
+    @property
+    def _error_lasts(self) -> bool:
+        """Whether an earlier event was given up and no event was delivered since. One try per event is then enough."""
+        return self._in_vain >= self._receiver.tries
+
+    def _rest(self, seconds: float) -> bool:
+        """Wait before another try. Returns True if there must be no other try, because the daemon ends."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._ending, seconds)
+
+    def _tried(self, why: str | None) -> None:
+        with self._changed:
+            self._error = why
+            self._delivered += why is None
+            self._failures += why is not None
+            self._in_vain = 0 if why is None else self._in_vain + 1
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._note, why)
+
+    def _note(self, why: str | None) -> None:
+        assert self._journal is not None
+        thing = ("notify", self.name)
+        if why is None:
+            self._journal.worked(thing)
+        else:
+            self._journal.failed(thing, "notify", self.name, self._receiver.name, why)
+
+    def _body(self, event: Event) -> bytes:
+        told = msgspec.to_builtins(event) | {"level": event.level, "id": secrets.token_hex(8), **self._head}
+        told["why"] = event.why[:_WHY]
+        told["text"] = f"{self._head['node']}: {event.place}: {event.what} {event.subject}: {told['why']}"
+        return msgspec.json.encode(told)
+
+
+class Notifier:
+    """All receivers of a configuration.
+
+    Args:
+        tells: the configured receivers.
+        spool: the spool's path, a member of every event besides the node.
+
+    Raises:
+        ConfigError: a secret or file to which a `[[notify]]` refers cannot be read.
+    """
+
+    def __init__(self, tells: Sequence[NotifyConfig] = (), spool: str = "") -> None:
+        head = {"node": socket.gethostname(), "spool": spool}
+        self._channels = [
+            Channel(f"notify[{index}]", tell, open_receiver(tell, f"notify[{index}]"), head)
+            for index, tell in enumerate(tells)
+        ]
+
+    def start(self, journal: Journal) -> None:
+        for channel in self._channels:
+            channel.start(journal)
+
+    def offer(self, event: Event) -> None:
+        """Send an event to every receiver that subscribes to its kind, without blocking."""
+        for channel in self._channels:
+            channel.offer(event)
+
+    async def close(self) -> None:
+        """Send queued events for at most `_LAST` seconds, then end every thread and process."""
+        for channel in self._channels:
+            channel.end()
+        await self._ended(_LAST)
+        for channel in self._channels:
+            channel.stop()
+        await self._ended(_KILLED)
+
+    async def _ended(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while any(channel.alive for channel in self._channels) and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+
+    def status(self) -> tuple[NotifyStatus, ...]:
+        return tuple(channel.status() for channel in self._channels)
+
+
+def _summary(counts: Counter[str], place: str) -> Event:
+    why = ", ".join(f"{number} {what}" for what, number in counts.most_common())
+    return Event(at=now(), what=MORE, place=place, subject=f"{counts.total()} more", why=why, counts=dict(counts))

@@ -1,0 +1,115 @@
+"""The input of every format check, and the results that it can have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+PIECE = 1 << 20  # bytes read at a time while content is checked
+
+
+class ByteSource(Protocol):
+    """A file, or a range of one, that is read by offset."""
+
+    @property
+    def size(self) -> int:
+        """The size in bytes."""
+        ...
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return exactly these bytes, all of which are below `size`."""
+        ...
+
+
+class Damaged(Exception):
+    """The bytes are proven wrong: no writer of the format that has finished leaves such bytes.
+
+    Attributes:
+        offset: the offset in the file at which the damage shows.
+        reason: the description, without file and offset.
+    """
+
+    def __init__(self, offset: int, reason: str) -> None:
+        super().__init__(f"byte {offset}: {reason}")
+        self.offset, self.reason = offset, reason
+
+
+class Unfinished(Exception):
+    """The file itself says that its writer has not finished: it is being written, or its writer died."""
+
+
+class Unchecked(Exception):
+    """The check cannot decide whether the bytes are right. This is no evidence against them."""
+
+
+class NoFormat(Unchecked):
+    """Neither the name nor the first bytes indicate a format that can be checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sound:
+    """The result of a check that found no fault.
+
+    Attributes:
+        kind: the format, for people.
+        uncovered: the content without a digest, as one reason for all of it; None if a digest covers every content
+            byte.
+    """
+
+    kind: str
+    uncovered: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySource:
+    """Bytes in memory as a source."""
+
+    data: bytes | memoryview
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def read(self, offset: int, length: int) -> bytes:
+        return bytes(self.data[offset : offset + length])
+
+
+@dataclass(frozen=True, slots=True)
+class SubSource:
+    """A range of another source, as a source itself.
+
+    Offsets in its errors count from the range's start: see `shifted`.
+    """
+
+    whole: ByteSource
+    offset: int
+    size: int
+
+    def read(self, offset: int, length: int) -> bytes:
+        return self.whole.read(self.offset + offset, length)
+
+
+def shifted(error: Damaged, offset: int, what: str) -> Damaged:
+    """Convert the error of a part that begins at `offset` to an error of the whole; `what` names the part."""
+    return Damaged(error.offset + offset, f"{what}: {error.reason}")
+
+
+def take(source: ByteSource, offset: int, length: int, what: str) -> bytes:
+    """Return these bytes.
+
+    Raises:
+        Damaged: the source ends before them; `what` names them in the message.
+    """
+    if offset + length > source.size:
+        raise Damaged(source.size, f"the file ends there, within {what} of {length} bytes at {offset}")
+    return source.read(offset, length)
+
+
+def pieces(source: ByteSource, offset: int, length: int) -> Iterator[bytes]:
+    """Yield the bytes of a range within the source, in pieces of `PIECE` bytes."""
+    end = offset + length
+    while offset < end:
+        size = min(PIECE, end - offset)
+        yield source.read(offset, size)
+        offset += size

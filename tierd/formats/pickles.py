@@ -1,0 +1,45 @@
+"""Plain pickles (torch_checkpointing's metadata.pkl): the check reads their opcodes one by one and executes none.
+
+Covered: the file is a sequence of opcodes with their arguments up to STOP, so that truncation is always found. Not
+covered: the opcodes' content, because a pickle holds no digest. Bound: 16 MiB; a larger file is not read.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import struct
+
+from tierd.formats.byte_source import ByteSource, Damaged, Sound, Unchecked
+
+_MAX = 16 << 20
+_LEGACY = (
+    # The first pickle in files of torch.save before torch 1.6.
+    b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+)
+
+
+def looks_like_pickle(head: bytes) -> bool:
+    """Return whether a file that begins with `head` may be a pickle of protocol 2 to 5."""
+    return len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5
+
+
+def check_pickle(source: ByteSource) -> Sound:
+    """Check a pickle.
+
+    Raises:
+        Damaged: it is truncated, or holds an invalid opcode.
+        Unchecked: it is too large, continues after its end, or is in torch.save's format from before version 1.6.
+    """
+    if source.read(0, min(source.size, len(_LEGACY))) == _LEGACY:
+        raise Unchecked("torch.save's format from before torch 1.6, which holds neither sizes nor digests")
+    if source.size > _MAX:
+        raise Unchecked(f"a pickle of {source.size} bytes, more than {_MAX}")
+    at = 0
+    try:
+        for _, _, position in pickletools.genops(source.read(0, source.size)):
+            at = position or 0
+    except (ValueError, IndexError, struct.error, OverflowError) as error:
+        raise Damaged(at, f"the pickle is cut off or damaged behind there: {str(error)[:200]}") from None
+    if at + 1 != source.size:
+        raise Unchecked(f"a pickle that ends at byte {at + 1}, in a file of {source.size}")
+    return Sound("pickle", "a pickle holds no digest")

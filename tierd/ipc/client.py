@@ -1,0 +1,370 @@
+"""The connection to the node's daemon, for the training process and the command line. Standard library only.
+
+The calls are synchronous.
+
+Invariant: a daemon that is absent, slow or dead costs its caller a bounded wait and an error, never more.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tierd import __version__
+from tierd.core.errors import DaemonAbsent, DaemonSilent, DaemonUnavailable, TierdError, VersionMismatch
+from tierd.ipc.messages import (
+    EXIT_HELD,
+    HEARTBEAT,
+    MAX_REPLY,
+    Hello,
+    Request,
+    Status,
+    encode_line,
+    greeted,
+    raise_error,
+)
+from tierd.ipc.protocol import BEATS, PROTOCOL, Peer, explain
+from tierd.spool.file_io import private
+from tierd.spool.permissions import peer_pid, stranger
+from tierd.spool.spool import Spool
+
+THIS = Peer(PROTOCOL, __version__)
+HELLO = Hello(protocol=str(PROTOCOL), version=__version__)
+
+_SILENCE = 6 * HEARTBEAT  # seconds without a byte after which a daemon counts as hung
+_GREETING = 5.0  # the same for the greeting, which a daemon sends at once even if it is busy
+_START = 60.0  # seconds that a daemon may take to answer after its start, because imports from a network disk are slow
+_QUEUE = 5.0  # seconds to wait for a place in the daemon's queue of callers
+_PROBE = 5.0  # seconds in which a daemon that closed the connection at the greeting may answer `Status`
+_AGAIN = 1.0  # seconds between attempts to take a spool that another daemon holds
+_ABSENT = (errno.ENOENT, errno.ECONNREFUSED)
+_started: list[
+    subprocess.Popen[bytes]
+] = []  # kept, because Popen's destructor warns of a running child, and a daemon is meant to outlive this process
+
+
+_open: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    # A DataLoader's worker must not keep its trainer attached, because the daemon detects a death by the connection's
+    # end.
+    for link in list(_open):
+        link._socket.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+class Link:
+    """One connection to the daemon.
+
+    The daemon releases everything that it holds for the connection (a restored part, the attached trainer) at its end.
+
+    Args:
+        spool: the spool whose daemon is called.
+        greet: exchange protocol numbers before the first request. False is for a request that every daemon understands
+            in a form that never changes.
+        silence_s: seconds without a byte, or without a place in the daemon's queue, after which the daemon counts as
+            stopped. Pass it only for requests to which `messages.BEAT` applies. A daemon older than protocol 1.1 has
+            the default time to answer.
+
+    Raises:
+        DaemonAbsent: no process listens.
+        DaemonSilent: no place is free in the daemon's queue.
+        DaemonUnavailable: the listening process belongs to another user.
+    """
+
+    def __init__(self, spool: Spool, *, greet: bool = True, silence_s: float | None = None) -> None:
+        self._spool = spool
+        self._to_greet = greet
+        self._silence_s = _SILENCE if silence_s is None else silence_s
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(self._silence_s)
+        self._rest = b""
+        _open.add(self)
+        try:
+            connect(self._socket, spool.socket, min(_QUEUE, self._silence_s))
+        except OSError as error:
+            self._socket.close()
+            if isinstance(error, BlockingIOError):
+                raise DaemonSilent(f"spool {spool.root}: {_hung(_holder(spool), 'takes no more callers')}") from error
+            absent = error.errno in _ABSENT
+            raise (DaemonAbsent if absent else DaemonUnavailable)(
+                f"spool {spool.root}: no daemon answers ({'none is running' if absent else error.strerror or error}); "
+                f"start one: tierd run --spool {spool.root} --to URL"
+            ) from error
+
+    def ask(
+        self,
+        request: Request,
+        timeout_s: float | None = None,
+        told: Callable[[dict[str, Any]], None] = lambda progress: None,
+    ) -> dict[str, Any]:
+        """Send a request and wait for its answer.
+
+        Args:
+            request: the request.
+            timeout_s: the longest wait in seconds; None waits for as long as the daemon shows that it works.
+            told: called with the daemon's progress messages, at least every `HEARTBEAT` seconds. If it raises, the
+                connection cannot be used any more.
+
+        Returns:
+            The members of the answer.
+
+        Raises:
+            TierdError: the condition that the daemon answered with.
+            DaemonSilent: the daemon went silent.
+            DaemonUnavailable: the connection broke.
+            VersionMismatch: as `greet`.
+            TimeoutError: `timeout_s` is over, or the daemon answers that the request's own time is over.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        self._greet(end)
+        try:
+            self._send(encode_line(request))
+            while True:
+                reply = msgspec.json.decode(self._line(end, self._silence_s), type=dict[str, Any])
+                if reply.get("working"):
+                    told(reply)
+                    continue
+                if not reply.get("ok"):
+                    raise_error(reply)
+                return dict(reply)
+        except TimeoutError:
+            raise
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise DaemonUnavailable(f"the daemon's connection broke: {error}") from error
+
+    def greet(self) -> None:
+        """Exchange protocol numbers, unless that was done. `ask` does so by itself.
+
+        Raises:
+            VersionMismatch: the daemon is too old or too new for this client.
+            DaemonSilent: the daemon did not answer within seconds.
+            DaemonUnavailable: the connection broke.
+        """
+        self._greet(None)
+
+    def _greet(self, end: float | None) -> None:
+        if not self._to_greet:
+            return
+        try:
+            self._send(encode_line(HELLO))
+            reply = msgspec.json.decode(self._line(end, min(self._silence_s, _GREETING)), type=dict[str, Any])
+        except TimeoutError:
+            raise
+        except ConnectionError as error:
+            if _is_older_than_numbers(self._spool):
+                self._check(Peer(None, ""))
+            raise DaemonUnavailable(f"the daemon's connection broke: {error}") from error
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise DaemonUnavailable(f"the daemon's connection broke: {error}") from error
+        self._check(greeted(reply))
+        if not reply.get("ok"):
+            raise_error(reply)
+        self._to_greet = False
+
+    def _check(self, daemon: Peer) -> None:
+        if why := explain(THIS, daemon):
+            raise VersionMismatch(f"spool {self._spool.root}: {why}")
+        if daemon.protocol is None or daemon.protocol < BEATS:
+            self._silence_s = max(self._silence_s, _SILENCE)
+
+    def _send(self, line: bytes) -> None:
+        self._socket.settimeout(self._silence_s)
+        try:
+            self._socket.sendall(line)
+        except TimeoutError:
+            raise self._hung("took no request", self._silence_s) from None
+
+    def _line(self, end: float | None, silence_s: float) -> bytes:
+        while b"\n" not in self._rest:
+            left = silence_s if end is None else end - time.monotonic()
+            if left <= 0:
+                raise _over()
+            self._socket.settimeout(min(left, silence_s))
+            try:
+                data = self._socket.recv(1 << 16)
+            except TimeoutError:
+                if end is not None and time.monotonic() >= end:
+                    raise _over() from None
+                raise self._hung("was silent", silence_s) from None
+            if not data:
+                raise ConnectionResetError("the daemon closed the connection")
+            self._rest += data
+            if len(self._rest) > MAX_REPLY:
+                raise DaemonUnavailable(f"the daemon's answer is longer than {MAX_REPLY} bytes")
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
+
+    def _hung(self, did: str, silence_s: float) -> DaemonSilent:
+        try:
+            pid = peer_pid(self._socket)
+        except OSError:
+            pid = 0
+        return DaemonSilent(_hung(pid, f"{did} for {silence_s:g} s"))
+
+    def about_peer(self, asked: Callable[[socket.socket], bool]) -> bool:
+        """Return the result of `asked`, a check of the process at the other end of the socket."""
+        return asked(self._socket)
+
+    def alive(self) -> bool:
+        """Whether the daemon still holds the connection. Sends nothing."""
+        self._socket.setblocking(False)
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def heard(self) -> bool:
+        """Whether an answer is unread, or the connection has ended. Sends nothing."""
+        try:
+            self._socket.setblocking(False)
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    def close(self) -> None:
+        """End the connection, even if a forked child still has its descriptor."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._socket.close()
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _hung(pid: int, does: str) -> str:
+    who, name = (f"the daemon, pid {pid},", str(pid)) if pid else ("the daemon", "PID")
+    return f"{who} {does}; it may be stopped: let it go on (kill -CONT {name}), or end it (kill -KILL {name})"
+
+
+def _holder(spool: Spool) -> int:
+    """Read the id of the process that holds the spool from its lock file; 0 if the file does not name one."""
+    try:
+        text = (spool.control / "lock").read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return 0
+    return int(text) if text.isascii() and text.isdecimal() else 0
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped a process; False if it has ended, or is in another PID namespace."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except (OSError, IndexError):
+        return False
+
+
+def _over() -> TimeoutError:
+    return TimeoutError("the daemon did not answer in the time given")
+
+
+def _is_older_than_numbers(spool: Spool) -> bool:
+    """Whether the daemon answers requests and has no greeting. A daemon that is about to end answers neither."""
+    try:
+        with Link(spool, greet=False) as link:
+            return "protocol" not in link.ask(Status(), _PROBE)["status"]
+    except (TierdError, TimeoutError):
+        return False
+
+
+def connect(connection: socket.socket, path: Path, patience_s: float = _QUEUE) -> None:
+    """Connect to one of the daemon's sockets.
+
+    Args:
+        connection: an unconnected unix socket.
+        path: the daemon's socket.
+        patience_s: seconds to wait for a free place among the daemon's waiting callers.
+
+    Raises:
+        OSError: no process listens; or no place became free; or the process belongs to another user than this one, root
+            or the spool's owner.
+    """
+    # A socket's path is limited to 107 bytes and a spool's path is not, so a descriptor of the directory names it.
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    end = time.monotonic() + patience_s
+    try:
+        while True:
+            try:
+                connection.connect(f"/proc/self/fd/{directory}/{path.name}")
+                break
+            except BlockingIOError:  # the daemon listens, and its queue of waiting callers is full
+                if time.monotonic() >= end:
+                    raise
+            time.sleep(0.02)
+        if (uid := stranger(connection, os.fstat(directory).st_uid)) is not None:
+            raise PermissionError(errno.EPERM, f"what listens there is another user's, uid {uid}")
+    finally:
+        os.close(directory)
+
+
+def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with open(log, "ab", opener=private) as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/"
+        )
+    _started.append(process)
+    return process
+
+
+def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
+    """Start a daemon for `spool` that outlives this process until everything is flushed; wait until it answers.
+
+    Several ranks may call this at the same time: one daemon gets the spool, and serves all ranks. The other daemons end
+    with `EXIT_HELD`. They are started again for as long as no daemon answers, because the daemon that holds the spool
+    may be about to end.
+
+    Args:
+        spool: the spool to serve.
+        urls: the tiers' URLs.
+
+    Raises:
+        DaemonSilent: a daemon exists, and accepts no callers or was stopped before it listened.
+        DaemonUnavailable: the daemon ended or did not answer; the message holds the end of its log.
+    """
+    log = spool.control / "daemon.log"
+    command = [sys.executable, "-m", "tierd", "run", "--spool", str(spool.root), "--until-idle", "--await-trainer"]
+    for url in urls:
+        command += ["--to", url]
+    process = _start(command, log)
+    end = time.monotonic() + _START
+    while time.monotonic() < end:
+        ended = process.poll()
+        try:
+            Link(spool).close()
+            return
+        except DaemonSilent:  # it holds the spool, so another daemon cannot start
+            raise
+        except DaemonUnavailable:
+            if ended == EXIT_HELD:
+                if _is_stopped(holder := _holder(spool)):
+                    raise DaemonSilent(f"spool {spool.root}: {_hung(holder, 'holds it and does not listen')}") from None
+                time.sleep(_AGAIN)
+                process = _start(command, log)
+            elif ended is not None:
+                break
+        time.sleep(0.05)
+    tail = log.read_text(errors="replace")[-2000:].strip()
+    raise DaemonUnavailable(f"the daemon for spool {spool.root} did not start; {log} ends with:\n{tail}")

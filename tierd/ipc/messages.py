@@ -1,0 +1,452 @@
+"""The messages between client and daemon over the spool's unix sockets, as JSON objects.
+
+Invariant: no byte of a checkpoint crosses a socket, only names and descriptors.
+
+On the control socket a request is one line. The answer is any number of `{"working": true}` lines, at most `HEARTBEAT`
+seconds apart, then one line with `ok`. On the hand-off socket the daemon greets with `ok`. A message there is one
+packet with its descriptors, and so is an answer. Training may wait for `Persist`, `MakeRoom` and `Candidates`. From
+protocol 1.1 on, the daemon sends a sign of life for these every `BEAT` seconds.
+
+Both sockets exchange protocol numbers first (`ipc/protocol`). On the control socket the client begins with `Hello`, and
+the daemon answers with its own number. On the hand-off socket the daemon's greeting has its number, and the client's
+first packet is `Hello`, without an answer. A client that sends no `Hello` is older than protocol numbers; the daemon
+still answers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Annotated, Any, TypeVar, get_args
+
+import msgspec
+from msgspec import Meta
+
+from tierd.core import errors
+from tierd.core.errors import ConfigError, DaemonUnavailable, TierdError
+from tierd.core.ids import CheckpointId, PartId, check_attempt, check_rank, check_run, check_step
+from tierd.core.manifest import MetricName
+from tierd.core.seal import MAX_MANIFEST_SIZE
+from tierd.ipc.protocol import PROTOCOL, PROTOCOL_TEXT, VERSION_TEXT, Peer, Protocol
+
+HEARTBEAT = 5.0  # seconds
+BEAT = 0.25  # seconds
+# Exit status of a daemon whose spool another daemon holds; the process that started it can use that daemon.
+EXIT_HELD = 7
+MAX_REQUEST = 64 << 10  # bytes
+MAX_NOTE = 40_000  # bytes; 53,336 in base64, which fits into a request
+MAX_PACKET = 16 << 10  # bytes
+MAX_REPLY = 64 << 20  # bytes
+MAX_PAUSE = 366 * 86400.0  # seconds
+
+Index = Annotated[int, Meta(ge=0, le=1 << 32)]  # of a chunk in its file
+MAX_TOLD = 1000  # characters of a reason
+MOST_TOLD = 16  # reasons in a request
+Told = Annotated[str, Meta(max_length=MAX_TOLD)]
+Ranges = tuple[tuple[Index, Index], ...]  # (first, end) of ranges of chunks; `end` is exclusive
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", omit_defaults=True):
+    """The base of every request.
+
+    Invariant: a member that has its default is not sent, and an unknown member is ignored, because client and daemon
+    may be of different versions. A member that is added later has a default with the meaning of its absence.
+    """
+
+
+class Hello(Request, frozen=True, kw_only=True, tag="hello"):
+    """The client's protocol number and its version of tierd. Answer, on the control socket only: as `greeting`.
+
+    Error: `VersionMismatch`, with the same members, after which the daemon closes the connection.
+    """
+
+    protocol: Annotated[str, Meta(pattern=PROTOCOL_TEXT)]
+    version: Annotated[str, Meta(pattern=VERSION_TEXT)]
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(Protocol.parse(self.protocol), self.version)
+
+
+class Attach(Request, frozen=True, kw_only=True, tag="attach"):
+    """A trainer attaches; the connection's end detaches it.
+
+    Answer: `pid`, `tiers` (name -> url), `keep_last` (of the spool).
+
+    Attributes:
+        run: the run that the trainer saves. Until the trainer names its run, every run in the spool counts as having a
+            trainer.
+    """
+
+    run: str | None = None
+
+
+class Status(Request, frozen=True, kw_only=True, tag="status"):
+    """The daemon's state. Answer: `status`."""
+
+
+class Report(Request, frozen=True, kw_only=True, tag="report"):
+    """Every checkpoint of one run (or of all runs), its places, and retention's verdicts. Answer: `report`."""
+
+    run: str | None = None
+
+
+class Candidates(Request, frozen=True, kw_only=True, tag="candidates"):
+    """The checkpoints of a run that a restore can use, from a new listing of every tier.
+
+    Answer: `sight`, in the form of `core/timeline/run_view`.
+
+    Attributes:
+        run: the run's name.
+        metrics: the metrics whose values are requested.
+    """
+
+    run: str
+    metrics: Annotated[tuple[MetricName, ...], Meta(max_length=8)] = ()
+
+
+class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):
+    """Make the spool's copy of a part whole from the tiers, and hold it until the connection ends.
+
+    Answer: `tiers`, the names of the tiers that provided chunks. Errors: `CorruptChunk` if every copy is proven bad,
+    `StoreUnavailable` if a copy that might be good cannot be reached. Each `working` line before the answer has `done`
+    and `total`, in raw bytes, and `tiers` once known.
+
+    With `wanted`, only these chunks are fetched. This does not commit a part that the spool lacks. Its chunks are kept
+    in `Spool.fetching`, next to its manifest as `DRAFT_NAME`, until the connection ends. An empty `wanted` fetches the
+    manifest only. Error: `ConfigError` for a chunk that the part does not have.
+
+    Attributes:
+        part: the part to fetch.
+        wanted: by file, the ranges of chunks; None for the whole part.
+    """
+
+    part: PartId
+    wanted: dict[Annotated[str, Meta(max_length=1024)], Ranges] | None = None
+
+
+class Wait(Request, frozen=True, kw_only=True, tag="wait"):
+    """Wait until a tier holds the verified part. Answer: `ok` only.
+
+    Errors: `StoreRefused` if the tier refuses, `TimeoutError` if the time is up.
+
+    Attributes:
+        part: the part.
+        tier: the tier's name.
+        timeout_s: the longest wait in seconds; None for no limit.
+        needed: a restore on another node needs the part, so it is flushed regardless of retention.
+    """
+
+    part: PartId
+    tier: str
+    timeout_s: float | None = None
+    needed: bool = False
+
+
+class Backlog(Request, frozen=True, kw_only=True, tag="backlog", omit_defaults=True):
+    """The parts that some tier still lacks, and whether the tiers accept them.
+
+    Answer: `backlog`, in the form of `core/planning/unflushed.Backlog`.
+
+    Attributes:
+        hurry: first wait for the snapshots that dead trainers had handed over, observe every place again, and end every
+            backoff.
+        run: also observe this run, of which the spool may hold nothing yet.
+    """
+
+    hurry: bool = False
+    run: str | None = None
+
+
+class Pin(Request, frozen=True, kw_only=True, tag="pin"):
+    """Pin a checkpoint in the spool and on every tier, or remove the pin. Answer: `ok` only."""
+
+    checkpoint: CheckpointId
+    pinned: bool
+
+
+class Failed(Request, frozen=True, kw_only=True, tag="failed"):
+    """A trainer gave a save up. The daemon reports the failure, unless the daemon caused it. Answer: `ok` only."""
+
+    part: PartId
+    why: Told
+
+
+class Leaked(Request, frozen=True, kw_only=True, tag="leaked"):
+    """A trainer found samples that repeat or belong to the validation split, at the step of `part`.
+
+    Answer: `ok` only.
+    """
+
+    part: PartId
+    why: Told
+
+
+class FellBack(Request, frozen=True, kw_only=True, tag="fell-back"):
+    """A restore loads `checkpoint` and skipped newer ones. Answer: `ok` only.
+
+    Attributes:
+        checkpoint: the checkpoint that is restored.
+        skipped: the checkpoints that were skipped, each with the reason.
+    """
+
+    checkpoint: CheckpointId
+    skipped: Annotated[tuple[Told, ...], Meta(min_length=1, max_length=MOST_TOLD)]
+
+
+class Pause(Request, frozen=True, kw_only=True, tag="pause"):
+    """Leave the tiers as they are for `for_s` seconds, or until resumed. Answer: `paused`, as in `status`."""
+
+    for_s: Annotated[float, Meta(gt=0, le=MAX_PAUSE)] | None = None
+
+
+class Launches(Request, frozen=True, kw_only=True, tag="launches"):
+    """The launches of `run` that save at the same time. Answer: `launches`, each a `core/timeline/launches.Rival`."""
+
+    run: str
+
+
+NoteName = Annotated[str, Meta(pattern=r"^[a-z0-9]{1,32}(\.[a-z0-9]{1,32}){0,4}\Z")]
+
+
+class Notes(Request, frozen=True, kw_only=True, tag="notes"):
+    """Put and remove notes of a launch's ranks on the daemon's first tier, then read and list notes, in this order.
+
+    Answer: `notes`, the existing notes of `read` by name, in base64; `names`, the names that begin with `under`.
+    """
+
+    run: str
+    launch: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    put: dict[NoteName, Annotated[bytes, Meta(max_length=MAX_NOTE)]] = {}
+    remove: tuple[NoteName, ...] = ()
+    read: tuple[NoteName, ...] = ()
+    under: Annotated[str, Meta(pattern=r"^([a-z0-9]{1,32}\.){1,4}\Z")] | None = None
+
+
+class MakeRoom(Request, frozen=True, kw_only=True, tag="make-room"):
+    """A save of `run` met a full disk: delete verified local copies until `size_bytes` fit. This takes seconds at most.
+
+    Answer: `freed_bytes`, and `enough`: whether a second try can succeed.
+
+    Attributes:
+        run: the run's name.
+        size_bytes: the size of the part that is saved, in bytes.
+        quota: the user's quota is used up, so the file system's free bytes are not the limit.
+    """
+
+    run: str
+    size_bytes: Annotated[int, Meta(ge=0, le=1 << 60)]
+    quota: bool = False
+
+
+class Remove(Request, frozen=True, kw_only=True, tag="remove"):
+    """Delete a whole run from the spool, at a person's request. Answer: `ok` only.
+
+    Error: `ConfigError` while a trainer of that run is attached, or a process restores it.
+    """
+
+    run: str
+
+
+class Resume(Request, frozen=True, kw_only=True, tag="resume"):
+    """End a pause. Answer: `paused`, null."""
+
+
+class Lend(Request, frozen=True, kw_only=True, tag="lend"):
+    """Hand-off: the attached descriptor is the arena in which snapshots of `slot` will be. No answer."""
+
+    slot: Annotated[int, Meta(ge=0, lt=64)]
+
+
+class Persist(Request, frozen=True, kw_only=True, tag="persist"):
+    """Hand-off: the arena of `slot` holds a snapshot; commit it as a part of the spool.
+
+    The arena begins with the tensor file. The attached descriptor holds the manifest, still without files, and then the
+    state tree. Answer: `direct`, `recycled`, as in `commit.CommittedPart`.
+
+    Attributes:
+        part: the part to commit.
+        slot: the slot whose arena holds the snapshot.
+        tensors: the size of the tensor file, in bytes.
+        manifest: the size of the manifest, in bytes.
+        tree: the size of the state tree, in bytes.
+    """
+
+    part: PartId
+    slot: Annotated[int, Meta(ge=0, lt=64)]
+    tensors: Annotated[int, Meta(ge=1)]
+    manifest: Annotated[int, Meta(ge=1, le=MAX_MANIFEST_SIZE)]
+    tree: Annotated[int, Meta(ge=0)]
+
+
+class Recall(Request, frozen=True, kw_only=True, tag="recall"):
+    """Hand-off: return the snapshot that a dead trainer left in its arena, and the arena with it.
+
+    Answer: `tensors`, `manifest`, `tree` as in `Persist`, with both descriptors; the arena is then handed over as slot
+    0. Error: `ObjectNotFound`.
+    """
+
+    part: PartId
+
+
+class Leave(Request, frozen=True, kw_only=True, tag="leave"):
+    """Hand-off: this trainer ends in order, so no process will recall its snapshots. No answer."""
+
+
+T = TypeVar("T")
+AnyHanded = Hello | Lend | Persist | Recall | Leave
+AnyRequest = (
+    Attach
+    | Status
+    | Report
+    | Candidates
+    | Fetch
+    | Wait
+    | Backlog
+    | Pin
+    | Failed
+    | FellBack
+    | Leaked
+    | Launches
+    | Notes
+    | Pause
+    | Resume
+    | MakeRoom
+    | Remove
+)
+_decoder: msgspec.json.Decoder[Hello | AnyRequest] = msgspec.json.Decoder(Hello | AnyRequest)
+_handed: msgspec.json.Decoder[AnyHanded] = msgspec.json.Decoder(AnyHanded)
+REQUESTS: dict[str, type[Request]] = {
+    kind.__struct_config__.tag: kind for kind in get_args(Hello | AnyRequest)
+}  # by `op`
+HANDED: dict[str, type[Request]] = {kind.__struct_config__.tag: kind for kind in get_args(AnyHanded)}
+
+
+class UnknownKind(msgspec.ValidationError):
+    """A message whose `op` this version of tierd does not have; a later version may have it."""
+
+
+class _Kind(msgspec.Struct):
+    op: Annotated[str, Meta(pattern=r"^[a-z-]{1,32}\Z")]
+
+
+_kind = msgspec.json.Decoder(_Kind)
+
+
+def encode_line(message: object) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
+
+
+def decode_request(line: bytes) -> Hello | AnyRequest:
+    """Decode and check one request.
+
+    Raises:
+        UnknownKind: the request is of a later version.
+        msgspec.DecodeError: the line is no request, or a name in it is not valid.
+    """
+    request = _decode(_decoder, REQUESTS, line)
+    try:
+        match request:
+            case (
+                Report(run=str(run))
+                | Backlog(run=str(run))
+                | Attach(run=str(run))
+                | Candidates(run=run)
+                | Launches(run=run)
+                | Notes(run=run)
+                | MakeRoom(run=run)
+                | Remove(run=run)
+            ):
+                check_run(run)
+            case Fetch(wanted=wanted) if not all(_in_order(runs) for runs in (wanted or {}).values()):
+                raise ConfigError("runs of chunks are not in order, or one ends before it begins")
+            case Fetch(part=part) | Wait(part=part) | Failed(part=part) | Leaked(part=part):
+                _check_checkpoint(part.checkpoint)
+                check_rank(part.rank, part.world)
+            case Pin(checkpoint=checkpoint) | FellBack(checkpoint=checkpoint):
+                _check_checkpoint(checkpoint)
+    except TierdError as error:
+        raise msgspec.ValidationError(str(error)) from error
+    return request
+
+
+def decode_handed(packet: bytes) -> AnyHanded:
+    """Decode and check one message of the hand-off socket; raises as `decode_request` does."""
+    message = _decode(_handed, HANDED, packet)
+    if isinstance(message, Persist | Recall):
+        try:
+            _check_checkpoint(message.part.checkpoint)
+            check_rank(message.part.rank, message.part.world)
+        except TierdError as error:
+            raise msgspec.ValidationError(str(error)) from error
+    return message
+
+
+def _in_order(runs: Ranges) -> bool:
+    # Ordered ranges bound the cost of a request by its part's number of chunks, however often it names them.
+    ends = (0, *(end for _, end in runs))
+    return all(end > first >= before for (first, end), before in zip(runs, ends, strict=False))
+
+
+def _decode(decoder: msgspec.json.Decoder[T], kinds: Container[str], data: bytes) -> T:
+    try:
+        return decoder.decode(data)
+    except RecursionError as error:
+        raise msgspec.DecodeError("nested too deeply") from error
+    except msgspec.ValidationError as error:
+        try:
+            op = _kind.decode(data).op
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise error from None
+        if op in kinds:
+            raise
+        raise UnknownKind(f"request {op!r} is not known to this version of tierd") from error
+
+
+def _check_checkpoint(checkpoint: CheckpointId) -> None:
+    check_run(checkpoint.run)
+    check_attempt(checkpoint.attempt)
+    check_step(checkpoint.step)
+
+
+def greeting(version: str) -> dict[str, Any]:
+    """Return the daemon's greeting, where `version` is its version of tierd."""
+    return {"ok": True, "protocol": str(PROTOCOL), "version": version}
+
+
+def greeted(reply: dict[str, Any]) -> Peer:
+    """Return the daemon that sent the greeting `reply`. A daemon without a protocol number predates the numbers."""
+    try:
+        return msgspec.convert(reply, Hello).peer
+    except (msgspec.ValidationError, UnicodeError):
+        return Peer(None, "")
+
+
+def read_member(reply: dict[str, Any], name: str, kind: type[T]) -> T:
+    """Read a member of an answer.
+
+    Raises:
+        DaemonUnavailable: the member is missing or differs, because the daemon is of another version.
+    """
+    try:
+        return msgspec.convert(reply[name], kind, str_keys=True)
+    except (KeyError, msgspec.ValidationError, UnicodeError) as error:
+        raise DaemonUnavailable(
+            f"the daemon is of another version of tierd ({type(error).__name__}: {error}): restart it with this version"
+        ) from error
+
+
+def error_reply(error: Exception) -> dict[str, Any]:
+    """Encode an error as an answer with the name of its condition, so that the other side raises the same one."""
+    known = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+    return {"ok": False, "error": next(known, type(error).__name__), "message": str(error)}
+
+
+def raise_error(reply: dict[str, Any]) -> None:
+    """Raise the error of an answer with ``ok: false``."""
+    name, message = str(reply.get("error")), str(reply.get("message"))
+    if name == "TimeoutError":
+        raise TimeoutError(message)
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, TierdError):
+        raise kind(message)
+    raise DaemonUnavailable(f"the daemon failed: {name}: {message}")

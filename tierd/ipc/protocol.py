@@ -1,0 +1,91 @@
+"""Decide which versions of a client and of a daemon work together over the spool's sockets.
+
+Invariant: the decision depends on both protocol numbers and on nothing else, so client and daemon always agree on it.
+
+A protocol is written ``major.minor``. A release raises the minor number if it adds request kinds, members, or a promise
+that the other side relies on. Such a release removes nothing, and an added member has a default with the meaning of its
+absence. A release that changes the meaning of an existing message raises the major number. The greeting itself
+(`messages.Hello` and its answer) never changes its form.
+
+1.1: while training may wait for a request, the daemon sends a sign of life every `messages.BEAT` seconds, so that its
+silence is found soon. `messages.Notes` is added, by which ranks on several nodes communicate.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+_TEXT = r"[0-9]{1,4}\.[0-9]{1,4}"
+PROTOCOL_TEXT = rf"^{_TEXT}\Z"
+VERSION_TEXT = r"^[0-9A-Za-z.+!-]{1,64}\Z"
+
+Side = Literal["client", "daemon"]
+
+
+class Protocol(NamedTuple):
+    """A protocol number. The later one compares as the greater one."""
+
+    major: int
+    minor: int
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
+
+    @staticmethod
+    def parse(text: str) -> Protocol | None:
+        """Read ``major.minor``; None if `text` is something else."""
+        if not re.fullmatch(_TEXT, text):
+            return None
+        major, minor = text.split(".")
+        return Protocol(int(major), int(minor))
+
+
+PROTOCOL = Protocol(1, 1)
+BEATS = Protocol(1, 1)  # the first protocol whose daemons send a sign of life every `messages.BEAT` seconds
+
+
+class Peer(NamedTuple):
+    """One side of a socket.
+
+    Attributes:
+        protocol: its protocol number; None if it is older than protocol numbers.
+        version: its version of tierd.
+    """
+
+    protocol: Protocol | None
+    version: str
+
+    def __str__(self) -> str:
+        if self.protocol is None:
+            return f"before protocol {Protocol(1, 0)}"
+        return f"tierd {self.version}, protocol {self.protocol}"
+
+
+def outdated(client: Protocol | None, daemon: Protocol | None) -> Side | None:
+    """Return the side that must be upgraded before the two work together; None if they do.
+
+    Two protocols work together if their major numbers are equal and their minor numbers are at most one apart.
+    """
+    mine, other = client or Protocol(0, 0), daemon or Protocol(0, 0)
+    if mine.major == other.major and abs(mine.minor - other.minor) <= 1:
+        return None
+    return "client" if mine < other else "daemon"
+
+
+def explain(client: Peer, daemon: Peer) -> str:
+    """Name both versions and the side to upgrade, in one line; empty if the two work together."""
+    both = f"(daemon: {daemon}; client: {client})"
+    match outdated(client.protocol, daemon.protocol):
+        case "daemon":
+            return (
+                f"the daemon speaks too old a protocol for the client {both}: upgrade the daemon to the client's "
+                "version of tierd and restart it (systemctl restart tierd)"
+            )
+        case "client":
+            return (
+                f"the client speaks too old a protocol for the daemon {both}: upgrade the client, which is the tierd "
+                "that training or the command line runs"
+            )
+        case None:
+            return ""

@@ -1,0 +1,197 @@
+"""The arena: memory that holds a snapshot, shared with the daemon by descriptor.
+
+Client and daemon use this module. Its calls are synchronous.
+
+Invariant: an arena never shrinks while a process maps it, because it is sealed. A forked child does not inherit the
+mapping. The arena is touched page by page before training needs it, because a first touch costs twenty times a copy.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from tierd.spool.direct_io import PAGE, populate
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SLICE = 64 << 20  # bytes touched by one call, so that an interpreter's exit does not wait for the whole arena
+_SPARE = 0.05  # share of all memory that is left to other processes
+
+_open: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+class _Mapping(mmap.mmap):
+    """A mapping that calls `before_unmapping` before its memory is unmapped.
+
+    Every view of the memory keeps the mapping alive, so the call comes after the last view is deleted. A weak reference
+    would not do, because its callback runs after the unmapping.
+    """
+
+    before_unmapping: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self.before_unmapping is not None:
+            self.before_unmapping()
+
+
+_not_here: list[_Mapping] = []
+
+
+def _forget_in_child() -> None:
+    # A DataLoader's worker must not keep a state's worth of memory alive.
+    for arena in list(_open):
+        # Never unmapped in a child, because a later mapping may use the same address there.
+        _not_here.append(arena._memory)
+        arena.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+class Arena:
+    """A block of shared memory.
+
+    Args:
+        size: the least size in bytes; rounded up to whole pages.
+        fd: a descriptor to map, which the arena then owns; None allocates new memory.
+
+    Attributes:
+        size: the size in bytes, a multiple of the page.
+        view: the content.
+        fd: the descriptor that other processes map.
+        shared: whether a later trainer may also use the arena.
+
+    Raises:
+        MemoryError: the system has no memory for it.
+    """
+
+    def __init__(self, size: int, fd: int | None = None) -> None:
+        self.size = -(-max(size, 1) // PAGE) * PAGE
+        self.fd = -1 if fd is None else fd
+        self.shared = False
+        try:
+            if fd is None:
+                self.fd = os.memfd_create("tierd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                os.ftruncate(self.fd, self.size)
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._memory = _Mapping(self.fd, self.size)
+        except OSError as error:
+            if self.fd >= 0:
+                os.close(self.fd)
+                self.fd = -1
+            raise MemoryError(f"an arena of {self.size} bytes: {error.strerror}") from error
+        self._memory.madvise(mmap.MADV_DONTFORK)
+        try:
+            # Huge pages speed up direct I/O; most systems refuse them for shared memory.
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass
+        self.view = memoryview(self._memory)
+        _open.add(self)
+
+    @classmethod
+    def received(cls, fd: int) -> Arena:
+        """Map the arena behind a descriptor that another process sent. The arena takes the descriptor.
+
+        Raises:
+            ValueError: the descriptor is no sealed memfd of whole pages, so the sender could truncate it during a read.
+        """
+        try:
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        except OSError:
+            sealed = False
+        size = os.fstat(fd).st_size
+        if not sealed or not size or size % PAGE:
+            os.close(fd)
+            raise ValueError("the descriptor is no sealed memfd of whole pages")
+        return cls(size, fd)
+
+    def prefault(self, size: int | None = None) -> None:
+        """Touch the first `size` bytes (all by default), so that later writes find their pages allocated.
+
+        Raises:
+            MemoryError: the system lacks the memory. Without this call, SIGBUS would kill the process at a later write.
+        """
+        end = min(self.size, -(-(self.size if size is None else size) // PAGE) * PAGE)
+        for begin in range(0, end, _SLICE):
+            length = min(_SLICE, end - begin)
+            number = populate(self._memory, begin, length)
+            # An older kernel: allocate the pages only, because mapping them is the smaller cost.
+            if number in (errno.EINVAL, errno.ENOSYS):
+                try:
+                    os.posix_fallocate(self.fd, begin, length)
+                    number = 0
+                except OSError as error:
+                    number = error.errno or errno.ENOMEM
+            if number:
+                raise MemoryError(f"an arena of {end} bytes: {os.strerror(number)}")
+
+    @property
+    def before_unmapping(self) -> Callable[[], None] | None:
+        """A callback for the moment after the last view in this process is deleted and before the memory is unmapped.
+
+        The callback must not hold a reference to the arena.
+        """
+        return self._memory.before_unmapping
+
+    @before_unmapping.setter
+    def before_unmapping(self, call: Callable[[], None] | None) -> None:
+        self._memory.before_unmapping = call
+
+    def trim(self, size: int) -> None:
+        """Return the memory after the first `size` bytes to the system.
+
+        The returned memory reads as zeros until a write allocates it again.
+        """
+        begin = -(-size // PAGE) * PAGE
+        if begin < self.size:
+            self._memory.madvise(mmap.MADV_REMOVE, begin, self.size - begin)
+
+    def close(self) -> None:
+        """Close the descriptor. The memory is unmapped with the last view of it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        _open.discard(self)
+
+    def __del__(self) -> None:
+        if getattr(self, "fd", -1) >= 0:
+            os.close(self.fd)
+
+
+def available() -> int:
+    """Return the bytes of memory that this process could still take.
+
+    That is the least that the system and every control group above the process leave, less a share for other processes.
+    """
+    facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    total, free = (int(facts[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
+    left = min([free, *_group_headroom()])
+    return max(0, left - int(_SPARE * total))
+
+
+def _group_headroom() -> list[int]:
+    """Return the bytes that each memory control group (v2) above this process leaves.
+
+    That is its limit less its use, where clean page cache does not count as use.
+    """
+    found = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        name = next(line[3:].strip() for line in lines if line.startswith("0::"))
+        group = Path("/sys/fs/cgroup") / name.lstrip("/")
+        while group.is_relative_to("/sys/fs/cgroup"):
+            limit = group / "memory.max"
+            if limit.is_file() and (text := limit.read_text().strip()) != "max":
+                used = int((group / "memory.current").read_text())
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                found.append(int(text) - used + int(stat.get("inactive_file", 0)))
+            group = group.parent
+    except (OSError, ValueError, StopIteration):
+        pass  # no control groups: only the system's free memory limits
+    return found

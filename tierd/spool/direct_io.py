@@ -1,0 +1,196 @@
+"""Move bytes between memory and a disk at the disk's speed: past the page cache if the file system permits that.
+
+Invariant: a refused shortcut is no error. Bytes that O_DIRECT does not accept are moved through the page cache in the
+same call. No byte is lost, none is written beyond the end, and the caller need not check.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import signal
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import TypeVar
+
+PAGE = 4096  # O_DIRECT alignment of memory, offsets and lengths on every Linux file system we know, bytes
+LARGE = 1 << 20  # bytes; from this size on, O_DIRECT, a reservation and a thread pay off
+PIECE = 16 << 20  # one read(2) or write(2), bytes; larger ones gain nothing
+
+T = TypeVar("T")
+
+_POPULATE_WRITE = 23  # madvise(2), Linux 5.14
+_libc = ctypes.CDLL(None, use_errno=True)
+_fallocate = _libc.fallocate
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+def set_direct(fd: int, on: bool) -> bool:
+    """Set or clear O_DIRECT of an open file; False if it had that state already, or the file system refuses."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if bool(flags & os.O_DIRECT) == on:
+        return False
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags ^ os.O_DIRECT)
+    except OSError:
+        return False
+    return True
+
+
+def reserve(fd: int, size: int) -> None:
+    """Allocate a file's blocks and set its size, so that a full disk is an error before anything is written.
+
+    `posix_fallocate` is not used, because on file systems without allocation it writes a byte into every block instead.
+    """
+    if _fallocate(fd, 0, 0, size) and ctypes.get_errno() in (errno.ENOSPC, errno.EDQUOT):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def is_spare(fd: int) -> bool:
+    """Whether a file that is not needed may be overwritten: plain, ours, with one name, and open nowhere else.
+
+    The kernel grants a write lease only in that case (a mapping counts as open). The lease is released at once.
+    """
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid != os.geteuid():
+        return False
+    try:
+        # A process that opens the file before the release makes the kernel send a signal; the default, SIGIO, would
+        # kill us.
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    return True
+
+
+def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> bool:
+    """Write all of `data` at `offset`, in pieces of at most `PIECE` bytes.
+
+    Returns:
+        Whether all whole pages were written past the page cache. A partial last page clears the file's O_DIRECT.
+
+    Raises:
+        OSError: as the system reports it; some of the bytes may have been written.
+    """
+    view, direct = memoryview(data), bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+    whole, done = len(view) - len(view) % PAGE, 0
+    while done < len(view):
+        if done >= whole:
+            set_direct(fd, False)
+        end = min(done + PIECE, whole if done < whole else len(view))
+        try:
+            done += os.pwrite(fd, view[done:end], offset + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not set_direct(fd, False):
+                raise
+            direct = False
+    return direct
+
+
+def read_into(fd: int, memory: memoryview, size: int, offset: int) -> int:
+    """Read `size` bytes at `offset` into `memory`.
+
+    The read continues to the end of the last page if `memory` has space, because O_DIRECT reads whole pages.
+
+    Returns:
+        The number of bytes that were read; less than `size` if the file ends earlier.
+    """
+    pages, done = memory[: -(-size // PAGE) * PAGE], 0
+    while done < size:
+        try:
+            count = os.preadv(fd, [pages[done : done + PIECE]], offset + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not set_direct(fd, False):
+                raise
+            continue
+        if count == 0:
+            break
+        done += count
+    return min(done, size)
+
+
+def memory_for(size: int) -> memoryview:
+    """Allocate at least `size` writable bytes to read into.
+
+    From `LARGE` bytes on, the memory consists of whole pages of its own, for O_DIRECT. Huge pages are requested,
+    because the first touch of small pages costs twenty times a copy. Forked children do not inherit
+    the memory until `settle`. On older kernels a fork during a direct read into private memory could leave the parent
+    with other pages.
+    """
+    if size < LARGE:
+        return memoryview(bytearray(size))
+    memory = mmap.mmap(-1, -(-size // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # a kernel without them
+        pass
+    return memoryview(memory)
+
+
+def populate(memory: mmap.mmap, begin: int, length: int) -> int:
+    """Touch writable pages, so that later writes find them allocated. Returns an errno value, 0 on success."""
+    # Not mmap.madvise, because it holds the GIL for as long as the kernel clears pages.
+    first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if _libc.madvise(ctypes.c_void_p(first + begin), ctypes.c_size_t(length), _POPULATE_WRITE) == 0:
+        return 0
+    return ctypes.get_errno()
+
+
+def settle(memory: memoryview, size: int) -> memoryview:
+    """Return the `size` bytes that were read into `memory`, and let forked children inherit that memory again."""
+    if isinstance(memory.obj, mmap.mmap):
+        memory.obj.madvise(mmap.MADV_DOFORK)
+    return memory[:size]
+
+
+@contextmanager
+def ahead(items: Iterator[T], *, worth: bool) -> Iterator[Iterator[T]]:
+    """Yield the items, made ahead by a thread. When the block ends, the thread has ended.
+
+    The thread is not from a pool, because pools accept no work while the interpreter's exit waits for its last save.
+
+    Args:
+        items: the iterator that the thread consumes.
+        worth: if False, no thread is started and items are made as the caller takes them.
+    """
+    made: SimpleQueue[T | None] = SimpleQueue()
+    failed: list[BaseException] = []
+    left = Event()
+
+    def make() -> None:
+        try:
+            for item in items:
+                made.put(item)
+                if left.is_set():
+                    break
+        except BaseException as error:
+            failed.append(error)
+        made.put(None)
+
+    def taken() -> Iterator[T]:
+        while (item := made.get()) is not None:
+            yield item
+        if failed:
+            raise failed[0]
+
+    thread = Thread(target=make, name="tierd-ahead")
+    try:
+        if worth:
+            thread.start()
+    except RuntimeError:  # the system grants no thread
+        worth = False
+    try:
+        yield taken() if worth else items
+    finally:
+        left.set()
+        if worth:
+            thread.join()

@@ -1,0 +1,176 @@
+"""Trust on a node: only a spool's owner and root are trusted. Synchronous; shared by client and daemon.
+
+Invariant: a directory that other users can change is not used. A peer of another user is refused before any byte or
+descriptor from it is read. Inside a spool no path needs a guard against other users' links, because other users cannot
+create one there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import resource
+import socket
+import stat
+import struct
+from pathlib import Path
+
+from tierd.core.errors import SpoolUnusable
+
+log = logging.getLogger("tierd")
+
+_OTHERS = 0o077
+_SET_DUMPABLE = 4  # prctl(2)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def keep_private(root: Path) -> None:
+    """Make a spool's existing directory private to its owner; access of other users is removed.
+
+    Raises:
+        SpoolUnusable: the directory is another user's, or other users may write to it and it is not empty.
+    """
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with os.scandir(fd) as entries:  # before chmod: another rank adds entries only after chmod
+            filled = any(entries)
+        found = os.fstat(fd)
+        check_owner(root, found)
+        mode = stat.S_IMODE(found.st_mode)
+        if mode & stat.S_IWOTH and filled:
+            raise SpoolUnusable(
+                f"spool {root}: others may write to it (mode {mode:o}), so what lies there may be theirs; "
+                f"look through it, then chmod 700 {root}"
+            )
+        if mode & _OTHERS:
+            os.fchmod(fd, mode & 0o700)  # without set-gid, because systemd's RestrictSUIDSGID= forbids a mode with it
+            log.warning("spool %s: its mode was %o; it is closed to others now", root, mode)
+    finally:
+        os.close(fd)
+    above = root.parent.stat().st_mode
+    if above & stat.S_IWOTH and not above & stat.S_ISVTX:
+        log.warning("spool %s: everybody may rename what is in %s, and so replace the spool", root, root.parent)
+
+
+def check_owner(root: Path, found: os.stat_result | None = None) -> None:
+    """Raise `SpoolUnusable` if a spool's directory belongs to another user."""
+    owner = (found or root.stat()).st_uid
+    if owner != os.geteuid():
+        raise SpoolUnusable(
+            f"spool {root}: it belongs to uid {owner}, and this is uid {os.geteuid()}; "
+            "run as its owner, or name a directory of your own, inside it if need be"
+        )
+
+
+def check_room(path: Path) -> None:
+    """Raise `SpoolUnusable` if a directory of tierd's own in the spool is a link, or belongs to another user."""
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise SpoolUnusable(f"{path}: a link, or another user's; nobody but tierd makes it: look at it, and remove it")
+
+
+def check_link(link: Path) -> None:
+    """Check that a symbolic link in place of a run's directory is safe to follow.
+
+    A safe link leads to a directory of this user's on the same file system. No other user can change any step of its
+    path.
+
+    Raises:
+        SpoolUnusable: the link is not safe; the message names the link, the reason and the remedy.
+    """
+    try:
+        why = _unsafe(link.parent.resolve() / link.name) or _unfit(link)
+    except OSError as error:
+        why = f"it leads nowhere ({error.strerror})"
+    if why:
+        raise SpoolUnusable(
+            f"{link}: a symbolic link to {link.readlink()}, which is not followed: {why}. Put the directory itself "
+            "there, or move the whole spool to the other disk and give its new path"
+        )
+
+
+def _unsafe(link: Path, links: int = 40) -> str:
+    """Return why another user could redirect `link`; empty if none could. The path to the link itself is trusted."""
+    trusted, here, left = (0, os.geteuid()), link.parent, [link.name]
+    while left:
+        step, name = here / left[0], left.pop(0)
+        if name in (".", ".."):
+            here = here if name == "." else here.parent  # `here` is no link, because each step was resolved
+            continue
+        found = step.lstat()
+        if found.st_uid not in trusted:
+            return f"{step} is uid {found.st_uid}'s, who may replace what it leads to"
+        if stat.S_ISLNK(found.st_mode):
+            links -= 1
+            target = step.readlink()
+            left = [*target.parts[target.is_absolute() :], *left]
+            here = Path("/") if target.is_absolute() else here
+            if not links:
+                return "it leads through too many links"
+            continue
+        if left and found.st_mode & (stat.S_IWOTH | stat.S_IWGRP) and not found.st_mode & stat.S_ISVTX:
+            return f"others may replace what is in {step} (mode {stat.S_IMODE(found.st_mode):o})"
+        here = step
+    return ""
+
+
+def _unfit(link: Path) -> str:
+    """Return why the directory that a link leads to cannot be a run's; empty if it can."""
+    found = link.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        return "that is no directory"
+    if found.st_uid != os.geteuid():
+        return f"that is uid {found.st_uid}'s"
+    if found.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
+        return f"others may write there; chmod 700 {link.resolve()}"
+    if link.resolve().is_relative_to(link.parent.resolve()):
+        return "that is in the spool itself"
+    if found.st_dev != link.parent.stat().st_dev:
+        return "that is on another file system, and a commit is one rename, within one"
+    return ""
+
+
+def listen(path: Path, kind: socket.SocketKind) -> socket.socket:
+    """Bind a unix socket to `path` for its owner only, replacing a socket that a killed daemon left."""
+    path.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    listener = socket.socket(socket.AF_UNIX, kind)
+    try:
+        os.fchmod(listener.fileno(), 0o600)  # bind(2) creates the file with this mode less the umask, never a wider one
+        # A socket's path is limited to 107 bytes, a spool's path is not.
+        listener.bind(f"/proc/self/fd/{directory}/{path.name}")
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.close(directory)
+    return listener
+
+
+def stranger(connection: socket.socket, owner: int = 0) -> int | None:
+    """Return the uid at the other end of a unix socket; None for this process's own, root's, and `owner`."""
+    _, uid, _ = _credentials(connection)
+    return None if uid in (os.geteuid(), 0, owner) else uid
+
+
+def peer_pid(connection: socket.socket) -> int:
+    """Return the process id at the other end of a unix socket; 0 if its PID namespace is not visible from here."""
+    return _credentials(connection)[0]
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    answer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, gid = struct.unpack("3i", answer)
+    return pid, uid, gid
+
+
+def leave_no_core() -> None:
+    """Keep this process's memory, which holds keys, out of core files and away from other processes of its user.
+
+    The core limit alone is not enough, because a `core_pattern` that names a program is not bound by it.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    if _libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0):
+        log.warning("the daemon may leave a core file, with keys in it: %s", errno.errorcode[ctypes.get_errno()])

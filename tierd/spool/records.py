@@ -1,0 +1,248 @@
+"""Small durable records about runs, in a spool's `.tierd/`: launches that saved here, and trainers' retention policies.
+
+    saved/<run>/<attempt>           empty: a part of that launch was saved here, not only restored; touched at each save
+    saved/<run>/<attempt>.<part>    this rank's was; holds the newest step that it committed here, twelve digits, if any
+    retention/<run>.json            the trainer's policy, in the format of core/retention/stored.py
+    timeline/<run>.json             the run's head as observed in any place, in the format of core/timeline/head.py
+
+Invariant: a record is durable before any code relies on it, and is written only if it adds information.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tierd.core.errors import CorruptChunk, TierdError
+from tierd.core.ids import PartId, is_attempt
+from tierd.core.planning.inventory import LocalLaunch
+from tierd.core.retention.policy import RetentionPolicy
+from tierd.core.retention.stored import MAX_SIZE, StoredRetention, decode, encode, unreadable
+from tierd.core.timeline.head import MAX_SIZE as HEAD_SIZE
+from tierd.core.timeline.head import Head
+from tierd.core.timeline.head import decode as decode_head
+from tierd.core.timeline.head import encode as encode_head
+from tierd.spool.file_io import open_plain, sync_directory
+from tierd.spool.permissions import check_room
+
+SAVED, RETENTION, TIMELINE = "saved", "retention", "timeline"  # subdirectories of `.tierd/`
+_MARK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO in a record's place is refused without blocking
+
+
+def mark_saved(control: Path, part: PartId) -> None:
+    """Record, once for an attempt and a rank, that this node saves it. A restore records nothing.
+
+    Args:
+        control: the spool's `.tierd/`.
+        part: the part that is about to be saved.
+    """
+    checkpoint = part.checkpoint
+    marks = control / SAVED / checkpoint.run
+    both = checkpoint.attempt, f"{checkpoint.attempt}.{part.name}"
+    if all((marks / name).exists() for name in both):
+        with suppress(FileNotFoundError):
+            os.utime(marks / checkpoint.attempt)
+        return
+    check_room(control / SAVED)
+    with suppress(FileExistsError):
+        marks.mkdir(mode=0o700)
+    _sync_room(control, SAVED)
+    for name in both:
+        os.close(os.open(marks / name, os.O_WRONLY | os.O_CREAT | _MARK, 0o600))
+    sync_directory(marks)
+
+
+def saved(control: Path, runs: Iterable[str]) -> dict[str, frozenset[str]]:
+    """Return, by run, the attempts that saved a part in this spool.
+
+    They are the newest attempt that committed a part, and later attempts. Raises OSError.
+    """
+    found = {run: frozenset(filter(is_attempt, _names(control / SAVED / run))) for run in runs}
+    return {run: attempts for run, attempts in found.items() if attempts}
+
+
+def note_committed(control: Path, part: PartId) -> None:
+    """Record that a part is durable here, and delete the records of earlier launches.
+
+    Earlier launches are not deleted sooner, because a launch may end before its first commit. The record is used for
+    reports only, so it need not be durable. Raises nothing.
+    """
+    marks, attempt = control / SAVED / part.checkpoint.run, part.checkpoint.attempt
+    with suppress(OSError):
+        for older in _names(marks):
+            if older < attempt:
+                (marks / older).unlink(missing_ok=True)
+        name = marks / f"{attempt}.{part.name}"
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | _MARK, 0o600)
+        try:
+            os.pwrite(fd, f"{part.checkpoint.step:012}".encode(), 0)
+        finally:
+            os.close(fd)
+
+
+def forget_committed(control: Path, part: PartId) -> None:
+    """Delete the record that a part was committed here, because tierd itself deletes the part. Raises nothing."""
+    path = control / SAVED / part.checkpoint.run / f"{part.checkpoint.attempt}.{part.name}"
+    step = f"{part.checkpoint.step:012}".encode()
+    with suppress(OSError), os.fdopen(os.open(path, os.O_RDWR | _MARK), "r+b", buffering=0) as file:
+        if file.read(len(step) + 1) == step:
+            file.truncate(0)  # the file is kept, because it also records that this node saves the rank
+
+
+def committed(control: Path) -> frozenset[PartId]:
+    """Return the newest part that each rank of each run's newest launch committed here, even if it was lost since.
+
+    Call this before listing the parts, because a part committed between the two calls would appear lost. Raises
+    OSError.
+    """
+    found = set()
+    for run in _names(control / SAVED):
+        for name in _names(control / SAVED / run):
+            attempt, _, rank = name.partition(".")
+            with suppress(CorruptChunk), os.fdopen(open_plain(control / SAVED / run / name), "rb") as file:
+                if rank and (part := PartId.parse(run, f"{file.read(12).decode('ascii', 'replace')}.{attempt}", rank)):
+                    found.add(part)
+    return frozenset(found)
+
+
+def launches(control: Path, runs: Iterable[str] | None = None) -> dict[str, LocalLaunch]:
+    """Return, by run, the newest launch that was saved in this spool, and its ranks here. Raises OSError.
+
+    A failed save also records its launch; only the places show whether the launch left a part.
+
+    Args:
+        control: the spool's `.tierd/`.
+        runs: these runs only; None for all.
+    """
+    found = {}
+    for run in _names(control / SAVED) if runs is None else runs:
+        ranks: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+        for name in _names(control / SAVED / run):
+            attempt, _, pair = name.partition(".")
+            if part := PartId.parse(run, f"{0:012}.{attempt}", pair):
+                ranks[attempt][part.world].add(part.rank)
+        if ranks:
+            newest = max(ranks)
+            found[run] = LocalLaunch(newest, {world: frozenset(some) for world, some in ranks[newest].items()})
+    return found
+
+
+def saved_at(control: Path, run: str, attempt: str) -> int:
+    """Return when a save of this launch last began here: nanoseconds since 1970, 0 if there is no record."""
+    try:
+        return (control / SAVED / run / attempt).lstat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def set_policy(control: Path, run: str, policy: RetentionPolicy) -> None:
+    """Record the retention policy that the trainer of `run` requests.
+
+    Raises:
+        SpoolUnusable, OSError: the record could not be made durable.
+    """
+    if any(one.retention == policy for one in policies(control, [run]).get(run, ())):
+        (control / RETENTION / f"{run}.json").touch()  # so that `forget` sees that the trainer repeated its request
+        return
+    stored = StoredRetention(run, "", "trainer", socket.gethostname(), datetime.now(UTC).isoformat(), policy)
+    _write(control, RETENTION, run, encode(stored))
+
+
+def remember(control: Path, head: Head) -> None:
+    """Record the observed head of a run. Raises SpoolUnusable or OSError if the record could not be made durable."""
+    _write(control, TIMELINE, head.run, encode_head(head))
+
+
+def heads(control: Path) -> dict[str, tuple[Head, ...]]:
+    """Return, by run, the recorded head, if it can be read. A run may have no other trace here. Raises OSError."""
+    found: dict[str, tuple[Head, ...]] = {}
+    for run in (name.removesuffix(".json") for name in _names(control / TIMELINE) if not name.startswith(".")):
+        path = control / TIMELINE / f"{run}.json"
+        if path.exists():
+            with suppress(CorruptChunk, TierdError), os.fdopen(open_plain(path), "rb") as file:
+                found[run] = (decode_head(file.read(HEAD_SIZE + 1), run, ""),)
+    return found
+
+
+def policies(control: Path, runs: Iterable[str]) -> dict[str, tuple[StoredRetention, ...]]:
+    """Return, by run, the policy that its trainer requested. Raises OSError.
+
+    An unreadable policy is included, with the reason.
+    """
+    found: dict[str, tuple[StoredRetention, ...]] = {}
+    for run in runs:
+        path = control / RETENTION / f"{run}.json"
+        if not path.exists():
+            continue
+        try:
+            with os.fdopen(open_plain(path), "rb") as file:
+                found[run] = (decode(file.read(MAX_SIZE + 1), run, "", "trainer"),)
+        except (CorruptChunk, TierdError) as error:
+            found[run] = (unreadable(run, "", "trainer", error),)
+    return found
+
+
+def recorded(control: Path, run: str) -> list[Path]:
+    """List the files that hold records of a run. The run may have nothing else in the spool."""
+    marks, files = control / SAVED / run, [control / room / f"{run}.json" for room in (RETENTION, TIMELINE)]
+    return [marks / name for name in _names(marks)] + [path for path in files if path.exists()]
+
+
+def forget(control: Path, run: str, before_ns: int) -> None:
+    """Delete a run's records from before the moment at which the run left the spool.
+
+    Args:
+        control: the spool's `.tierd/`.
+        run: the run's name.
+        before_ns: that moment in nanoseconds since 1970; later records belong to a launch that has just begun.
+    """
+    for path in recorded(control, run):
+        with suppress(FileNotFoundError):
+            if path.lstat().st_mtime_ns < before_ns:
+                path.unlink()
+    with suppress(OSError):  # the directory does not exist, or a new launch has saved
+        (control / SAVED / run).rmdir()
+
+
+def forget_launch(control: Path, run: str, attempt: str) -> None:
+    """Delete the records of a launch whose run has left the spool, and the run's older records."""
+    before_ns, marks = saved_at(control, run, attempt), control / SAVED / run
+    for name in sorted(_names(marks)):
+        if name.partition(".")[0] == attempt:
+            (marks / name).unlink(missing_ok=True)
+    forget(control, run, before_ns)
+
+
+def _write(control: Path, room: str, run: str, data: bytes) -> None:
+    check_room(control / room)
+    path = control / room / f"{run}.json"
+    fresh = path.with_name(f".{run}.{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.rename(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+    _sync_room(control, room)
+
+
+def _sync_room(control: Path, room: str) -> None:
+    """Make a subdirectory of `.tierd/` and its entries durable, because no other code syncs the parent directories."""
+    for directory in (control.parent, control, control / room):
+        sync_directory(directory)
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return [path.name for path in directory.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []

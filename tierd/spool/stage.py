@@ -1,0 +1,169 @@
+"""Fill a part's directory, and make it visible by one rename.
+
+Invariant: a renamed directory is durable to the last byte, manifest included. A directory that is not renamed is locked
+by its living writer, or is a leftover. So no process needs a clock to recognize a leftover.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from tierd.core.errors import CorruptChunk, ManifestError, StepRefused
+from tierd.core.ids import PartId
+from tierd.core.manifest import MANIFEST_NAME, File, Manifest, check_path, encode
+from tierd.spool.file_io import describe_file, sync_directory, write_file
+
+
+class Stage:
+    """A directory that is being filled.
+
+    It is locked while its writer lives, so that a dead writer's stage differs from a slow writer's stage.
+
+    Args:
+        room: the parent directory of stages, on the file system of `target`.
+        part: the part that is staged.
+        target: the directory that the commit's rename makes visible.
+        committed: called once the part is durable.
+    """
+
+    def __init__(self, room: Path, part: PartId, target: Path, committed: Callable[[], None] = lambda: None) -> None:
+        self.part = part
+        self._target, self._committed = target, committed
+        checkpoint = part.checkpoint
+        name = f"{checkpoint.run}.{checkpoint.name}.{part.name}.{secrets.token_hex(4)}"
+        self.path = room / name
+        self._fd = make_locked(self.path)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make the staged files visible as `part`.
+
+        The caller has made everything in the stage except the manifest durable.
+
+        Raises:
+            StepRefused: this attempt has committed the part before; the stage is left for `abandon`.
+            OSError: the part is not durable; the part is invisible again if the file system permits that rename.
+        """
+        target = self._target
+        write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))
+        for directory, _, _ in os.walk(self.path, topdown=False, onerror=_raise):
+            sync_directory(Path(directory))
+        while True:
+            try:
+                for parent in (target.parent.parent, target.parent):
+                    # No check that it is a directory, because a removal may delete it at any time.
+                    with suppress(FileExistsError):
+                        parent.mkdir(mode=0o700)
+                    sync_directory(parent.parent)  # also if it existed: another rank may not have synced it
+                self.path.rename(target)
+                break
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise StepRefused(f"{self.part} is already committed; a checkpoint is never overwritten") from error
+                if not isinstance(error, FileNotFoundError) or not self.path.exists():
+                    raise  # otherwise a removal deleted the last other part and its directory: try again
+        try:
+            sync_directory(target.parent)
+            sync_directory(self.path.parent)
+        except OSError:
+            with suppress(OSError):  # a part that may not be durable must not be visible, and would refuse another try
+                target.rename(self.path)
+            raise
+        os.close(self._fd)
+        self._fd = -1
+        self._committed()
+
+    def abandon(self) -> None:
+        """Remove the stage; harmless after `commit`. Files that a failing disk keeps are removed later as leftovers."""
+        if self._fd >= 0:
+            with suppress(OSError):  # rmtree raises nevertheless if it opened a directory and cannot read its status
+                shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._fd)  # left open, it would keep the directory locked
+            self._fd = -1
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abandon()
+
+
+def describe_directory(home: Path, written: Mapping[str, tuple[int, str]] | None = None) -> tuple[File, ...]:
+    """Digest and sync every file that another library wrote under `home`.
+
+    Args:
+        home: the directory that holds the files.
+        written: for files that are synced already, size and digest as for `describe_file`; if given, it must name all
+            files.
+
+    Raises:
+        CorruptChunk: a file does not hold what was written to it.
+        ManifestError: an entry is neither a file nor a directory, its name is not safe, or `written` lacks it.
+    """
+    files, missing = [], dict(written or {})
+    for directory, names, leaves in os.walk(home, onerror=_raise):
+        for name in names:
+            if Path(directory, name).is_symlink():
+                raise ManifestError(f"{Path(directory, name)}: a symbolic link; a checkpoint holds plain files only")
+        for name in leaves:
+            path = Path(directory, name)
+            if path.is_symlink() or not path.is_file():
+                raise ManifestError(f"{path}: not a plain file; a checkpoint holds plain files only")
+            relative = path.relative_to(home).as_posix()
+            check_path(relative, f"stage {home}")
+            if written is not None and relative not in written:
+                raise ManifestError(f"{path}: nobody knows what was written to it; a file goes through the stream")
+            files.append(describe_file(path, relative, written=missing.pop(relative, None)))
+    if missing:
+        raise CorruptChunk(f"{home}: {', '.join(sorted(missing)[:3])} was written there, and is gone")
+    return tuple(sorted(files, key=lambda file: file.path))
+
+
+def make_locked(path: Path) -> int:
+    """Create a directory, lock it, and return the lock's descriptor.
+
+    A sweep may remove the directory between the two steps, so its inode is compared after the lock is taken.
+    """
+    while True:
+        path.mkdir(mode=0o700, exist_ok=True)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_ino == path.stat().st_ino:
+                return fd
+        except FileNotFoundError:
+            pass
+        except OSError:
+            os.close(fd)  # left open, it would keep the directory locked
+            raise
+        os.close(fd)
+
+
+def try_lock(path: Path) -> int | None:
+    """Lock a stage whose writer has died, and return a descriptor to close; None while a writer holds the lock."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # a writer holds the lock, or the disk gave an error
+        os.close(fd)
+        return None
+    return fd
+
+
+def _raise(error: OSError) -> None:
+    raise error  # by default os.walk skips directories that it cannot list

@@ -1,0 +1,227 @@
+"""Find targets of a load that are one object or share memory, and check that each can receive its saved values.
+
+Invariant: only addresses and saved bytes are read, never a target's values, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from tierd.state.kinds import numpy_arrays
+from tierd.state.values import Path, form_of, show, show_part
+
+_CPU = torch.device("cpu")
+StatePlace = tuple[Path, str | None]  # a path, and the name of a tensor within the module at that path
+
+_WAY_OUT = "give each its own memory, for example by .clone(), or untie them"
+
+
+class Write:
+    """A tensor or array that a load fills in place: its memory range and the values that it will receive.
+
+    Attributes:
+        place: path of the target.
+        saved: the values to write.
+        start: the lowest address.
+        end: the address after the last byte.
+        dims: length and stride in bytes of each dimension longer than 1; None if the target is contiguous.
+    """
+
+    __slots__ = ("dims", "end", "place", "saved", "start", "target")
+
+    def __init__(self, place: StatePlace, target: Any, saved: Any) -> None:
+        # The target is kept because its memory, once freed, could be reused by the next `state_dict()`.
+        self.place, self.target, self.saved = place, target, saved
+        if isinstance(target, torch.Tensor):
+            self.start = target.data_ptr()
+        else:
+            self.start = target.__array_interface__["data"][0]
+        self.dims: list[tuple[int, int]] | None = None  # None if contiguous
+        if self._contiguous():
+            self.end = self.start + target.nbytes
+            return
+        strides = target.strides if numpy_arrays.is_array(target) else [n * target.itemsize for n in target.stride()]
+        self.dims = [(n, step) for n, step in zip(target.shape, strides, strict=True) if n != 1]
+        self.end = self.start + sum((n - 1) * step for n, step in self.dims if step > 0) + target.itemsize
+        self.start += sum((n - 1) * step for n, step in self.dims if step < 0)
+
+    def _contiguous(self) -> bool:
+        target = self.target
+        return target.is_contiguous() if isinstance(target, torch.Tensor) else bool(target.flags.c_contiguous)
+
+    @property
+    def form(self) -> object:
+        if isinstance(self.target, torch.Tensor):
+            return self.start, form_of(self.target)
+        return self.start, self.target.dtype, self.target.shape, self.target.strides
+
+    @property
+    def folded(self) -> bool:
+        """Whether two elements of the target may share memory."""
+        extent = self.target.itemsize
+        for step, n in sorted((abs(step), n) for n, step in self.dims or ()):
+            if step < extent:
+                return True
+            extent += (n - 1) * step
+        return False
+
+    def image(self) -> torch.Tensor:
+        """Return the bytes that the elements will have, in their order."""
+        saved = self.saved
+        if isinstance(saved, torch.Tensor):
+            saved = torch.conj_physical(saved) if self.target.is_conj() else saved
+            return _bytes(saved.neg() if self.target.is_neg() else saved)
+        return _bytes(saved)
+
+    def paint(self, canvas: torch.Tensor, low: int) -> bool:
+        """Write the image into `canvas`, which represents memory from address `low`.
+
+        Returns whether the image can be read back.
+        """
+        view, image = self._on(canvas, low)
+        view.copy_(image)
+        return torch.equal(view, image)
+
+    def stands(self, canvas: torch.Tensor, low: int) -> bool:
+        return torch.equal(*self._on(canvas, low))
+
+    def _on(self, canvas: torch.Tensor, low: int) -> tuple[torch.Tensor, torch.Tensor]:
+        image = self.image()
+        if self.dims is None:
+            return canvas[self.start - low : self.end - low], image
+        size = self.target.itemsize
+        image = image.view([*(n for n, _ in self.dims), size])
+        image = image.flip([index for index, (_, step) in enumerate(self.dims) if step < 0])
+        steps = [*(abs(step) for _, step in self.dims), 1]
+        return canvas.as_strided(image.shape, steps, self.start - low), image
+
+
+class Aliased:
+    """Collects the targets that a load would fill, and reports those that cannot all receive their saved values."""
+
+    def __init__(self) -> None:
+        self._writes: dict[torch.device, list[Write]] = {}
+        self._containers: dict[int, tuple[Path, Any]] = {}
+
+    def add(self, place: StatePlace, target: Any, saved: Any) -> None:
+        """Add a plain tensor or array, and its saved values of the same dtype and shape."""
+        if target.nbytes:
+            write = Write(place, target, saved)
+            if write.start:  # 0 on a device that has no addresses
+                device = target.device if isinstance(target, torch.Tensor) else _CPU
+                self._writes.setdefault(device, []).append(write)
+
+    def differing(self, path: Path, target: object, saved: Any) -> Iterator[str]:
+        """Add a list or dict that is filled in place.
+
+        Yields a message if the same object was added under an earlier path with other saved content.
+        """
+        before, first = self._containers.setdefault(id(target), (path, saved))
+        if first is not saved and not alike(first, saved):
+            yield f"{show(before)} and {show(path)} are one {type(target).__name__} here, and differ in the checkpoint"
+
+    def conflicts(self) -> Iterator[str]:
+        """Yield a message for each conflict between targets that share memory. One sweep by address finds them all."""
+        for writes in self._writes.values():
+            near: list[Write] = []
+            end = 0
+            for write in sorted(writes, key=attrgetter("start")):
+                if near and write.start >= end:
+                    yield from _conflicts(near)
+                    near, end = [], 0
+                near.append(write)
+                end = max(end, write.end)
+            yield from _conflicts(near)
+
+
+def _conflicts(near: list[Write]) -> Iterator[str]:
+    """Yield the conflicts of writes whose ranges overlap; `near` is in the order of their addresses."""
+    if len(near) == 1 and near[0].dims is None:
+        return
+    distinct: dict[object, Write] = {}
+    for write in near:
+        first = distinct.setdefault(write.form, write)
+        if not _same(first.saved, write.saved):
+            yield _both(first, write)
+    rest = list(distinct.values())
+    if all(write.dims is None for write in rest):
+        # The write that ends last agrees with all before it, so each further write needs to agree with that one alone.
+        farthest = rest[0]
+        for write in rest[1:]:
+            span = min(write.end, farthest.end) - write.start
+            there = write.start - farthest.start
+            if not torch.equal(farthest.image()[there : there + span], write.image()[:span]):
+                yield _both(farthest, write)
+            if write.end > farthest.end:
+                farthest = write
+    elif len(rest) > 1 or rest[0].folded:
+        yield from _painted(rest)
+
+
+def _painted(writes: list[Write]) -> Iterator[str]:
+    """Yield conflicts as `_conflicts` does, for any strides.
+
+    All writes are made on a canvas as large as their joint range, and then compared with their images.
+    """
+    low = writes[0].start
+    canvas = torch.zeros(max(write.end for write in writes) - low, dtype=torch.uint8)
+    for write in writes:
+        if not write.paint(canvas, low):
+            yield f"{_show(write)}: its own elements share memory, and differ in the checkpoint; pass a contiguous one"
+            return
+    for write in writes:
+        if not write.stands(canvas, low):
+            for other in writes:
+                write.paint(canvas, low)
+                other.paint(canvas, low)
+                if not write.stands(canvas, low):
+                    yield _both(write, other)
+                    return
+
+
+def _both(one: Write, other: Write) -> str:
+    return f"{_show(one)} and {_show(other)} share memory here, and differ in the checkpoint; {_WAY_OUT}"
+
+
+def _show(write: Write) -> str:
+    path, name = write.place
+    return show(path) if name is None else f"{show_part(name)} of {show(path)}"
+
+
+def _bytes(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach().reshape(-1).view(torch.uint8)
+    import numpy as np
+
+    return torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view("u1"))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two tensors or arrays of one dtype and shape are bitwise equal."""
+    return one is other or torch.equal(_bytes(one), _bytes(other))
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Return whether two restored values are the same; tensors are compared bitwise."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor) or numpy_arrays.is_array(one):
+        fits = one.shape == other.shape and one.dtype == other.dtype
+        return fits and (not one.nbytes or _same(one, other))
+    if isinstance(one, dict):
+        return alike(list(one), list(other)) and alike(list(one.values()), list(other.values()))
+    if isinstance(one, list | tuple | deque):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return one == other or repr(one) == repr(other)
+
+
+def expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether a dimension repeats the same memory, so that it cannot be written in place."""
+    return any(n > 1 and step == 0 for n, step in zip(shape, strides, strict=True))

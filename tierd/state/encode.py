@@ -1,0 +1,410 @@
+"""Walk a whole state: collect its typed JSON, its tensors, and the structure that both share.
+
+Invariant: the walk keeps a snapshot of each value that is not a tensor, so later training steps cannot change it. Every
+tensor gets exactly one name.
+
+The JSON has two parts, so that the next save can reuse the first (`tierd.state.capture`). The structure alone decides
+the first part, the pieces of text. The second part is the holes between them, each with the value found there.
+`values.encode` joins both parts, at any later time and in any thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from json.encoder import encode_basestring as quoted
+from typing import Any
+
+import torch
+
+from tierd.core.errors import StateRefused
+from tierd.state.json_tree import FACTORIES, MAX_DEPTH, STORED_AS
+from tierd.state.kinds import loader_fingerprint, numpy_arrays
+from tierd.state.kinds.dtensors import is_dtensor, placement_of
+from tierd.state.kinds.packed_tensors import Named, Packed, pack, pack_run, run_form
+from tierd.state.tensor_file import METADATA
+from tierd.state.values import (
+    BRACKETS,
+    IMMUTABLE,
+    PLAIN,
+    Path,
+    check_alike,
+    dumps,
+    form_of,
+    is_name,
+    is_run,
+    is_stateful,
+    is_storable,
+    key_tree,
+    made,
+    plain,
+    refuse,
+    show,
+    type_name,
+    why_array_refused,
+    why_refused,
+)
+
+# Id of an object -> the object, the result of its state_dict(), the exception raised.
+Answers = dict[int, list[tuple[object, Any, Exception | None]]]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Disable Python's cyclic garbage collection during a walk.
+
+    A walk makes thousands of small objects but no cycle. One collection traverses every object that torch has loaded,
+    which takes longer than the walk.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class Form(enum.Enum):
+    """How a node is captured when the same structure is walked again."""
+
+    SCALAR = enum.auto()  # a hole with an immutable value
+    RUN = enum.auto()  # a hole with a sequence of immutable values, of any length
+    MADE = enum.auto()  # a hole whose JSON is made during the walk
+    TENSOR = enum.auto()
+    ARRAY = enum.auto()  # an object that makes a new tensor for each capture: an array, a generator, a packed run
+    MAPPING = enum.auto()
+    SEQUENCE = enum.auto()
+    PACKED = enum.auto()  # runs of plain values: for each run a hole with its `Named`, and a tensor of its own
+    STATEFUL = enum.auto()
+    SHARD = enum.auto()  # a DTensor; its only child is its local shard
+
+
+class Node:
+    """One value that the walk met.
+
+    Attributes:
+        index: of the node's hole, or of its name in `Encoder.tensors`; for a DTensor, of its local shard's name.
+        detail: further properties on which the JSON and the names depend, besides the type and the children.
+        end: for a mapping whose keys are all names, the index in `Encoder.text` at which text for another member
+            belongs; else -1.
+        path: of that mapping; empty otherwise.
+    """
+
+    __slots__ = ("children", "detail", "end", "form", "index", "kind", "path")
+
+    def __init__(
+        self, form: Form, kind: type, index: int = -1, detail: Any = None, children: Sequence[Node] = ()
+    ) -> None:
+        self.form, self.kind, self.index, self.detail, self.children = form, kind, index, detail, children
+        self.end = -1
+        self.path: Path = ()
+
+
+def pieces(texts: list[str | None]) -> list[str]:
+    """Return the text before, between and after the holes of `Encoder.text`."""
+    found: list[str] = []
+    run: list[str] = []
+    for text in texts:
+        if text is None:
+            found.append("".join(run))
+            run.clear()
+        else:
+            run.append(text)
+    return [*found, "".join(run)]
+
+
+def name_of(path: Path) -> str:
+    """Return the name of the tensor at `path`, before `Encoder` makes it unique."""
+    name = "/".join([part if type(part) is str else repr(part) for part in path])
+    return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
+
+
+class Encoder:
+    """One walk: collects text, holes and tensors, and detects cycles among containers.
+
+    Args:
+        answers: states that objects returned a moment ago in an abandoned walk; the encoder uses them instead of
+            calling `state_dict()` again.
+
+    Attributes:
+        tensors: by name; for a DTensor its local shard.
+        dtensors: each DTensor with the name of its local shard.
+        holes: values that `values.encode` inserts between the pieces of text.
+        nodes: number of values met so far.
+    """
+
+    def __init__(self, answers: Answers | None = None) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.dtensors: list[tuple[str, torch.Tensor]] = []
+        self.holes: list[object] = []
+        self.nodes = 0
+        self._text: list[str | None] = []  # None marks a hole
+        self._names: list[str] = []
+        self._known: dict[tuple[object, ...], int] = {}  # address and form -> index of the name
+        # Kept because `_known` and `_open` identify these objects by address, which is reused once an object is freed.
+        self._alive: list[object] = []
+        self._open: dict[int, Path] = {}
+        self._answers = answers or {}
+
+    def begin(self, state: Mapping[str, object]) -> Node:
+        """Walk a whole state.
+
+        Raises:
+            StateRefused: a value has no encoding (the message names its path), or a `state_dict()` raised (chained).
+        """
+        if not isinstance(state, Mapping):
+            raise StateRefused(f"state: {type_name(state)}; pass a mapping of names to values")
+        for key in state:
+            if type(key) is not str:
+                raise StateRefused(f"state: the name {key!r} is {type_name(key)}, not str")
+        try:
+            return self.members(dict(state), ())
+        except RecursionError as error:
+            raise StateRefused("state: nested too deeply for the stack that is left") from error
+
+    def pieces(self) -> list[str]:
+        """Return the text before, between and after the holes."""
+        return pieces(self._text)
+
+    @property
+    def text(self) -> list[str | None]:
+        """The text in the order of the walk; None marks a hole."""
+        return self._text
+
+    def node(self, value: Any, path: Path) -> Node:
+        kind = type(value)
+        self.nodes += 1
+        if kind in _BYTES and (runs := pack(value)):
+            return self._packed(value, runs, path, None)
+        if kind in IMMUTABLE:
+            return self._hole(Form.SCALAR, kind, value)
+        if kind is bytearray:
+            return self._hole(Form.MADE, kind, made(value, path))
+        # Checked early because most values are tensors, which contain nothing.
+        if kind in PLAIN and len(self._open) < MAX_DEPTH:
+            return self.tensor(value, path)
+        if id(value) in self._open:
+            refuse(path, f"{type_name(value)}, a cycle back to {show(self._open[id(value)])}")
+        if len(self._open) >= MAX_DEPTH:
+            refuse(path, f"{type_name(value)}, nested deeper than {MAX_DEPTH}")
+        self._open[id(value)] = path
+        try:
+            return _NODES.get(kind, Encoder.other)(self, value, path)
+        finally:
+            del self._open[id(value)]
+
+    def other(self, value: Any, path: Path) -> Node:
+        if is_dtensor(value):
+            return self.dtensor(value, path)
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value, path)
+        if numpy_arrays.is_array(value):
+            if reason := why_array_refused(value):
+                refuse(path, reason)
+            index = self._store(path, numpy_arrays.tensor_of(value))
+            detail = value.dtype.str, value.shape
+            self._text.append(dumps({"$array": [self._names[index], *detail]}))
+            return Node(Form.ARRAY, type(value), index, detail)
+        if numpy_arrays.is_scalar(value):
+            return self.made(value, path)
+        if is_stateful(value):
+            try:
+                own = self._ask(value)
+            except Exception as error:
+                refuse(path, f"state_dict() raised {type(error).__name__}: {error}", error)
+            self._alive.append(own)
+            return Node(Form.STATEFUL, type(value), children=(self.node(own, path),))
+        for kind in (dict, list, tuple, set, str, int, float, bytes, torch.Generator):
+            if isinstance(value, kind):
+                refuse(path, f"{type_name(value)}, a subclass of {kind.__name__}; pass a plain {kind.__name__}")
+        return refuse(path, type_name(value))
+
+    def tensor(self, tensor: torch.Tensor, path: Path) -> Node:
+        if not is_storable(tensor):
+            refuse(path, why_refused(tensor) or type_name(tensor))
+        form = form_of(tensor)
+        key = (tensor.data_ptr(), form) if tensor.numel() else None
+        index = self._known.get(key) if key else None
+        if index is None:
+            self._alive.append(tensor)
+            index = self._store(path, plain(tensor))
+            if key:
+                self._known[key] = index
+        name = quoted(self._names[index])
+        if tensor.dtype in STORED_AS:
+            self._text.append(f'{{"$view":[{name},"{str(tensor.dtype).removeprefix("torch.")}"]}}')
+        else:
+            self._text.append(f'{{"$tensor":{name}}}')
+        return Node(Form.TENSOR, type(tensor), index, (tensor, form))
+
+    def dtensor(self, value: Any, path: Path) -> Node:
+        try:
+            placement = placement_of(value)
+        except ValueError as error:
+            refuse(path, str(error))
+        self._text.append('{"$dtensor":[')
+        local = self.tensor(value._local_tensor, path)
+        self._text.append(f",{dumps(placement.as_plain())}]}}")
+        self.dtensors.append((self._names[local.index], value))
+        return Node(Form.SHARD, type(value), local.index, value._spec, (local,))
+
+    def generator(self, value: torch.Generator, path: Path) -> Node:
+        try:
+            state = value.get_state()
+        except Exception as error:
+            refuse(path, f"get_state() raised {type(error).__name__}: {error}", error)
+        index = self._store(path, state)
+        detail = str(value.device), state.shape
+        self._text.append(dumps({"$generator": [self._names[index], detail[0]]}))
+        return Node(Form.ARRAY, type(value), index, detail)
+
+    def made(self, value: Any, path: Path) -> Node:
+        return self._hole(Form.MADE, type(value), made(value, path))
+
+    def sequence(self, value: Any, path: Path) -> Node:
+        parts, maxlen = tuple(value), getattr(value, "maxlen", None)
+        before, after = BRACKETS[type(value)]
+        self._text.append(f"{before}{dumps(maxlen)}," if type(value) is deque else before)
+        if run := pack_run(parts):
+            node = self._packed(value, [run], path, maxlen)
+        elif is_run(parts):
+            node = self._hole(Form.RUN, type(value), parts, maxlen)
+        else:
+            node = Node(Form.SEQUENCE, type(value), detail=(len(parts), maxlen))
+            opening, children = "[", []
+            for index, part in enumerate(parts):
+                self._text.append(opening)
+                children.append(self.node(part, (*path, index)))
+                opening = ","
+            self._text.append("]")
+            node.children = children
+        self._text.append(after)
+        return node
+
+    def mapping(self, value: Mapping[Any, object], path: Path, extra: object = None) -> Node:
+        runs = pack(value)
+        if runs is None or extra == _METADATA:
+            return self.members(value, path, extra)
+        keys, _ = runs
+        if keys.kind != "str":
+            check_alike(list(value), path)
+        self._text.append('{"$map":[')
+        node = self._packed(value, runs, path, extra)
+        self._text.append("]}")
+        return node
+
+    def members(self, value: Mapping[Any, object], path: Path, extra: object = None) -> Node:
+        """Encode a mapping member by member, without packing its keys and values."""
+        pairs = list(value.items())  # in one call, because another thread of the owner may add members during the walk
+        children = []
+        named = all(is_name(key) for key, _ in pairs)
+        if named:
+            opening, closing = "{", "}" if pairs else "{}"
+            for key, inner in pairs:
+                self._text.append(f"{opening}{quoted(key)}:")
+                children.append(self.node(inner, (*path, key)))
+                opening = ","
+        else:
+            check_alike([key for key, _ in pairs], path)
+            opening, closing = '{"$dict":[[', "]]}"
+            for key, inner in pairs:
+                self._text.append(f"{opening}{dumps(key_tree(key, path))},")
+                children.append(self.node(inner, (*path, key)))
+                opening = "],["
+        node = Node(Form.MAPPING, type(value), -1, (tuple(key for key, _ in pairs), extra), children)
+        if named and pairs:
+            node.end, node.path = len(self._text), path
+        self._text.append(closing)
+        return node
+
+    def ordered(self, value: OrderedDict[Any, object], path: Path) -> Node:
+        attributes = dict(vars(value))
+        if attributes.keys() - {"_metadata"}:
+            refuse(path, f"collections.OrderedDict with the attribute {min(attributes.keys() - {'_metadata'})!r}")
+        self._text.append('{"$odict":[')
+        node = self.mapping(value, path, tuple(attributes))
+        metadata = []
+        for name, inner in attributes.items():
+            self._text.append(",")
+            metadata.append(self.node(inner, (*path, name)))
+        self._text.append("]}")
+        node.children = [*node.children, *metadata]
+        return node
+
+    def counter(self, value: Counter[Any], path: Path) -> Node:
+        if attributes := vars(value):
+            refuse(path, f"collections.Counter with the attribute {min(attributes)!r}")
+        return self._around('{"$counter":', value, path, "}")
+
+    def default(self, value: defaultdict[Any, object], path: Path) -> Node:
+        factory = value.default_factory
+        name = getattr(factory, "__name__", "")
+        if factory is not None and FACTORIES.get(name) is not factory:
+            refuse(path, f"collections.defaultdict with the factory {name or type_name(factory)}; only built-in types")
+        return self._around(f'{{"$defaultdict":[{dumps(name or None)},', value, path, "]}", factory)
+
+    def _around(self, before: str, value: Mapping[Any, object], path: Path, after: str, extra: object = None) -> Node:
+        self._text.append(before)
+        node = self.mapping(value, path, extra)
+        self._text.append(after)
+        return node
+
+    def _packed(self, value: object, runs: list[Packed], path: Path, extra: object) -> Node:
+        children, names = [], []
+        for number, run in enumerate(runs):
+            if number:
+                self._text.append(",")
+            index = self._store(path if len(runs) == 1 else (*path, ("keys", "values")[number]), run.tensor)
+            names.append(self._names[index])
+            children.append(self._hole(Form.SCALAR, Named, run.named(names[-1])))
+            children.append(Node(Form.ARRAY, torch.Tensor, index, run_form(run.tensor)))
+        return Node(Form.PACKED, type(value), detail=(tuple(names), extra), children=children)
+
+    def _ask(self, value: Any) -> Any:
+        said = self._answers.get(id(value))
+        if not said:
+            return loader_fingerprint.ask(value)
+        _, own, error = said.pop(0)
+        if error is not None:
+            raise error
+        return own
+
+    def _hole(self, form: Form, kind: type, value: object, detail: object = None) -> Node:
+        self._text.append(None)
+        self.holes.append(value)
+        return Node(form, kind, len(self.holes) - 1, detail)
+
+    def _store(self, path: Path, tensor: torch.Tensor) -> int:
+        name = base = name_of(path)
+        count = 1
+        while name in self.tensors or name == METADATA:
+            count += 1
+            name = f"{base}~{count}"
+        self.tensors[name] = tensor
+        self._names.append(name)
+        return len(self._names) - 1
+
+
+_BYTES = frozenset((bytes, bytearray))
+_METADATA = ("_metadata",)  # the attributes that `ordered` passes as `extra` for an OrderedDict's metadata
+
+_NODES: dict[type, Callable[[Encoder, Any, Path], Node]] = {
+    dict: Encoder.mapping,
+    list: Encoder.sequence,
+    tuple: Encoder.sequence,
+    deque: Encoder.sequence,
+    slice: Encoder.made,
+    set: Encoder.made,
+    frozenset: Encoder.made,
+    OrderedDict: Encoder.ordered,
+    Counter: Encoder.counter,
+    defaultdict: Encoder.default,
+    torch.Generator: Encoder.generator,
+    torch.Tensor: Encoder.tensor,
+    torch.nn.Parameter: Encoder.tensor,
+}

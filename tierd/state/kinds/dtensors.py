@@ -1,0 +1,161 @@
+"""DTensors: find the local shard and placement that a save stores, and check whether a live DTensor can load a saved
+shard.
+
+Invariant: no collective is called and no element of another rank is read. A live DTensor loads a shard only if this
+rank has the same part of the same tensor. The meshes must have the same shape and names. Resharding is left to
+`tierd.dcp.load`.
+
+`torch.distributed.tensor` is imported only if a DTensor exists already, because importing it takes longer than
+importing tierd.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+
+from tierd.core.shard_placement import REPLICATE, SHARD, STRIDED, Placement, Rule
+from tierd.state.kinds.packed_tensors import is_plain
+
+RESHARD = "tierd.dcp.load(state, checkpointer) loads DTensors onto another mesh, placement or number of ranks"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedDTensor:
+    """One rank's shard in a checkpoint.
+
+    Attributes:
+        local: the shard; may be a view of the restored file.
+        placement: its position in the whole tensor, and the rank that saved it.
+    """
+
+    local: torch.Tensor
+    placement: Placement
+
+    def __post_init__(self) -> None:
+        if not isinstance(getattr(self.local, "dtype", None), torch.dtype):
+            raise ValueError("a DTensor's local shard is a tensor")
+
+    def __str__(self) -> str:
+        return f"a DTensor of {str(self.local.dtype).removeprefix('torch.')} {self.placement}"
+
+
+def is_dtensor(value: object) -> TypeGuard[Any]:
+    """Return whether `value` is exactly a DTensor; a subclass is not."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and type(value) is getattr(module, "DTensor", None)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor's local shard, or any other tensor unchanged."""
+    # Not `to_local()`, because it builds a graph if gradients are enabled. torch's own FSDP and DCP use this member,
+    # too.
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def placement_of(dtensor: Any) -> Placement:
+    """Return the placement of a live DTensor's local shard.
+
+    Raises:
+        ValueError: the placement is unknown, or elements are missing; the message names the reason and a remedy.
+    """
+    spec = dtensor._spec
+    mesh = spec.mesh
+    rules = tuple(_rule(one) for one in spec.placements)
+    if _is_ordered_otherwise(spec, rules):
+        raise ValueError("a DTensor whose dimensions were split in an order of its own; pass .redistribute(mesh, …)")
+    coordinate = mesh.get_coordinate()
+    names = mesh.mesh_dim_names
+    found = Placement(
+        tuple(spec.shape),
+        tuple(spec.stride),
+        tuple(mesh.shape),
+        None if names is None else tuple(names),
+        rules,
+        None if coordinate is None else tuple(coordinate),
+    )
+    local = tuple(dtensor._local_tensor.shape)
+    if coordinate is not None and found.local_shape != local:
+        raise ValueError(
+            f"a DTensor {found}, whose local shard should be {found.local_shape} and is {local}; "
+            "give DTensor.from_local the shape= and stride= of the whole tensor"
+        )
+    return found
+
+
+def _rule(placement: Any) -> Rule:
+    from torch.distributed.tensor import placement_types as kinds
+
+    kind = type(placement)
+    if kind is kinds.Replicate:
+        return (REPLICATE,)
+    if kind is kinds._StridedShard:  # the exact type, because in torch 2.6 it is a subclass of Shard
+        return STRIDED, int(placement.dim), int(placement.split_factor)
+    if kind is kinds.Shard:
+        return SHARD, int(placement.dim)
+    if isinstance(placement, kinds.Partial):
+        raise ValueError(
+            f"a DTensor with a sum that is still pending ({placement}); pass .redistribute(placements=[Replicate(), …])"
+        )
+    raise ValueError(f"a DTensor with the placement {placement}; pass .redistribute() to Shard or Replicate")
+
+
+def _is_ordered_otherwise(spec: Any, rules: Sequence[Rule]) -> bool:
+    """Return whether several mesh dimensions split one tensor dimension in an order that the placements do not show.
+
+    The usual order is from first to last; strided placements show another one. Newer versions of torch store the order
+    separately from the placements. Some of them also derive it from strided placements, which are skipped because they
+    show it themselves.
+    """
+    order = getattr(spec, "shard_order", None) or ()
+    said = {rule[1] for rule in rules if rule[0] == STRIDED}
+    return any(list(one.mesh_dims) != sorted(one.mesh_dims) for one in order if one.tensor_dim not in said)
+
+
+def is_placed_alike(spec: Any, other: Any) -> bool:
+    """Return whether two DTensors' specs are equal.
+
+    Types are compared as well, because up to about torch 2.8 a strided placement equals a plain one.
+    """
+    kinds = [[type(placement) for placement in one.placements] for one in (spec, other)]
+    return bool(spec == other) and kinds[0] == kinds[1]
+
+
+# ---- loading
+
+
+def misfit(target: Any, saved: object) -> str | None:
+    """Return why a live DTensor cannot load `saved`; None if it can."""
+    try:
+        here = placement_of(target)
+    except ValueError as error:
+        return str(error)
+    dtype = str(target.dtype).removeprefix("torch.")
+    if not isinstance(saved, SavedDTensor):
+        what = "a whole tensor" if isinstance(saved, torch.Tensor) else type(saved).__name__
+        return f"{what} in the checkpoint, a DTensor of {dtype} {here} here"
+    if saved.placement != here or saved.local.dtype != target.dtype or not is_whole(saved):
+        return f"{saved} in the checkpoint, {dtype} {here} here"
+    return None
+
+
+def is_whole(saved: SavedDTensor) -> bool:
+    """Return whether the local shard has the shape that its placement gives."""
+    return saved.placement.coordinate is None or tuple(saved.local.shape) == saved.placement.local_shape
+
+
+def shards_in(value: Any, path: tuple[object, ...]) -> Iterator[tuple[tuple[object, ...], SavedDTensor]]:
+    """Yield every shard in a saved value, with its path."""
+    if isinstance(value, SavedDTensor):
+        yield path, value
+    elif isinstance(value, Mapping) and not is_plain(value.values()):
+        for key, inner in value.items():
+            yield from shards_in(inner, (*path, key))
+    elif isinstance(value, list | tuple | deque) and not is_plain(value):
+        for index, inner in enumerate(value):
+            yield from shards_in(inner, (*path, index))

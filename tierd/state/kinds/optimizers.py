@@ -1,0 +1,108 @@
+"""Find the tensors that an optimizer changes, its parameters and its own state, by address and size.
+
+Invariant: only attributes of objects are read; no `state_dict()` is called and no tensor's values are read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tierd.state.kinds.dtensors import SavedDTensor, local_of
+from tierd.state.kinds.packed_tensors import is_plain
+from tierd.state.values import IMMUTABLE, is_storable
+
+_FEW = 64  # items; larger containers are not searched, because nobody keeps optimizers in them
+_DEPTH = 3  # levels of nested containers and objects that are searched for optimizers
+
+_NO_PLACE = (torch.Tensor, nn.Module)
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def leaves(value: object) -> Iterator[object]:
+    """Yield the values inside nested containers of any depth, without runs of plain values.
+
+    A value that is no container is yielded itself.
+    """
+    todo = [value]
+    while todo:
+        inner = todo.pop()
+        if isinstance(inner, Mapping):
+            todo += () if is_plain(inner.values()) else inner.values()
+        elif isinstance(inner, list | tuple | deque):
+            todo += () if is_plain(inner) else inner
+        else:
+            yield inner
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the leaves; for a DTensor its local shard."""
+    for leaf in leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield local_of(leaf)
+        elif isinstance(leaf, SavedDTensor):
+            yield leaf.local
+
+
+def place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of a tensor's elements, and their size in bytes."""
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def owned(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yield all tensors that `step()` may change; for a DTensor its local shard."""
+    for group in optimizer.param_groups:
+        yield from map(local_of, group["params"])
+    yield from tensors_in(optimizer.state)
+
+
+def optimizers_in(state: Mapping[str, object]) -> list[Optimizer]:
+    """Return the optimizers among a state's values, in small containers there, and in attributes of objects there."""
+    found: dict[int, Optimizer] = {}
+    level: list[object] = list(state.values())
+    for _ in range(_DEPTH):
+        inner: list[object] = []
+        for value in level:
+            if type(value) in IMMUTABLE or isinstance(value, _NO_PLACE):
+                continue
+            if isinstance(value, Optimizer):
+                found[id(value)] = value
+            parts = value if isinstance(value, dict | list | tuple) else _attributes(value)
+            if len(parts) <= _FEW:
+                inner += parts.values() if isinstance(parts, dict) else parts
+        level = inner
+    return list(found.values())
+
+
+def trained(optimizers: list[Optimizer]) -> list[bool]:
+    """Return for each parameter whether these optimizers change it, because their groups may also list frozen ones."""
+    groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
+    return list(map(_requires_grad, chain.from_iterable(groups)))
+
+
+def moving(optimizers: list[Optimizer], tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Return the names of the tensors that every step of these optimizers changes."""
+    own = {place(tensor) for optimizer in optimizers for tensor in _moved(optimizer) if is_storable(tensor)}
+    return frozenset(name for name, tensor in tensors.items() if own and tensor.nbytes and place(tensor) in own)
+
+
+def _moved(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from (local_of(parameter) for parameter in group["params"] if parameter.requires_grad)
+    for key, value in optimizer.state.items():
+        if not isinstance(key, torch.Tensor) or key.requires_grad:
+            yield from tensors_in(value)
+
+
+def _attributes(value: object) -> dict[str, object]:
+    try:
+        found: dict[str, object] = getattr(value, "__dict__", {})
+        return found
+    except Exception:  # some objects raise when their attributes are read; no optimizer is found in them
+        return {}

@@ -1,0 +1,383 @@
+"""Check level by level, in few calls, whether a state has a known structure.
+
+Invariant: any difference that the JSON, the names or the layout could show raises `Doubt`. Values are compared in
+lists, by calls that loop in C, because a Python loop would take longer than copying a small model.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, compress, count
+from typing import Any
+
+import torch
+
+from tierd.state.encode import Answers, Form, Node
+from tierd.state.kinds import loader_fingerprint, numpy_arrays, packed_tensors
+from tierd.state.kinds.dtensors import is_placed_alike
+from tierd.state.kinds.packed_tensors import pack, pack_run, run_form
+from tierd.state.values import (
+    IMMUTABLE,
+    TensorForm,
+    check_alike,
+    dumps,
+    form_of,
+    is_run,
+    is_stateful,
+    key_tree,
+    made,
+    span_of,
+    why_array_refused,
+)
+
+Pick = Callable[[Any], Sequence[Any]]
+
+_LARGE = 1 << 20  # bytes
+MOST_ADDED = 8  # tensors in one dict at once; for more, a full walk takes no longer
+_storage, _nbytes = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
+# Types of keys that are the same if their type and value are equal.
+_COMPARABLE = frozenset((str, int, bool, bytes, type(None)))
+
+
+class Doubt(Exception):
+    """The state may not have the structure that it had."""
+
+
+class Level:
+    """All values at one depth of the state, in one list.
+
+    A few calls in C compare them and return the values one level down.
+    """
+
+    def __init__(self, nodes: list[Node], depth: int) -> None:
+        at: dict[Form, list[int]] = {form: [] for form in Form}
+        for index, node in enumerate(nodes):
+            at[node.form].append(index)
+        self._kinds = [node.kind for node in nodes]
+        self._loose = frozenset(at[Form.SCALAR])
+        self._bytes_at = [index for index in at[Form.SCALAR] if self._kinds[index] is bytes]
+        self._scalars = picker(at[Form.SCALAR])
+        self.tensors_at, self.tensors = at[Form.TENSOR], picker(at[Form.TENSOR])
+        self.shards_at, self.dtensors = at[Form.SHARD], picker(at[Form.SHARD])
+        self.arrays_at, self._arrays = at[Form.ARRAY], [(index, nodes[index].detail) for index in at[Form.ARRAY]]
+        kept = [*at[Form.MADE], *at[Form.RUN]]
+        self.holes_at = [*at[Form.SCALAR], *kept]
+        self._keep: list[tuple[int, Callable[[Any], object]]] = [
+            (index, _Made(depth) if nodes[index].form is Form.MADE else _Run(nodes[index].detail)) for index in kept
+        ]
+        self.dicts_at = [index for index in at[Form.MAPPING] if _is_simple(nodes[index])]
+        self._dicts = picker(self.dicts_at)
+        self._lengths = [len(nodes[index].detail[0]) for index in self.dicts_at]
+        self._keys = [key for index in self.dicts_at for key in nodes[index].detail[0]]
+        self._key_kinds = list(map(type, self._keys))
+        # Dicts that are long enough to be packed next time. The state itself, at depth 0, is never packed.
+        self._long_dicts = [at for at, length in enumerate(self._lengths) if length >= packed_tensors.FEWEST and depth]
+        simple = set(self.dicts_at)
+        self.others_at = [
+            index
+            for form in (Form.MAPPING, Form.SEQUENCE, Form.STATEFUL, Form.PACKED, Form.SHARD)
+            for index in at[form]
+            if index not in simple
+        ]
+        self._others = [(index, _opener(nodes[index])) for index in self.others_at]
+
+    def check_kinds(self, values: list[Any]) -> None:
+        kinds = list(map(type, values))
+        if len(kinds) != len(self._kinds):
+            raise Doubt
+        others: list[int] = []
+        if kinds != self._kinds:
+            others = list(compress(count(), map(operator.is_not, kinds, self._kinds)))
+            if any(index not in self._loose or kinds[index] not in IMMUTABLE for index in others):
+                raise Doubt
+        scalars = (*self._bytes_at, *others)
+        if any(kinds[index] is bytes and len(values[index]) >= packed_tensors.FEWEST_BYTES for index in scalars):
+            raise Doubt
+
+    def holes(self, values: list[Any]) -> list[object]:
+        """Return the current values of the level's holes."""
+        return [*self._scalars(values), *(keep(values[index]) for index, keep in self._keep)]
+
+    def arrays(self, values: list[Any]) -> list[torch.Tensor]:
+        """Return tensors with copies of the NumPy arrays' values, generators' states and packed runs."""
+        return [_array(values[index], form) for index, form in self._arrays]
+
+    def children(self, values: list[Any], answers: Answers, added: list[tuple[int, str, Any]]) -> list[Any]:
+        """Return the values one level down, in the order of the plan's nodes.
+
+        Args:
+            added: receives the members that simple dicts have after all known members: the dict's index in `dicts_at`,
+                the new key and its value.
+        """
+        found: list[Any] = []
+        if self._lengths:
+            # Each copied in one call, because another thread may change it meanwhile.
+            dicts = list(map(dict.copy, self._dicts(values)))
+            if list(map(len, dicts)) != self._lengths:
+                self._part_with_new(dicts, added)
+            keys = list(chain.from_iterable(dicts))
+            if not _same(keys, self._keys, self._key_kinds):
+                raise Doubt
+            if any(pack(dicts[at]) for at in self._long_dicts):
+                raise Doubt
+            found.extend(chain.from_iterable(map(dict.values, dicts)))
+        for index, opened in self._others:
+            found += opened(values[index], answers)
+        return found
+
+    def _part_with_new(self, dicts: list[dict[Any, Any]], added: list[tuple[int, str, Any]]) -> None:
+        for at, length in enumerate(self._lengths):
+            if len(dicts[at]) < length or len(dicts[at]) > length + MOST_ADDED:
+                raise Doubt
+            if len(dicts[at]) > length:
+                pairs = list(dicts[at].items())
+                added += [(at, key, value) for key, value in pairs[length:]]
+                dicts[at] = dict(pairs[:length])
+
+
+class Forms:
+    """The forms of tensors, compared without holding any tensor."""
+
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, TensorForm]]) -> None:
+        listed = list(pairs)
+        self._forms = [(form, tensor.requires_grad) for tensor, form in listed]
+        self._guard = _guard([tensor for tensor, _ in listed])
+        self._guarded = list(range(len(listed)))
+        self._alone: list[int] = []  # indices of the tensors that the guard does not cover
+        self._pick = picker(self._guarded)
+
+    def insert(self, at: int, tensor: torch.Tensor) -> None:
+        """Insert a tensor at the index `at`."""
+        self._forms.insert(at, (form_of(tensor), tensor.requires_grad))
+        self._guarded = [index + (index >= at) for index in self._guarded]
+        self._alone = [at, *(index + (index >= at) for index in self._alone)]
+        self._pick = picker(self._guarded)
+
+    def fit(self, tensors: list[torch.Tensor]) -> bool:
+        if len(tensors) != len(self._forms):
+            return False
+        if self._guard is not None and len(self._alone) <= MOST_ADDED**2:
+            guarded = self._pick(tensors)
+            if torch.is_grad_enabled():
+                fits = self._guard(*guarded)
+            else:
+                with torch.enable_grad():  # because with grad disabled the guard ignores requires_grad
+                    fits = self._guard(*guarded)
+            if fits and all(_look(tensors[index]) == self._forms[index] for index in self._alone):
+                return True
+        if list(map(_look, tensors)) != self._forms:
+            return False
+        if self._alone:
+            self._guard, self._guarded, self._alone = _guard(tensors), list(range(len(tensors))), []
+            self._pick = picker(self._guarded)
+        return True
+
+
+class Extents:
+    """The extents of tensors in their storages, so that no tensor is read beyond a storage that was freed or shrunk.
+
+    Freeing memory usually changes a tensor's address too, so only tensors with a new address and large tensors are
+    checked. A small tensor is missed only if its memory was freed and a smaller block was allocated at the same
+    address.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._spans = list(map(span_of, tensors))
+        self._sizes = [tensor.element_size() for tensor in tensors]
+        self._large = [index for index, tensor in enumerate(tensors) if tensor.nbytes >= _LARGE]
+
+    def insert(self, at: int, tensor: torch.Tensor) -> None:
+        """Insert a tensor at the index `at`."""
+        self._spans.insert(at, span_of(tensor))
+        self._sizes.insert(at, tensor.element_size())
+        self._large = [index + (index >= at) for index in self._large] + [at] * (tensor.nbytes >= _LARGE)
+
+    def fit(self, tensors: list[torch.Tensor], moved: Iterable[int] = ()) -> bool:
+        """Return whether the large tensors, and those at the indices `moved`, lie entirely within their storages."""
+        pick = picker([*self._large, *moved])
+        chosen = pick(tensors)
+        begins = map(operator.mul, map(torch.Tensor.storage_offset, chosen), pick(self._sizes))
+        ends = map(operator.add, begins, pick(self._spans))
+        return all(map(operator.le, ends, map(_nbytes, map(_storage, chosen))))
+
+
+def _look(tensor: torch.Tensor) -> tuple[TensorForm, bool]:
+    return form_of(tensor), tensor.requires_grad
+
+
+def _guard(tensors: list[torch.Tensor]) -> Callable[..., bool] | None:
+    """Return torch's own check of many tensors' types, dispatch keys, dtypes, devices, shapes and strides in one call.
+
+    It is ten times as fast as asking each tensor. It is private to torch, so tensors that it does not confirm are
+    compared one by one. Where torch lacks it, all tensors are. The check holds no tensor.
+    """
+    try:
+        sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
+        with torch.enable_grad():
+            kind: Any = torch._C._dynamo.guards.TensorGuards
+            guards = kind(
+                *tensors,
+                dynamic_dims_sizes=sizes,
+                dynamic_dims_strides=strides,
+            )
+        check: Callable[..., bool] = guards.check
+        return check if tensors and check(*tensors) else None
+    except Exception:
+        return None
+
+
+class _Run:
+    """Return a sequence of immutable values as a tuple, or raise `Doubt`."""
+
+    def __init__(self, maxlen: int | None) -> None:
+        self._maxlen = maxlen
+
+    def __call__(self, value: Any) -> object:
+        parts = tuple(value)
+        if pack_run(parts) or not is_run(parts) or (type(value) is deque and value.maxlen != self._maxlen):
+            raise Doubt
+        return parts
+
+
+class _Made:
+    """Encode a value at this depth or above; raise `Doubt` if it must be packed or is nested too deeply."""
+
+    def __init__(self, depth: int) -> None:
+        self._path = (None,) * depth
+
+    def __call__(self, value: Any) -> object:
+        if type(value) is bytearray and len(value) >= packed_tensors.FEWEST_BYTES:
+            raise Doubt
+        return made(value, self._path)
+
+
+def _array(value: Any, form: tuple[str, tuple[int, ...]]) -> torch.Tensor:
+    if type(value) is torch.Generator:
+        state = value.get_state()
+        if (str(value.device), state.shape) != form:
+            raise Doubt
+        return state
+    if type(value) is torch.Tensor:  # a packed run
+        if run_form(value) != form:
+            raise Doubt
+        return value
+    if (value.dtype.str, value.shape) != form or why_array_refused(value):
+        raise Doubt
+    return numpy_arrays.tensor_of(value)
+
+
+def _opener(node: Node) -> Callable[[Any, Answers], Iterable[Any]]:
+    """Return a function that yields the values inside one value.
+
+    The function raises `Doubt` if the value is not built like the node.
+    """
+    if node.form is Form.STATEFUL:
+        return _asked
+    if node.form is Form.PACKED:
+        return _packer(*node.detail)
+    if node.form is Form.SHARD:
+        return _Shard(node.detail)
+    if node.form is Form.SEQUENCE:
+        length, maxlen = node.detail
+
+        def parts(value: Any, answers: Answers) -> Iterable[Any]:
+            found = tuple(value)
+            if len(found) != length or (type(value) is deque and value.maxlen != maxlen):
+                raise Doubt
+            return found
+
+        return parts
+    keys, extra = list(node.detail[0]), node.detail[1]
+    kinds = list(map(type, keys))
+    text = None if _COMPARABLE.issuperset(kinds) else _key_text(keys)
+
+    def inner(value: Any, answers: Answers) -> Iterable[Any]:
+        pairs = tuple(value.items())
+        here = [key for key, _ in pairs]
+        same = _same(here, keys, kinds) if text is None else _key_text(here) == text
+        attributes = dict(vars(value)) if type(value) in (OrderedDict, Counter) else {}
+        if not same or tuple(attributes) != (extra if type(value) is OrderedDict else ()):
+            raise Doubt
+        if type(value) is defaultdict and value.default_factory is not extra:
+            raise Doubt
+        if len(pairs) >= packed_tensors.FEWEST and not attributes and pack(value):
+            raise Doubt
+        return [*(value for _, value in pairs), *attributes.values()]
+
+    return inner
+
+
+def _packer(names: tuple[str, ...], extra: object) -> Callable[[Any, Answers], Iterable[Any]]:
+    """Return a function that packs a value as before, or raises `Doubt` if it cannot."""
+
+    def parts(value: Any, answers: Answers) -> Iterable[Any]:
+        runs = pack(value)
+        if runs is None or len(runs) != len(names) or _extra(value) != extra:
+            raise Doubt
+        if len(runs) > 1 and runs[0].kind != "str":
+            check_alike(list(value), ())
+        return [one for name, run in zip(names, runs, strict=True) for one in (run.named(name), run.tensor)]
+
+    return parts
+
+
+def _extra(value: Any) -> object:
+    """Return the properties, other than its values, on which the JSON of a packed container depends."""
+    if type(value) is deque:
+        return value.maxlen
+    if type(value) is defaultdict:
+        return value.default_factory
+    if type(value) is OrderedDict:
+        return tuple(vars(value))
+    return (tuple(vars(value)) or None) if type(value) is Counter else None
+
+
+class _Shard:
+    """Return a DTensor's local shard if its placement is unchanged.
+
+    The spec is usually the same object from save to save.
+    """
+
+    def __init__(self, spec: Any) -> None:
+        self._spec = spec
+
+    def __call__(self, value: Any, answers: Answers) -> Iterable[Any]:
+        spec = value._spec
+        if spec is not self._spec:
+            if not is_placed_alike(spec, self._spec):
+                raise Doubt
+            self._spec = spec
+        return (value._local_tensor,)
+
+
+def _asked(value: Any, answers: Answers) -> Iterable[Any]:
+    if not is_stateful(value):
+        raise Doubt
+    said = answers.setdefault(id(value), [])
+    try:
+        said.append((value, loader_fingerprint.ask(value), None))
+    except Exception as error:
+        said.append((value, None, error))
+        raise
+    return (said[-1][1],)
+
+
+def _same(keys: list[Any], known: list[Any], kinds: list[type]) -> bool:
+    return keys == known and list(map(type, keys)) == kinds
+
+
+def _key_text(keys: Iterable[object]) -> str:
+    return dumps([key_tree(key, ()) for key in keys])
+
+
+def _is_simple(node: Node) -> bool:
+    return node.kind is dict and _COMPARABLE.issuperset(map(type, node.detail[0]))
+
+
+def picker(indices: list[int]) -> Pick:
+    """Return a function that takes the values at `indices` from a list."""
+    if indices == list(range(indices[0], indices[0] + len(indices)) if indices else []):
+        return operator.itemgetter(slice(indices[0], indices[-1] + 1) if indices else slice(0))
+    return operator.itemgetter(*indices)

@@ -1,0 +1,329 @@
+"""The tensor file: plain safetensors, laid out so that every tensor can be used in place.
+
+Invariant: the layout is a pure function of names, dtypes, shapes, and the set of tensors known to move. Only `copy`,
+`copy_into` and `pieces` read a tensor's values.
+
+A file has three parts: eight bytes of little-endian header length, a JSON header padded with spaces to a page boundary,
+and the tensors. The tensors are adjacent, without holes. Tensors whose length is a multiple of 64 bytes come first, so
+that each of them is aligned to 64. The others follow, aligned to their element size. Among the first group, tensors
+that may be frozen come before tensors that move, that is, that change at every step. Among the frozen ones, large
+tensors come before small ones, so that `core.chunking` does not shift the chunks of unchanged data. The metadata give
+the range of the tensors that move. The last criteria are element size (largest first) and name. Only the dtypes that
+safetensors 0.5 knows are used.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import json
+import math
+import mmap
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, groupby, islice
+from json.encoder import encode_basestring as quoted
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from tierd.core.chunking import GRAIN, MOVING
+from tierd.core.errors import StateMismatch, StateRefused
+from tierd.spool.direct_io import PAGE
+
+Buffer: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
+
+MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
+ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
+MAX_DIMS = 64  # torch's own limit for most operations
+METADATA = "__metadata__"
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+Targets: TypeAlias = dict[str, torch.Tensor]
+
+
+class TensorEntry(NamedTuple):
+    """One tensor's position: `offset` from the file's first byte and `nbytes`, both in bytes."""
+
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorFileLayout:
+    """The layout of one tensor file.
+
+    Attributes:
+        header: with its length prefix and padding.
+        size: of the whole file, in bytes.
+        entries: by name, in file order.
+    """
+
+    header: bytes
+    size: int
+    entries: dict[str, TensorEntry]
+
+
+_Described: TypeAlias = tuple[tuple[bool, bool, bool, int, str], torch.dtype, tuple[int, ...], int, str]
+_place_of = operator.itemgetter(0)
+# Faster than `TensorEntry._make`, because it adds no Python frame per tensor.
+_entry_of = functools.partial(tuple.__new__, TensorEntry)
+
+
+class Planner:
+    """Plan the layouts of one state, save after save, without describing known tensors again when one is added.
+
+    Invariant: a layout equals the result of `plan_layout` for all tensors so far.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], moving: Collection[str] = ()) -> None:
+        """Describe the first tensors. Raises `StateRefused` for a dtype that safetensors does not hold."""
+        self._described = sorted((_describe(name, tensors[name], moving) for name in tensors), key=_place_of)
+
+    def add(self, name: str, tensor: torch.Tensor, moving: Collection[str] = ()) -> None:
+        """Add a tensor with a new name. Raises `StateRefused` for a dtype that safetensors does not hold."""
+        bisect.insort(self._described, _describe(name, tensor, moving), key=_place_of)
+
+    def layout(self) -> TensorFileLayout:
+        """Return the layout. Raises `StateRefused` if so many tensors were added that the header exceeds 100 MB."""
+        described = self._described
+        offsets = list(accumulate([one[3] for one in described], initial=0))
+        lines = [f"{one[4]}{begin},{end}]}}" for one, begin, end in zip(described, offsets, offsets[1:], strict=False)]
+        text = f"{{{','.join([_metadata(described, offsets), *lines])}}}".encode()
+        start = -(-(8 + len(text)) // PAGE) * PAGE
+        if start - 8 > MAX_HEADER:
+            raise StateRefused(
+                f"{len(described)} tensors need a header of {start - 8} bytes; safetensors allows {MAX_HEADER}"
+            )
+        places = [(start + begin, one[3], one[1], one[2]) for one, begin in zip(described, offsets, strict=False)]
+        entries = dict(zip([one[0][4] for one in described], map(_entry_of, places), strict=True))
+        return TensorFileLayout((start - 8).to_bytes(8, "little") + text.ljust(start - 8), start + offsets[-1], entries)
+
+
+def plan_layout(tensors: Mapping[str, torch.Tensor], moving: Collection[str] = ()) -> TensorFileLayout:
+    """Lay the tensors out; reads only their dtypes and shapes.
+
+    Args:
+        moving: names of the tensors that change at every step.
+
+    Raises:
+        StateRefused: a dtype that safetensors does not hold, or so many tensors that the header exceeds 100 MB.
+    """
+    return Planner(tensors, moving).layout()
+
+
+def _describe(name: str, tensor: torch.Tensor, moving: Collection[str]) -> _Described:
+    """Return a tensor's sort key, and the part of its line in the header that does not depend on its offset."""
+    dtype, shape = tensor.dtype, tensor.shape
+    if dtype not in DTYPE_NAMES:
+        raise StateRefused(f"tensor {name!r}: safetensors does not hold {dtype}")
+    nbytes = shape.numel() * dtype.itemsize
+    odd = not nbytes or nbytes % ALIGNMENT > 0
+    moves = not odd and name in moving
+    place = odd, moves, not odd and not moves and nbytes < GRAIN, -dtype.itemsize, name
+    sizes = ",".join(map(str, shape))
+    line = f'{quoted(name)}:{{"dtype":"{DTYPE_NAMES[dtype]}","shape":[{sizes}],"data_offsets":['
+    return place, dtype, tuple(shape), nbytes, line
+
+
+def _metadata(described: list[_Described], offsets: list[int]) -> str:
+    """Return the metadata member of the header: the format and, if any tensors move, their range."""
+    first = bisect.bisect_left(described, (False, True), key=_place_of)
+    begin, end = offsets[first], offsets[bisect.bisect_left(described, (True,), lo=first, key=_place_of)]
+    where = f',{quoted(MOVING)}:"{begin}:{end}"' if end > begin else ""
+    return f'{quoted(METADATA)}:{{"format":"pt"{where}}}'
+
+
+def targets(layout: TensorFileLayout, buffer: Buffer) -> Targets:
+    """Return views into `buffer`, one for each tensor, for `copy` to fill.
+
+    The views hold the buffer and stay valid until its memory is used for something else.
+
+    Args:
+        buffer: writable, at least `layout.size` bytes long.
+    """
+    size = memoryview(buffer).nbytes
+    if size < layout.size:
+        raise ValueError(f"a buffer of {size} bytes for a layout of {layout.size}")
+    found: Targets = {}
+    # Tensors of one dtype are adjacent, so one call of torch splits all of them.
+    names = iter(layout.entries)
+    for dtype, run in groupby(layout.entries.values(), operator.attrgetter("dtype")):
+        entries, size = list(run), dtype.itemsize
+        counts = [entry.nbytes // size for entry in entries]
+        whole = view(buffer, TensorEntry(entries[0].offset, sum(counts) * size, dtype, (sum(counts),)))
+        parts = zip(whole.split_with_sizes(counts), [entry.shape for entry in entries], strict=True)
+        shaped = [part if len(shape) == 1 else part.view(shape) for part, shape in parts]
+        found |= zip(islice(names, len(shaped)), shaped, strict=True)
+    return found
+
+
+def copy(into: Targets, tensors: Mapping[str, torch.Tensor], names: Iterable[str] | None = None) -> None:
+    """Copy the tensors of these names, by default all of `into`, to their targets.
+
+    The tensors may be on any device and in any memory format. The call returns after copies from an accelerator have
+    ended.
+    """
+    chosen = [name for name in (into if names is None else names) if into[name].numel()]
+    sources = [tensors[name] for name in chosen]
+    if not chosen:
+        return
+    devices = {source.device for source in sources if source.device.type != "cpu"}
+    with torch.no_grad():
+        torch._foreach_copy_([into[name] for name in chosen], sources, non_blocking=bool(devices))
+    for device in devices:
+        torch.accelerator.synchronize(device)
+
+
+def copy_into(layout: TensorFileLayout, tensors: Mapping[str, torch.Tensor], buffer: Buffer) -> None:
+    """Write the whole file, header included, into `buffer`: writable and at least `layout.size` bytes long.
+
+    `tensors` are those for which the layout was planned; for devices and formats see `copy`.
+    """
+    into = targets(layout, buffer)
+    memoryview(buffer).cast("B")[: len(layout.header)] = layout.header
+    copy(into, tensors)
+
+
+def pieces(layout: TensorFileLayout, tensors: Mapping[str, torch.Tensor], buffer: memoryview) -> Iterator[memoryview]:
+    """Yield the file's bytes in consecutive pieces, each as long as `buffer` except the last.
+
+    A piece is a view of `buffer` and is valid until the next piece is requested. A tensor that is not contiguous is
+    copied whole while its pieces are yielded.
+
+    Args:
+        buffer: a positive multiple of 4,096 bytes, so that every tensor is aligned to its elements in every piece.
+    """
+    if not buffer.nbytes or buffer.nbytes % PAGE:
+        raise ValueError(f"a buffer of {buffer.nbytes} bytes; it has to be a multiple of {PAGE}")
+    filled = 0
+    for source in _parts(layout, tensors):
+        # By element, not by byte, because every device supports a copy in the tensor's own dtype.
+        done, size = 0, source.element_size()
+        while done < source.numel():
+            count = min(source.numel() - done, (buffer.nbytes - filled) // size)
+            into = torch.frombuffer(buffer, dtype=source.dtype, count=count, offset=filled)
+            with torch.no_grad():
+                into.copy_(source[done : done + count])
+            done, filled = done + count, filled + count * size
+            if filled == buffer.nbytes:
+                yield buffer[:filled]
+                filled = 0
+    if filled:
+        yield buffer[:filled]
+
+
+def _parts(layout: TensorFileLayout, tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the header and the tensors in file order, each flat."""
+    yield torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+    for name, entry in layout.entries.items():
+        if entry.nbytes:
+            yield tensors[name].detach().reshape(-1)
+
+
+def view(file: Buffer, entry: TensorEntry) -> torch.Tensor:
+    """Return the tensor at `entry` as a view of `file`.
+
+    `file` must outlive the tensor: do not close a memory mapping that a tensor still uses.
+    """
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    count = entry.nbytes // entry.dtype.itemsize
+    return torch.frombuffer(file, dtype=entry.dtype, count=count, offset=entry.offset).view(entry.shape)
+
+
+def parse_layout(file: Buffer, name: str = "tensors.safetensors") -> TensorFileLayout:
+    """Parse a header strictly; the inverse of `plan_layout`. The bytes may be untrusted.
+
+    Raises:
+        StateMismatch: tierd cannot have written this file; the message names the file and the defect.
+    """
+    with memoryview(file).cast("B") as raw:
+        size = raw.nbytes
+        length = int.from_bytes(raw[:8], "little") if size >= 8 else -1
+        if not 2 <= length <= min(MAX_HEADER, size - 8):
+            raise StateMismatch(f"{name}: a header of {length} bytes in a file of {size}")
+        header = bytes(raw[: 8 + length])
+    return parse_header(header, size, name)
+
+
+def parse_header(header: bytes, size: int, name: str = "tensors.safetensors") -> TensorFileLayout:
+    """Parse as `parse_layout` does, but from the header alone; `size` is that of the whole file, in bytes."""
+    try:
+        description = json.loads(str(header[8:], "utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)
+        if type(description) is not dict:
+            raise ValueError(f"the header is no object but {type(description).__name__}")
+        _check_metadata(description.pop(METADATA, {}))
+        entries = {key: _entry(key, value, len(header), size) for key, value in description.items()}
+        ordered = dict(sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
+        end = len(header)
+        for key, entry in ordered.items():
+            if entry.offset != end:
+                raise ValueError(f"tensor {key[:100]!r} begins at {entry.offset}, the one before it ends at {end}")
+            end += entry.nbytes
+        if end != size:
+            raise ValueError(f"the tensors end at {end}, the file at {size}")
+    except (ValueError, RecursionError) as error:
+        raise StateMismatch(f"{name}: {str(error)[:300]}") from error
+    return TensorFileLayout(header, size, ordered)
+
+
+def _entry(name: str, value: object, start: int, size: int) -> TensorEntry:
+    if type(value) is not dict or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"tensor {name[:100]!r} is not described by dtype, shape and data_offsets")
+    code, shape, span = value["dtype"], value["shape"], value["data_offsets"]
+    dtype = DTYPES.get(code) if type(code) is str else None
+    if dtype is None:
+        raise ValueError(f"tensor {name[:100]!r} has the unknown dtype {str(code)[:20]!r}")
+    if not _naturals(shape) or len(shape) > MAX_DIMS or math.prod(n or 1 for n in shape) * dtype.itemsize >= 2**63:
+        raise ValueError(f"tensor {name[:100]!r} has an impossible shape")
+    if not _naturals(span) or len(span) != 2 or not span[0] <= span[1] <= size - start:
+        raise ValueError(f"tensor {name[:100]!r} lies outside the file")
+    nbytes = span[1] - span[0]
+    if math.prod(shape) * dtype.itemsize != nbytes:
+        raise ValueError(f"tensor {name[:100]!r} needs {math.prod(shape) * dtype.itemsize} bytes and has {nbytes}")
+    if nbytes and (start + span[0]) % dtype.itemsize:
+        raise ValueError(f"tensor {name[:100]!r} is not aligned to its element size")
+    return TensorEntry(start + span[0], nbytes, dtype, tuple(shape))
+
+
+def _naturals(value: object) -> bool:
+    return type(value) is list and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def _check_metadata(value: object) -> None:
+    if type(value) is not dict or not all(type(text) is str for text in value.values()):
+        raise ValueError(f"{METADATA} maps names to anything but strings")
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _refuse(constant: str) -> object:
+    raise ValueError(f"{constant} is no JSON")

@@ -1,0 +1,346 @@
+"""Handle the single values of a state: which types are known, how a path names a value, and how a value is encoded.
+
+Invariant: a value without a safe encoding is refused, with its path. A subclass is not accepted in place of its base.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol, TypeGuard, runtime_checkable
+
+import torch
+
+from tierd.core.errors import StateRefused
+from tierd.state import cuda, tree_budget
+from tierd.state.json_tree import EXACT, KEYS, MAX_DEPTH, MAX_TREE, SCALARS, SHELLS, STORED_AS
+from tierd.state.kinds import numpy_arrays, packed_tensors
+from tierd.state.kinds.packed_tensors import Named
+from tierd.state.paths import fullest, heaviest, places
+from tierd.state.tensor_file import DTYPE_NAMES, MAX_DIMS
+
+Path = tuple[object, ...]
+TensorForm = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...], bool, bool]
+
+IMMUTABLE = frozenset(SCALARS) - {bytearray}
+MOST_REPEATED = 256 * 1024 * 1024  # bytes by which a tensor's size in the file may exceed its size in memory
+_WINDOW = 1 << 11  # values encoded in one call, which takes about a millisecond
+_STORABLE = frozenset((*DTYPE_NAMES, *STORED_AS))
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")).encode
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that returns its state and loads it: module, optimizer, scheduler, data loader or `tierd.RngState`."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+class JsonText(str):
+    """Text that is already JSON and is inserted into the tree unchanged."""
+
+    __slots__ = ()
+
+
+# ---- names
+
+
+def is_stateful(value: object) -> TypeGuard[Stateful]:
+    """Return whether `value` is an instance, not a class, with callable `state_dict` and `load_state_dict`."""
+    return not isinstance(value, type) and all(
+        callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
+    )
+
+
+def show(path: Path) -> str:
+    """Format a path as Python code: ``state["optimizer"]["state"][0]``.
+
+    The text is safe to print; long parts are cut.
+    """
+    return "state" + "".join(f"[{show_part(part)}]" for part in path)
+
+
+def show_part(part: object) -> str:
+    """Quote one key of a path; at most 100 characters."""
+    text = json.dumps(part, ensure_ascii=False) if type(part) is str else repr(part)
+    text = text if len(text) <= 100 else f"{text[:97]}..."
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def type_name(value: object) -> str:
+    """Return the type's name, with its module unless the type is built in."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def refuse(path: Path, reason: str, cause: Exception | None = None) -> NoReturn:
+    raise StateRefused(f"{show(path)}: {reason}") from cause
+
+
+# ---- tensors
+
+
+def is_storable(tensor: torch.Tensor) -> bool:
+    """Return whether `why_refused` would return None; faster than `why_refused`."""
+    return (
+        type(tensor) in PLAIN
+        and tensor.dtype in _STORABLE
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_meta
+        and tensor.dim() + tensor.dtype.is_complex <= MAX_DIMS
+        and _misheld(tensor) is None
+    )
+
+
+def _misheld(tensor: torch.Tensor) -> str | None:
+    """Return the reason why a strided tensor's memory cannot be stored, or None."""
+    nbytes, span = tensor.nbytes, span_of(tensor)
+    there = tensor.untyped_storage().nbytes()
+    if nbytes and tensor.storage_offset() * tensor.element_size() + span > there:
+        return (
+            f"a tensor of {nbytes} bytes in a storage of {there}: its memory was freed (untyped_storage().resize_(), "
+            "as FSDP does it); gather it first, and save what was gathered"
+        )
+    return None if nbytes - span <= MOST_REPEATED else _repeated("tensor", nbytes, span)
+
+
+def span_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of memory from a strided tensor's first element to its last."""
+    if not tensor.numel() or tensor.is_contiguous():
+        return tensor.nbytes
+    size = tensor.element_size()
+    return _span(tensor.shape, [step * size for step in tensor.stride()], size)
+
+
+def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Return the bytes of memory from the first element to the last; `strides` are in bytes."""
+    return sum((n - 1) * abs(step) for n, step in zip(shape, strides, strict=True)) + itemsize
+
+
+def _repeated(kind: str, nbytes: int, span: int) -> str:
+    return (
+        f"a {kind} of {nbytes} bytes that repeats {span} bytes of memory; save what was expanded and expand it again "
+        "after the restore, or save a contiguous copy to have all of it written"
+    )
+
+
+def why_refused(tensor: torch.Tensor) -> str | None:
+    """Return why the tensor cannot be stored, with a remedy; None if it can be stored."""
+    if type(tensor) not in PLAIN:
+        if hasattr(tensor, "full_tensor"):
+            kind = type_name(tensor)
+            return f"{kind}, a sharded tensor; pass .full_tensor(), or save it through tierd.dcp.StorageWriter"
+        return f"{type_name(tensor)}, a tensor subclass; pass a plain torch.Tensor"
+    if tensor.is_nested:
+        return "a nested tensor; pass the list that .unbind() gives"
+    if tensor.layout != torch.strided:
+        return f"a {str(tensor.layout).removeprefix('torch.')} tensor; pass .to_dense()"
+    if tensor.is_quantized:
+        return "a quantized tensor; pass .int_repr() with its scale and zero point"
+    if tensor.is_meta:
+        return "a meta tensor, which holds no data; materialize it first"
+    if tensor.dtype not in _STORABLE:
+        return f"a tensor of {tensor.dtype}, which no stored dtype holds"
+    if tensor.dim() + tensor.dtype.is_complex > MAX_DIMS:
+        return f"a {tensor.dtype} tensor of {tensor.dim()} dimensions, too many to be read again; pass .flatten()"
+    return _misheld(tensor)
+
+
+def why_array_refused(array: Any) -> str | None:
+    """Return why the NumPy array cannot be stored, with a remedy; None if it can be stored."""
+    if not numpy_arrays.describes(array.dtype):
+        return f"numpy.ndarray of dtype {array.dtype}; object and structured dtypes have no encoding"
+    if array.ndim + (array.dtype.kind == "c") > MAX_DIMS:
+        return f"numpy.ndarray of {array.ndim} dimensions, too many to be read again; pass .ravel()"
+    if array.nbytes > MOST_REPEATED and not array.flags.forc:
+        span = _span(array.shape, array.strides, array.itemsize)
+        return None if array.nbytes - span <= MOST_REPEATED else _repeated("numpy.ndarray", array.nbytes, span)
+    return None
+
+
+def form_of(tensor: torch.Tensor) -> TensorForm:
+    """Return everything but the address that decides a storable tensor's values.
+
+    Two tensors with one form at one address are the same tensor.
+    """
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+def fill(target: torch.Tensor, saved: torch.Tensor) -> None:
+    """Copy `saved` into `target`, in place. Both have one dtype and shape; torch need not be able to copy the dtype."""
+    if target.dtype in SHELLS:
+        target, saved = target.view(torch.uint8), saved.view(torch.uint8)
+    cuda.api.assign(target, saved)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's values without an autograd graph, in a dtype that the tensor file holds.
+
+    Copies only if the tensor is lazily negated or conjugated.
+    """
+    found = tensor.detach() if tensor.requires_grad else tensor
+    if tensor.is_neg() or tensor.is_conj():
+        found = found.resolve_conj().resolve_neg()
+    if tensor.dtype in STORED_AS:
+        stored = STORED_AS[tensor.dtype]
+        found = torch.view_as_real(found) if tensor.dtype.is_complex else found.view(stored)
+    return found
+
+
+# ---- values that hold no tensor
+
+
+def made(value: Any, path: Path) -> JsonText:
+    """Return the JSON of a value at once.
+
+    Such a value is mutable, so training may change it, or only encoding it shows whether it can be stored.
+    """
+    if type(value) in (set, frozenset):
+        check_alike(found := list(value), path)
+        members = sorted((key_tree(member, path) for member in found), key=lambda member: json.dumps(member))
+        return JsonText(dumps({f"${type(value).__name__}": members}))
+    if type(value) is slice:
+        return JsonText(dumps({"$slice": _slice(value, path)}))
+    return JsonText(dumps(SCALARS[bytearray](value) if type(value) is bytearray else _numpy_scalar(value, path)))
+
+
+def _slice(value: slice, path: Path) -> object:
+    parts = {"start": value.start, "stop": value.stop, "step": value.step}
+    for name, part in parts.items():
+        if part is not None and type(part) is not int:
+            refuse(path, f"a slice whose {name} is {type_name(part)}; only int and None can be stored there")
+    return [SCALARS[type(part)](part) for part in parts.values()]
+
+
+def _numpy_scalar(value: Any, path: Path) -> object:
+    base = value.dtype.type
+    if type(value) is not base:
+        refuse(path, f"{type_name(value)}, a subclass of {type_name(base())}; pass a plain {base.__name__}")
+    if value.dtype.kind == "U":
+        return {"$npstr": SCALARS[str](str.__str__(value))}  # because `str(value)` drops trailing NULs
+    if value.dtype.kind == "S":
+        (encoded,) = SCALARS[bytes](bytes(value)).values()  # type: ignore[attr-defined]
+        return {"$npbytes": encoded}
+    if not numpy_arrays.describes(value.dtype):
+        refuse(path, f"{type_name(value)} of dtype {value.dtype}")
+    return {"$npscalar": numpy_arrays.scalar_json(value)}
+
+
+def key_tree(key: object, path: Path, inside: int = 0) -> object:
+    """Return a mapping's key, or a set's member, in its typed JSON form."""
+    if type(key) is tuple:
+        if len(path) + inside > MAX_DEPTH:
+            refuse(path, f"a key of tuples, nested deeper than {MAX_DEPTH}")
+        return {"$tuple": [key_tree(part, path, inside + 1) for part in key]}
+    if type(key) not in KEYS:
+        refuse(
+            path, f"the key {show_part(key)} is {type_name(key)}; keys are str, int, float, bool, bytes, None or tuples"
+        )
+    return SCALARS[type(key)](key)
+
+
+def check_alike(keys: list[object], path: Path) -> None:
+    """Refuse the keys of one dict, or the members of one set, if too many share a hash.
+
+    The reason is that a reader would compare each of them with all others.
+    """
+    if most := tree_budget.alike(keys):
+        refuse(
+            path,
+            f"{most} of its keys have the same hash, {tree_budget.MOST_ALIKE} at most, because each is compared with "
+            "all others; use other keys, such as their str()",
+        )
+
+
+def is_name(key: object) -> bool:
+    """Return whether a mapping's key can be the key of a JSON object."""
+    return type(key) is str and not key.startswith("$") and type(SCALARS[str](key)) is str
+
+
+def is_run(parts: tuple[object, ...]) -> bool:
+    """Return whether all parts are immutable, so that the tuple is a snapshot, and no part is packed on its own."""
+    kinds = set(map(type, parts))
+    if bytes in kinds and any(type(part) is bytes and len(part) >= packed_tensors.FEWEST_BYTES for part in parts):
+        return False
+    return IMMUTABLE.issuperset(kinds)
+
+
+# ---- text
+
+
+def encode(pieces: Sequence[str], holes: Sequence[object], pause: Callable[[], None] | None = None) -> bytes:
+    """Return typed JSON in UTF-8: the pieces of text, with the JSON of the holes' values between them.
+
+    Args:
+        pieces: text before, between and after the holes.
+        holes: immutable values, tuples of immutable values, `JsonText` and `Named`.
+        pause: called about every millisecond while a long tuple is encoded.
+
+    Raises:
+        StateRefused: the text is larger than a reader accepts, or has more values.
+    """
+    parts = [""] * (len(pieces) + len(holes))
+    parts[::2] = pieces
+    counts = [hole.values if type(hole) is Named else 0 for hole in holes]
+    if reason := tree_budget.excess_of_runs(sum(counts)):
+        path, most = heaviest(places(pieces), counts)
+        raise StateRefused(
+            f"{show(path)}: {most} of the state's {reason}, because a restore takes no more; keep many numbers in a "
+            "tensor (torch.tensor makes one of a list), or in a file that stage() takes"
+        )
+    parts[1::2] = (_long(hole, pause) if type(hole) is tuple and len(hole) > _WINDOW else _text(hole) for hole in holes)
+    whole = "".join(parts)
+    if reason := tree_budget.excess(whole):
+        path, count = fullest(whole)
+        raise StateRefused(
+            f"{show(path)}: {count} of the state's {reason}, because a restore takes no more; keep many numbers in a "
+            "tensor (torch.tensor makes one of a list), or in a file that stage() takes"
+        )
+    text = whole.encode()
+    if len(text) > MAX_TREE:
+        path, size = heaviest(places(pieces), [len(part) for part in parts[1::2]])
+        raise StateRefused(
+            f"{show(path)}: {size} of the {len(text)} bytes besides tensors, {MAX_TREE} at most; keep large data in a "
+            "tensor (torch.frombuffer makes one of bytes), or in a file that stage() takes"
+        )
+    return text
+
+
+def _text(value: Any) -> str:
+    kind = type(value)
+    if kind is JsonText or kind is Named:
+        return value  # type: ignore[no-any-return]
+    if (kind is int and -EXACT <= value <= EXACT) or (kind is float and math.isfinite(value)):
+        return repr(value)
+    if kind is not tuple:
+        return dumps(SCALARS[kind](value))
+    # The fast paths exist because JSON represents most numbers as they are, and a sampler's permutation has a million.
+    kinds = set(map(type, value))
+    if kinds == {int} and min(value) >= -EXACT and max(value) <= EXACT:
+        return dumps(value)
+    if kinds == {float} and all(map(math.isfinite, value)):
+        return dumps(value)
+    return dumps([SCALARS[type(part)](part) for part in value])
+
+
+def _long(run: tuple[Any, ...], pause: Callable[[], None] | None) -> str:
+    """Encode a long tuple as `_text` does, but in windows, because the JSON encoder holds the GIL for a whole call."""
+    windows = []
+    for begin in range(0, len(run), _WINDOW):
+        windows.append(_text(run[begin : begin + _WINDOW])[1:-1])
+        if pause is not None:
+            pause()
+    return f"[{','.join(windows)}]"
+
+
+# The text before and after the parts of a sequence of each type.
+BRACKETS: dict[type, tuple[str, str]] = {
+    list: ("", ""),
+    tuple: ('{"$tuple":', "}"),
+    deque: ('{"$deque":[', "]}"),
+}

@@ -1,0 +1,114 @@
+"""Check that the directories in a configuration do not overlap on this machine.
+
+Invariant: no file tier is the spool or another file tier, is inside it, or contains it, through any links or mounts.
+Each place deletes files that it takes for its own, so an overlap would lose data. Only a directory that does not answer
+is compared by the text of its path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierd.core.config import Config
+from tierd.core.errors import ConfigError
+from tierd.core.urls import parse_url
+
+# Seconds that a directory's mount may take to answer, because a hung mount must not block the other tiers.
+_ANSWER = 5.0
+
+_Identity = tuple[int, int]  # st_dev, st_ino
+
+
+@dataclass(frozen=True, slots=True)
+class _Directory:
+    """A path resolved on this machine, without links.
+
+    `own` and `above` identify its directory and all parent directories that exist.
+    """
+
+    given: str
+    path: Path
+    own: _Identity | None = None
+    above: frozenset[_Identity | None] = frozenset()
+
+    def relation(self, other: _Directory) -> str:
+        """Return the relation to another directory; empty if they do not overlap."""
+        if self.path == other.path or (self.own and self.own == other.own):
+            return "is"
+        if self._is_inside(other):
+            return "lies in"
+        return "contains" if other._is_inside(self) else ""
+
+    def _is_inside(self, other: _Directory) -> bool:
+        return other.path in self.path.parents or (other.own is not None and other.own in self.above)
+
+    def __str__(self) -> str:
+        return self.given if self.given == str(self.path) else f"{self.given} (which is {self.path})"
+
+
+async def check_apart(config: Config) -> None:
+    """Refuse file tiers that overlap the spool or each other. Changes nothing.
+
+    Raises:
+        ConfigError: two directories overlap. The message names the tier's URL, both paths, and the remedy.
+    """
+    places = list(_places(config))
+    found = await asyncio.gather(*(_resolved(path) for _, _, path in places))
+    for number, here in enumerate(found):
+        for other, there in enumerate(found[:number]):
+            if how := here.relation(there):
+                raise ConfigError(
+                    f"{places[number][0]}: {here} {how} the directory of {places[other][1]}, {there}, and each would "
+                    "delete what is the other's: give the tier a directory of its own, beside that one"
+                )
+
+
+def _places(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield for the spool and each file tier: its configuration key, its name in messages, and its path."""
+    yield "spool", "the spool", config.spool
+    for index, tier in enumerate(config.tier):
+        url = parse_url(tier.url)
+        if url.scheme == "file":
+            yield f"tier[{index}].url", f"tier {tier.name!r}", url.path
+
+
+async def _resolved(path: str) -> _Directory:
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[_Directory] = loop.create_future()
+
+    def settle(found: _Directory) -> None:
+        if not answer.done():
+            answer.set_result(found)
+
+    def work() -> None:
+        found = _look(path)
+        try:
+            loop.call_soon_threadsafe(settle, found)
+        except RuntimeError:  # the directory answered after the loop had ended
+            pass
+
+    # This needs a dedicated thread, because the loop's pool would wait at its end for a thread that hangs in a dead
+    # mount.
+    threading.Thread(target=work, name="tierd-apart", daemon=True).start()
+    try:
+        return await asyncio.wait_for(answer, _ANSWER)
+    except TimeoutError:
+        return _Directory(path, Path(os.path.normpath(path)))
+
+
+def _look(path: str) -> _Directory:
+    real = Path(os.path.realpath(path))
+    return _Directory(path, real, _identity(real), frozenset(_identity(one) for one in real.parents))
+
+
+def _identity(path: Path) -> _Identity | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -1,0 +1,58 @@
+"""Count the requests to a store, as an object store bills them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from tierd.stores.base import FIRST_PAGE, PAGE, Buffer, ObjectInfo, Store, asked_s, is_authentic
+
+
+class CountedStore:
+    """Wrap `inner` and count its requests.
+
+    A listing counts one request for each page that was begun, with the page sizes of `S3Store`. Retries inside `inner`
+    are not counted.
+
+    Attributes:
+        requests: the number so far of puts, gets, pages of listings, and deletions of up to 1,000 keys.
+        encrypts: the same as `inner.encrypts`.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self.requests = 0
+        self.encrypts = is_authentic(inner)
+
+    def __repr__(self) -> str:
+        return f"CountedStore({self._inner!r})"
+
+    @property
+    def asked_s(self) -> float:
+        """The same as `inner.asked_s`."""
+        return asked_s(self._inner)
+
+    async def put(self, key: str, data: Buffer) -> str:
+        self.requests += 1
+        return await self._inner.put(key, data)
+
+    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
+        self.requests += 1
+        return await self._inner.get(key, into)
+
+    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        self.requests += 1
+        shown = 0
+        async with aclosing(self._inner.scan(prefix, after)) as listing:
+            async for info in listing:
+                if shown >= FIRST_PAGE and (shown - FIRST_PAGE) % PAGE == 0:
+                    self.requests += 1
+                shown += 1
+                yield info
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        self.requests += -(-len(keys) // PAGE)
+        await self._inner.delete(keys)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()

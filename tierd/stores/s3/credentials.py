@@ -1,0 +1,90 @@
+"""Credentials from the standard AWS chain, as they are now and not as they were when the daemon began.
+
+Invariant: a client asks for credentials at each request and gets the most recently found ones. If there are none, or if
+the server rejects them, the chain is searched again, at most once in `_PAUSE_S`. Open connections and calls in flight
+are not disturbed. This module logs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from pathlib import Path
+from typing import Any
+
+from aiobotocore.credentials import AioCredentials
+from aiobotocore.session import AioSession, get_session
+
+from tierd.core.errors import StoreRefused
+
+# Seconds between two searches, because a link of the chain may run a program or ask the instance's metadata.
+_PAUSE_S = 3.0
+
+
+class Chain(AioCredentials):  # type: ignore[misc]  # the library has no types
+    """Credentials that search the AWS chain again when needed.
+
+    `generation` rises whenever a search finds other credentials.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("", "", method="tierd")
+        self.generation = 0
+        self._found: Any = None
+        self._known: object = None  # the keys themselves, to notice a change
+        self._looked_at = -_PAUSE_S
+        self._looking = asyncio.Lock()
+
+    def session(self) -> AioSession:
+        """Create a session with the current AWS configuration, whose clients ask this object for credentials."""
+        session = get_session()
+        session.register_component("credential_provider", self)
+        return session
+
+    async def load_credentials(self) -> Chain:
+        """Return this object; a session calls this method of its `credential_provider`."""
+        return self
+
+    async def get_frozen_credentials(self) -> Any:
+        """Return the credentials that sign a request.
+
+        If there are none, return None: botocore then raises `NoCredentialsError`.
+        """
+        if self._found is None:
+            await self.renew()
+        return None if self._found is None else await self._found.get_frozen_credentials()
+
+    async def renew(self) -> None:
+        """Search the chain again. Raises botocore's errors if a link of the chain fails."""
+        async with self._looking:
+            if time.monotonic() - self._looked_at < _PAUSE_S:
+                return
+            self._looked_at = time.monotonic()
+            found = await get_session().get_credentials()
+            known = await found.get_frozen_credentials() if found else None
+            if known != self._known:
+                self._found, self._known, self.generation = found, known, self.generation + 1
+
+
+async def check_bundle(session: AioSession) -> None:
+    """Check that the file of CA certificates can be read, if the environment or AWS's configuration names one.
+
+    Raises:
+        StoreRefused: the file does not exist, cannot be read, or holds no certificate.
+    """
+    path = session.get_config_variable("ca_bundle")
+    if isinstance(path, str) and path.strip():
+        await asyncio.to_thread(_check_bundle, path)
+
+
+def _check_bundle(path: str) -> None:
+    named = f"AWS_CA_BUNDLE (or ca_bundle in AWS's configuration) names {path}"
+    try:
+        if Path(path).is_dir():
+            raise StoreRefused(f"{named}, which is a directory; name a file of certificates, in PEM")
+        ssl.create_default_context(cafile=path)
+    except ssl.SSLError:
+        raise StoreRefused(f"{named}, which holds no certificate that can be used; it has to be PEM") from None
+    except OSError as error:
+        raise StoreRefused(f"{named}: {error.strerror}; correct the path, or unset it") from None

@@ -1,0 +1,147 @@
+"""The client side of HTTP/1.1 without I/O: format request heads, parse response heads.
+
+Invariant: parsing is strict. It raises `Unanswered`, with the reason, for an incomplete head and for sizes that
+contradict each other. It also raises for a body without a delimiter, or with an encoding that no request asked for. It
+never guesses where a body ends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import SplitResult
+
+from botocore import exceptions as botocore
+
+LONGEST_HEAD = 1 << 16  # bytes of a response's head, and of a chunk's size line
+_STATUS = re.compile(r"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: .*)?")
+_FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\x00\r\n]*?)[ \t]*")
+_SIZE = re.compile(r"[0-9]{1,18}")
+_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?")
+_TLS_ALERT = b"\x15\x03"  # how a server that speaks TLS responds to plain HTTP
+_PLAIN = {"", "identity", "aws-chunked"}  # Content-Encodings that leave the bytes as they were put
+
+
+class Unanswered(botocore.HTTPClientError):  # type: ignore[misc]
+    """There was no response, or none that can be used.
+
+    Attributes:
+        said: the reason in tierd's own words, which hold no secret.
+        refused: whether no retry can help until the configuration or the server changes.
+    """
+
+    fmt = "{said}"
+
+    def __init__(self, said: str, *, refused: bool = False) -> None:
+        super().__init__(said=said)
+        self.said, self.refused = said, refused
+
+
+@dataclass(frozen=True, slots=True)
+class MessageHead:
+    """The head of a response.
+
+    Attributes:
+        status: the HTTP status.
+        headers: by lower-case name.
+        size: bytes of the body; None for a chunked body, which marks its own end.
+        keeps: whether the connection can serve another request.
+        opaque: whether this is an error whose body cannot be read, so that the caller must not try.
+    """
+
+    status: int
+    headers: dict[str, str]
+    size: int | None
+    keeps: bool
+    opaque: bool = False
+
+
+def request_head(method: str, url: SplitResult, headers: Mapping[str, Any]) -> bytes:
+    """Format the head of a request.
+
+    `Expect` is left out, because botocore adds it to every request with a body and does not sign it.
+    """
+    target = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
+    fields = {name: value.decode() if isinstance(value, bytes) else str(value) for name, value in headers.items()}
+    known = {name.lower() for name in fields}
+    fields = ({} if "host" in known else {"Host": url.netloc}) | fields
+    if "accept-encoding" not in known:
+        fields["Accept-Encoding"] = "identity"
+    lines = [f"{method} {target} HTTP/1.1"]
+    lines += [f"{name}: {value}" for name, value in fields.items() if name.lower() != "expect"]
+    if any(mark in line for line in lines for mark in "\r\n\0") or " " in target:
+        raise ValueError("a line break in a request's head")
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def check_begin(data: bytes | bytearray) -> None:
+    """Raise `Unanswered` as soon as the received bytes cannot be the start of a response."""
+    if data.startswith(_TLS_ALERT):
+        raise Unanswered("the server speaks TLS on this port; write endpoint=https://…", refused=True)
+    if not b"HTTP/1.".startswith(bytes(data[:7])):
+        raise Unanswered(f"what came is no HTTP: it begins with {bytes(data[:16])!r}")
+
+
+def parse_head(raw: bytes, method: str) -> MessageHead:
+    """Parse a response's head, given without the empty line after it.
+
+    Raises:
+        Unanswered: the head is invalid, does not say where the body ends, or announces an encoded body.
+    """
+    first, *lines = raw.decode("latin-1").split("\r\n")
+    match = _STATUS.fullmatch(first)
+    if not match:
+        raise Unanswered(f"what came is no answer: {first[:40]!r}")
+    status, fields = int(match[2]), _fields(lines)
+    tokens = {token.strip().lower() for token in fields.get("connection", "").split(",")}
+    keeps = "close" not in tokens if match[1] == "1" else "keep-alive" in tokens
+    size, coding = _size(fields), fields.get("transfer-encoding", "").lower()
+    if method == "HEAD" or status < 200 or status in (204, 304):
+        return MessageHead(status, fields, 0, keeps)
+    encoding = fields.get("content-encoding", "").lower()
+    if status >= 300 and (encoding not in _PLAIN or (size is None and coding != "chunked")):
+        return MessageHead(status, fields, 0, keeps=False, opaque=True)  # the status alone gives the error's meaning
+    if encoding not in _PLAIN:
+        raise Unanswered(
+            f"a body with Content-Encoding {encoding[:40]!r}, which nobody asked for: something between here and the "
+            "server changes what it carries"
+        )
+    if coding == "chunked":
+        return MessageHead(status, fields, None, keeps and size is None)
+    if coding or size is None:
+        raise Unanswered("an answer that does not say where it ends")
+    return MessageHead(status, fields, size, keeps)
+
+
+def _fields(lines: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for line in lines:
+        match = _FIELD.fullmatch(line)
+        if not match:
+            raise Unanswered(f"an answer with a header that is none: {line[:40]!r}")
+        name, value = match[1].lower(), match[2]
+        found[name] = f"{found[name]}, {value}" if name in found else value
+    return found
+
+
+def _size(fields: dict[str, str]) -> int | None:
+    said = {one.strip() for one in fields["content-length"].split(",")} if "content-length" in fields else set()
+    if not said:
+        return None
+    if len(said) > 1 or not _SIZE.fullmatch(one := said.pop()):
+        raise Unanswered(f"an answer whose Content-Length is {fields['content-length'][:40]!r}")
+    return int(one)
+
+
+def chunk_size(line: bytes) -> int:
+    """Parse the size of a chunked body's next chunk; 0 marks the end.
+
+    Raises:
+        Unanswered: the line holds no size.
+    """
+    match = _CHUNK.fullmatch(line)
+    if not match:
+        raise Unanswered(f"a body in chunks, one of which has no size but {line[:20]!r}")
+    return int(match[1], 16)

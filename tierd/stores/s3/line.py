@@ -1,0 +1,274 @@
+"""HTTP/1.1 exchanges on one connection, one after another.
+
+Invariant: a line (an `HttpLine`) is in one of four states, with these transitions only:
+
+    NEW ── exchange ──> BUSY ── the response's last byte was read, and none followed it ──> IDLE ── exchange ──> BUSY
+    any ── any exception, `abort`, `close`, a response that ends with the connection ──> DEAD
+
+Only an IDLE line may be used again. Every error is raised as one of botocore's, as its own sessions do.
+"""
+
+from __future__ import annotations
+
+import io
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+from urllib.parse import SplitResult
+
+from botocore import exceptions as botocore
+
+from tierd.stores.s3.connection import Connection, reason, where
+from tierd.stores.s3.http1 import (
+    LONGEST_HEAD,
+    MessageHead,
+    Unanswered,
+    check_begin,
+    chunk_size,
+    parse_head,
+    request_head,
+)
+
+_AHEAD = 1 << 16  # bytes that are received at once before the body's size is known
+_PIECE = 1 << 20  # bytes that are read at once of a body of unknown size
+_STALL_S = 20.0  # seconds within which a byte must move while a body is transferred
+_INTERIM = 8  # interim responses before the final one, such as "100 Continue"
+_LONGEST_IDLE_S = 12.0  # seconds after which a server or a middlebox may have dropped an idle connection
+
+
+class Body(io.RawIOBase):
+    """A caller's bytes as a file, because botocore's signer copies a body that is bytes, and never sends the copy."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+        self._at = 0
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        piece = self.view[self._at : self._at + len(into)]
+        into[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self.view)}[whence]
+        return self._at
+
+
+class State(Enum):
+    NEW = "not connected yet"
+    BUSY = "an exchange is under way"
+    IDLE = "all of the last answer was read"
+    DEAD = "not to be used again"
+
+
+class HttpLine:
+    """One connection, and the state of its exchanges.
+
+    Every method but `abort` blocks, and one thread at a time calls it.
+    """
+
+    def __init__(
+        self, url: SplitResult, tls: Callable[[], ssl.SSLContext], connect_timeout_s: float, read_timeout_s: float
+    ) -> None:
+        self.place = url.scheme, url.netloc
+        self.state = State.NEW
+        self.connection = Connection(url, tls, connect_timeout_s)
+        self._answer_s, self._stall_s = read_timeout_s, min(read_timeout_s, _STALL_S)
+        self._job: Future[Any] | None = None  # a cancelled call that may still be running
+        self._ahead = bytearray()  # received, and not yet parsed
+        self._head: MessageHead | None = None
+        self._left = self._got = 0  # bytes of the body, or of its chunk, still to be read; and bytes read so far
+        self._more = False  # whether further chunks follow
+        self._idle_since = 0.0
+
+    # -- exchanges --------------------------------------------------------------------------------------------------
+
+    def exchange(self, url: SplitResult, request: Any) -> MessageHead:
+        """Send a request, and read the response up to its body.
+
+        Raises:
+            botocore.HTTPClientError: there was no response, or none that can be used.
+        """
+        with self._fatal():
+            if self.state is State.NEW:
+                self.connection.connect()
+            elif self.state is not State.IDLE:
+                raise Unanswered(f"a line that is {self.state.name} was taken for another exchange")
+            self.state, self._got = State.BUSY, 0
+            self.connection.watch(self._stall_s, "while the request was sent")
+            cut = self.connection.send(request_head(request.method, url, request.headers), _view(request.body))
+            self.connection.watch(self._answer_s, "before the answer began")
+            self._head = head = self._answered(request.method, cut)
+            self._left, self._more = head.size or 0, head.size is None
+            if not self._left and not self._more:
+                self._end()
+            return head
+
+    def _answered(self, method: str, cut: OSError | None) -> MessageHead:
+        """Read the response's head.
+
+        Args:
+            cut: the error with which the server stopped reading the request; None if it read it all.
+        """
+        try:
+            head = self._read_head(method)
+        except (Unanswered, OSError):
+            if cut and not self.connection.aborted:
+                raise Unanswered(f"the connection broke while the request was sent: {reason(cut)}") from cut
+            raise
+        if cut and head.status < 300:
+            raise Unanswered("a success before the end of what was sent") from cut
+        if cut or head.opaque:
+            self.state = State.DEAD
+        return head
+
+    def _read_head(self, method: str) -> MessageHead:
+        for _ in range(_INTERIM):
+            while (end := self._ahead.find(b"\r\n\r\n")) < 0:
+                check_begin(self._ahead)
+                if len(self._ahead) > LONGEST_HEAD:
+                    raise Unanswered(f"an answer's head of more than {LONGEST_HEAD} bytes")
+                if not self._receive():
+                    where = "within its answer's head" if self._ahead else "before it answered"
+                    raise Unanswered(f"the server ended the connection {where}")
+            head = parse_head(bytes(self._ahead[:end]), method)
+            del self._ahead[: end + 4]
+            if head.status >= 200:
+                return head
+        raise Unanswered("one interim answer after another")
+
+    def readinto(self, view: memoryview) -> int:
+        """Fill `view` with the response's body, and return the number of bytes; fewer if the body ends first."""
+        at = 0
+        with self._fatal():
+            self.connection.watch(self._stall_s, "in the answer's body")
+            while at < len(view) and (count := self._some(view[at:])):
+                at += count
+            if not self._left and not self._more:
+                self._end()
+        return at
+
+    def read(self, most: int) -> bytearray:
+        """Read the response's body, or its first `most` bytes."""
+        data = bytearray()
+        with self._fatal():
+            self.connection.watch(self._stall_s, "in the answer's body")
+            while len(data) < most:
+                piece = memoryview(bytearray(min(most - len(data), self._left or _AHEAD, _PIECE)))
+                count = self._some(piece)
+                if not count:
+                    break
+                data += piece[:count]
+            if not self._left and not self._more:
+                self._end()
+        return data
+
+    def _some(self, view: memoryview) -> int:
+        """Read some of the body into `view`, and return the number of bytes; 0 at the body's end."""
+        if not self._left and self._more:
+            self._begin_chunk()
+        piece = view[: self._left]
+        count = self._fill(piece) if piece else 0
+        if self._more and not self._left and count and self._text_line():
+            raise Unanswered("a body in chunks, one of which is longer than it says")
+        return count
+
+    def _fill(self, piece: memoryview) -> int:
+        size = self._head.size if self._head else None
+        of = f" of the {size} bytes that were announced" if size is not None else " bytes, without their end"
+        before = self.connection.moved - min(len(piece), len(self._ahead))
+        try:
+            count = self.connection.fill(piece, self._ahead)
+        except Unanswered as stall:
+            raise Unanswered(f"{stall.said}, after {self._got + self.connection.moved - before}{of}") from stall
+        self._left -= count
+        self._got += count
+        if not count:
+            raise Unanswered(f"the connection ended after {self._got}{of}")
+        return count
+
+    def _begin_chunk(self) -> None:
+        self._left = chunk_size(self._text_line())
+        if not self._left:
+            while self._text_line():  # trailers, which are not used
+                pass
+            self._more = False
+
+    def _text_line(self) -> bytes:
+        while (end := self._ahead.find(b"\r\n")) < 0:
+            if len(self._ahead) > LONGEST_HEAD or not self._receive():
+                raise Unanswered(f"a body in chunks broke off after {self._got} bytes")
+        line = bytes(self._ahead[:end])
+        del self._ahead[: end + 2]
+        return line
+
+    def _receive(self) -> int:
+        data = self.connection.receive(_AHEAD)
+        self._ahead += data
+        return len(data)
+
+    def _end(self) -> None:
+        """Mark the end of the body, and decide whether the line may be used again."""
+        if self.state is State.BUSY:
+            keeps = self._head is not None and self._head.keeps and not self._ahead
+            self.state, self._idle_since = State.IDLE if keeps else State.DEAD, time.monotonic()
+
+    @contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """Mark the line DEAD for any exception inside the block."""
+        try:
+            yield
+        except botocore.BotoCoreError:
+            self.state = State.DEAD
+            raise
+        except Exception as error:
+            self.state = State.DEAD
+            why = reason(error) if isinstance(error, OSError) else f"tierd's own mistake: {where(error)}"
+            raise Unanswered(f"the connection broke: {why}") from error
+
+    # -- closing ----------------------------------------------------------------------------------------------------
+
+    def is_idle(self) -> bool:
+        """Return whether the line may be used again."""
+        return self.state is State.IDLE and not self.connection.aborted
+
+    def is_fresh(self) -> bool:
+        """Return whether a parked line is still usable.
+
+        It is not after a long idle time, after the connection's end, or if an unrequested byte has arrived.
+        """
+        return self.is_idle() and time.monotonic() - self._idle_since <= _LONGEST_IDLE_S and self.connection.is_quiet()
+
+    def abort(self) -> None:
+        """End the current operation; when this returns, no buffer is read or written any more."""
+        self.connection.abort()
+
+    def used_by(self, job: Future[Any]) -> None:
+        """Defer `close` until `job` has ended, because another connection could reuse the descriptor before."""
+        self._job = job
+
+    def close(self) -> None:
+        """Close the connection, now or as soon as the job that uses it has ended."""
+        self.state = State.DEAD
+        if self._job is not None:
+            self._job.add_done_callback(lambda _: self.connection.close())
+        else:
+            self.connection.close()
+
+
+def _view(body: Any) -> memoryview:
+    data = body.view if isinstance(body, Body) else body.read() if hasattr(body, "read") else body
+    return memoryview(data.encode() if isinstance(data, str) else data or b"")

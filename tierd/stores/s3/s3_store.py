@@ -1,0 +1,320 @@
+"""Objects in an S3 bucket, through aiobotocore.
+
+Invariant: one object is one request, so no partial object can exist. Every upload carries a checksum over the whole
+object, computed here. The store trusts the server's check only after the server has refused a wrong checksum.
+
+One module, `answers`, translates all errors of S3, botocore and the transport, and keeps secrets out of the messages.
+botocore's own retries are off, because `RetryingStore` retries.
+
+Uploads have no payload signature, because SHA-256 costs as much as the rest of a put. Instead the checksum is a signed
+header; for servers that support none, the MD5 is. Use https on a network that is not your own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from typing import Any
+
+import aiohttp
+from aiobotocore.config import AioConfig
+from botocore import exceptions as botocore
+from botocore.parsers import ResponseParserError
+
+from tierd.core.errors import StoreRefused, StoreUnavailable, TierdError
+from tierd.core.urls import StoreUrl
+from tierd.stores.base import FIRST_PAGE, LARGEST, Buffer, ObjectInfo, check_key, check_size, is_key, octets, room
+from tierd.stores.s3.answers import MISMATCH, STRANGER, said, silent, unanswered
+from tierd.stores.s3.checksums import CHECKSUMS, MD5, Checksum
+from tierd.stores.s3.connection import SLOWEST, where
+from tierd.stores.s3.credentials import Chain, check_bundle
+from tierd.stores.s3.line import Body
+from tierd.stores.s3.transport import Answer, exchanges, http_session
+
+_CONNECTIONS = 32
+_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 10, 60  # the latter until a response begins; see `transport`
+_DELETE_BATCH = 1000  # S3's own limit
+_FIRST_PAGE = FIRST_PAGE
+_PROBE = ".tierd-probe"  # under the store's prefix; not a valid key, so that no scan shows it
+_PROBE_AGAIN_S = 60.0  # after a probe without a usable response
+_FOREIGN = (botocore.ClientError, botocore.BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError)
+
+_UNKNOWN_CHECKSUM = {"InvalidArgument", "InvalidRequest", "NotImplemented"}
+
+_log = logging.getLogger(__name__)
+
+for _library in ("botocore", "aiobotocore"):  # at DEBUG they log session tokens, and the secrets in responses of STS
+    logging.getLogger(_library).setLevel(logging.INFO)
+
+
+class S3Store:
+    """A `Store` in the bucket, and under the prefix, that `url` names. Connects at the first call."""
+
+    # Bytes/s; the transport itself gives up stalled transfers, so no deadline may cut off one that progresses.
+    slowest = SLOWEST
+
+    def __init__(self, url: StoreUrl) -> None:
+        self._url = url
+        self._base = f"{url.prefix}/" if url.prefix else ""
+        self._extra: dict[str, str] = {}  # additional parameters of each PutObject
+        if url.storage_class:
+            self._extra["StorageClass"] = url.storage_class
+        if url.sse_kms_key_id:
+            self._extra |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": url.sse_kms_key_id}
+        self._checksum: Checksum = MD5  # used for each upload until a probe has found a better one
+        self._proven = ""  # the checksum's name, after the server has refused a wrong one
+        self._probe_at: float | None = 0.0  # monotonic seconds of the next probe; None after a conclusive probe
+        self._probing = asyncio.Lock()
+        self._client: Any = None
+        self._chain = Chain()
+        self._heard = False  # whether the server has ever responded
+        self._opening = asyncio.Lock()
+        self._closing = AsyncExitStack()
+
+    def __repr__(self) -> str:
+        return f"S3Store({str(self._url)!r})"
+
+    async def put(self, key: str, data: Buffer) -> str:
+        name, view = self._base + check_key(key), octets(data)
+        async with self._translated(f"put {key}"):
+            await self._probe()
+            checksum, proven = self._checksum, self._proven
+            parameters = await checksum.parameters(view)
+            answer = await self._put(name, view, parameters)
+            self._check_whose(answer, "ETag", f"put {key}")
+            echoed = answer.get(checksum.field)
+            if echoed is not None and echoed != parameters[checksum.field]:
+                raise StoreUnavailable(f"{self._url}: put {key}: the server took other bytes than were sent")
+            return proven
+
+    async def _put(self, name: str, view: memoryview, checksum: dict[str, str]) -> Any:
+        client = await self._connected()
+        return await client.put_object(Bucket=self._url.bucket, Key=name, Body=Body(view), **checksum, **self._extra)
+
+    async def _probe(self) -> None:
+        """Find the best checksum that the server verifies; else the best that it accepts; else use MD5.
+
+        A server verifies a checksum if it refuses a wrong value.
+        """
+        if self._probe_at is None:
+            return
+        async with self._probing:
+            if self._probe_at is None or time.monotonic() < self._probe_at:
+                return
+            self._probe_at = time.monotonic() + _PROBE_AGAIN_S
+            taken: list[Checksum] = []
+            for checksum in CHECKSUMS:
+                refused = await self._refuses(checksum)
+                if refused is None:
+                    return  # no conclusion; until the next probe use MD5, which every server supports
+                if refused == "mismatch":
+                    self._checksum, self._proven, self._probe_at = checksum, checksum.name, None
+                    return
+                if refused == "":
+                    taken.append(checksum)
+            self._checksum, self._probe_at = taken[0] if taken else MD5, None
+            _log.info("%s verifies no checksum: what is put is proven by reading it back", self._url)
+
+    async def _refuses(self, checksum: Checksum) -> str | None:
+        """Put an object with a wrong checksum.
+
+        Returns:
+            "mismatch" if the server refused the value, "unknown" if it does not support the algorithm, "" if it
+            accepted the object. None if the request failed for another reason.
+        """
+        wrong, name = await checksum.parameters(memoryview(b"other bytes")), self._base + _PROBE
+        data = memoryview(b"a put with a wrong checksum, which a server should refuse")
+        try:
+            answer = await self._put(name, data, wrong)
+        except botocore.ClientError as error:
+            code = error.response.get("Error", {}).get("Code")
+            return "mismatch" if code in MISMATCH else "unknown" if code in _UNKNOWN_CHECKSUM else None
+        except _FOREIGN:
+            return None
+        if "ETag" not in answer:
+            return None
+        try:
+            client = await self._connected()
+            await client.delete_object(Bucket=self._url.bucket, Key=name)
+        except _FOREIGN:
+            _log.info("%s: %s could not be deleted; it means nothing", self._url, _PROBE)
+        return ""
+
+    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
+        name = self._base + check_key(key)
+        async with self._translated(f"get {key}"):
+            client = await self._connected()
+            with self._parsed(f"get {key}"):
+                answer = await client.get_object(Bucket=self._url.bucket, Key=name)
+            async with answer["Body"] as body:  # an unread and unclosed body would hold its connection forever
+                self._check_whose(answer, "ETag", f"get {key}")
+                return await self._read(body.raw_stream, answer.get("ContentLength"), into, f"{self._url}: get {key}")
+
+    @staticmethod
+    async def _read(raw: Any, size: int | None, into: memoryview | None, doing: str) -> Buffer:
+        if into is None:
+            check_size(size or 0, doing)
+        if isinstance(raw, Answer) and size is not None and size >= 0:
+            view = memoryview(bytearray(size)) if into is None else room(into, size, doing)
+            count = await raw.readinto(view)
+        else:  # through a proxy, or chunked
+            view = memoryview(await _bounded(raw, 1 + (LARGEST if into is None else into.nbytes)))
+            count = len(view)
+            if into is None and count > LARGEST:
+                raise StoreUnavailable(f"{doing}: a body without an end, of which {LARGEST} bytes were read")
+            if into is not None:
+                data, view = view, room(into, count, doing)
+                view[:] = data
+        if size is not None and count != size:
+            raise StoreUnavailable(f"{doing}: {count} of {size} bytes came")
+        return view
+
+    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        page: dict[str, Any] = {"MaxKeys": _FIRST_PAGE}
+        if after:
+            page["StartAfter"] = self._base + after
+        last = None
+        while True:
+            async with self._translated(f"scan {prefix}"):
+                client = await self._connected()
+                with self._parsed(f"scan {prefix}"):
+                    answer = await client.list_objects_v2(Bucket=self._url.bucket, Prefix=self._base + prefix, **page)
+                self._check_whose(answer, "IsTruncated", f"scan {prefix}")
+                items = [(item["Key"], item["Size"], item["ETag"]) for item in answer.get("Contents", ())]
+                token = answer["NextContinuationToken"] if answer["IsTruncated"] else None
+            for name, size, etag in items:
+                key = name[len(self._base) :]
+                if last is not None and key <= last:
+                    raise StoreRefused(f"{self._url} lists keys out of order, as S3 Express directory buckets do")
+                last = key
+                if key > after and is_key(key):
+                    yield ObjectInfo(key, size, etag.strip('"'))
+            if token is None:
+                return
+            page = {"ContinuationToken": token}
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        names = [{"Key": self._base + check_key(key)} for key in keys]
+        for start in range(0, len(names), _DELETE_BATCH):
+            batch = names[start : start + _DELETE_BATCH]
+            async with self._translated("delete"):
+                client = await self._connected()
+                answer = await client.delete_objects(Bucket=self._url.bucket, Delete={"Objects": batch})
+            refusals = answer.get("Errors", ())
+            for refusal in refusals:
+                code = refusal.get("Code", "")
+                if code != "NoSuchKey":
+                    raise said(str(self._url), f"delete {refusal.get('Key')}", code, 0, refusal.get("Message", ""))
+            told = {one.get("Key") for one in (*answer.get("Deleted", ()), *refusals)}
+            # A response that leaves a key out is not from an S3 server.
+            if missing := [one["Key"] for one in batch if one["Key"] not in told]:
+                raise StoreUnavailable(f"{self._url}: delete {missing[0]}: the answer does not say what became of it")
+
+    async def aclose(self) -> None:
+        await self._closing.aclose()
+        self._client = None
+
+    async def _connected(self) -> Any:
+        async with self._opening:
+            if self._client is None:
+                config = AioConfig(
+                    http_session_cls=http_session,
+                    max_pool_connections=_CONNECTIONS,
+                    connect_timeout=_CONNECT_TIMEOUT_S,
+                    read_timeout=_READ_TIMEOUT_S,
+                    retries={"total_max_attempts": 1},
+                    request_checksum_calculation="when_required",  # some servers reject headers that they don't know
+                    response_checksum_validation="when_required",  # tierd's own digests are stronger
+                    parameter_validation=False,  # botocore's validation does not accept a memoryview
+                    s3={"addressing_style": self._url.addressing, "payload_signing_enabled": False},
+                )
+                session = self._chain.session()
+                if not (self._url.endpoint or "").startswith("http://"):
+                    await check_bundle(session)
+                creating = session.create_client(
+                    "s3", region_name=self._url.region, endpoint_url=self._url.endpoint, config=config
+                )
+                client = await self._closing.enter_async_context(creating)
+                client.meta.events.register("before-call.s3.DeleteObjects", _with_md5)
+                client.meta.events.register("before-call.s3.HeadBucket", _without_redirect)
+                self._client = client
+            return self._client
+
+    def _check_whose(self, answer: dict[str, Any], member: str, doing: str) -> None:
+        """Check that a success has a member that every S3 server sends, because a proxy's "200 OK" proves nothing."""
+        if member not in answer:
+            raise StoreUnavailable(f"{self._url}: {doing}: a success without {member}, which is no S3 server's")
+
+    @contextmanager
+    def _parsed(self, doing: str) -> Iterator[None]:
+        """Translate the ValueError that botocore raises if a response holds invalid sizes or times."""
+        try:
+            yield
+        except _FOREIGN:
+            raise
+        except ValueError as error:
+            raise StoreUnavailable(f"{self._url}: {doing}: what came is no answer of S3's: {error}") from None
+
+    @asynccontextmanager
+    async def _translated(self, doing: str) -> AsyncGenerator[None, None]:
+        # At least 1, because the first credentials are found during the first call.
+        began = max(self._chain.generation, 1)
+        try:
+            with exchanges(f"{self._url}: {doing}"):
+                yield
+            self._heard = True
+        except botocore.ClientError as error:
+            self._heard = True
+            answer = error.response.get("Error", {})
+            sent = error.response.get("ResponseMetadata", {})
+            status, headers = sent.get("HTTPStatusCode", 0), sent.get("HTTPHeaders", {})
+            after, date = headers.get("retry-after", ""), headers.get("date", "")
+            code = str(answer.get("Code", ""))
+            if code in STRANGER and await self._have_changed(began):
+                raise StoreUnavailable(f"{self._url}: {doing}: {code}: there are other credentials by now") from None
+            raise said(str(self._url), doing, code, status, str(answer.get("Message", "")), after, date) from error
+        except _FOREIGN as error:
+            # The error's text may quote the output of a credential helper.
+            raise unanswered(str(self._url), doing, error, heard=self._heard) from None
+        except StoreUnavailable as error:
+            raise silent(str(self._url), doing, error, heard=self._heard) from error.__cause__
+        except TierdError:
+            raise
+        except Exception as error:  # the library took an invalid response for one of S3's, and failed on it
+            raise StoreUnavailable(f"{self._url}: {doing}: what came is no answer of S3's: {where(error)}") from None
+
+    async def _have_changed(self, generation: int) -> bool:
+        """Search the chain again, and return whether its credentials differ from those of `generation`."""
+        with suppress(*_FOREIGN):
+            await self._chain.renew()
+        return self._chain.generation != generation
+
+
+async def _bounded(raw: Any, most: int) -> Buffer:
+    """Read a body of unknown size, or its first `most` bytes."""
+    if isinstance(raw, Answer):
+        return await raw.read(most)
+    data = bytearray()
+    while len(data) < most and (piece := await raw.content.read(most - len(data))):
+        data += piece
+    return data
+
+
+def _with_md5(params: dict[str, Any], **_: Any) -> None:
+    """Put an MD5 into DeleteObjects, which needs a checksum.
+
+    Every server supports MD5, but not botocore's choice, CRC-32.
+    """
+    params["context"].pop("checksum", None)
+    params["headers"]["Content-MD5"] = MD5.value(memoryview(params["body"]))
+
+
+def _without_redirect(params: dict[str, Any], **_: Any) -> None:
+    """Stop botocore from asking HeadBucket for the region after a redirect.
+
+    botocore would loop forever if that request is redirected too.
+    """
+    params["context"].setdefault("s3_redirect", {})["redirected"] = True

@@ -1,0 +1,317 @@
+"""HTTP/1.1 for the S3 client: each exchange runs in a thread, on a connection that no other exchange uses meanwhile.
+
+Invariant: ownership is defined from the first moment to the last.
+
+- A *slot* is the right to have one exchange in flight; there are `max_pool_connections` slots. `send` takes one and
+  gives it to an `Answer` at once, before anything can fail. `Answer.close` returns it exactly once, also after an
+  error.
+- A *line* (see `line` for its states) belongs to the answer from `send` on. `Answer.close` parks it if it is IDLE, and
+  closes it otherwise. If a cancelled call still runs on the line, that call's thread closes it at its end.
+- An *answer* (a response) belongs to the store's call that received it. When the call ends, `exchanges` closes each
+  answer that is still open, because the client library drops an answer that it cannot parse without closing it.
+
+After a call has ended, cancelled or not, its slot is therefore free, and nothing touches its buffer. Its connection is
+closed, or parked with no byte of a response left on it. A failed call raises one of tierd's errors, with the reason.
+
+This module exists because aiohttp copies a large body twice on upload and three times on download, on the loop's only
+thread. That takes 0.82 CPU-seconds per GB. Blocking calls on large pieces take 0.36, and run in parallel with each
+other and with the loop (benchmarks/clients.md). Behind a proxy the client still uses aiohttp, with the same limits on
+responses that are not objects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property
+from typing import Any, TypeVar
+from urllib.parse import SplitResult, urlsplit
+from xml.parsers import expat
+
+from aiobotocore.awsrequest import AioAWSResponse
+from aiobotocore.httpsession import AIOHTTPSession
+from botocore.httpsession import get_cert_path
+
+from tierd.core.errors import StoreRefused, StoreUnavailable
+from tierd.priority import Pools
+from tierd.stores.s3.connection import StallTimer
+from tierd.stores.s3.http1 import MessageHead, Unanswered
+from tierd.stores.s3.line import HttpLine
+
+T = TypeVar("T")
+
+LONGEST_REPLY = 16 << 20  # bytes of a response that is not an object: a listing's page has at most 4 MB
+_STALL_S = 20.0  # seconds within which a byte of a proxied response must arrive; `line` has the same limit for others
+
+_mine: ContextVar[list[Answer] | None] = ContextVar("answers of this call", default=None)
+
+
+class Answer:
+    """The body of one response; aiobotocore calls it the raw response. It owns a slot and a line until `close`."""
+
+    def __init__(self, session: DirectSession) -> None:
+        self._session: DirectSession | None = session
+        self.line: HttpLine | None = None
+        self.head: MessageHead | None = None
+        if (mine := _mine.get()) is not None:
+            mine.append(self)
+
+    async def readinto(self, view: memoryview) -> int:
+        """Fill `view` from the body, close the answer, and return the number of bytes; fewer if the body ends first."""
+        assert self._session is not None and self.line is not None
+        try:
+            return await self._session.run(self.line, self.line.readinto, view)
+        finally:
+            self.close()
+
+    async def read(self, most: int | None = None) -> bytes:
+        """Read the whole body, or its first `most` bytes, and close the answer.
+
+        Raises:
+            Unanswered: the body is longer than `LONGEST_REPLY`, and `most` was not given.
+        """
+        if self._session is None or self.line is None or self.head is None or self.head.opaque or self.line.is_idle():
+            self.close()
+            return b""
+        try:
+            size = self.head.size or 0
+            if most is None and size > LONGEST_REPLY:
+                raise Unanswered(f"an answer of {size} bytes, where no more than {LONGEST_REPLY} make sense")
+            limit = LONGEST_REPLY + 1 if most is None else most
+            data = await self._session.run(self.line, self.line.read, limit)
+            if most is None and len(data) > LONGEST_REPLY:
+                raise Unanswered(f"an answer without an end, of which {LONGEST_REPLY} bytes were read")
+            return bytes(data)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Return the slot and the line. The line is reused if the body has been read to its end."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.free(self.line)
+
+
+class DirectSession:
+    """An HTTP session for `AioConfig(http_session_cls=...)`.
+
+    Args:
+        timeout: (connect, read) in seconds. The read timeout applies until a response begins; within bodies the limit
+            of `line` applies.
+
+    Attributes:
+        in_use: how many slots are taken.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout: tuple[float, float],
+        verify: bool | str | None = True,
+        max_pool_connections: int = 10,
+        **_: Any,
+    ) -> None:
+        self._connect_timeout_s, self._read_timeout_s = timeout
+        self._verify = verify
+        self._slots = asyncio.Semaphore(max_pool_connections)
+        self._threads = Pools(max_pool_connections, "tierd-s3")
+        self._parked: dict[tuple[str, str], list[HttpLine]] = {}
+        self._busy: set[HttpLine] = set()
+        self._closed = False
+        self._moved = 0  # bytes moved by exchanges that have ended
+        self.in_use = 0
+
+    async def __aenter__(self) -> DirectSession:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End every call, and close all connections."""
+        self._closed = True
+        for line in self._busy:
+            line.abort()
+        for parked in self._parked.values():
+            for line in parked:
+                line.close()
+        self._parked.clear()
+        self._threads.shutdown()
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes sent and received so far by all exchanges, those in flight included.
+
+        The difference between two readings gives the throughput.
+        """
+        return self._moved + sum(line.connection.moved for line in self._busy)
+
+    async def send(self, request: Any) -> AioAWSResponse:
+        """Send one of botocore's prepared requests. At most `max_pool_connections` run at once; others wait.
+
+        Raises:
+            botocore.HTTPClientError: there is no response, or none that can be used.
+        """
+        await self._slots.acquire()
+        self.in_use += 1
+        answer = Answer(self)
+        try:
+            url = urlsplit(request.url)
+            answer.line = line = self._take(url)
+            answer.head = head = await self.run(line, line.exchange, url, request)
+            response = AioAWSResponse(request.url, head.status, head.headers, answer)
+            if not request.stream_output:
+                body = await response.content
+                if body and head.status == 200:
+                    _check_xml(body)
+            return response
+        except BaseException:
+            answer.close()
+            raise
+
+    async def run(self, line: HttpLine, call: Callable[..., T], *args: Any) -> T:
+        """Run `call` in a thread. A cancelled call stops using its buffers before the cancellation is raised."""
+        if self._closed:
+            raise Unanswered("the store was closed")
+        job = self._threads.here().submit(call, *args)
+        try:
+            return await asyncio.wrap_future(job)
+        except asyncio.CancelledError:
+            line.abort()
+            line.used_by(job)
+            task = asyncio.current_task()
+            if job.cancelled() and not (task and task.cancelling()):  # the session was closed before the call began
+                raise Unanswered("the store was closed") from None
+            raise
+
+    def _take(self, url: SplitResult) -> HttpLine:
+        parked = self._parked.get((url.scheme, url.netloc), [])
+        while parked:
+            if (line := parked.pop()).is_fresh():
+                break
+            line.close()
+        else:
+            line = HttpLine(url, lambda: self._tls, self._connect_timeout_s, self._read_timeout_s)
+        self._busy.add(line)
+        return line
+
+    def free(self, line: HttpLine | None) -> None:
+        """Take back a slot, and its line if it has one."""
+        self._slots.release()
+        self.in_use -= 1
+        if line is None:
+            return
+        self._busy.discard(line)
+        self._moved, line.connection.moved = self._moved + line.connection.moved, 0
+        if line.is_idle() and not self._closed:
+            self._parked.setdefault(line.place, []).append(line)
+        else:
+            line.close()
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        """The TLS context, made in a thread because that reads files.
+
+        `verify` is True, False or the path of a CA bundle, as botocore passes it.
+        """
+        if not self._verify:
+            context = ssl.create_default_context()
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            return context
+        return ssl.create_default_context(cafile=get_cert_path(self._verify))
+
+
+@contextmanager
+def exchanges(doing: str) -> Iterator[None]:
+    """Wrap one call of a store: close every open answer at its end, and translate a missing response into an error.
+
+    Args:
+        doing: the store and the call, for the error message.
+
+    Raises:
+        StoreUnavailable, StoreRefused: there was no response, or none that can be used.
+    """
+    opened: list[Answer] = []
+    token = _mine.set(opened)
+    try:
+        yield
+    except Unanswered as error:
+        raise (StoreRefused if error.refused else StoreUnavailable)(f"{doing}: {error.said}") from error
+    finally:
+        _mine.reset(token)
+        for answer in opened:
+            answer.close()
+
+
+def _check_xml(body: bytes) -> None:
+    """Check that a successful response is XML, as all of S3's responses but objects are.
+
+    botocore would report any other body as the server's error 500.
+
+    Raises:
+        Unanswered: the body is not XML.
+    """
+    try:
+        expat.ParserCreate().Parse(body, True)
+    except expat.ExpatError as error:
+        raise Unanswered(
+            f"answered 200 with {len(body)} bytes that are no XML ({expat.ErrorString(error.code)}) and begin with "
+            f"{body[:24]!r}: something between here and the server may answer in its place, or cut its answers"
+        ) from None
+
+
+class ProxiedSession(AIOHTTPSession):  # type: ignore[misc]
+    """aiobotocore's own session, with the limits of `DirectSession` on responses that are not objects.
+
+    The limits are on bytes, and on time by a `StallTimer`.
+    """
+
+    async def send(self, request: Any) -> AioAWSResponse:
+        """Send one of botocore's prepared requests.
+
+        Raises:
+            botocore.HTTPClientError: there is no response, or none that can be used.
+        """
+        if request.stream_output:
+            return await super().send(request)
+        request.stream_output = True  # so that aiohttp reads nothing of the body yet
+        try:
+            response = await super().send(request)
+        finally:
+            request.stream_output = False
+        try:
+            response._content = body = await _reply(response.raw)
+        except BaseException:
+            response.raw.close()
+            raise
+        if body and response.status_code == 200:
+            _check_xml(body)
+        return response
+
+
+async def _reply(raw: Any) -> bytes:
+    """Read through aiohttp the body of a response that is not an object."""
+    if (size := raw.content_length or 0) > LONGEST_REPLY:
+        raise Unanswered(f"an answer of {size} bytes, where no more than {LONGEST_REPLY} make sense")
+    loop, data = asyncio.get_running_loop(), bytearray()
+    watch = StallTimer(_STALL_S, loop.time(), 0, "in the middle of an answer")
+    while len(data) <= LONGEST_REPLY:
+        try:
+            async with asyncio.timeout(watch.left_s(loop.time(), len(data))):
+                piece = await raw.content.read(LONGEST_REPLY + 1 - len(data))
+        except TimeoutError:
+            continue  # the timer raises with the reason
+        if not piece:
+            return bytes(data)
+        data += piece
+    raise Unanswered(f"an answer without an end, of which {LONGEST_REPLY} bytes were read")
+
+
+def http_session(**options: Any) -> DirectSession | ProxiedSession:
+    """Create the session for a client: aiobotocore's own if it uses a proxy or a client certificate."""
+    if options.get("proxies") or options.get("client_cert"):
+        return ProxiedSession(**options)
+    return DirectSession(**options)

@@ -1,0 +1,199 @@
+"""List a directory tree and read ranges of its files; the only module of this package that touches the file system.
+
+The module never writes. It opens the directory once, and every path below it one component at a time without following
+links. A link planted meanwhile thus cannot redirect it. It opens regular files only.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tierd.core.errors import ConfigError, StoreRefused
+from tierd.formats.byte_source import ByteSource
+from tierd.watching.inspect import Changed
+from tierd.watching.listing import MARKERS, MAX_MARKER, Kind, ListedEntry, Listing, joined
+
+MAX_NAMES = 1_000_000  # names below one directory, at most
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+class Tree:
+    """A directory whose files are listed and read. Use it as a context manager.
+
+    Raises:
+        OSError: the directory cannot be opened.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._shown = directory
+        self._root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def __enter__(self) -> Tree:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._root)
+
+    def listing(self, name: str | None = None) -> Listing:
+        """List everything below the directory.
+
+        With a `name`, list only that entry, its content, and the top directory's markers.
+
+        Raises:
+            ConfigError: there are more than `MAX_NAMES` names.
+            StoreRefused: a directory cannot be listed.
+        """
+        entries: dict[str, ListedEntry] = {}
+        if name is None:
+            pending = self._list("", entries)
+        else:
+            entries[name] = self._entry(self._root, name)
+            pending = [name] if entries[name].kind == "directory" else []
+            self._list_beside(entries)
+        while pending:
+            pending += self._list(pending.pop(), entries)
+        marked = (path for path in entries if path.rpartition("/")[2] in MARKERS)
+        return Listing(entries, {path: text for path in marked if (text := self._text(path, entries)) is not None})
+
+    def files(self) -> Listing:
+        """List the directory's own files and links, without its subdirectories."""
+        entries: dict[str, ListedEntry] = {}
+        self._list("", entries)
+        return Listing({name: entry for name, entry in entries.items() if entry.kind != "directory"})
+
+    def _list(self, path: str, entries: dict[str, ListedEntry]) -> list[str]:
+        """Add a directory's entries, and return its subdirectories."""
+        try:
+            return self._add(path, entries)
+        except FileNotFoundError:
+            return []  # deleted since the parent was listed
+        except OSError as error:
+            raise StoreRefused(f"{self._shown / path}: it cannot be listed: {error.strerror}") from error
+
+    def _add(self, path: str, entries: dict[str, ListedEntry]) -> list[str]:
+        directories = []
+        with self._opened(path, _DIRECTORY) as descriptor:
+            for name in _names(descriptor):
+                try:
+                    entry = self._entry(descriptor, name)
+                except FileNotFoundError:
+                    continue  # deleted since the directory was read
+                if len(entries) == MAX_NAMES:
+                    raise ConfigError(f"{self._shown}: more than {MAX_NAMES} names lie below it; name one checkpoint")
+                entries[joined(path, name)] = entry
+                if entry.kind == "directory":
+                    directories.append(joined(path, name))
+        return directories
+
+    def _list_beside(self, entries: dict[str, ListedEntry]) -> None:
+        """Add the markers of the top directory, if its names may be read."""
+        try:
+            names = _names(self._root)
+        except PermissionError:
+            return
+        for name in names:
+            if name in MARKERS or name.endswith("-unfinished"):
+                try:
+                    entries[name] = self._entry(self._root, name)
+                except FileNotFoundError:
+                    continue
+
+    def _entry(self, directory: int, name: str) -> ListedEntry:
+        return _entry(os.stat(name, dir_fd=directory, follow_symlinks=False))
+
+    def _text(self, path: str, entries: dict[str, ListedEntry]) -> str | None:
+        entry = entries[path]
+        if entry.kind != "file" or entry.size > MAX_MARKER:
+            return None
+        try:
+            with self._opened(path, _FILE) as descriptor:
+                return os.read(descriptor, MAX_MARKER).decode("utf-8", "replace")
+        except OSError:
+            return None
+
+    @contextmanager
+    def _opened(self, path: str, flags: int) -> Iterator[int]:
+        *directories, last = path.split("/") if path else ["."]
+        descriptor = os.dup(self._root)
+        try:
+            for part in directories:
+                inner = os.open(part, _DIRECTORY, dir_fd=descriptor)
+                os.close(descriptor)
+                descriptor = inner
+            found = os.open(last, flags, dir_fd=descriptor)
+        finally:
+            os.close(descriptor)
+        try:
+            yield found
+        finally:
+            os.close(found)
+
+    @contextmanager
+    def opened(self, path: str, listed: ListedEntry) -> Iterator[ByteSource]:
+        """Open a listed file for reading.
+
+        Raises:
+            Changed: the file is not the listed one, or it changed before the block ended. An error from the block is
+                then meaningless.
+            OSError: the file cannot be read.
+        """
+        try:
+            with self._opened(path, _FILE) as descriptor:
+                _compare(listed, descriptor)
+                try:
+                    yield _File(descriptor, listed.size)
+                finally:
+                    _compare(listed, descriptor)
+                    self._compare_name(path, listed)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ESTALE):
+                raise Changed("it was deleted or replaced meanwhile") from None
+            raise
+
+    def _compare_name(self, path: str, listed: ListedEntry) -> None:
+        directory, _, name = path.rpartition("/")
+        with self._opened(directory, _DIRECTORY) as descriptor:
+            if self._entry(descriptor, name) != listed:
+                raise Changed("another file is there by its name")
+
+
+def _names(descriptor: int) -> list[str]:
+    return sorted(os.listdir(descriptor))
+
+
+def _entry(found: os.stat_result) -> ListedEntry:
+    kinds: tuple[tuple[int, Kind], ...] = ((stat.S_IFREG, "file"), (stat.S_IFDIR, "directory"), (stat.S_IFLNK, "link"))
+    kind: Kind = next((kind for mode, kind in kinds if stat.S_IFMT(found.st_mode) == mode), "other")
+    return ListedEntry(kind, found.st_size, found.st_mtime_ns, (found.st_dev, found.st_ino))
+
+
+def _compare(listed: ListedEntry, descriptor: int) -> None:
+    found = _entry(os.fstat(descriptor))
+    if found.kind != "file" or found.inode != listed.inode:
+        raise Changed("another file is there by its name")
+    if found.size != listed.size:
+        raise Changed(f"it had {listed.size} bytes, and has {found.size}")
+    if found != listed:
+        raise Changed("it was written to meanwhile")
+
+
+class _File:
+    """An open file as a source of a fixed size."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._descriptor, self.size = descriptor, size
+
+    def read(self, offset: int, length: int) -> bytes:
+        data = os.pread(self._descriptor, length, offset)
+        while len(data) < length:
+            more = os.pread(self._descriptor, length - len(data), offset + len(data))
+            if not more:
+                raise Changed(f"it had {self.size} bytes, and ends at {offset + len(data)}")
+            data += more
+        return data

@@ -1,0 +1,204 @@
+"""Check each file of a unit by its format, and against the unit's own index.
+
+This module reads through an `Opener`, so it touches no file system itself. A file that changes while it is read proves
+nothing, because a writer is still at work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from posixpath import basename, dirname
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from tierd.formats.byte_source import ByteSource, Damaged, NoFormat, Sound, Unchecked, Unfinished
+from tierd.formats.dcp import Extent, check_extents, read_extents
+from tierd.formats.files import check_file
+from tierd.formats.tensorflow import check_shard, read_index
+from tierd.formats.texts import read_json
+from tierd.watching.layouts import Unit
+from tierd.watching.listing import joined
+from tierd.watching.programs import TENSORFLOW
+
+Status: TypeAlias = Literal["sound", "damaged", "incomplete", "changing", "unknown", "unreadable"]
+# A unit's status is the first of these among its findings. While files are missing, no file counts as damaged yet.
+_ORDER: tuple[Status, ...] = ("changing", "incomplete", "damaged", "unreadable", "unknown", "sound")
+_METADATA = ".metadata"
+_SHARD_INDEX = (".safetensors.index.json", ".bin.index.json")
+_COMMITTED = "_CHECKPOINT_METADATA"
+
+
+class Changed(Exception):
+    """The file differs from the listed or opened one; the message says how."""
+
+
+Opener: TypeAlias = Callable[[str], AbstractContextManager[ByteSource]]
+"""Opens a file of the unit by its path. It raises `Changed`, also at its end, and `OSError`."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """A reason why a unit is not sound, or why nothing is known about it.
+
+    Attributes:
+        file: the file's path from the listing's directory; the unit's own path if the finding is about the whole unit.
+        offset: the offset at which it shows; None if it has none.
+        status: the unit's status, unless another finding's status comes earlier in the order of `Inspected.status`.
+        reason: the description, for people.
+    """
+
+    file: str
+    offset: int | None
+    status: Status
+    reason: str
+
+
+class Uncovered(msgspec.Struct, frozen=True):
+    """A file with content that no digest covers, so that a flipped bit in it cannot be found.
+
+    Attributes:
+        file: the file's path from the listing's directory.
+        reason: why no digest covers it, for people.
+    """
+
+    file: str
+    reason: str
+
+
+class Inspected(msgspec.Struct, frozen=True):
+    """A unit, and the results of its checks.
+
+    Attributes:
+        path: the unit's path.
+        program: the program whose layout it has; None if no layout matches.
+        step: the step in its name.
+        status: the first among its findings in the order changing, incomplete, damaged, unreadable, unknown; else
+            sound.
+        files: the number of its files.
+        bytes: their total size.
+    """
+
+    path: str
+    program: str | None
+    step: int | None
+    status: Status
+    files: int
+    bytes: int
+    findings: tuple[Finding, ...]
+    uncovered: tuple[Uncovered, ...]
+
+
+def inspect_unit(unit: Unit, sizes: Mapping[str, int], opener: Opener) -> Inspected:
+    """Check a unit. `sizes` maps each of its files' paths to its size in bytes."""
+    inspection = _Inspection(unit, opener)
+    inspection.run()
+    if unit.missing:
+        inspection.findings.insert(0, Finding(unit.path, None, "incomplete", unit.missing))
+    status: Status = min((one.status for one in inspection.findings), key=_ORDER.index, default="sound")
+    if status == "sound" and not inspection.sound:
+        status = "unknown"
+    return Inspected(
+        path=unit.path,
+        program=unit.layout.program,
+        step=unit.step,
+        status=status,
+        files=len(unit.files),
+        bytes=sum(sizes[path] for path in unit.files),
+        findings=tuple(inspection.findings),
+        uncovered=tuple(inspection.uncovered),
+    )
+
+
+class _Inspection:
+    def __init__(self, unit: Unit, opener: Opener) -> None:
+        self._unit, self._open = unit, opener
+        self._there = frozenset(unit.files)
+        self._done: set[str] = set()
+        self.findings: list[Finding] = []
+        self.uncovered: list[Uncovered] = []
+        self.sound = 0  # number of files that were checked and found sound
+
+    def run(self) -> None:
+        for path in self._unit.strange:
+            self._find(path, "unknown", "a link or a special file, which is neither followed nor opened")
+        for path in self._unit.files:
+            self._check_index(path)
+        for path in self._unit.files:
+            if path not in self._done:
+                self._examine(path, partial(check_file, basename(path)))
+
+    def _check_index(self, path: str) -> None:
+        """Check a file that names other files, and check those files against it."""
+        name = basename(path)
+        if name.endswith(_METADATA):
+            self._check_dcp(path)
+        elif self._unit.layout is TENSORFLOW and name.endswith(".index"):
+            self._check_bundle(path)
+        elif name.endswith(_SHARD_INDEX):
+            for shard in self._shards(path):
+                self._is_there(joined(dirname(path), shard), path)
+        elif name == _COMMITTED:
+            found = self._examine(path, read_json)
+            if isinstance(found, dict) and found.get("commit_timestamp_nsecs", 0) is None:
+                self._find(path, "incomplete", "it does not say when the checkpoint was committed")
+
+    def _check_dcp(self, path: str) -> None:
+        files: dict[str, list[Extent]] = self._examine(path, read_extents) or {}
+        for name, extents in sorted(files.items()):
+            file = joined(dirname(path), name)
+            if self._is_there(file, path):
+                self._examine(file, partial(check_extents, extents=extents))
+
+    def _check_bundle(self, path: str) -> None:
+        shards = self._examine(path, read_index) or {}
+        for shard, entries in sorted(shards.items()):
+            file = f"{path.removesuffix('.index')}.data-{shard:05d}-of-{len(shards):05d}"
+            if self._is_there(file, path):
+                self._examine(file, partial(check_shard, entries=entries))
+
+    def _shards(self, path: str) -> list[str]:
+        """Return the files that a Hugging Face index names."""
+        found = self._examine(path, read_json)
+        weights = found.get("weight_map") if isinstance(found, dict) else None
+        if found is not None and not isinstance(weights, dict):
+            self._find(path, "unknown", "an index without a weight_map")
+        return sorted({one for one in (weights or {}).values() if isinstance(one, str)})
+
+    def _is_there(self, file: str, named_by: str) -> bool:
+        if file not in self._there:
+            self._find(
+                named_by,
+                "damaged",
+                f"it names {file.removeprefix(dirname(named_by) + '/')[:200]!a}, which is not there",
+            )
+        return file in self._there
+
+    def _examine(self, path: str, check: Callable[[ByteSource], Any]) -> Any:
+        """Run `check` on a file and return its result; None if it led to a finding."""
+        self._done.add(path)
+        try:
+            with self._open(path) as source:
+                found = check(source)
+        except Changed as error:
+            self._find(path, "changing", f"still being written: {error}")
+        except OSError as error:
+            self._find(path, "unreadable", error.strerror or str(error))
+        except Damaged as error:
+            self._find(path, "damaged", error.reason, error.offset)
+        except Unfinished as error:
+            self._find(path, "incomplete", str(error))
+        except NoFormat as error:
+            self.uncovered.append(Uncovered(path, str(error)))
+        except Unchecked as error:
+            self._find(path, "unknown", str(error))
+        else:
+            self.sound += 1
+            if isinstance(found, Sound) and found.uncovered:
+                self.uncovered.append(Uncovered(path, found.uncovered))
+            return found
+        return None
+
+    def _find(self, path: str, status: Status, reason: str, offset: int | None = None) -> None:
+        self.findings.append(Finding(path, offset, status, reason))

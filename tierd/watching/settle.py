@@ -1,0 +1,152 @@
+"""Decide from successive listings which units are ready to be taken: complete, and unchanged for long enough.
+
+Pure: the caller lists, and passes the time. It takes the units that are due, lists again, and reports the outcome.
+
+This suffices because a writer changes a file's size, its inode or its modification time. Between two equal listings no
+writer was active, except within one tick of the file system's clock. A unit is due only after `settle_s` without a
+change, which is many ticks, so the last write precedes the read. A unit counts as taken only if a listing that began
+after the last byte was read still shows it unchanged.
+
+A program may die while it rewrites or deletes a unit file by file, and the remainder can seem whole. Once a unit was
+due, it is therefore due again only after each of its markers changed as well, or if files were only added. A file may
+also be newer than the index that names it, by more than the clocks of nodes may differ. It then belongs to a save whose
+index is still to come.
+
+No listing shows a rank that has not begun yet, if the layout does not record the number of ranks. Such ranks have to
+begin within `settle_s` of each other; a file that arrives later makes the unit due again. A watcher that starts, or
+restarts, has no history. It judges a unit that a dead program left half rewritten before then only by its present
+files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from tierd.watching.layouts import Unit, units
+from tierd.watching.listing import ListedEntry, Listing
+
+Shape: TypeAlias = tuple[tuple[str, ListedEntry], ...]
+Outcome: TypeAlias = Literal["taken", "refused", "changed"]
+_SKEW_NS = 1_000_000_000  # how much the clocks of nodes that write to one file system may differ
+# The file that is written last, and those before it: DCP, Lightning, Megatron (by directory), TensorFlow (by prefix).
+_DISTCP = r"__\d+_\d+\.distcp"
+_FOLLOWS = tuple(
+    (re.compile(last), re.compile(before))
+    for last, before in (
+        (r"(.*/|)(?:__\d+)?\.metadata", rf"(.*/|){_DISTCP}"),
+        (r"(.*/|)meta\.pt", rf"(.*/|)(?:{_DISTCP}|\.metadata)"),
+        (r"(.*/|)metadata\.json", rf"(.*/|)(?:{_DISTCP}|\.metadata|common\.pt)"),
+        (r"(.+)\.index", r"(.+)\.data-\d+-of-\d+"),
+    )
+)
+_MOST_DOUBLINGS = 6  # of the wait for a unit that changes each time while it is taken
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A unit to be taken now.
+
+    Attributes:
+        shape: its files' entries, which the read files must match.
+        tries: how many times in a row it changed while it was taken.
+    """
+
+    unit: Unit
+    shape: Shape
+    tries: int
+
+
+@dataclass(slots=True)
+class _Seen:
+    shape: Shape
+    since_s: float  # when a listing first showed this shape
+    tries: int = 0
+    judged: bool = False  # whether it was taken or refused in this shape
+    former: Mapping[str, ListedEntry] = field(default_factory=dict)  # its files and markers when it was last due
+
+
+class Settling:
+    """The units of one directory over successive listings.
+
+    Args:
+        settle_s: seconds for which a unit has to be complete and unchanged before it is due. It must exceed the delay
+            between the first writes of two ranks, and a writer's pause between two writes.
+    """
+
+    def __init__(self, settle_s: float) -> None:
+        self._settle_s = settle_s
+        self._seen: dict[str, _Seen] = {}
+
+    def look(self, listing: Listing, now_s: float) -> list[Due]:
+        """Process a listing, and return the due units, the newest first. `now_s` is any monotonic clock."""
+        found = {unit.path: unit for unit in units(listing)}
+        for path in self._seen.keys() - found.keys():
+            del self._seen[path]
+        due = []
+        for path, unit in found.items():
+            shape, seen = shape_of(unit, listing.entries), self._seen.get(path)
+            if seen is None or seen.shape != shape:
+                # An incomplete unit settles from its last change on, not from its marker, because ranks write until
+                # then.
+                self._seen[path] = _Seen(shape, now_s, seen.tries, former=seen.former) if seen else _Seen(shape, now_s)
+                continue
+            settled = not seen.judged and unit.missing is None and now_s - seen.since_s >= self._wait_s(seen)
+            if settled and _is_one_save(unit, listing.entries, seen.former):
+                seen.former = {name: listing.entries[name] for name in (*unit.files, *unit.markers)}
+                due.append(Due(unit, shape, seen.tries))
+        return sorted(due, key=lambda one: max((entry.mtime_ns for _, entry in one.shape), default=0), reverse=True)
+
+    def _wait_s(self, seen: _Seen) -> float:
+        return float(self._settle_s * 2 ** min(seen.tries, _MOST_DOUBLINGS))
+
+    def finish(self, due: Due, sound: bool, after: Listing) -> Outcome:
+        """Record the outcome for a unit that was due.
+
+        Args:
+            sound: whether all of it was read and found sound.
+            after: a listing that began after the last byte was read.
+
+        Returns:
+            "taken" or "refused" if nothing changed meanwhile; the unit is due again only after a change. "changed" if
+            something did; the read bytes are then void, and the unit is due again when it has settled.
+        """
+        found = next((unit for unit in units(after) if unit.path == due.unit.path), None)
+        seen = self._seen.get(due.unit.path)
+        if found is None or found.missing is not None or shape_of(found, after.entries) != due.shape:
+            if seen is not None:
+                seen.tries += 1
+            return "changed"
+        if seen is not None and seen.shape == due.shape:
+            seen.judged, seen.tries = True, 0
+        return "taken" if sound else "refused"
+
+
+def _is_one_save(unit: Unit, entries: Mapping[str, ListedEntry], former: Mapping[str, ListedEntry]) -> bool:
+    """Return whether all files can come from one save, and not partly from an unfinished save or deletion.
+
+    Args:
+        former: the unit's files and markers when it was last due.
+    """
+    if any(_is_older(unit, entries, last, before) for last, before in _FOLLOWS):
+        return False
+    if all(entries.get(path) == entry for path, entry in former.items() if path not in unit.markers):
+        return all(path in entries for path in former)  # only its markers changed, or files were added
+    return all(entries[path] != former.get(path) for path in unit.markers)
+
+
+def _is_older(unit: Unit, entries: Mapping[str, ListedEntry], last: re.Pattern[str], before: re.Pattern[str]) -> bool:
+    """Return whether a file that is written last is older than one that is written before it."""
+    newest: dict[str, int] = {}
+    for path in unit.files:
+        if match := before.fullmatch(path):
+            newest[match[1]] = max(newest.get(match[1], 0), entries[path].mtime_ns)
+    found = ((match, entries[path].mtime_ns) for path in unit.files if (match := last.fullmatch(path)))
+    return any(newest.get(match[1], 0) > mtime_ns + _SKEW_NS for match, mtime_ns in found)
+
+
+def shape_of(unit: Unit, entries: Mapping[str, ListedEntry]) -> Shape:
+    """Return the listed entries of a unit's files, links and special files."""
+    return tuple((path, entries[path]) for path in (*unit.files, *unit.strange))

@@ -1,0 +1,404 @@
+"""`python -m tools.reference`: write the tables of docs/ that are made of the code, between their marks.
+
+A page holds ``<!-- made: KIND ARGUMENT -->`` and ``<!-- made: end -->``, and this module writes the lines between them.
+The tables are committed, because most readers see the pages without the site. `tests/test_docs.py` fails where a table
+differs from the code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import typer.main
+
+import tierd
+from tierd.bench.result import Result
+from tierd.bench.targets import TargetVerdict
+from tierd.check.report import Report as Checked
+from tierd.cli import EXIT_CODES, app
+from tierd.cli.act import Judged
+from tierd.cli.advise_show import Advised
+from tierd.cli.disown import Disowned
+from tierd.cli.ending import Drained, Waited
+from tierd.cli.inspect import Inspections
+from tierd.cli.read import Check
+from tierd.cli.space import Removal, Usages
+from tierd.client.saving.save import Stats
+from tierd.core.config import Config, NotifyConfig, TierConfig
+from tierd.core.event_kinds import KINDS, Event
+from tierd.core.report import Checkpoint, Report
+from tierd.core.retention.policy import Best, RetentionPolicy
+from tierd.daemon.status import COUNTERS, Status
+from tierd.daemon.transfer.export import Exported
+
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "docs"
+END = "<!-- made: end -->"
+_MARK = re.compile(
+    r"(<!-- made: (?!end)([a-z]+)(?: ([^\n]*?))? -->\n)(.*?)(?=^<!-- made: end -->$)", re.DOTALL | re.MULTILINE
+)
+
+# The JSON of commands that print a class of their own, and of those that print a few members.
+SHAPES: dict[str, Any] = {
+    "run": Event,
+    "status": Status,
+    "ls": Report,
+    "show": {"checkpoint": Checkpoint, "manifests": list[dict[str, Any]]},
+    "verify": {"checks": list[Check], "unreached": list[str]},
+    "restore": Exported,
+    "prune": {"verdicts": list[Judged]},
+    "du": Usages,
+    "rm": Removal,
+    "disown": Disowned,
+    "pin": {"run": str, "step": int, "attempt": str, "pinned": bool},
+    "pause": {"spool": str, "paused": str | None},
+    "drain": Drained,
+    "wait": Waited,
+    "config check": {"config": Config, "reach": dict[str, str], "modes": dict[str, dict[str, str | None]]},
+    "inspect": Inspections,
+    "check-resume": Checked,
+    "advise": Advised,
+    "bench overhead": {"result": Result, "verdicts": list[TargetVerdict]},
+    "--version": {"version": str, "protocol": str, "format": int},
+}
+# Members that mean the same in every class.
+_COMMON = {
+    "run": "the run's name",
+    "step": "the checkpoint's step",
+    "attempt": "the launch that wrote it",
+    "rank": "the rank",
+    "world_size": "the number of ranks of its launch",
+    "place": "`local` for the spool, else the tier's name",
+    "tier": "the tier's name",
+    "size": "bytes",
+    "unreached": "tiers that did not answer",
+    "reason": "for people",
+    "places": "what each place holds",
+    "status": "the worst that was found, else `sound`",
+    "findings": "what is wrong",
+    "uncovered": "files in which a flipped bit cannot be found",
+    "launch": "the launch, from 1",
+    "launches": "each launch of the run that was killed",
+    "ranks": "each rank, compared",
+    "causes": "what may have gone wrong",
+    "target": "`MODULE:FUNCTION`; of a verdict, the promise",
+    "steps": "the last step that was compared",
+    "loss_tolerance": "the relative difference of losses that was allowed",
+    "again_examples": "the first few samples that were read again",
+    "skipped_examples": "the first few samples that were skipped",
+    "disowned": "whether it was deleted",
+    "removed": "whether it was deleted",
+    "units": "each checkpoint that was found",
+    "usage": "for each run and place",
+    "checkpoints": "the number of checkpoints",
+    "file": "its path",
+    "name": "its name",
+    "created": "when it was made, RFC 3339",
+    "format": "the number of this layout",
+    "gigabytes": "the size of the state",
+    "state_bytes": "the size of the state",
+    "tensors": "the number of tensors",
+    "blocked_s": "seconds that a save takes from training",
+    "durable_s": "seconds until a save is durable",
+    "step_s": "seconds of one training step",
+    "rounds": "rounds of each arm",
+    "arm": "the arm that was measured",
+    "arms": "each arm, by name",
+    "sizes": "each size of the state",
+    "options": "the options of the command",
+    "advise": "what `tierd advise --from` reads",
+    "machine": "the machine",
+    "model": "the model that was trained",
+    "processor": "the model of the CPU",
+    "kernel": "the version of Linux",
+    "python": "the version of Python",
+    "cores": "CPU cores",
+    "training_threads": "threads that train",
+    "memory_bytes": "memory",
+    "filesystem": "the file system of the directory",
+    "packages": "versions, by package",
+}
+_ELSEWHERE = {Config: "a configuration: see its [reference](configuration.md)"}  # not shown again below a command
+
+
+def attributes(kind: type) -> dict[str, str]:
+    """Each member's meaning, as the `Attributes:` of a class's docstring have it."""
+    section = re.search(r"\n *(?:Attributes|Args):\n((?:\n| {8}.*\n?)+)", (kind.__doc__ or "") + "\n")
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in section[1].splitlines() if section else []:
+        if head := re.match(r" {8}([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)", line):
+            names = head[1].split(", ")
+            found |= dict.fromkeys(names, head[2])
+            continue
+        for name in names:
+            found[name] += " " + line.strip()
+    return {name: text.strip().rstrip(".") for name, text in found.items()}
+
+
+def purpose(kind: type) -> str:
+    """The prose of a class's docstring, without its `Attributes:`, on one line."""
+    text = re.split(r"\n *(?:Attributes|Args|Raises):\n", kind.__doc__ or "")[0]
+    return " ".join(text.replace("``", "`").split())
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def exit_codes() -> str:
+    return table(("code", "meaning"), ((str(code), means) for code, means in EXIT_CODES.items()))
+
+
+def events() -> str:
+    rows = ((f"`{name}`", kind.level, "yes" if kind.usual else "no", kind.means) for name, kind in KINDS.items())
+    return table(("event", "level", "sent by default", "meaning"), rows)
+
+
+def counters() -> str:
+    return table(("counter", "meaning"), ((f"`{name}`", means) for name, means in COUNTERS.items()))
+
+
+def stats() -> str:
+    means = attributes(Stats)
+    return table(("member", "meaning"), ((f"`{it.name}`", means[it.name]) for it in dataclasses.fields(Stats)))
+
+
+def configuration() -> str:
+    """Every key, dotted, with its default."""
+    rows = []
+    for kind in (Config, TierConfig, NotifyConfig, RetentionPolicy, Best):
+        means, hints, prefix = attributes(kind), typing.get_type_hints(kind), _prefix(kind)
+        for field in msgspec.structs.fields(kind):
+            default = "required" if field.required else _default(field)
+            if kind is NotifyConfig and field.name in ("url", "command"):
+                default = "one of `url` and `command`"
+            meaning = means.get(field.name, "").replace("None:", "not given:")
+            rows.append((f"`{prefix}{field.name}`", meaning, default, _in_toml(hints[field.name])))
+    return table(("key", "meaning", "default", "type"), rows)
+
+
+def _prefix(kind: type) -> str:
+    """The key under which a class of the configuration stands, with a dot."""
+    owners = ((name, hint) for owner in (Config, RetentionPolicy) for name, hint in members(owner).items())
+    return next((f"{name}." for name, hint in owners if kind in _inner(hint)), "")
+
+
+def _in_toml(hint: Any) -> str:
+    return re.sub(r"\[[^]]+\]\(#[^)]+\)", "table", _json(hint)).removesuffix(" or null")
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    return _value(field.default if field.default is not msgspec.NODEFAULT else field.default_factory()) or "not given"
+
+
+def _value(default: Any) -> str:
+    """A default; empty for what stands for nothing."""
+    if default is None or default is False or default in ((), {}, ""):
+        return ""
+    return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def commands(command: Any = None, prefix: str = "tierd") -> dict[str, Any]:
+    """Each command by its words, `tierd config check`."""
+    command = typer.main.get_command(app) if command is None else command
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        return {prefix: command}
+    return {words: one for name, it in inner.items() for words, one in commands(it, f"{prefix} {name}").items()}
+
+
+def cli(name: str) -> str:
+    """One command: its purpose, its usage, its arguments and options."""
+    command = commands()[f"tierd {name}"]
+    usage = [f"tierd {name}"]
+    rows = []
+    for parameter in command.params:
+        text = getattr(parameter, "help", None) or ""
+        flag = bool(getattr(parameter, "is_flag", False))
+        metavar = "" if flag else parameter.metavar or "N"  # only whole numbers have no name of their own
+        if parameter.param_type_name == "argument":
+            word = metavar if parameter.required or metavar.startswith("[") else f"[{metavar}]"
+            usage.append(word)
+            rows.append((f"`{word}`", text, ""))
+            continue
+        word = f"{parameter.opts[-1]} {metavar}".strip()
+        if parameter.required:
+            usage.append(word)
+        again = " May be given several times." if getattr(parameter, "multiple", False) else ""
+        rows.append((f"`{word}`", text + again, "required" if parameter.required else _value(parameter.default)))
+    help_text = " ".join((command.help or "").split())
+    return f"{help_text}\n\n    {' '.join(usage)} [OPTIONS]\n\n" + table(("", "meaning", "default"), rows)
+
+
+# -- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def members(kind: type) -> dict[str, Any]:
+    """The members of a class, with their types."""
+    hints = typing.get_type_hints(kind)
+    return {field.encode_name: hints[field.name] for field in msgspec.inspect.type_info(kind).fields}  # type: ignore[attr-defined]
+
+
+def _inner(hint: Any) -> list[type]:
+    """The classes with members of their own in a type."""
+    if isinstance(hint, type) and not typing.get_origin(hint):
+        return [hint] if dataclasses.is_dataclass(hint) or issubclass(hint, msgspec.Struct) else []
+    return [one for part in typing.get_args(hint) for one in _inner(part)]
+
+
+def _json(hint: Any) -> str:
+    """A type as JSON has it."""
+    names = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", Any: "any"}
+    if hint in names:
+        return names[hint]
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _json(parts[0])
+    if origin is typing.Literal:
+        return " or ".join(f"`{part}`" for part in parts)
+    if origin in (list, tuple):
+        return f"array of {_json(parts[0])}"
+    if origin is dict:
+        return f"object of {_json(parts[1])}"
+    if parts:
+        return " or ".join(dict.fromkeys(_json(part) for part in parts))
+    if not (isinstance(hint, type) and _inner(hint)):
+        return "any"
+    return f"[{_name(hint)}](#{_name(hint).lower().replace(' ', '-')})"
+
+
+def _name(kind: type) -> str:
+    """A class's name; two that share one are told apart by their packages."""
+    alike = {one for one in classes() if one.__name__ == kind.__name__}
+    return kind.__name__ if len(alike) < 2 else f"{kind.__name__} of {kind.__module__.split('.')[1]}"
+
+
+def shapes() -> dict[str, dict[str, Any]]:
+    """Each command's members at the top."""
+    return {name: shape if isinstance(shape, dict) else members(shape) for name, shape in SHAPES.items()}
+
+
+@cache
+def classes() -> list[type]:
+    """Every class that the JSON of some command shows, each once, in the order in which they appear."""
+    found: list[type] = []
+    todo = [one for top in shapes().values() for hint in top.values() for one in _inner(hint)]
+    todo += [shape for shape in SHAPES.values() if isinstance(shape, type)]
+    while todo:
+        kind = todo.pop(0)
+        if kind not in found and kind not in _ELSEWHERE:
+            found.append(kind)
+            todo += [one for hint in members(kind).values() for one in _inner(hint)]
+    return found
+
+
+def answers() -> str:
+    """What each command prints, at the top."""
+    rows = []
+    for name, shape in SHAPES.items():
+        if isinstance(shape, dict):
+            shown = ", ".join(f"`{member}`: {_shown(hint)}" for member, hint in shape.items())
+        else:
+            shown = f"{_shown(shape)}"
+        rows.append((f"`{name}`", shown))
+    return table(("command", "prints"), rows)
+
+
+def _shown(hint: Any) -> str:
+    return _ELSEWHERE.get(hint) or _json(hint)
+
+
+def types() -> str:
+    """Each class: its purpose and its members."""
+    parts = []
+    for kind in sorted(classes(), key=lambda it: it.__name__):
+        means = attributes(kind)
+        rows = [
+            (f"`{name}`", _shown(hint), re.sub(r"\bNone\b", "null", means.get(name) or _COMMON.get(name, "")))
+            for name, hint in members(kind).items()
+        ]
+        parts.append(f"### {_name(kind)}\n\n{purpose(kind)}\n\n" + table(("member", "type", "meaning"), rows))
+    return "\n".join(parts)
+
+
+# -- the Python interface ---------------------------------------------------------------------------------------------
+
+
+def api(words: str) -> str:
+    """Directives that read the docstrings of a module's public names; after the module, those that are wanted."""
+    name, *wanted = words.split()
+    module = __import__(name, fromlist=["__all__"])
+    blocks = []
+    for public in wanted or module.__all__:
+        value = getattr(module, public)
+        if not callable(value) or (isinstance(value, type) and issubclass(value, Exception)):
+            continue
+        path = f"{name}.{public}" if value.__name__ == public else f"{value.__module__}.{value.__name__}"
+        also = "" if path == f"{name}.{public}" else f"`{name}.{public}` is\n\n"
+        directive = "autoclass" if isinstance(value, type) else "autofunction"
+        more = "\n   :members:" if isinstance(value, type) else ""
+        blocks.append(f"{also}```{{eval-rst}}\n.. {directive}:: {path}{more}\n```\n")
+    return "\n".join(blocks)
+
+
+def errors() -> str:
+    """The public errors, with the first sentence of each docstring."""
+    rows = []
+    for name in tierd.__all__:
+        value = getattr(tierd, name)
+        if isinstance(value, type) and issubclass(value, Exception):
+            rows.append((f"`tierd.{name}`", purpose(value)))
+    return table(("error", "raised when"), rows)
+
+
+KINDS_OF_TABLE: dict[str, Callable[..., str]] = {
+    "codes": exit_codes,
+    "events": events,
+    "counters": counters,
+    "stats": stats,
+    "configuration": configuration,
+    "cli": cli,
+    "answers": answers,
+    "types": types,
+    "api": api,
+    "errors": errors,
+}
+
+
+def made(text: str) -> str:
+    """A page with all its tables as the code has them today."""
+
+    def anew(match: re.Match[str]) -> str:
+        arguments = [match[3]] if match[3] else []
+        return match[1] + KINDS_OF_TABLE[match[2]](*arguments)
+
+    return _MARK.sub(anew, text)
+
+
+def stale() -> list[Path]:
+    """The pages that say something else than the code."""
+    return [path for path in sorted(PAGES.rglob("*.md")) if made(path.read_text()) != path.read_text()]
+
+
+def main() -> None:
+    for path in stale():
+        path.write_text(made(path.read_text()))
+        print(f"{path.relative_to(ROOT)}: written anew")
+
+
+if __name__ == "__main__":
+    main()
