@@ -118,6 +118,16 @@ def test_what_a_loop_restores_into_is_not_taken_for_what_it_trains_with(loop, en
     assert [one.began for one in report.launches] == [1, 7] and report.entries == entries
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_what_differs_from_launch_to_launch_is_no_finding_though_a_rank_was_killed_before_it_could_show():
+    """Rank 1 died with rank 0 before its state was captured, so only a second uninterrupted run tells what varies."""
+    lines: list[str] = []
+    report = assert_resumes("support.loops:late_rank", steps=8, kill_at=(4,), ranks=2, tell=lines.append)
+    assert report.exact and [one.began for one in report.launches] == [1, 3]
+    assert any(line.startswith("uninterrupted again") for line in lines)
+
+
 def test_a_launch_that_goes_on_past_the_last_step_says_which_step_its_state_is_of(room: Path):
     (room / "state").write_text('{"step": 2, "position": 8}')
     orders = Orders("support.loops:ends_early", str(room), str(room / "record"), os.getpid(), steps=2)

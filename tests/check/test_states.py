@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from tierd.check.final import compared, differences, summary
+from tierd.check.final import compared, differences, has_common_moment, summary
 from tierd.check.history import History, Observation, RankHistory, Taken
 from tierd.check.leaves import ValueLeaf, leaves
 
@@ -80,6 +80,14 @@ def test_what_was_never_saved_comes_last_and_says_so():
 def test_what_two_launches_from_the_start_do_not_agree_on_is_no_finding():
     """A clock, or a generator that nobody seeded."""
     assert found(WHOLE, killed_with(taken(STEPS, "end", best=7.0), taken(4, best=9.0))) == []
+
+
+def test_a_second_uninterrupted_run_tells_what_varies_where_the_killed_one_was_not_seen_in_time():
+    killed = history(seen(1, 3), seen(3, STEPS, taken(STEPS, "end", best=3.0)))
+    assert not has_common_moment(WHOLE, killed, 0) and found(WHOLE, killed) == ['state["best"]']
+    again = history(seen(1, STEPS, taken(STEPS, "end", best=2.0)))
+    assert differences(WHOLE, killed, 0, 0.0, (), again) == []
+    assert differences(WHOLE, killed, 0, 0.0, (), WHOLE) != []
 
 
 def test_what_is_ignored():

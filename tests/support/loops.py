@@ -205,6 +205,23 @@ def without_model(spool: Path) -> None:
     learn(spool, "model")
 
 
+def late_rank(spool: Path) -> None:
+    """Rank 1 is still in step 4 when rank 0 dies after it. Python's generator is saved, and nobody has seeded it."""
+    import torch
+
+    state = {"weights": torch.zeros(3), "rng": tierd.RngState(), "step": 0}
+    checkpointer = tierd.Checkpointer(spool, "late", to=[])
+    checkpointer.restore(state)
+    while True:
+        state["step"] += 1
+        if state["step"] == 4 and os.environ["RANK"] == "1":
+            time.sleep(1.5)
+        state["weights"] += state["step"]
+        tierd.observe(state["step"], [state["step"]], state["weights"].sum())
+        if state["step"] % EVERY == 0:
+            checkpointer.save(state["step"], state)
+
+
 class Drift:
     """What an adapter saves as an object, and restores as a plain value. Its state takes long to give at `slow_at`."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tierd.check.causes import Cause, causes, from_final_states, never_restored
 from tierd.check.compare import RankResult, Terms, compare
-from tierd.check.final import StateDifference, compared, differences
+from tierd.check.final import StateDifference, compared, differences, has_common_moment
 from tierd.check.history import History, KillPoint, RankHistory
 from tierd.check.launches import CheckedLoop, stop_daemons
 from tierd.check.leakage import leaks
@@ -106,17 +106,20 @@ def _check(loop: CheckedLoop, points: Sequence[KillPoint], terms: Terms, kept: s
     start = min((seen.first or 0 for seen in reference.launches[0]), default=0)
     _check_isolated(reference, killed)
     results = [compare(reference, killed, rank, terms) for rank in range(loop.ranks)]
+    closer = loop.closer({*loop.looks, *_looks(killed)})
+    again = None
     states = _states(reference, killed, results, terms)
+    if not all(has_common_moment(reference, killed, one.rank) for one in states):
+        again = _once(closer, "uninterrupted again", margin)
+        states = _states(reference, killed, results, terms, again)
     leaked = leaks(reference, killed, loop.ranks, terms.steps)
     if terms.allowance:
         leaked = [one for one in leaked if one.kind not in ("twice", "skipped")]
     fresh = never_restored(killed, start)
     found: tuple[Cause, ...] = (fresh,) if fresh else ()
     if not all(one.ok for one in results):
-        first = History(killed.launches[:1])
-        again = None
-        if all(compare(reference, first, rank, _until(first, rank, terms)).exact for rank in range(loop.ranks)):
-            again = _once(loop.closer({*loop.looks, *_looks(killed)}), "uninterrupted again", margin)
+        if again is None and _begins_alike(reference, killed, terms):
+            again = _once(closer, "uninterrupted again", margin)
         found += causes(reference, killed, again, results, terms)
     elif states and not fresh:
         found += from_final_states(killed, states)
@@ -146,7 +149,9 @@ def _looks(killed: History) -> set[int]:
     return first | {step - 1 for step in first}
 
 
-def _states(reference: History, killed: History, results: Sequence[RankResult], terms: Terms) -> list[StateDifference]:
+def _states(
+    reference: History, killed: History, results: Sequence[RankResult], terms: Terms, again: History | None = None
+) -> list[StateDifference]:
     """Return the differences in the state of each rank.
 
     A rank that used an allowance is left out, because it trained differently.
@@ -155,8 +160,15 @@ def _states(reference: History, killed: History, results: Sequence[RankResult], 
         found
         for one in results
         if one.exact or not one.ok
-        for found in differences(reference, killed, one.rank, terms.loss_tolerance, terms.ignore)
+        for found in differences(reference, killed, one.rank, terms.loss_tolerance, terms.ignore, again)
     ]
+
+
+def _begins_alike(reference: History, killed: History, terms: Terms) -> bool:
+    """Return whether the killed run's first launch did what the uninterrupted run did."""
+    first = History(killed.launches[:1])
+    ranks = range(len(killed.launches[0]))
+    return all(compare(reference, first, rank, _until(first, rank, terms)).exact for rank in ranks)
 
 
 def _until(history: History, rank: int, terms: Terms) -> Terms:

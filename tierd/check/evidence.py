@@ -69,7 +69,7 @@ def evidence(again: History, killed: History, rank: int, launch: int, what: str)
     saved = None if loaded is None else _one(whole, "save", loaded.step)
     if before is None or then is None:
         return []
-    shaky = unsteady(again, killed, rank)
+    shaky = unsteady([again.launches[0][rank], killed.launches[0][rank]])
     found = [one for one in _findings(saved, loaded, then, before, begun) if one.path not in shaky]
     if what != "samples" and loaded is not None and (early := _saved_early(whole, loaded.step)):
         return [early]

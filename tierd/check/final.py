@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from tierd.check.history import History, Taken
+from tierd.check.history import History, RankHistory, Taken
 from tierd.check.leaves import ValueLeaf
 
 _SHOWN = 5  # entries that a report names, at most
@@ -47,7 +47,12 @@ class StateDifference(msgspec.Struct, frozen=True):
 
 
 def differences(
-    reference: History, killed: History, rank: int, tolerance: float, ignore: Sequence[str] = ()
+    reference: History,
+    killed: History,
+    rank: int,
+    tolerance: float,
+    ignore: Sequence[str] = (),
+    again: History | None = None,
 ) -> list[StateDifference]:
     """Return the differences after the last step, each with the first step that shows it.
 
@@ -56,12 +61,13 @@ def differences(
     Args:
         tolerance: relative; 0 compares every bit.
         ignore: paths, or `fnmatch` patterns of paths, that may differ, with everything below them.
+        again: a second uninterrupted run, if there is one.
     """
     whole, pieces = taken(reference, rank), taken(killed, rank)
     last = _last(whole, pieces)
     if last is None or pieces[last][0] == 1:
         return []
-    shaky = unsteady(reference, killed, rank)
+    shaky = unsteady([one.launches[0][rank] for one in (reference, killed, again) if one is not None])
     launch = pieces[last][0]
     first: dict[str, int] = {}
     for key in sorted(key for key in whole.keys() & pieces.keys() if pieces[key][0] > 1):
@@ -134,15 +140,27 @@ def taken(history: History, rank: int) -> _Looks:
     return found
 
 
-def unsteady(reference: History, killed: History, rank: int) -> set[str]:
-    """Return the paths on which two launches from the start did not agree, so that no resume caused the difference."""
-    begun = {(one.step, one.at): one for one in reference.launches[0][rank].taken}
+def unsteady(begun: Sequence[RankHistory]) -> set[str]:
+    """Return the paths on which launches from the start did not agree, so that no resume caused the difference."""
+    whole, *others = begun
     found: set[str] = set()
-    for one in killed.launches[0][rank].taken:
-        if (other := begun.get((one.step, one.at))) is not None:
-            found |= {path for path, *_ in _differing(other, one, 0.0)}
-            found |= {path for path, leaf in one.looks.items() if other.looks.get(path, leaf).digest != leaf.digest}
+    for one, other in _common(whole, others):
+        found |= {path for path, *_ in _differing(one, other, 0.0)}
+        found |= {path for path, leaf in other.looks.items() if one.looks.get(path, leaf).digest != leaf.digest}
     return found
+
+
+def has_common_moment(reference: History, killed: History, rank: int) -> bool:
+    """Return whether the first launches of both runs were captured at one moment, so that `unsteady` can tell.
+
+    A rank that is killed because another one died may not have come so far.
+    """
+    return any(True for _ in _common(reference.launches[0][rank], [killed.launches[0][rank]]))
+
+
+def _common(whole: RankHistory, others: Iterable[RankHistory]) -> Iterator[tuple[Taken, Taken]]:
+    at = {(one.step, one.at): one for one in whole.taken}
+    return ((at[one.step, one.at], one) for other in others for one in other.taken if (one.step, one.at) in at)
 
 
 def _differing(
