@@ -335,7 +335,7 @@ def pending(spool: Place, tier: Place, run: str) -> list[PartId]:
         for one, seen in spool.run(run).seen.items()
         for there in [on.get(one)]
         if there is None or there.defects or there.ranks != seen.ranks
-        for part in seen.facts
+        for part in sorted(seen.facts)  # by rank, in whatever order they were observed
         if there is None or not there.has(part)
     ]
 
@@ -809,7 +809,7 @@ def _aged_quarantine(demand: Demand, config: Config) -> Iterator[Discard]:
         return
     verified = sorted(seen.id for seen in inventory.spool.copies(run) if inventory.on_a_tier(seen))
     low = _is_low(inventory, config)
-    for part in aside:
+    for part in sorted(aside):
         newer = len(verified) - bisect_right(verified, part.checkpoint)
         if newer >= demand.policy(SPOOL).keep_last or low:
             yield Discard(f"quarantine/{part.path}")
