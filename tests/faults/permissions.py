@@ -117,6 +117,13 @@ PERMISSIONS = (
         f"{_APPEND} -k again_later",
     ),
     Mutant(
+        "what a refused deletion left is forgotten when another one succeeds",
+        "tierd/daemon/tiers/tiers.py",
+        "        if guard.has_left:  #",
+        "        if guard.refused:  #",
+        f"{_APPEND} -k a_refusal_left",
+    ),
+    Mutant(
         "a restore fails over what cannot be set aside",
         "tierd/daemon/scrub/repairer.py",
         "            with suppress(DeleteRefused):\n                await quarantine(stores[name], part)",

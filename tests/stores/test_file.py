@@ -13,7 +13,6 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from stores.conformance import Conformance, keys
@@ -178,7 +177,7 @@ def test_a_failed_fsync_is_never_tried_again(tmp_path: Path, monkeypatch: pytest
     assert get(tmp_path, "k") == b"old"
 
 
-@pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES])
 def test_what_may_not_be_removed_is_a_refusal_to_delete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -192,9 +191,9 @@ def test_what_may_not_be_removed_is_a_refusal_to_delete(
 
 
 def test_a_file_system_that_is_read_only_is_not_append_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host kit, seeds 26 and 36: its flags did not show the remount yet, and for ten minutes nothing was pruned."""
     put(tmp_path, "run/1")
     refuse_to_unlink(monkeypatch, errno.EROFS, "1")
-    monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_flag=os.ST_RDONLY))
     with pytest.raises(StoreRefused) as caught:
         asyncio.run(FileStore(tmp_path).delete(["run/1"]))
     assert not isinstance(caught.value, DeleteRefused)

@@ -21,6 +21,8 @@ class DeletionGuard:
 
     Attributes:
         refused: the latest reason that the store gave; empty while no refusal is known.
+        has_left: whether a deletion was refused since the owner last set this to False, so that its objects may still
+            be there although the store permits deletions again.
         encrypts: the same as `inner.encrypts`.
     """
 
@@ -28,6 +30,7 @@ class DeletionGuard:
         self._inner = inner
         self.encrypts = is_authentic(inner)
         self.refused = ""
+        self.has_left = False
         self._until: dict[str, float] = {}  # kind of object -> monotonic seconds until which no deletion of it is tried
         self._worked = False
 
@@ -60,11 +63,12 @@ class DeletionGuard:
         """Delete `keys` as a `Store` does. Raise DeleteRefused at once if an earlier refusal still counts."""
         sorts = {_sort(key) for key in keys}
         if any(time.monotonic() < self._until.get(sort, 0.0) for sort in sorts):
+            self.has_left = True
             raise DeleteRefused(self.refused)
         try:
             await self._inner.delete(keys)
         except DeleteRefused as error:
-            self.refused = str(error)
+            self.refused, self.has_left = str(error), True
             self._until |= dict.fromkeys(sorts, time.monotonic() + _AGAIN_S)
             raise
         for sort in sorts:

@@ -49,7 +49,7 @@ _SWEEP = 1000  # leftover temp files that one sweep examines, at most
 _PUT_TRIES = 8  # attempts, because a delete may remove the directory and a sweep the temp file while a put runs
 _SMALL = 1 << 20  # bytes
 _STAT_PAGE = 256
-_KEPT = (errno.EPERM, errno.EACCES, errno.EROFS)  # errors for an entry that may not be removed
+_KEPT = (errno.EPERM, errno.EACCES)  # errors for an entry that may not be removed
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EFBIG}
@@ -359,13 +359,13 @@ class FileStore:
 def _removed(name: str, above: int) -> bool:
     """Remove a file and return whether that is permitted.
 
-    On a read-only file system the error is raised, because a place that takes no put either is not append-only.
+    On a read-only file system the error is raised, because a place that takes no put either is not append-only. EROFS
+    alone says so: while a file system is being remounted read-only, its flags do not show it yet.
     """
     try:
         unlink(name, above)
     except OSError as error:
-        frozen = error.errno == errno.EROFS and os.fstatvfs(above).f_flag & os.ST_RDONLY
-        if error.errno not in _KEPT or frozen:
+        if error.errno not in _KEPT:
             raise
         return False
     return True

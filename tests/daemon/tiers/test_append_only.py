@@ -205,6 +205,30 @@ def test_intents_that_could_not_be_deleted_go_when_that_is_allowed_again(spool: 
     asyncio.run(work())
 
 
+def test_what_a_refusal_left_is_known_though_the_next_deletion_succeeded(spool: Spool, monkeypatch) -> None:
+    """S3 kit, seed 420 again: another deletion of its kind was allowed before anybody had noticed the refusal."""
+
+    async def work() -> None:
+        store = Lasting("/flushing/")
+        async with running(reconciler(spool, {"tier": store}, keep=100)) as daemon:
+            await settle(daemon)
+            commit(spool, part(1))
+            await daemon.tiers.flush(part(1), "tier")
+            left = [key for key in await contents(store.inner) if "/flushing/" in key]
+            assert left
+            store.words = ("never",)
+            guard = daemon.tiers._guards["tier"]
+            guard._until.clear()
+            await guard.delete(["r/flushing/another"])
+            assert not guard.refused and daemon.tiers.has_leftovers("tier")
+            monkeypatch.setattr(intents, "_OWN_STALE", 0)  # a quarter of an hour later
+            await settle(daemon)
+            await until(lambda: not daemon.tiers.has_leftovers("tier"))
+            assert not [key for key in await contents(store.inner) if "/flushing/" in key]
+
+    asyncio.run(work())
+
+
 def test_a_head_is_not_written_again_for_others_that_cannot_go(tmp_path, spool: Spool) -> None:
     async def work() -> None:
         store = Lasting()

@@ -264,11 +264,12 @@ class Tiers:
         Checkpoints whose deletion was cut off are added to the inventory of the tier.
         """
         place, guard = self.places[tier], self._guards[tier]
-        if guard.refused:  # intents of finished flushes may be left, because they could not be deleted
+        if guard.has_left:  # intents of finished flushes, for example
             self._untidy.add(tier)
         if tier not in self._untidy or place is None or guard.rests:
             return
         store, tidy, found = self._stores[tier], True, frozenset[CheckpointId]()
+        guard.has_left = False
         for run in runs:
             done, _, cut = await sweep(store, run, self.who)
             await sweep_meetings(store, run)
@@ -277,12 +278,13 @@ class Tiers:
             self._observers[tier].manifests.cut[run] = gone = cut.keys() - place.checkpoints.keys()
             tidy, found = tidy and done, found | gone
         self._did(tier, lambda place: replace(place, cut=place.cut | found))
-        if tidy:
+        if tidy and not guard.has_left:
             self._untidy.discard(tier)
 
     def has_leftovers(self, tier: str) -> bool:
         """Whether this node has objects to remove from a tier that are too young to be removed yet."""
-        return tier in self._untidy and not self._guards[tier].refused
+        guard = self._guards[tier]
+        return (tier in self._untidy or guard.has_left) and not guard.refused
 
     def failed(self, tier: str) -> None:
         """Note that an operation on a tier may have been cut off, so that `tidy` sweeps it."""
