@@ -78,16 +78,17 @@ system: $(READY)
 	$(BIN)/python -m pytest -m system
 
 faults: $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints-loaders.txt
 	PYTHONPATH=tests:. $(BIN)/python -m faults short
 
 gate: $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints-loaders.txt
 	PYTHONPATH=tests:. $(BIN)/python -m faults gate
 	TIERD_HISTORIES=1000 $(BIN)/python -m pytest -n 2 tests/reading/test_beside_writers.py
 	TIERD_STATES=20000 $(BIN)/python -m pytest -n 2 tests/state/test_any_state.py
 	TIERD_SEEDS=100 $(BIN)/python -m pytest -n 2 tests/daemon/tiers/test_intents.py tests/daemon/test_nodes.py \
 	  tests/daemon/test_restart.py tests/client/saving/test_torn.py
 	TIERD_KILLS=24 $(BIN)/python -m pytest -n 2 tests/end_to_end/test_acceptance.py
-	TIERD_LAUNCHES=20 $(BIN)/python -m pytest tests/end_to_end/test_launcher_matrix.py tests/end_to_end/test_elastic.py
 	TIERD_CORRUPTIONS=400 $(BIN)/python -m pytest tests/end_to_end/test_corruption.py
 
 format: $(READY)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from faults import page
+from faults import launchers, page
 from faults.rounds import joined
 
 
@@ -52,3 +52,26 @@ def test_what_does_not_belong_together_is_not(before):
 
 def test_two_pieces_without_a_commit_are_not_joined():
     assert joined(result(0, 9, tierd=None), result(10, 19, tierd=None))["seeds"] == [10, 19]
+
+
+def test_the_launchers_table_counts_what_was_done_under_each():
+    notes = {
+        "kill, saving": 3,
+        "spawn: cycles": 2,
+        "spawn: kill": 1,
+        "spawn: stop-kill": 1,
+        "srun: cycles": 1,
+        "srun: raise": 1,
+        "the longest wait is at most 5 s": 2,
+        "the longest wait is at most 30 s": 1,
+    }
+    table = page.launchers(result(0, 2, kind="launchers", notes=notes))
+    assert "| spawn | 2 | 2 |  |  |  |  |  |" in table and "| srun | 1 |  |  | 1 |  |  |  |" in table
+    assert "longer than 30 s" in table
+
+
+def test_the_kind_launchers_plays_all_that_there_are():
+    from support.launchers import LIBRARIES, MPI, PLAIN
+
+    assert {launchers.name_of(seed) for seed in range(launchers.GATE)} == {*launchers.NAMES, launchers.ELASTIC}
+    assert set(launchers.NAMES) == {one.name for one in (*PLAIN, *MPI, *LIBRARIES)}

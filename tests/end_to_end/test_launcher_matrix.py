@@ -1,35 +1,9 @@
-"""One training under every launcher, hurt at a seeded place, and launched again: as if nothing had happened.
-
-A rank is killed, stopped, or raises, before, in or after a save or in a restore; where nodes have daemons of their own,
-a daemon is killed or stopped. `TIERD_LAUNCHES` says how many seeds each launcher is tried with, from
-`TIERD_LAUNCHES_FROM` on; a failure names launcher and seed.
-"""
+"""The judge of launch cycles (`python -m faults launchers`) finds what it is for."""
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 from support import launchers
-from support.launchers import MPI, PLAIN, SEEDS, cycle
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("launcher", PLAIN, ids=str)
-def test_a_killed_rank_and_a_restart_leave_no_trace(launcher, seed, tmp_path):
-    cycle(launcher, seed, tmp_path)
-
-
-@pytest.mark.system
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("launcher", MPI, ids=str)
-def test_under_mpirun_a_killed_rank_and_a_restart_leave_no_trace(launcher, seed, tmp_path):
-    assert shutil.which(launcher.command[0]), f"{launcher.command[0]} is not there: apt-get install openmpi-bin mpich"
-    cycle(launcher, seed, tmp_path)
-
 
 A, B, C = (f"00000000000{number}-00000000" for number in (1, 2, 3))
 FIRST = ["0 resumed 0 " + A, "1 resumed 0 " + A]
@@ -50,6 +24,12 @@ FIRST = ["0 resumed 0 " + A, "1 resumed 0 " + A]
 def test_the_matrix_finds_what_it_is_for(log, fault):
     with pytest.raises(AssertionError, match=fault):
         launchers.judge(log, "planted", 2)
+
+
+def test_a_wait_that_is_too_long_is_found():
+    assert launchers.judge_waits(["0 restore 3.00", "1 close 59.00"], "planted") == 59
+    with pytest.raises(AssertionError, match="rank 1 in close for"):
+        launchers.judge_waits(["0 restore 3.00", "1 close 61.00"], "planted")
 
 
 def test_an_uninterrupted_run_hangs_on_everything():

@@ -12,6 +12,14 @@ from faults.rounds import bound
 RESULTS = Path(__file__).parent / "gate.json"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "gate.md"
 MARKS = "<!-- gate: made by `python -m faults page` -->\n", "<!-- gate: end -->\n"
+_HURTS = {  # the columns of the launchers' table: notes of the kind `launchers`
+    "rank killed": ("kill", "stop-kill"),
+    "rank stopped": ("stop",),
+    "rank raises": ("raise",),
+    "daemon killed or stopped": ("daemon-kill", "daemon-stop"),
+    "both": ("daemon-kill+kill", "daemon-stop+kill"),
+    "nodes lost": ("1 of 4 nodes lost", "2 of 4 nodes lost", "3 of 4 nodes lost"),
+}
 
 
 def refused(results: dict[str, dict[str, Any]], gates: dict[str, int]) -> list[str]:
@@ -47,6 +55,21 @@ def table(results: dict[str, dict[str, Any]], kinds: Iterable[str]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def launchers(result: dict[str, Any]) -> str:
+    """A row for each launcher: how often what was done to it."""
+    notes = result["notes"]
+    rows = [
+        f"| launcher | cycles | {' | '.join(_HURTS)} |",
+        f"| --- | --- | {' | '.join('---' for _ in _HURTS)} |",
+    ]
+    for name in (note.removesuffix(": cycles") for note in notes if note.endswith(": cycles")):
+        counts = [sum(notes.get(f"{name}: {what}", 0) for what in kinds) for kinds in _HURTS.values()]
+        rows.append(f"| {name} | {notes[f'{name}: cycles']} | {' | '.join(str(one or '') for one in counts)} |")
+    longest = [int(note.split()[-2]) for note in notes if note.startswith("the longest wait is at most")]
+    rows += ["", f"No call of tierd took longer than {max(longest)} s."]
+    return "\n".join(rows) + "\n"
+
+
 def put(page: str, rows: str) -> str:
     """The page with this table between its marks."""
     before, rest = page.split(MARKS[0])
@@ -62,4 +85,7 @@ def write(gates: dict[str, int]) -> None:
     results = json.loads(RESULTS.read_text())
     if reasons := refused(results, gates):
         raise SystemExit("not to be published:\n" + "\n".join(reasons))
-    PAGE.write_text(put(PAGE.read_text(), table(results, gates)))
+    rows = table(results, gates)
+    if "launchers" in results:
+        rows += f"\nUnder each launcher:\n\n{launchers(results['launchers'])}"
+    PAGE.write_text(put(PAGE.read_text(), rows))

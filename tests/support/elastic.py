@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from support.launched import NODE
+from support.launched import NODE, timed
 from support.trainer import note
 from torch import distributed
 
@@ -50,8 +50,10 @@ def main(home: Path, steps: int) -> None:
     distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, world = distributed.get_rank(), distributed.get_world_size()
     state = fresh()
-    checkpointer = tierd.Checkpointer(home / f"spool-{os.environ[NODE]}", "job", to=[f"file://{home / 'tier'}"])
-    found = tierd.dcp.load(state, checkpointer)
+    with timed(home, rank, "Checkpointer"):
+        checkpointer = tierd.Checkpointer(home / f"spool-{os.environ[NODE]}", "job", to=[f"file://{home / 'tier'}"])
+    with timed(home, rank, "load"):
+        found = tierd.dcp.load(state, checkpointer)
     note(str(home / "log"), f"resumed {rank} {world} {found.step if found else 0} {checkpointer.attempt}")
     assert int(state["step"]) == (found.step if found else 0)
     while int(state["step"]) < steps:
@@ -59,7 +61,8 @@ def main(home: Path, steps: int) -> None:
         distributed.all_reduce(torch.zeros(1))  # ranks go on together, and a dead one is noticed
         step = int(state["step"])
         if step % EVERY == 0:
-            dcp.save(state, storage_writer=tierd.dcp.StorageWriter(checkpointer, step))
+            with timed(home, rank, "save"):
+                dcp.save(state, storage_writer=tierd.dcp.StorageWriter(checkpointer, step))
             note(str(home / "log"), f"acked {rank} {step} {checkpointer.attempt}")
         time.sleep(PACE_S)
     checkpointer.close()

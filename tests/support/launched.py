@@ -1,8 +1,9 @@
 """A small training of two ranks that any launcher can start, and kill points that kill it once each.
 
-What it is to do stands in the environment (`ORDERS`), what it did in files beside the spool: `log` has a line for each
-event (`resumed`, `acked`, `killed`), `final-RANK` the digest of everything that decided the last step. The rank is read
-from the variables that the orders name, and never from tierd, which is to find it by itself.
+What it is to do stands in the environment (`ORDERS`), what it did in files beside the spool. `log` has a line for each
+event (`resumed`, `acked`, `killed`), `waits` one for each call of tierd (`RANK CALL SECONDS`), and `final-RANK` the
+digest of everything that decided the last step. The rank is read from the variables that the orders name, and never
+from tierd, which is to find it by itself.
 
     python launched.py [accelerate | lightning | ray]  # who makes the group, where the orders leave that to others
 """
@@ -16,7 +17,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -113,6 +116,16 @@ class Orders:
         return Orders(**{**given, "faults": tuple(Fault(**one) for one in given["faults"])})
 
 
+@contextmanager
+def timed(home: Path, rank: int, call: str) -> Iterator[None]:
+    """Note how long a call of tierd took, also if it raised."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        note(str(home / "waits"), f"{rank} {call} {time.monotonic() - began:.2f}")
+
+
 class Training:
     """Everything that decides a rank's next step."""
 
@@ -181,9 +194,11 @@ def train(orders: Orders, rank: int) -> None:
     training = Training(rank)
     state = training.state
     to = [f"file://{home / 'tier'}"] if orders.tier else []
-    checkpointer = tierd.Checkpointer(spool, RUN, attempt=orders.attempt, to=to)
+    with timed(home, rank, "Checkpointer"):
+        checkpointer = tierd.Checkpointer(spool, RUN, attempt=orders.attempt, to=to)
     maybe_die("restoring")
-    found = checkpointer.restore(state)
+    with timed(home, rank, "restore"):
+        found = checkpointer.restore(state)
     assert state["rank"] == rank, f"rank {rank} restored what rank {state['rank']} saved"
     tell(f"resumed {found.step if found else 0} {checkpointer.attempt}")
     while state["step"] < orders.steps:
@@ -195,12 +210,15 @@ def train(orders: Orders, rank: int) -> None:
             gradient /= WORLD
         training.apply(gradient)
         if due:
-            save = checkpointer.save(state["step"], state)
+            with timed(home, rank, "save"):
+                save = checkpointer.save(state["step"], state)
             maybe_die("saving")
-            save.wait(timeout=60)
+            with timed(home, rank, "wait"):
+                save.wait(timeout=60)
             tell(f"acked {state['step']} {checkpointer.attempt}")
             maybe_die("saved")
-    checkpointer.close()
+    with timed(home, rank, "close"):
+        checkpointer.close()
     if orders.group:  # else a node whose rank has ended would not come back to a launch that begins again
         distributed.barrier()
     (home / f"final-{rank}").write_text(training.digest())

@@ -22,10 +22,9 @@ import tierd
 
 SCRIPT = launched.__file__
 STEPS, EVERY = 12, 3
-_FIRST = int(os.environ.get("TIERD_LAUNCHES_FROM", "1"))
-SEEDS = range(_FIRST, _FIRST + int(os.environ.get("TIERD_LAUNCHES", "1")))  # cycles of each launcher
 RETRIES = 12  # launches that a launcher over several nodes makes at most: a stopped daemon ends some
 TIMEOUT = 150.0  # seconds that one call of a launcher may take
+_LONGEST = 60.0  # seconds for which tierd may keep a rank waiting
 
 
 @dataclass(frozen=True)
@@ -145,12 +144,15 @@ def faults(launcher: Launcher, seed: int) -> tuple[Fault, ...]:
     return (Fault(rank, EVERY * chance.randint(1, STEPS // EVERY), chance.choice(PLACES), what),)
 
 
-def cycle(launcher: Launcher, seed: int, home: Path) -> None:
+def cycle(launcher: Launcher, seed: int, home: Path) -> tuple[list[str], float]:
     """Launch, be hurt, launch again; then the last state is that of an uninterrupted run, bit for bit.
+
+    Returns:
+        What was done, and the longest wait in seconds.
 
     Raises:
         AssertionError: it is not, or ranks resumed from different checkpoints or from an older one than both were told
-            is durable, or shared no attempt. It names the launcher and the seed.
+            is durable, or shared no attempt, or waited for too long. It names the launcher and the seed.
     """
     planned = faults(launcher, seed)
     told = f"launcher {launcher}, seed {seed}, {planned}"
@@ -179,6 +181,8 @@ def cycle(launcher: Launcher, seed: int, home: Path) -> None:
     judge((home / "log").read_text().splitlines(), told, deadly + 1 if exact else None)
     final = [(home / f"final-{rank}").read_text() for rank in range(WORLD)]
     assert final == launched.uninterrupted(STEPS, bool(launcher.group)), f"{told}: not as in an uninterrupted run"
+    waited = judge_waits((home / "waits").read_text().splitlines(), told)
+    return [f"{one.what}, {one.place}" for one in planned], waited
 
 
 def judge(log: list[str], told: str, launches: int | None) -> None:
@@ -205,6 +209,14 @@ def judge(log: list[str], told: str, launches: int | None) -> None:
         ranks, steps = [one.rank for one in together], {one.step for one in together}
         assert len(steps) == 1 and len(ranks) == len(set(ranks)), f"{told}: ranks do not go together: {together}"
     assert len(together) == WORLD, f"{told}: the last launch is not whole: {together}"
+
+
+def judge_waits(log: list[str], told: str) -> float:
+    """The longest time that a call of tierd took, in seconds, whether it succeeded or raised."""
+    waits = [(float(seconds), f"rank {rank} in {what}") for rank, what, seconds in map(str.split, log)]
+    longest, where = max(waits)
+    assert longest <= _LONGEST, f"{told}: {where} for {longest} s"
+    return longest
 
 
 def call(launcher: Launcher, orders: Orders) -> tuple[int, str]:

@@ -1,7 +1,4 @@
-"""torchrun with 1 to 4 agents, each a node with a spool of its own: nodes die and come while it trains.
-
-It takes a minute or two a seed, so it runs only where `TIERD_LAUNCHES` says how many (`make gate`).
-"""
+"""torchrun with 1 to 4 agents, each a node with a spool of its own: nodes die and come while it trains."""
 
 from __future__ import annotations
 
@@ -13,10 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from support import elastic
 from support.launched import NODE, ORDERS
-from support.launchers import SEEDS, await_that, end_all
+from support.launchers import await_that, end_all, judge_waits
 from support.ranks import environment
 
 STEPS = 60
@@ -77,11 +73,17 @@ class Agents:
         return sum(what == "acked" and rank == "0" for what, rank, *_ in self.said())
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(700)
-@pytest.mark.parametrize("seed", SEEDS if "TIERD_LAUNCHES" in os.environ else ())
-def test_nodes_that_die_and_come_leave_no_trace(tmp_path, seed):
-    chance, made = random.Random(seed), Agents(tmp_path)
+def cycle(seed: int, home: Path) -> tuple[list[str], float]:
+    """Start four nodes, lose one to three of them, and let one come back.
+
+    Returns:
+        What was done, and the longest wait in seconds.
+
+    Raises:
+        AssertionError: ranks resumed from different checkpoints, or passed over what was durable; or the end is not
+            that of an uninterrupted run.
+    """
+    chance, made = random.Random(seed), Agents(home)
     told = f"seed {seed}"
     try:
         for node in range(4):
@@ -94,24 +96,25 @@ def test_nodes_that_die_and_come_leave_no_trace(tmp_path, seed):
             await_that(lambda before=before, saves=saves: len(made.worlds()) > before and made.saves() > saves, 120)
         before = len(made.worlds())
         made.start(lost[0])
-        await_that(lambda: len(made.worlds()) > before or (tmp_path / "final").exists(), 120)
+        await_that(lambda: len(made.worlds()) > before or (home / "final").exists(), 120)
         for agent in made.running.values():
             assert agent.wait(300) == 0, told
     except AssertionError as error:
-        error.add_note(f"{told}: {made.said()[-20:]}\n{(tmp_path / 'output').read_text(errors='replace')[-4000:]}")
+        error.add_note(f"{told}: {made.said()[-20:]}\n{(home / 'output').read_text(errors='replace')[-4000:]}")
         raise
     finally:
-        output = (tmp_path / "output").read_text(errors="replace")[-4000:]
+        output = (home / "output").read_text(errors="replace")[-4000:]
         for agent in made.running.values():
             agent.kill()
             agent.wait()
-        end_all(tmp_path)
+        end_all(home)
     judge(made.said(), f"{told}, lost {lost}\n{output}")
     assert min(made.worlds()) == 4 - len(lost), f"{told}: {made.worlds()}"
     expected = elastic.fresh()
     for _ in range(STEPS):
         elastic.advance(expected)
-    assert (tmp_path / "final").read_text() == elastic.digest(expected), f"{told}: not as in an uninterrupted run"
+    assert (home / "final").read_text() == elastic.digest(expected), f"{told}: not as in an uninterrupted run"
+    return [f"{len(lost)} of 4 nodes lost"], judge_waits((home / "waits").read_text().splitlines(), told)
 
 
 def judge(said: list[list[str]], told: str) -> None:

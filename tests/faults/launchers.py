@@ -1,0 +1,76 @@
+"""Launchers: a training under each launcher is hurt at a seeded place and launched again: torchrun (one agent, two as
+two nodes, and 1 to 4 as nodes that die and come), an emulated `srun` with requeue, `mp.spawn`, Open MPI, MPICH,
+Accelerate, Lightning and Ray Train.
+
+A rank is killed, stopped, or raises, before, in or after a save or in a restore; where nodes have daemons of their own,
+a daemon is killed or stopped. Required: ranks resume together, from nothing older than what all were told is durable,
+under a later attempt that they share; the end is that of an uninterrupted run, bit for bit; and tierd keeps no rank
+waiting for more than 60 s.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+
+from faults.hands import Trial, spread
+from faults.rounds import Mutant, Round
+
+UNIT, SHORT, GATE = "launch cycles", 13, 1000
+
+NAMES = (
+    *("torchrun", "torchrun-group", "spawn", "srun", "srun-two-nodes", "torchrun-two-agents"),
+    *("open-mpi", "open-mpi-group", "mpich", "mpich-group", "accelerate", "lightning", "ray"),
+)
+ELASTIC = "torchrun-elastic"
+_ELASTIC_EVERY = 50  # seeds: one such cycle takes a minute or two
+_LIMIT_S = 900  # of one cycle
+_WAITS = (1, 5, 15, 30, 60)  # seconds
+
+MET = (
+    *(f"{name}: cycles" for name in (*NAMES, ELASTIC)),
+    *(f"kill, {place}" for place in ("before", "saving", "saved", "restoring")),
+    *(f"{what}, saving" for what in ("raise", "stop", "stop-kill", "daemon-kill", "daemon-stop", "daemon-kill+kill")),
+)
+
+MUTANTS: tuple[Mutant, ...] = ()
+
+
+def missing() -> str | None:
+    lacking = [name for name in ("mpirun.openmpi", "mpiexec.hydra") if not shutil.which(name)]
+    return f"not installed: {', '.join(lacking)}: apt-get install openmpi-bin mpich" if lacking else None
+
+
+def run(work: Round) -> None:
+    absent = {name for name in ("accelerate", "lightning", "ray") if importlib.util.find_spec(name) is None}
+    for name in sorted(absent):
+        work.skip(f"{name} is not installed: pip install --no-deps -r constraints-loaders.txt")
+
+    def prepare() -> Trial:
+        from support import elastic_agents, launchers
+
+        known = {one.name: one for one in (*launchers.PLAIN, *launchers.MPI, *launchers.LIBRARIES)}
+        assert set(NAMES) == set(known)
+
+        def trial(seed: int) -> tuple[int, list[str]]:
+            name = name_of(seed)
+            if name in absent:
+                return 1, []
+            home = work.room / str(seed)
+            home.mkdir()
+            done, waited = (
+                elastic_agents.cycle(seed, home) if name == ELASTIC else launchers.cycle(known[name], seed, home)
+            )
+            shutil.rmtree(home, ignore_errors=True)
+            longest = next(most for most in _WAITS if waited <= most)
+            notes = [f"{name}: cycles", *done, *(f"{name}: {one.split(',')[0]}" for one in done)]
+            return 1, [*notes, f"the longest wait is at most {longest} s"]
+
+        return trial
+
+    spread(work, prepare, deadline_s=_LIMIT_S, batch=1)
+
+
+def name_of(seed: int) -> str:
+    """The launcher of this seed, each in turn."""
+    return ELASTIC if seed % _ELASTIC_EVERY == _ELASTIC_EVERY - 1 else NAMES[seed % len(NAMES)]
