@@ -584,6 +584,13 @@ _DELETIONS = (
         "pytest tests/daemon/transfer/test_slow_tier.py -k rotten",
     ),
     Mutant(
+        "a copy that a scrub has just quarantined is suspected",
+        "tierd/daemon/scrub/scrubber.py",
+        "        if await to_the_end(self._spool.has, part):  #",
+        "        if True:  #",
+        "pytest tests/daemon/scrub/test_scrubber.py -k holds_up",
+    ),
+    Mutant(
         "what was found rotten is only read again in its own time",
         "tierd/daemon/scrub/scrubber.py",
         "        self._doubtful.add(ScrubbedCopy(place, part))\n",

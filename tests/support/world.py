@@ -163,9 +163,11 @@ async def settle(daemon: Reconciler, timeout: float = 60.0) -> None:
             await asyncio.sleep(0.01)
         world = daemon.inventory()
         calm = not any(one.last_error for one in lanes) and None not in world.tiers.values()
-        done = calm and not plan(world, daemon.config, {}, 0.0) and not world.busy
+        todo = plan(world, daemon.config, {}, 0.0)
+        done = calm and not todo and not world.busy
         quiet = quiet + 1 if done else 0
-        assert done or time.monotonic() < end, f"not settled: {[(one.name, one.last_error) for one in lanes]}"
+        told = [(one.name, one.last_error) for one in lanes], todo, world.busy
+        assert done or time.monotonic() < end, f"not settled: {told}"
 
 
 async def converge(spool: Spool, stores: Mapping[str, Store], **options: object) -> Reconciler:

@@ -246,6 +246,23 @@ def test_what_nobody_has_right_is_set_aside_everywhere_and_the_rest_stays(spool,
     asyncio.run(work())
 
 
+def test_a_copy_that_was_just_quarantined_holds_up_no_prune(spool):
+    """Corruption kit, seed 10749: the plan did not know of the quarantine yet, and asked whether the copy is right. The
+    copy that was gone was suspected, and prunes waited for its next read, an hour later."""
+
+    async def work():
+        for step in (1, 2):
+            commit(spool, part(step))
+        daemon = await observed(scrubber(spool, {}))
+        corrupt(spool.path(part(1)) / "weights.bin")
+        await daemon.scrubber.scrub(ScrubbedCopy(SPOOL, part(1)))
+        assert set(spool.quarantined()) == {part(1)}
+        assert not await daemon.scrubber.is_right(part(1))
+        assert daemon.scrubber.rests_s(part(1)) == 0
+
+    asyncio.run(work())
+
+
 @pytest.mark.parametrize("error", [StoreUnavailable("timeout"), StoreRefused("403")], ids=["unavailable", "refused"])
 def test_nothing_is_set_aside_while_a_place_cannot_be_asked_and_it_is_told_once(spool, error):
     async def work():

@@ -118,7 +118,7 @@ class Scrubber:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._inventory, self._pause, self._wake, self._clock = inventory, pause, wake, clock  # seconds since 1970
-        self._journal, self._repairer = journal, repairer
+        self._spool, self._journal, self._repairer = spool, journal, repairer
         self._period, self._rate = seconds(config.scrub), rate(config.scrub_rate)
         self._reader = CopyVerifier(spool, stores, repairer, journal, budget, self._rate, self._turn, held)
         self._reader.doubted = self._doubt
@@ -258,7 +258,8 @@ class Scrubber:
         if await self._reader.is_right(part):
             self._right.add(part)
             return True
-        self.suspect(SPOOL, part)
+        if await to_the_end(self._spool.has, part):  # else it was just quarantined: nothing is left to read
+            self.suspect(SPOOL, part)
         return False
 
     def status(self) -> ScrubStatus:
