@@ -114,6 +114,7 @@ class Keeper:
         self.hold_for = hold_for
         self.mute: dict[tuple[str, str], tuple[float, float | None]] = {}
         self._heard: dict[tuple[str, str], float] = {}  # node, tier -> when it answered again, by `awake`
+        self._in_vain: dict[tuple[str, str], float] = {}  # node, tier -> when it was first asked in vain, by `awake`
         self.given_up: dict[Which, tuple[str, str]] = {}
         self.left_behind: set[tuple[str, str]] = set()
         self.unsaid: set[tuple[str, str]] = set()
@@ -163,6 +164,7 @@ class Keeper:
         since, until = self.mute.get((node, tier), (0.0, 0.0))
         if not answers and until is not None:
             self.mute[node, tier] = self.now(), None
+            self._in_vain[node, tier] = self.awake()
         elif answers and until is None:
             self.mute[node, tier] = since, self.now()
             self._heard[node, tier] = self.awake()
@@ -338,9 +340,10 @@ class Keeper:
             raise Lost(f"{what}, which its own rules want: {self.local(node)}; {self.lie(run)}")
 
     def _at_home(self, node: str, tier: str) -> set[Which]:
-        """What a node has itself, where it may count for a tier: not for one that it has long asked in vain."""
-        asked, answered = self.mute.get((node, tier), (0.0, 0.0))
-        lasts = answered is None and self.now() - asked > _STALE
+        """What a node has itself, where it may count for a tier: not for one that it has long asked in vain. A daemon
+        that slept since it asked does not know of that yet."""
+        _, answered = self.mute.get((node, tier), (0.0, 0.0))
+        lasts = answered is None and self.awake() - self._in_vain[node, tier] > _STALE
         return set() if lasts else set(committed(self.spools()[node]))
 
     def _gives_up(self, node: str, which: Which, known: dict[Which, Saved]) -> None:

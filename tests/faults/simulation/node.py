@@ -178,7 +178,8 @@ class Node:
 
     def _about_to_cut(self) -> Path:
         truth = self.world.truth
-        self._required = truth.acked & truth.in_spool(self.root, self.disk.version)
+        coming = {number(part) for part in self.daemon.fetching}  # in its place, perhaps, and not durable there yet
+        self._required = (truth.acked & truth.in_spool(self.root, self.disk.version)) - coming
         return self._place()
 
     def is_due(self) -> bool:
