@@ -178,7 +178,8 @@ class Node:
 
     def _about_to_cut(self) -> Path:
         truth = self.world.truth
-        coming = {number(part) for part in self.daemon.fetching}  # in its place, perhaps, and not durable there yet
+        # What is being fetched is in its place, perhaps, and not durable there yet.
+        coming = {number(part) for part in self.daemon.fetching} if self.up else set()
         self._required = (truth.acked & truth.in_spool(self.root, self.disk.version)) - coming
         return self._place()
 
