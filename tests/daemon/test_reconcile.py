@@ -29,7 +29,7 @@ from support.world import (
 
 from tierd.core.errors import ManifestError, StoreRefused, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME, encode
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.daemon.handoff import HandoffServer
 from tierd.daemon.tiers.prune import quarantine
 from tierd.spool.spool import Spool

@@ -14,7 +14,9 @@ from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.restorer import Restorer
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, StoreUnavailable
 from tierd.core.manifest import decode, seal
-from tierd.core.planning.inventory import SPOOL, Inventory, ManifestFacts, Place
+from tierd.core.planning.copies import ManifestFacts
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL, Place
 from tierd.core.planning.plan import Prune, judge_tier, plan
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.run_view import run_view_of

@@ -600,7 +600,7 @@ _DELETIONS = (
     ),
     Mutant(
         "what only this node has complete counts where others have ranks",
-        "tierd/core/planning/inventory.py",
+        "tierd/core/planning/copies.py",
         "        return self.complete and not self.defects and all(",
         "        return not self.defects and all(",
         "pytest tests/core/planning/test_plan.py -k no_tier_wants_it_any_more",

@@ -35,7 +35,7 @@ from tierd.core.errors import (
     StoreUnavailable,
 )
 from tierd.core.ids import check_run
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.daemon.remove import Held, held_in_spool, held_on_tier, remove_from_spool, remove_from_tier
 from tierd.daemon.service import open_tiers
 from tierd.daemon.tiers.observe import TierObserver

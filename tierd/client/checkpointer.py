@@ -40,7 +40,7 @@ from tierd.client.schedule import Schedule
 from tierd.core.errors import ConfigError, SaveSkipped, StepRefused
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check_step
 from tierd.core.manifest import TENSORS, TREE
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.core.retention.policy import RetentionPolicy, checked
 from tierd.core.save_policy import Goal, When, check_epoch
 from tierd.ipc.client import Link

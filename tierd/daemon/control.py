@@ -35,7 +35,8 @@ from tierd.core.errors import (
     TierdError,
 )
 from tierd.core.ids import CheckpointId, PartId, pin_key
-from tierd.core.planning.inventory import SPOOL, Inventory
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL
 from tierd.core.report import report
 from tierd.core.retention.policies import policy_for
 from tierd.core.timeline.head import newest

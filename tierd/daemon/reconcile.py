@@ -34,10 +34,12 @@ from tierd.core.errors import (
 from tierd.core.event_kinds import Event, metrics_of
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
+from tierd.core.planning.copies import differing
 from tierd.core.planning.demand import Demand
 from tierd.core.planning.idle import SETTLED_S, is_on_the_way, pause_s
-from tierd.core.planning.inventory import SPOOL, Inventory, Place, Sent, differing
+from tierd.core.planning.inventory import Inventory, Sent
 from tierd.core.planning.order import leads
+from tierd.core.planning.place import SPOOL, Place
 from tierd.core.planning.plan import (
     Action,
     Discard,

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, TierdError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.inventory import CheckpointCopy, ManifestFacts, Place
+from tierd.core.planning.copies import CheckpointCopy, ManifestFacts
+from tierd.core.planning.place import Place
 from tierd.spool.leases import ended, trainers
 from tierd.spool.records import committed, heads, launches, policies, saved
 from tierd.spool.spool import Spool, condition

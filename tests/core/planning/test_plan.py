@@ -27,7 +27,9 @@ from support.worlds import (
 )
 
 from tierd.core.errors import FormatTooNew, ManifestError
-from tierd.core.planning.inventory import SPOOL, CheckpointCopy, Inventory, ManifestFacts, Place, is_complete
+from tierd.core.planning.copies import CheckpointCopy, ManifestFacts, is_complete
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL, Place
 from tierd.core.planning.plan import Discard, Flush, Prune, RepairCopy, lender, plan
 from tierd.core.report import report
 from tierd.core.retention.policy import Best, RetentionPolicy

@@ -10,7 +10,8 @@ from support.worlds import attempt, cases, checkpoint, config, facts, held, part
 
 from tierd.core.errors import ManifestError
 from tierd.core.planning.demand import Demand
-from tierd.core.planning.inventory import SPOOL, Inventory, LocalLaunch, Place, Sent, Trainer, runs
+from tierd.core.planning.inventory import Inventory, Sent, runs
+from tierd.core.planning.place import SPOOL, LocalLaunch, Place, Trainer
 from tierd.core.planning.plan import Planner, flushes, given_up, judge, plan
 from tierd.core.retention.policy import Ranking, RetentionPolicy
 

@@ -17,8 +17,9 @@ import pytest
 from support.worlds import checkpoint, config, facts, part
 
 from tierd.core.ids import PartId
-from tierd.core.planning.inventory import SPOOL, Inventory, LocalLaunch, Place, Sent
+from tierd.core.planning.inventory import Inventory, Sent
 from tierd.core.planning.order import leads
+from tierd.core.planning.place import SPOOL, LocalLaunch, Place
 from tierd.core.planning.plan import Flush, Prune, is_contended, plan
 from tierd.core.retention.policy import RetentionPolicy
 

@@ -19,7 +19,7 @@ from benchmarks.scrub import run
 from tierd.codec import codec
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME, decode, encode
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.core.planning.scrub_schedule import ScrubbedCopy, agenda
 from tierd.daemon.status import status
 from tierd.daemon.tiers.prune import verify

@@ -11,7 +11,7 @@ from support.doubles import Double
 from support.world import commit, corrupt, hurry, part, reconciler, running, settle, steps_in, steps_on, until
 
 from tierd.core.errors import StoreUnavailable
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
 from tierd.stores.base import Buffer
 from tierd.stores.memory import MemoryStore

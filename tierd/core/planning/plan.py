@@ -20,10 +20,12 @@ from functools import cached_property
 from tierd.core.config import Config
 from tierd.core.errors import FormatTooNew, ManifestError
 from tierd.core.ids import CheckpointId, PartId
+from tierd.core.planning.copies import CheckpointCopy, is_complete, union
 from tierd.core.planning.demand import Demand, Wanted, info_of, lacked, readable
 from tierd.core.planning.eviction import evictions, may_leave
-from tierd.core.planning.inventory import SPOOL, CheckpointCopy, Inventory, Place, is_complete, runs, union
+from tierd.core.planning.inventory import Inventory, runs
 from tierd.core.planning.order import FlushCandidate, in_turn
+from tierd.core.planning.place import SPOOL, Place
 from tierd.core.retention.policies import unknown
 from tierd.core.retention.policy import HOPED_FOR, CheckpointInfo, Origins, Ranking, RetentionPolicy, Verdict
 

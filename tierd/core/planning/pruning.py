@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tierd.core.planning.inventory import Place
+from tierd.core.planning.place import Place
 from tierd.core.planning.plan import Action, Prune
 
 MOST_CHECKPOINTS = 64  # of a batch

@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from tierd.core.ids import CheckpointId, PartId, chunk_owner
 from tierd.core.manifest import Chunk, Manifest
-from tierd.core.planning.inventory import Place
+from tierd.core.planning.place import Place
 
 # Sharing a smaller chunk would risk checkpoints and save next to nothing. Such chunks hold less than 1 % of a
 # transformer's bytes, and sending one again costs a single request, as does asking whether it still exists.
