@@ -23,7 +23,7 @@ from support.world import RUN, attempt, corrupt, part, read, running, settle
 
 from tierd.core.errors import CorruptChunk, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, chunk_owner, pin_key
-from tierd.core.planning.plan import Flush, Prune
+from tierd.core.planning.actions import Flush, Prune
 from tierd.core.report import report
 from tierd.core.retention.policy import Best
 from tierd.daemon.tiers import intents

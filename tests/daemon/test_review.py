@@ -14,10 +14,12 @@ from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.restorer import Restorer
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, StoreUnavailable
 from tierd.core.manifest import decode, seal
+from tierd.core.planning.actions import Prune
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL, Place
-from tierd.core.planning.plan import Prune, judge_tier, plan
+from tierd.core.planning.plan import plan
+from tierd.core.planning.tier_verdicts import judge_tier
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.run_view import run_view_of
 from tierd.daemon.tiers.manifests import Manifests

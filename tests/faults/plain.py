@@ -410,7 +410,7 @@ _DELETIONS = (
     ),
     Mutant(
         "a tier that is slower than the saves fills the spool",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/eviction.py",
         "    return frozenset.intersection(*found) - inventory.needed\n",
         "    return frozenset()\n",
         "pytest tests/daemon/transfer/test_slow_tier.py -k does_not_fill",
@@ -452,7 +452,7 @@ _DELETIONS = (
     ),
     Mutant(
         "nodes do not heed what others say that they send",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/flush_candidates.py",
         "    for one, nodes in tier.announced.items():\n",
         "    for one, nodes in {}.items():\n",
         "pytest tests/core/planning/test_several_links.py",
@@ -880,7 +880,7 @@ _READING = (
 _POLICIES = (
     Mutant(
         "whoever restored a run prunes it",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/janitor.py",
         "max(known) in mine and run not in inventory.spool.restored",
         "max(known) in mine",
         f"{_OWNED} -k beside_a_reader",
@@ -901,7 +901,7 @@ _POLICIES = (
     ),
     Mutant(
         "who saved a run deletes nothing of it once its last copy went",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/janitor.py",
         "    if known and _saved_first(inventory, run) >= max(known):\n",
         "    if False:\n",
         "pytest tests/core/planning/test_eviction.py -k every_copy",
@@ -1062,21 +1062,21 @@ _DEMAND = "pytest tests/core/planning/test_demand.py"
 _PLACES = (
     Mutant(
         "a tier deletes what another wants and lacks",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/verdicts.py",
         "    names = demand.waiting(name, one, seen, hoped=hoped) if seen else ()",
         "    names = ()",
         f"{_DEMAND} -k holds_what",
     ),
     Mutant(
         "what comes while a last copy is deleted hides that a tier wanted it",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/pruning.py",
         "    return replace(inventory, spool=rid(inventory.spool), tiers=tiers) if came else inventory\n",
         "    return inventory\n",
         f"{_DEMAND} -k what_came",
     ),
     Mutant(
         "what goes along with a last copy hides that a tier wanted it",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/pruning.py",
         "for one in (Demand(before, config, run), demand)]",
         "for one in (demand,)]",
         f"{_DEMAND} -k what_went",
@@ -1090,7 +1090,7 @@ _PLACES = (
     ),
     Mutant(
         "rules that keep for good count from the oldest verified",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/verdicts.py",
         "        reasons = again.reasons if again.keep else demand.reasons(SPOOL, verdict.id)",
         "        reasons = ()",
         f"{_DEMAND} -k starts_at_the_oldest",
@@ -1960,7 +1960,7 @@ _CHECKED = (
 _FIRST = (
     Mutant(
         "a tier deletes before the spool what another tier may still want",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/pruning.py",
         "    if None in inventory.tiers.values():\n",
         "    if False:\n",
         "pytest tests/core/planning/test_plan.py -k frees_a_copy_before",

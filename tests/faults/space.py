@@ -37,7 +37,7 @@ SPACE = (
     ),
     Mutant(
         "little space never takes the newest copy of a run without a trainer",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/spool_prunes.py",
         "trained = demand.run not in inventory.trainerless",
         "trained = True",
         f"{_EVICTION} -k little_free",

@@ -22,8 +22,9 @@ from support.world import CHUNK, RUN, commit, config, part
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest, decode
+from tierd.core.planning.actions import Action, Prune
 from tierd.core.planning.place import SPOOL
-from tierd.core.planning.plan import Action, Prune, plan
+from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.candidates import RestoreOrder, restore_candidates
 from tierd.core.timeline.chain import timeline

@@ -34,28 +34,17 @@ from tierd.core.errors import (
 from tierd.core.event_kinds import Event, metrics_of
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
+from tierd.core.planning.actions import Action, Discard, Flush, Prune, RepairCopy
 from tierd.core.planning.copies import differing
 from tierd.core.planning.demand import Demand
+from tierd.core.planning.eviction import complete_here, evictable, superseded
+from tierd.core.planning.flush_candidates import is_contended, pending
 from tierd.core.planning.idle import SETTLED_S, is_on_the_way, pause_s
 from tierd.core.planning.inventory import Inventory, Sent
 from tierd.core.planning.order import leads
 from tierd.core.planning.place import SPOOL, Place
-from tierd.core.planning.plan import (
-    Action,
-    Discard,
-    Flush,
-    Planner,
-    Prune,
-    RepairCopy,
-    complete_here,
-    evictable,
-    flushes,
-    is_contended,
-    lost_to,
-    pending,
-    superseded,
-)
-from tierd.core.planning.pruning import PruneBacklog, together
+from tierd.core.planning.plan import Planner, flushes
+from tierd.core.planning.pruning import PruneBacklog, lost_to, together
 from tierd.core.planning.unflushed import Remaining, TierTrouble, Unflushed, describe, remaining
 from tierd.core.retention.policy import seconds
 from tierd.daemon.pause import TierPause

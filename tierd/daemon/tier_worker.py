@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterable
 
-from tierd.core.planning.plan import Flush
+from tierd.core.planning.actions import Flush
 
 _LONGEST = 300.0  # seconds, the greatest upper limit of a backoff
 _SOON = 15.0  # seconds, the least upper limit of a backoff, however short the outage

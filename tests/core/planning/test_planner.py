@@ -12,7 +12,8 @@ from tierd.core.errors import ManifestError
 from tierd.core.planning.demand import Demand
 from tierd.core.planning.inventory import Inventory, Sent, runs
 from tierd.core.planning.place import SPOOL, LocalLaunch, Place, Trainer
-from tierd.core.planning.plan import Planner, flushes, given_up, judge, plan
+from tierd.core.planning.plan import Planner, flushes, plan
+from tierd.core.planning.verdicts import given_up, judge
 from tierd.core.retention.policy import Ranking, RetentionPolicy
 
 

@@ -134,7 +134,7 @@ MUTANTS = (
     ),
     Mutant(
         "a tier holds nothing for another",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/verdicts.py",
         "    names = tuple(other for other in names if other not in demand.inventory.silent)\n",
         "    names = ()\n",
         _LIVES,
@@ -150,7 +150,7 @@ MUTANTS = (
     ),
     Mutant(
         "whoever holds a run's newest part prunes it",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/janitor.py",
         "max(known) in mine and run not in inventory.spool.restored",
         "max(known) in mine",
         _LIVES,

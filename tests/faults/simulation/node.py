@@ -33,8 +33,9 @@ from tierd.client.restoring import restorer, source, streaming
 from tierd.core.errors import CheckpointNotFound, StepRefused, TierdError
 from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
+from tierd.core.planning.actions import Prune
 from tierd.core.planning.place import SPOOL
-from tierd.core.planning.plan import Prune, plan
+from tierd.core.planning.plan import plan
 from tierd.daemon.control import Control
 from tierd.daemon.reconcile import Reconciler
 from tierd.ipc import messages

@@ -32,8 +32,7 @@ from tierd.core.manifest import Manifest
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
-from tierd.core.planning.plan import lender
-from tierd.core.planning.sharing import worn
+from tierd.core.planning.sharing import lender, worn
 from tierd.core.retention.policies import policy_for
 from tierd.core.timeline.head import Head
 from tierd.core.timeline.launches import disowning
