@@ -311,7 +311,7 @@ def test_what_one_node_holds_is_not_sent_and_pruned_in_turn(home, how):
         nodes, origin = await first_launch(home, 20, keep=1), part(20).checkpoint
         await nodes["D"].daemon.fetch(part(20, 1, 1, 2))
         if how == "held":  # as the control socket does while a trainer reads, or uses the directory
-            nodes["D"].daemon.held[origin] += 1
+            nodes["D"].daemon.requests.held[origin] += 1
         else:  # the tier was down when it was pinned
             nodes["D"].spool.pin(origin, pinned=True)
         nodes.save(30, 1, "AB")

@@ -51,7 +51,7 @@ def test_a_fetch_whose_asker_goes_away_lets_go(spool):
         with pytest.raises(TimeoutError):
             link.ask(Fetch(part=part(0)), 0.2)
         link.close()
-        wait_until(lambda: not daemon.reconciler.held)
+        wait_until(lambda: not daemon.reconciler.requests.held)
         store.delay = 0.0
         with Link(spool) as again:
             assert again.ask(Fetch(part=part(0)), 20)["ok"]

@@ -116,7 +116,7 @@ def test_a_part_that_goes_while_it_is_flushed_is_not_called_corrupt(spool, monke
         commit(spool, part(1))
         daemon = reconciler(spool, {"tier": store})
         await daemon.look("tier")
-        await daemon._flush(part(1), "tier")
+        await daemon._flusher.flush(part(1), "tier")
         assert not daemon.journal.counters["corruptions"]
         assert not [event for event in daemon.journal.events if event.what == "corrupt"]
 
@@ -134,7 +134,7 @@ def test_a_part_that_is_committed_while_the_tiers_are_asked_stays(spool):
         daemon = reconciler(spool, {"tier": store}, keep=5, keep_local=1)
         for step in (2, 1):
             await daemon.look("tier")
-            await daemon._flush(part(step, world=2), "tier")
+            await daemon._flusher.flush(part(step, world=2), "tier")
         await daemon.look("tier")
         (prune,) = plan(daemon.inventory(), daemon.config, {}, 0.0)
         assert isinstance(prune, Prune) and (prune.tier, prune.checkpoint) == (SPOOL, late.checkpoint)
@@ -161,12 +161,12 @@ def test_a_flush_that_ends_during_a_look_takes_nothing_from_it(spool, tmp_path, 
         daemon = reconciler(spool, {"tier": store})
         commit(spool, part(1, world=2))
         await daemon.look("tier")
-        await daemon._flush(part(1, world=2), "tier")
+        await daemon._flusher.flush(part(1, world=2), "tier")
         theirs = Spool(tmp_path / "other")
         commit(theirs, other)
         await flush(theirs, other, Route(store.inner))
         commit(spool, own)
-        await daemon._look_at_spool()
+        await daemon.look("local")
         real = daemon.tiers._observers["tier"].look
 
         async def slow(*args, **options):
@@ -179,7 +179,7 @@ def test_a_flush_that_ends_during_a_look_takes_nothing_from_it(spool, tmp_path, 
         daemon.tiers._observers["tier"].look = slow
         asked = asyncio.ensure_future(daemon.look("tier"))
         await until(lambda: sum(call == ("scan", "run/") for call in store.calls) == 2)
-        await daemon._flush(own, "tier")
+        await daemon._flusher.flush(own, "tier")
         assert daemon.tiers.has(own, "tier")
         gate.set()
         if fails:

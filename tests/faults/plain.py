@@ -459,9 +459,9 @@ _DELETIONS = (
     ),
     Mutant(
         "a node does not say which checkpoint it sends",
-        "tierd/daemon/reconcile.py",
-        "self.tiers.flush_aloud if aloud else",
-        "self.tiers.flush_aloud if False else",
+        "tierd/daemon/reconciling/flusher.py",
+        "tiers.flush_aloud if aloud else",
+        "tiers.flush_aloud if False else",
         "pytest tests/daemon/test_nodes.py -k another_one_is_sending",
     ),
     Mutant(
@@ -578,7 +578,7 @@ _DELETIONS = (
     ),
     Mutant(
         "a copy goes because of a newer one that is rotten",
-        "tierd/daemon/reconcile.py",
+        "tierd/daemon/reconciling/pruner.py",
         " if await self._all_right(checkpoint, newer) else None\n",
         "\n",
         "pytest tests/daemon/transfer/test_slow_tier.py -k rotten",
@@ -607,8 +607,8 @@ _DELETIONS = (
     ),
     Mutant(
         "a local copy goes without another look at the tiers",
-        "tierd/daemon/reconcile.py",
-        "        return parts if await self.tiers.are_past(checkpoint, self.inventory()) else None\n",
+        "tierd/daemon/reconciling/pruner.py",
+        "        return parts if await tiers.are_past(checkpoint, live.inventory()) else None\n",
         "        return parts\n",
         "pytest tests/daemon/test_reconcile.py -k whole_by_its_names_alone",
     ),
@@ -649,7 +649,7 @@ _DEATHS = (
     ),
     Mutant(
         "what waits for a copy that cannot be read is asked for again and again",
-        "tierd/daemon/reconcile.py",
+        "tierd/daemon/reconciling/pruner.py",
         "                self._rest_on[checkpoint] = part\n",
         "",
         "pytest tests/daemon/transfer/test_slow_tier.py -k each_second",
@@ -908,9 +908,9 @@ _POLICIES = (
     ),
     Mutant(
         "a reader tidies up on a tier",
-        "tierd/daemon/reconcile.py",
-        "        saved = sorted((self._runs() - self._place.restored) | self._place.launches.keys())\n",
-        "        saved = sorted(self._runs())\n",
+        "tierd/daemon/reconciling/records.py",
+        "        saved = sorted((live.runs() - live.place.restored) | live.place.launches.keys())\n",
+        "        saved = sorted(live.runs())\n",
         f"{_OWNED} -k not_a_readers_to_delete",
     ),
     Mutant(
@@ -1083,9 +1083,9 @@ _PLACES = (
     ),
     Mutant(
         "what was lost is asked by the world after the deletion alone",
-        "tierd/daemon/reconcile.py",
-        "        if names := lost_to(self.inventory(), before, self.config, tier, seen):\n",
-        "        if names := lost_to(self.inventory(), self.inventory(), self.config, tier, seen):\n",
+        "tierd/daemon/reconciling/pruner.py",
+        "        if names := lost_to(live.inventory(), before, self._setup.config, tier, seen):\n",
+        "        if names := lost_to(live.inventory(), live.inventory(), self._setup.config, tier, seen):\n",
         "pytest tests/daemon/transfer/test_relay.py -k comes_while",
     ),
     Mutant(
@@ -2031,9 +2031,9 @@ _METADATA = (
 _WAKING = (
     Mutant(
         "what a rank commits while other parts are freed is out of sight",
-        "tierd/daemon/reconcile.py",
-        "self._place = self._place.without_parts(parts)",
-        "self._place = self._place.without(checkpoint)",
+        "tierd/daemon/reconciling/pruner.py",
+        "live.place = live.place.without_parts(parts)",
+        "live.place = live.place.without(checkpoint)",
         "pytest tests/daemon/test_reconcile.py -k stays_in_sight",
     ),
     Mutant(

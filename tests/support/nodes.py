@@ -275,7 +275,7 @@ class Node:
         tiers = tuple(msgspec.structs.replace(one, retention=policy) for one in settings.tier)
         settings = msgspec.structs.replace(settings, tier=tiers)
         self.daemon = Reconciler(settings, self.spool, {TIER: self.line})
-        self.daemon.interest.add(RUN)
+        self.daemon.requests.interest.add(RUN)
 
     def steps(self) -> list[tuple[int, int]]:
         """`(launch, step)` of everything in the spool, oldest first."""

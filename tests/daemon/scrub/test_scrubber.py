@@ -559,9 +559,9 @@ def test_nothing_is_read_while_the_daemon_is_paused_or_drains_or_the_part_is_bus
         await daemon.pause.begin(None)
         assert await daemon.scrubber.next(SPOOL) is None
         await daemon.pause.end()
-        daemon._busy[part(1)] += 1
+        daemon._live.busy[part(1)] += 1
         assert await daemon.scrubber.next(SPOOL) is None
-        daemon._busy.clear()
+        daemon._live.busy.clear()
         assert await daemon.scrubber.next(SPOOL) == due
         await daemon.drain(0.1)
         assert await daemon.scrubber.next(SPOOL) is None
@@ -800,8 +800,8 @@ def test_mending_takes_from_the_budget_what_a_manifest_says_that_an_object_is_lo
         manifest = msgspec.structs.replace(manifest, files=(msgspec.structs.replace(file, chunks=(chunk,)),))
         await store.put(part(1).manifest_key, encode(manifest))
         daemon = await observed(scrubber(spool, {"tier": store}))
-        real = daemon.budget.take
-        monkeypatch.setattr(daemon.budget, "take", lambda size: taken.append(size) or real(size))
+        real = daemon._budget.take
+        monkeypatch.setattr(daemon._budget, "take", lambda size: taken.append(size) or real(size))
         await daemon.scrubber.scrub(ScrubbedCopy("tier", part(1)))
         assert len(taken) == 2 and min(taken) >= 1 << 20
         assert not (await verify(store, part(1), lambda size: None))[1]

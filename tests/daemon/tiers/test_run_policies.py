@@ -77,7 +77,7 @@ def test_a_daemon_beside_a_reader_deletes_nothing(trained, tmp_path, keep, store
 
     async def work():
         async with running(reconciler(other, {"tier": trained}, keep=keep, rescan="0.05s")) as daemon:
-            daemon.interest.add(RUN)
+            daemon.requests.interest.add(RUN)
             await settle(daemon)
             for step in (8, 3):
                 await daemon.fetch(part(step))

@@ -85,7 +85,7 @@ def test_a_tier_slower_than_the_saves_comes_to_have_all_that_it_wants(spool, eve
             for _ in range(100):
                 slow.room.release()
             await settle(node)
-            assert not node.pending() and node.backlog("s3") == (0, 0)
+            assert not node.backlog.parts() and node.backlog.of("s3") == (0, 0)
             on = {name: await contents(store.inner) for name, store in (("nfs", fast), ("s3", slow))}
         return on, node
 
@@ -215,7 +215,7 @@ def test_what_no_tier_has_right_is_not_relayed_and_scrubbed_at_once(spool):
 
 
 def lacking(node, tier: str) -> set[int]:
-    return {one.part.checkpoint.step for one in node.remaining() if tier in one.lacks}
+    return {one.part.checkpoint.step for one in node.backlog.remaining() if tier in one.lacks}
 
 
 @pytest.mark.parametrize("hold_for", ["7d", "0s"])

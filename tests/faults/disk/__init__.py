@@ -71,7 +71,7 @@ MUTANTS = (
     ),
     Mutant(
         "a part of the spool that cannot be read counts as corrupt",
-        "tierd/daemon/reconcile.py",
+        "tierd/daemon/reconciling/flusher.py",
         "except (CorruptChunk, ManifestError) as error:\n            if relayed",
         "except (CorruptChunk, ManifestError, OSError) as error:\n            if relayed",
         "disk --only 1396",

@@ -41,6 +41,7 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning import sharing
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
 from tierd.daemon import handoff, reconcile, tier_worker
+from tierd.daemon.reconciling import live_inventory, pruner
 from tierd.daemon.tiers import intents
 from tierd.daemon.tiers import tiers as tiering
 from tierd.daemon.transfer import fetch
@@ -54,7 +55,7 @@ KEEP = 3  # on each place: then a tier that was down gets all that it wants
 def hurry() -> None:
     """Waits of seconds become waits of milliseconds; their order stays."""
     tier_worker._LONGEST = BACKOFF
-    reconcile._ABANDONED, reconcile._STUCK, reconcile._AGAIN = 0.05, 0.05, 0.02
+    live_inventory._ABANDONED, tier_worker._STUCK, pruner._AGAIN = 0.05, 0.05, 0.02
     intents._OWN_STALE, intents._PAUSE = 0, 0.01
     tiering._ANSWER = 0.5
     source._PATIENCE = 0.5

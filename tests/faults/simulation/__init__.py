@@ -142,8 +142,8 @@ MUTANTS = (
     ),
     Mutant(
         "nothing tells of what was given up",
-        "tierd/daemon/reconcile.py",
-        '            self.journal.tell("given up", tier, checkpoint, why)\n',
+        "tierd/daemon/reconciling/pruner.py",
+        '            journal.tell("given up", tier, checkpoint, why)\n',
         "            pass\n",
         _LIVES,
         "no alert names it",
