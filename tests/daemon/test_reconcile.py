@@ -285,7 +285,7 @@ def test_a_local_copy_stays_when_its_copy_on_the_tier_has_lost_a_chunk(spool, ha
         assert steps_in(spool) == [2]
         for step in (0, 1):
             async with running(reconciler(spool, {"tier": store})) as daemon:
-                await daemon.fetch(part(step))
+                await daemon.repairs.fetch(part(step))
             assert read(spool, part(step)) == content(step)
 
     asyncio.run(work())

@@ -132,7 +132,7 @@ def test_a_look_that_began_earlier_never_hides_a_later_one(spool):
 
     with Daemon(spool.root, {"tier": store}) as daemon:
         daemon.settle()
-        daemon.reconciler._draining = True  # nothing but the looks below
+        daemon.reconciler._phase.draining = True  # nothing but the looks below
         assert not daemon.call(overtaken(daemon))
 
 

@@ -45,7 +45,7 @@ def test_a_codec_that_is_not_known_is_no_corruption(spool, tmp_path):
         fresh = Spool(tmp_path / "fresh")
         daemon = reconciler(fresh, {"tier": store})
         with pytest.raises(StoreUnavailable, match="bp1"):
-            await daemon.fetch(part(1))
+            await daemon.repairs.fetch(part(1))
         assert [key async for key in _keys(store) if is_manifest(key)] == [part(1).manifest_key]
 
     asyncio.run(work())
@@ -300,7 +300,7 @@ def test_both_copies_wrong_is_still_corruption(spool):
         path.write_bytes(bytes(len(path.read_bytes())))
         daemon = reconciler(spool, {"tier": store})
         with pytest.raises(CorruptChunk):
-            await daemon.fetch(part(1))
+            await daemon.repairs.fetch(part(1))
         assert list(spool.quarantined()) == [part(1)]
 
     asyncio.run(work())

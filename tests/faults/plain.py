@@ -403,7 +403,7 @@ _DELETIONS = (
     ),
     Mutant(
         "a tier that is slower than the saves is never pruned",
-        "tierd/daemon/reconcile.py",
+        "tierd/daemon/reconciling/agenda.py",
         "if isinstance(action, Prune)] if worker.sent else []\n",
         "if isinstance(action, Prune)] if False else []\n",
         "pytest tests/daemon/transfer/test_slow_tier.py -k pruned_all_the_while",
@@ -466,8 +466,8 @@ _DELETIONS = (
     ),
     Mutant(
         "a node does not ask what others send",
-        "tierd/daemon/reconcile.py",
-        "            await self.tiers.hear(worker.name, action.part.checkpoint.run)\n",
+        "tierd/daemon/reconciling/agenda.py",
+        "            await self._setup.tiers.hear(worker.name, action.part.checkpoint.run)\n",
         "",
         "pytest tests/daemon/test_nodes.py -k another_one_is_sending",
     ),
@@ -985,8 +985,8 @@ _PRUNES = (
     ),
     Mutant(
         "a daemon at rest forgets what is too young to be removed",
-        "tierd/daemon/reconcile.py",
-        "        if self.tiers.has_leftovers(worker.name):",
+        "tierd/daemon/reconciling/agenda.py",
+        "        if tiers.has_leftovers(worker.name):",
         "        if False:",
         "pytest tests/daemon/test_idle.py -k not_forgotten",
     ),

@@ -147,7 +147,7 @@ class Control:
                 self.trainers -= 1
                 self._reconciler.requests.presence.left(attached.run)
             for part in held:
-                self._reconciler.release(part)
+                self._reconciler.repairs.release(part)
             if attached or held:
                 self._reconciler.wake()
             writer.close()
@@ -201,10 +201,10 @@ class Control:
                 return {"sight": msgspec.structs.replace(sight, silent=self._located(silent, sight.unreached))}
             case messages.Fetch(part=part, wanted=wanted):
                 if part not in held:
-                    self._reconciler.hold(part)
+                    self._reconciler.repairs.hold(part)
                     held.add(part)
                 try:
-                    return {"tiers": await self._reconciler.fetch(part, wanted=wanted)}
+                    return {"tiers": await self._reconciler.repairs.fetch(part, wanted=wanted)}
                 except (StoreUnavailable, StoreRefused) as error:
                     raise type(error)(f"node {socket.gethostname()}: {error}") from error
             case messages.Wait(part=part, tier=tier, timeout_s=timeout, needed=needed):
@@ -241,7 +241,7 @@ class Control:
                 return await self._pause(self._reconciler.pause.end())
 
     def _progress(self, request: messages.AnyRequest) -> dict[str, Any]:
-        at = self._reconciler.progress(request.part) if isinstance(request, messages.Fetch) else None
+        at = self._reconciler.repairs.progress(request.part) if isinstance(request, messages.Fetch) else None
         return {"done": at.done, "total": at.total, "tiers": at.tiers} if at else {}
 
     async def _keep_last(self, run: str | None) -> int:

@@ -400,7 +400,7 @@ def test_where_the_encoder_has_changed_a_chunk_is_stored_anew_and_the_manifest_s
         assert manifest.same_content(spool.manifest(part(1)))
         assert not [key for key in objects if "/flushing/" in key or "/pruning/" in key]
         spool.remove([part(1)])
-        await daemon.fetch(part(1))
+        await daemon.repairs.fetch(part(1))
         assert read(spool, part(1)) == {"weights.bin": bytes([1]) * 5000}
         await scrub(daemon)
         assert counted(daemon, "scrub_findings", "quarantined", "repaired_chunks") == [1, 0, 1]

@@ -146,7 +146,7 @@ def test_two_fetches_of_one_part_get_every_chunk_once(spool, store):
         async with running(reconciler(spool, {"tier": store})) as daemon:
             await settle(daemon)
             store.calls = []
-            await asyncio.gather(daemon.fetch(PART), daemon.fetch(PART))
+            await asyncio.gather(daemon.repairs.fetch(PART), daemon.repairs.fetch(PART))
             assert not daemon._repairer.fetching
 
     asyncio.run(work())
@@ -441,7 +441,7 @@ def test_a_fetch_under_way_is_never_discarded(spool, store):
         async with running(reconciler(spool, {"tier": store}, min_free_percent=99.99)) as daemon:
             await settle(daemon)
             store.delay = 0.1
-            task = asyncio.ensure_future(daemon.fetch(PART))
+            task = asyncio.ensure_future(daemon.repairs.fetch(PART))
             while not task.done():
                 daemon.wake()
                 await asyncio.sleep(0.01)

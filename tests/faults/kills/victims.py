@@ -41,8 +41,8 @@ from tierd.core.config import Config
 from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, StateMismatch
 from tierd.core.planning import sharing
 from tierd.daemon import handoff as taking
-from tierd.daemon import reconcile, service, tier_worker
-from tierd.daemon.reconciling import flusher, live_inventory, pruner
+from tierd.daemon import service, tier_worker
+from tierd.daemon.reconciling import flusher, live_inventory, pruner, repairs
 from tierd.daemon.tiers import intents
 
 RUN = "run"
@@ -233,8 +233,8 @@ def daemon(config: Config, page: Page, slow: float, *, last: bool) -> None:
     _mark(taking, "write_part", page, "persist", slow)
     _mark_async(flusher.Flusher, "flush", page, "flush")
     _mark_async(pruner.Pruner, "prune", page, "prune")
-    _mark_async(reconcile.Reconciler, "_repair", page, "mend")
-    _mark_async(reconcile.Reconciler, "fetch", page, "fetch")
+    _mark_async(repairs.Repairs, "repair", page, "mend")
+    _mark_async(repairs.Repairs, "fetch", page, "fetch")
     page.begin()
     asyncio.run(service.serve(config))
 

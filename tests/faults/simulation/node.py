@@ -301,7 +301,7 @@ class _Link:
 
     def close(self) -> None:
         for one in self._held:
-            self._node.daemon.release(one)
+            self._node.daemon.repairs.release(one)
         self._held.clear()
 
 

@@ -1,4 +1,5 @@
-"""The parts of the reconciler: the requests of clients, the live inventory, the backlog of each tier, and the actions.
+"""The parts of the reconciler: clients' requests, the live inventory, the backlog, the next action of each worker, and
+the code that carries out flushes, prunes and repairs.
 
-`daemon/reconcile.py` holds the loop, and only it imports this package. Imports are those of `daemon`.
+`daemon/reconcile.py` holds the loop, and nothing else imports this package. It imports what `daemon` may import.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, TierdError
@@ -17,6 +16,7 @@ from tierd.core.planning.order import leads
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.reconciling.backlog import Backlog
 from tierd.daemon.reconciling.records import RunRecords
+from tierd.daemon.reconciling.repairs import Repairs
 from tierd.daemon.reconciling.setup import Setup
 from tierd.daemon.transfer.flush_pacing import Spread
 
@@ -30,20 +30,11 @@ class Flusher:
         setup: what the parts of the reconciler share.
         backlog: tells whether a tier lacks other parts, too.
         records: writes a run's head after each flush.
-        hurries: returns whether no flush may pause, because the daemon ends, changes its configuration or was asked.
-        repair: repairs the spool's corrupt copy of a part whose corruption was counted.
+        repairs: repairs the spool's copy of a part that proved corrupt.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        backlog: Backlog,
-        records: RunRecords,
-        hurries: Callable[[], bool],
-        repair: Callable[[PartId], Awaitable[None]],
-    ) -> None:
-        self._setup, self._backlog, self._records = setup, backlog, records
-        self._hurries, self._repair = hurries, repair
+    def __init__(self, setup: Setup, backlog: Backlog, records: RunRecords, repairs: Repairs) -> None:
+        self._setup, self._backlog, self._records, self._repairs = setup, backlog, records, repairs
 
     async def flush(self, part: PartId, tier: str, *, relayed: bool = False) -> None:
         """Send a part to a tier; a part that cannot be sent is put off, repaired or left to the next plan.
@@ -72,7 +63,7 @@ class Flusher:
                 return
             journal.counters["corruptions"] += 1
             journal.tell("corrupt", SPOOL, part, str(error))
-            await self._repair(part)
+            await self._repairs.repair(part, SPOOL, counted=True)
             return
         except (OSError, StoreRefused):  # this part's disk fails or the tier refuses it: send others first
             setup.workers[tier].put_off_stuck(part)
@@ -101,7 +92,7 @@ class Flusher:
         def hurries() -> bool:
             newer = any(seen.id > part.checkpoint for seen in live.place.copies(part.checkpoint.run))
             asked = requests.awaited[part] or part.checkpoint in requests.needed
-            ends = self._hurries() or not requests.attended()
+            ends = self._setup.phase.hurries or not requests.attended()
             return newer or bool(asked) or ends or live.is_low
 
         lacking = sum(name == tier for _, name in self._backlog.flushes(live.inventory()))

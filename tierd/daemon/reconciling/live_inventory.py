@@ -6,10 +6,11 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tierd.core.config import Config
 from tierd.core.ids import CheckpointId, PartId
+from tierd.core.planning.copies import differing
 from tierd.core.planning.inventory import Inventory, Sent
 from tierd.core.planning.place import Place
 from tierd.core.retention.policy import seconds
@@ -35,16 +36,17 @@ class LiveInventory:
         full: the tiers that were full, and from which nothing was deleted since.
         sent: by tier, the checkpoint that was sent last.
         cadence: the times at which saves were observed.
+        changed_at: when a tier's inventory last changed, monotonic seconds.
 
     Args:
         spool: the local tier.
         requests: the requests of clients.
         repairer: knows the interrupted fetches that never become a whole part.
-        seen: called after each observation of the spool, with the place before it.
+        seen: called after each observation of the spool, with whether it has other parts than before.
     """
 
     def __init__(
-        self, spool: Spool, requests: ClientRequests, repairer: Repairer, seen: Callable[[Place], None]
+        self, spool: Spool, requests: ClientRequests, repairer: Repairer, seen: Callable[[bool], None]
     ) -> None:
         self._spool, self._requests, self._repairer, self._seen = spool, requests, repairer, seen
         self.place = Place()
@@ -53,6 +55,7 @@ class LiveInventory:
         self.full: set[str] = set()
         self.sent: dict[str, Sent] = {}
         self.cadence = Cadence()
+        self.changed_at = time.monotonic()
         self._observer = SpoolObserver(spool)
         self._leftovers: tuple[str, ...] = ()
         self._unlocked: dict[str, float] = {}
@@ -113,7 +116,16 @@ class LiveInventory:
             self._leftovers = self._aged(await asyncio.to_thread(self._spool.leftovers, self._observer.childless))
             self.place = place  # assigned last, because every call before it may fail
             self._looks_ended = begun
-            self._seen(before)
+            self._seen(self._note_saves(before))
+
+    def _note_saves(self, before: Place) -> bool:
+        """Note when parts were committed; return whether the spool has other parts than before."""
+        differ = differing(before.checkpoints, self.place.checkpoints)
+        changed = [one for one in differ if _parts_of(self.place, one) != _parts_of(before, one)]
+        if changed:
+            self.cadence.saw({part for one in changed for part in _new_parts(before, self.place, one)})
+            self.cadence.keep(self.runs())
+        return bool(changed)
 
     def doubt(self, checkpoint: CheckpointId) -> None:
         """Read a checkpoint's manifests again at the next observation, because they may have been replaced."""
@@ -132,3 +144,13 @@ class LiveInventory:
         )
         loose = name.removeprefix("fetch/") in self._repairer.loose
         return _TAKEN_UP if name.startswith("fetch/") and not self.is_low and not done and not loose else _ABANDONED
+
+
+def _parts_of(place: Place, one: CheckpointId) -> Mapping[int, frozenset[int]] | None:
+    seen = place.checkpoints.get(one)
+    return seen.ranks if seen else None
+
+
+def _new_parts(before: Place, place: Place, one: CheckpointId) -> set[PartId]:
+    was, now = before.checkpoints.get(one), place.checkpoints.get(one)
+    return (set(now.parts()) if now else set()) - (set(was.parts()) if was else set())

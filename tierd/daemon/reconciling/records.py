@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 
 from tierd.core.errors import SpoolUnusable, StoreRefused, StoreUnavailable
@@ -16,15 +16,10 @@ log = logging.getLogger("tierd.daemon")
 
 
 class RunRecords:
-    """Write the records of runs.
+    """Write the records of runs. A daemon that drains records no policies."""
 
-    Args:
-        setup: what the parts of the reconciler share.
-        is_draining: whether the daemon only flushes, and so records no policies.
-    """
-
-    def __init__(self, setup: Setup, is_draining: Callable[[], bool]) -> None:
-        self._setup, self._is_draining = setup, is_draining
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
 
     async def bring_up_to_date(self, tier: str) -> None:
         """Remove this node's leftovers from a tier, and record there the policies and heads of the runs that it saves.
@@ -39,7 +34,7 @@ class RunRecords:
         if not setup.pause.paused:
             await self.write_heads(tier, saved)
             await self._remember(saved)
-            if not self._is_draining():
+            if not setup.phase.draining:
                 await tiers.record(tier, live.inventory(), setup.config, saved)
 
     async def write_heads(self, tier: str, runs: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from tierd.core.config import Config
 from tierd.core.planning.plan import Planner
 from tierd.daemon.pause import TierPause
 from tierd.daemon.reconciling.live_inventory import LiveInventory
+from tierd.daemon.reconciling.phase import Phase
 from tierd.daemon.reconciling.requests import ClientRequests
 from tierd.daemon.scrub.scrubber import Scrubber
 from tierd.daemon.tier_worker import TierWorker
@@ -43,4 +44,5 @@ class Setup:
     journal: Journal
     save_events: SaveEvents
     pause: TierPause
+    phase: Phase
     wake: Callable[[], None]
