@@ -42,7 +42,8 @@ from tierd.daemon.tiers.observe import TierObserver
 from tierd.daemon.usage import Usage, usage_in_spool, usage_on_tier
 from tierd.ipc import messages
 from tierd.ipc.client import Link
-from tierd.spool.spool import Spool, translated
+from tierd.spool.conditions import translated
+from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 
 _PATIENCE = 10.0  # seconds until a daemon that holds the spool has to listen

@@ -45,8 +45,9 @@ from tierd.core.retention.policy import RetentionPolicy, checked
 from tierd.core.save_policy import Goal, When, check_epoch
 from tierd.ipc.client import Link
 from tierd.ipc.messages import MAX_TOLD, Failed, Leaked
+from tierd.spool.conditions import translated
 from tierd.spool.records import set_policy
-from tierd.spool.spool import Spool, translated
+from tierd.spool.spool import Spool
 from tierd.spool.stage import describe_directory
 from tierd.state.capture import Capture, Capturer
 from tierd.state.flatten import unflatten

@@ -87,7 +87,7 @@ MUTANTS = (
     ),
     Mutant(
         "a directory that cannot be listed is an empty one",
-        "tierd/spool/spool.py",
+        "tierd/spool/directories.py",
         "    except FileNotFoundError:\n        return []\n",
         "    except OSError:\n        return []\n",
         "disk --only 2707",

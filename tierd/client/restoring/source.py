@@ -39,9 +39,10 @@ from tierd.core.timeline.run_view import RunView, cut, run_view_of
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Candidates, Fetch, Status, Wait, read_member
 from tierd.spool.arena import Arena
+from tierd.spool.conditions import condition, translated
 from tierd.spool.file_io import bad_chunks, check_bytes
 from tierd.spool.records import committed, heads
-from tierd.spool.spool import Spool, condition, translated
+from tierd.spool.spool import Spool
 
 log = logging.getLogger("tierd")
 

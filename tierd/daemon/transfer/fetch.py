@@ -20,8 +20,9 @@ from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress, Wanted, download, make_way, missing, wanted_size
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.daemon.transfer.replicas import Replicas
+from tierd.spool.conditions import translated
 from tierd.spool.file_io import sync_directory, write_file
-from tierd.spool.spool import Spool, translated
+from tierd.spool.spool import Spool
 from tierd.spool.stage import Stage, make_locked
 from tierd.stores.base import Store
 
