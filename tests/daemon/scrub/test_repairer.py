@@ -56,7 +56,7 @@ def test_a_corrupt_local_part_that_nobody_else_has_is_set_aside_and_told(spool, 
         # asked for again, what was set aside stays where it is: it is all that is left
         async with running(reconciler(spool, {"tier": store})) as again:
             with pytest.raises(ObjectNotFound):
-                await again.fetch(part(2))
+                await again.repairs.fetch(part(2))
         assert set(spool.quarantined()) == {part(2)}
 
     asyncio.run(work())
