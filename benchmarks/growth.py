@@ -127,8 +127,8 @@ def daemon_of(home: Path) -> tuple[Reconciler, FileStore]:
 
 
 async def flushed(daemon: Reconciler, count: int) -> None:
-    async with asyncio.timeout(PATIENCE_S), daemon.moved:
-        await daemon.moved.wait_for(lambda: daemon.journal.counters["flushed"] >= count)
+    async with asyncio.timeout(PATIENCE_S):
+        await daemon.until(lambda: daemon.journal.counters["flushed"] >= count)
 
 
 async def steady(home: Path, count: int) -> Samples:

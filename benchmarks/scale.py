@@ -26,7 +26,9 @@ import zstandard
 from tierd.core.config import Config, TierConfig
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import CHUNK_SIZE, TENSORS, VERSION, Chunk, File, Manifest, Origin, Stored, encode
-from tierd.core.planning.inventory import Inventory, ManifestFacts, Place
+from tierd.core.planning.copies import ManifestFacts
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import Place
 from tierd.core.planning.plan import plan
 from tierd.core.report import report
 from tierd.core.retention.policy import Best, RetentionPolicy

@@ -19,7 +19,8 @@ import torch
 from tierd.core.chunking import cut
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning import sharing
-from tierd.core.planning.inventory import ManifestFacts, Place
+from tierd.core.planning.copies import ManifestFacts
+from tierd.core.planning.place import Place
 from tierd.state.tensor_file import plan_layout
 
 _CHECKPOINTS = 100

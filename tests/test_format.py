@@ -21,7 +21,7 @@ from tierd.core import manifest as manifest_module
 from tierd.core import seal as seal_module
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Chunk, File, Manifest, Origin, Stored, Wrapped, chunk_sizes, decode, encode, seal
-from tierd.core.planning.inventory import ManifestFacts
+from tierd.core.planning.copies import ManifestFacts
 from tierd.core.timeline.head import Known, successor
 from tierd.core.timeline.head import encode as encode_head
 from tierd.spool import file_io

@@ -24,7 +24,7 @@ from examples.demo.compare import Launch
 from examples.demo.processes import Child, DemoFailed, started, wait_until
 from tierd.core.errors import DaemonUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Report, Status, Wait
 from tierd.spool.spool import Spool

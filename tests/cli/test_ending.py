@@ -54,7 +54,7 @@ def test_drain_ends_with_0_when_everything_is_everywhere_and_the_daemon_goes_on(
         recovers(slow)
         assert run(["drain", "--spool", str(spool.root), "--deadline", "60s"]) == 0
         assert capsys.readouterr().out == "everything is on every tier that wants it\n"
-        assert not daemon.reconciler.pending()
+        assert not daemon.reconciler.backlog.parts()
         commit(spool, part(9))
         assert run(["drain", "--spool", str(spool.root), "--deadline", "60s", "--json"]) == 0  # it still flushes
         assert json.loads(capsys.readouterr().out) == {"left": [], "paused": None}

@@ -185,7 +185,7 @@ def test_a_close_that_waits_for_no_tier_says_that_nobody_waited(spool, caplog, m
         checkpointer = saved(spool, 1)
         daemon.settle()
         stale = Unflushed(left=(Remaining(part=spool.parts()[0], size_bytes=1, on=(), lacks=("s3",)),), tiers={})
-        daemon.reconciler.backlog_now = lambda: stale
+        daemon.reconciler.backlog.summary = lambda: stale
         checkpointer.close(wait="local")
     assert "only in the spool: this close waited for no tier; the daemon ends with" in warnings(caplog)[0]
 

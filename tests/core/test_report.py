@@ -10,8 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from support.worlds import cases, checkpoint, config, facts, part, solo
 
 from tierd.core.errors import ManifestError
-from tierd.core.planning.inventory import Inventory, Place
-from tierd.core.planning.plan import Prune, plan
+from tierd.core.planning.actions import Prune
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import Place
+from tierd.core.planning.plan import plan
 from tierd.core.report import Report, report
 from tierd.core.retention.policy import RetentionPolicy
 

@@ -80,7 +80,7 @@ def test_garbage_does_not_disturb_the_daemon(spool, kind):
             answer = raw(spool, GARBAGE[kind], half=half)
             assert b'"ok":true' not in answer
         assert link.ask(Status())["status"]["trainers"] == 1
-        assert not daemon.reconciler.held
+        assert not daemon.reconciler.requests.held
         link.ask(Wait(part=part(1), tier="tier", timeout_s=10))
         wait_until(lambda: len(daemon.control._connections) == 1)
 
@@ -147,18 +147,18 @@ def test_wait_answers_when_the_tier_has_verified_it(spool):
 def test_a_flush_that_is_waited_for_is_not_spread(spool):
     store = Double()
     with Daemon(spool.root, {"tier": store}) as daemon, Link(spool) as link:
-        daemon.reconciler.attended = lambda: True
+        daemon.reconciler.requests.attended = lambda: True
         now = [0.0]
-        daemon.reconciler.cadence = Cadence(lambda: now[0])
+        daemon.reconciler._live.cadence = Cadence(lambda: now[0])
         for step in range(4):
             now[0] += 60.0
-            daemon.reconciler.cadence.saw([part(step)])
+            daemon.reconciler._live.cadence.saw([part(step)])
         commit(spool, part(9))
         daemon.loop.call_soon_threadsafe(daemon.reconciler.wake)
         wait_until(lambda: store.puts(is_chunk))
         assert not store.puts(is_manifest)
         assert link.ask(Wait(part=part(9), tier="tier", timeout_s=10))["ok"]
-        assert not daemon.reconciler.awaited
+        assert not daemon.reconciler.requests.awaited
 
 
 def test_wait_for_what_will_never_come_does_not_wait_for_ever(spool):

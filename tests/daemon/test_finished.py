@@ -135,7 +135,7 @@ def test_interest_in_a_run_that_the_spool_has_nothing_of_is_lost(spool):
     with Daemon(spool.root, {"tier": Double()}, finished="0s") as daemon, Link(spool) as link:
         link.ask(Candidates(run="elsewhere"))
         daemon.call(daemon.reconciler.look("local"))
-        assert not daemon.reconciler.interest
+        assert not daemon.reconciler.requests.interest
 
 
 def test_a_run_is_looked_for_until_the_slowest_tier_has_answered(spool, tmp_path):

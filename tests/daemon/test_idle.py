@@ -57,7 +57,7 @@ def test_at_rest_a_daemon_makes_at_most_60_requests_an_hour_whatever_its_spool_h
         resting = Resting(monkeypatch)
         resting.rests = {name: [0.0] for name in tiers}
         daemon = reconciler(spool, stores, rescan="30s")
-        daemon.attended = lambda: False
+        daemon.requests.attended = lambda: False
         # The first look reads every manifest, and what an earlier daemon may have left is looked for once.
         resting.begins = lambda name: stores[name].taken()
 
@@ -86,7 +86,7 @@ def test_with_a_trainer_a_daemon_looks_at_every_rescan(spool, monkeypatch):
         resting = Resting(monkeypatch)
         resting.rests = {"a": [0.0]}
         daemon = reconciler(spool, {"a": store}, rescan="30s")
-        daemon.attended = lambda: True
+        daemon.requests.attended = lambda: True
         async with running(daemon):
             await until(lambda: len(resting.rests["a"]) > 50)
         assert set(resting.rests["a"][1:]) == {30.0}
@@ -107,7 +107,7 @@ def test_what_an_earlier_daemon_was_deleting_is_not_forgotten_at_rest(spool, mon
         monkeypatch.setattr(intents, "_OWN_STALE", 900_000)
         monkeypatch.setattr(intents, "_age", lambda stamp: 60_000 * (old_min + 60 * resting.now("a")))
         daemon = reconciler(spool, {"a": store}, keep=1, rescan="30s")
-        daemon.attended = lambda: False
+        daemon.requests.attended = lambda: False
         mark = f"{part(1).checkpoint.run}/pruning/{part(1).checkpoint.name}.{0x19:012x}-{daemon.tiers.who}"
         await store.put(mark, b"")
         done_min = []
@@ -129,7 +129,7 @@ def test_an_event_ends_the_rest_at_once(spool):
         store = Counting()
         commit(spool, part(1))
         daemon = reconciler(spool, {"a": store}, rescan="30s")
-        daemon.attended = lambda: False
+        daemon.requests.attended = lambda: False
         async with running(daemon):
             await settle(daemon)
             store.taken()

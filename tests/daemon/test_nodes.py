@@ -23,7 +23,7 @@ from support.world import RUN, attempt, corrupt, part, read, running, settle
 
 from tierd.core.errors import CorruptChunk, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, chunk_owner, pin_key
-from tierd.core.planning.plan import Flush, Prune
+from tierd.core.planning.actions import Flush, Prune
 from tierd.core.report import report
 from tierd.core.retention.policy import Best
 from tierd.daemon.tiers import intents
@@ -130,7 +130,7 @@ def test_a_node_sends_parts_of_the_checkpoint_that_another_one_is_sending(home, 
     """The newest there is by then is of no use while nobody sends its other parts."""
 
     async def next_of(node: Node) -> int:
-        action = await node.daemon._look_and_plan(node.daemon.workers[TIER])
+        action = await node.daemon._agenda.next_action(node.daemon.workers[TIER])
         assert isinstance(action, Flush)
         return action.part.checkpoint.step
 
@@ -263,7 +263,7 @@ async def resumed_from_what_went(home: Path) -> Nodes:
     """Launch 2, on C and D, has restored step 20 and committed nothing yet; the zombie's step 30 retires that."""
     nodes, origin = await first_launch(home, 20, keep=1), part(20).checkpoint
     for rank, name in enumerate("CD"):
-        await nodes[name].daemon.fetch(part(20, 1, rank, 2))
+        await nodes[name].daemon.repairs.fetch(part(20, 1, rank, 2))
     nodes.save(30, 1, "AB")
     await nodes["A"].turn(), await nodes["B"].turn()
     await nodes.settle("C")
@@ -309,9 +309,9 @@ def test_what_the_live_launch_resumed_from_comes_back_from_its_own_spools(home):
 def test_what_one_node_holds_is_not_sent_and_pruned_in_turn(home, how):
     async def work():
         nodes, origin = await first_launch(home, 20, keep=1), part(20).checkpoint
-        await nodes["D"].daemon.fetch(part(20, 1, 1, 2))
+        await nodes["D"].daemon.repairs.fetch(part(20, 1, 1, 2))
         if how == "held":  # as the control socket does while a trainer reads, or uses the directory
-            nodes["D"].daemon.held[origin] += 1
+            nodes["D"].daemon.requests.held[origin] += 1
         else:  # the tier was down when it was pinned
             nodes["D"].spool.pin(origin, pinned=True)
         nodes.save(30, 1, "AB")
@@ -337,7 +337,7 @@ async def pruned_in_the_middle(home: Path, moment: int) -> tuple[Node, TierdErro
 
     nodes["C"].line.meanwhile, raised = meanwhile, None
     try:
-        await nodes["C"].daemon.fetch(part(20, 1, 0, 2))
+        await nodes["C"].daemon.repairs.fetch(part(20, 1, 0, 2))
     except TierdError as error:
         raised = error
     return nodes["C"], raised, nodes.tier.steps() == [(1, 30, True)]
@@ -615,7 +615,7 @@ async def rot(nodes: Nodes, which: PartId, holder: str) -> None:
             await flip(nodes.tier, key)
     corrupt(nodes[holder].spool.path(which) / "news")
     with pytest.raises(CorruptChunk):
-        await nodes[holder].daemon.fetch(which)
+        await nodes[holder].daemon.repairs.fetch(which)
 
 
 def test_a_part_that_is_set_aside_makes_its_checkpoint_half_for_every_node(home):
@@ -674,13 +674,13 @@ def test_what_was_set_aside_by_one_node_is_sent_anew_by_the_node_that_has_it_rig
         nodes = Nodes(home, "A", "B", "C", keep=2)
         nodes.save(1, 1, "AB")
         await nodes.settle()
-        await nodes["C"].daemon.fetch(part(1, 1, 1, 2))
+        await nodes["C"].daemon.repairs.fetch(part(1, 1, 1, 2))
         await rot(nodes, part(1, 1, 1, 2), "B")
         assert await nodes.offered("A") == []
         assert await nodes.settle("C") == [("C", Flush(part(1, 1, 1, 2), TIER))]
         assert await nodes.offered("A") == [(1, 1)]
         assert not nodes.tier.manifests("quarantine")
-        assert await nodes["B"].daemon.fetch(part(1, 1, 1, 2)) == (TIER,)
+        assert await nodes["B"].daemon.repairs.fetch(part(1, 1, 1, 2)) == (TIER,)
         assert "news" in read(nodes["B"].spool, part(1, 1, 1, 2))
 
     asyncio.run(work())
@@ -734,7 +734,7 @@ def test_the_same_part_in_two_spools_is_sent_once_and_goes_from_both(home):
         nodes = Nodes(home, "A", "B", "C", keep=1)
         nodes.save(1, 1, "AB")
         await nodes.settle()
-        await nodes["C"].daemon.fetch(part(1, 1, 0, 2))
+        await nodes["C"].daemon.repairs.fetch(part(1, 1, 0, 2))
         nodes.save(2, 2, "CB", origin=(1, 1))
         done = await nodes.settle()
         assert sum(isinstance(action, Flush) for _, action in done) == 2

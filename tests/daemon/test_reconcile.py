@@ -29,7 +29,7 @@ from support.world import (
 
 from tierd.core.errors import ManifestError, StoreRefused, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME, encode
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.daemon.handoff import HandoffServer
 from tierd.daemon.tiers.prune import quarantine
 from tierd.spool.spool import Spool
@@ -68,11 +68,11 @@ def test_a_tier_that_is_down_delays_only_itself_and_drains_when_it_is_back(spool
             commit(spool, part(step))
         async with running(reconciler(spool, {"down": down, "up": up})) as daemon:
             await until(lambda: all(daemon.tiers.has(part(step), "up") for step in range(5)))
-            assert not daemon.tiers.has(part(0), "down") and daemon.pending() == {part(step) for step in range(5)}
+            assert not daemon.tiers.has(part(0), "down") and daemon.backlog.parts() == {part(step) for step in range(5)}
             assert isinstance(daemon.workers["down"].last_error, StoreUnavailable)
             down.error = None
             await settle(daemon)
-            assert daemon.workers["down"].last_error is None and not daemon.pending()
+            assert daemon.workers["down"].last_error is None and not daemon.backlog.parts()
         return await contents(up.inner), await contents(down.inner)
 
     first, second = asyncio.run(work())
@@ -205,7 +205,7 @@ def test_a_drain_ends_in_time_when_a_tier_is_down(spool):
         async with running(reconciler(spool, {"tier": store})) as daemon:
             async with asyncio.timeout(5):
                 await daemon.drain(0.3)
-            assert daemon.pending() == {part(1)}
+            assert daemon.backlog.parts() == {part(1)}
 
     asyncio.run(work())
 
@@ -285,7 +285,7 @@ def test_a_local_copy_stays_when_its_copy_on_the_tier_has_lost_a_chunk(spool, ha
         assert steps_in(spool) == [2]
         for step in (0, 1):
             async with running(reconciler(spool, {"tier": store})) as daemon:
-                await daemon.fetch(part(step))
+                await daemon.repairs.fetch(part(step))
             assert read(spool, part(step)) == content(step)
 
     asyncio.run(work())
@@ -349,11 +349,11 @@ def test_what_is_being_restored_is_not_evicted(spool):
         for step in range(4):
             commit(spool, part(step))
         daemon = reconciler(spool, {"tier": store}, keep=1)
-        daemon.held[part(0).checkpoint] += 1
+        daemon.requests.held[part(0).checkpoint] += 1
         async with running(daemon):
             await settle(daemon)
             assert steps_in(spool) == [0, 3]
-            daemon.held.clear()
+            daemon.requests.held.clear()
             await settle(daemon)
             assert steps_in(spool) == [3]
 
@@ -462,13 +462,13 @@ def test_blocks_are_not_kept_for_a_writer_that_left_while_they_were_set_aside(sp
             commit(spool, part(step), large)
         daemon = reconciler(spool, {"tier": MemoryStore()}, keep=1)
         writers = {part(0).writer}
-        daemon.writers = lambda: frozenset(writers)
+        daemon.requests.writers = lambda: frozenset(writers)
         remove = spool.remove
 
         def left_meanwhile(parts, reuse):
             if leaves:
                 writers.clear()
-                spool.drop_recycled(daemon.writers())  # as its line's end does
+                spool.drop_recycled(daemon.requests.writers())  # as its line's end does
             remove(parts, reuse)
 
         monkeypatch.setattr(spool, "remove", left_meanwhile)
@@ -491,7 +491,7 @@ def test_half_a_look_at_the_spool_is_no_look(tmp_path):
         away = spool.root.rename(tmp_path / "away")
         with pytest.raises(OSError):
             await daemon.look("local")
-        assert daemon.inventory().spool.lists(part(1)) and not daemon.is_retired(part(1), "tier")
+        assert daemon.inventory().spool.lists(part(1)) and not daemon.backlog.is_retired(part(1), "tier")
         away.rename(spool.root)
 
     asyncio.run(whole())
@@ -528,12 +528,12 @@ def test_what_a_rank_commits_while_other_parts_of_it_are_freed_stays_in_sight(sp
             await daemon.look(SPOOL)
             return (freed,)
 
-        monkeypatch.setattr(daemon, "_covered", covered)
-        assert await daemon._release(freed.checkpoint, ())
+        monkeypatch.setattr(daemon._pruner, "_covered", covered)
+        assert await daemon._pruner.release(freed.checkpoint, ())
         place = daemon.inventory().spool
         assert place.lists(late) and not place.lists(freed) and not spool.has(freed)
-        monkeypatch.setattr(daemon, "_covered", lambda checkpoint: _given((late,)))
-        assert await daemon._release(late.checkpoint, ())
+        monkeypatch.setattr(daemon._pruner, "_covered", lambda checkpoint: _given((late,)))
+        assert await daemon._pruner.release(late.checkpoint, ())
         assert not daemon.inventory().spool.checkpoints
 
     asyncio.run(work())
@@ -543,7 +543,7 @@ def test_a_spool_that_can_remember_nothing_more_is_flushed_all_the_same(spool, m
     def full(control, head):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("tierd.daemon.reconcile.remember", full)
+    monkeypatch.setattr("tierd.daemon.reconciling.records.remember", full)
     commit(spool, part(1))
     commit(spool, part(2))
     daemon = asyncio.run(converge(spool, {"tier": MemoryStore()}))

@@ -293,7 +293,7 @@ def test_a_look_that_takes_long_is_good_enough_to_send_by_but_not_to_delete_by(s
             commit(spool, part(step))
         daemon = reconciler(spool, {"tier": store}, keep=2)
         if not covered:
-            daemon._covered = lambda checkpoint: asyncio.sleep(0)
+            daemon._pruner._covered = lambda checkpoint: asyncio.sleep(0)
         took = []
 
         def look_took_long(*_):

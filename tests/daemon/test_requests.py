@@ -51,7 +51,7 @@ def test_a_fetch_whose_asker_goes_away_lets_go(spool):
         with pytest.raises(TimeoutError):
             link.ask(Fetch(part=part(0)), 0.2)
         link.close()
-        wait_until(lambda: not daemon.reconciler.held)
+        wait_until(lambda: not daemon.reconciler.requests.held)
         store.delay = 0.0
         with Link(spool) as again:
             assert again.ask(Fetch(part=part(0)), 20)["ok"]
@@ -132,7 +132,7 @@ def test_a_look_that_began_earlier_never_hides_a_later_one(spool):
 
     with Daemon(spool.root, {"tier": store}) as daemon:
         daemon.settle()
-        daemon.reconciler._draining = True  # nothing but the looks below
+        daemon.reconciler._phase.draining = True  # nothing but the looks below
         assert not daemon.call(overtaken(daemon))
 
 

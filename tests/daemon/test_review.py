@@ -14,8 +14,12 @@ from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.restorer import Restorer
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, StoreUnavailable
 from tierd.core.manifest import decode, seal
-from tierd.core.planning.inventory import SPOOL, Inventory, ManifestFacts, Place
-from tierd.core.planning.plan import Prune, judge_tier, plan
+from tierd.core.planning.actions import Prune
+from tierd.core.planning.copies import ManifestFacts
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL, Place
+from tierd.core.planning.plan import plan
+from tierd.core.planning.tier_verdicts import judge_tier
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.run_view import run_view_of
 from tierd.daemon.tiers.manifests import Manifests
@@ -41,7 +45,7 @@ def test_a_codec_that_is_not_known_is_no_corruption(spool, tmp_path):
         fresh = Spool(tmp_path / "fresh")
         daemon = reconciler(fresh, {"tier": store})
         with pytest.raises(StoreUnavailable, match="bp1"):
-            await daemon.fetch(part(1))
+            await daemon.repairs.fetch(part(1))
         assert [key async for key in _keys(store) if is_manifest(key)] == [part(1).manifest_key]
 
     asyncio.run(work())
@@ -112,7 +116,7 @@ def test_a_part_that_goes_while_it_is_flushed_is_not_called_corrupt(spool, monke
         commit(spool, part(1))
         daemon = reconciler(spool, {"tier": store})
         await daemon.look("tier")
-        await daemon._flush(part(1), "tier")
+        await daemon._flusher.flush(part(1), "tier")
         assert not daemon.journal.counters["corruptions"]
         assert not [event for event in daemon.journal.events if event.what == "corrupt"]
 
@@ -130,7 +134,7 @@ def test_a_part_that_is_committed_while_the_tiers_are_asked_stays(spool):
         daemon = reconciler(spool, {"tier": store}, keep=5, keep_local=1)
         for step in (2, 1):
             await daemon.look("tier")
-            await daemon._flush(part(step, world=2), "tier")
+            await daemon._flusher.flush(part(step, world=2), "tier")
         await daemon.look("tier")
         (prune,) = plan(daemon.inventory(), daemon.config, {}, 0.0)
         assert isinstance(prune, Prune) and (prune.tier, prune.checkpoint) == (SPOOL, late.checkpoint)
@@ -157,12 +161,12 @@ def test_a_flush_that_ends_during_a_look_takes_nothing_from_it(spool, tmp_path, 
         daemon = reconciler(spool, {"tier": store})
         commit(spool, part(1, world=2))
         await daemon.look("tier")
-        await daemon._flush(part(1, world=2), "tier")
+        await daemon._flusher.flush(part(1, world=2), "tier")
         theirs = Spool(tmp_path / "other")
         commit(theirs, other)
         await flush(theirs, other, Route(store.inner))
         commit(spool, own)
-        await daemon._look_at_spool()
+        await daemon.look("local")
         real = daemon.tiers._observers["tier"].look
 
         async def slow(*args, **options):
@@ -175,7 +179,7 @@ def test_a_flush_that_ends_during_a_look_takes_nothing_from_it(spool, tmp_path, 
         daemon.tiers._observers["tier"].look = slow
         asked = asyncio.ensure_future(daemon.look("tier"))
         await until(lambda: sum(call == ("scan", "run/") for call in store.calls) == 2)
-        await daemon._flush(own, "tier")
+        await daemon._flusher.flush(own, "tier")
         assert daemon.tiers.has(own, "tier")
         gate.set()
         if fails:
@@ -296,7 +300,7 @@ def test_both_copies_wrong_is_still_corruption(spool):
         path.write_bytes(bytes(len(path.read_bytes())))
         daemon = reconciler(spool, {"tier": store})
         with pytest.raises(CorruptChunk):
-            await daemon.fetch(part(1))
+            await daemon.repairs.fetch(part(1))
         assert list(spool.quarantined()) == [part(1)]
 
     asyncio.run(work())

@@ -47,19 +47,20 @@ def test_work_goes_on_soon_after_an_outage(
 
 def test_what_failed_once_is_tried_again_soon_and_what_fails_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierd.daemon.tier_worker._LONGEST", 300.0)
+    monkeypatch.setattr("tierd.daemon.tier_worker._STUCK", 60.0)
     worker, clock = TierWorker("tier"), [1000.0]
     monkeypatch.setattr(worker, "now", lambda: clock[0])
-    worker.put_off_stuck("one", 60.0)
+    worker.put_off_stuck("one")
     assert worker.off_for == 10.0
     clock[0] += 20.0
-    worker.put_off_stuck("two", 60.0)
-    worker.put_off_stuck("one", 60.0)
+    worker.put_off_stuck("two")
+    worker.put_off_stuck("one")
     assert worker.is_off("one") and worker.off_for == 10.0
     clock[0] += 15.0
     assert worker.is_off("one") and not worker.is_off("two")
     clock[0] += 1000.0
-    worker.put_off_stuck("three", 60.0)
-    worker.put_off_stuck("one", 60.0)  # it has been long since
+    worker.put_off_stuck("three")
+    worker.put_off_stuck("one")  # it has been long since
     assert worker.off_for == 10.0
     clock[0] += 11.0
     assert not worker.is_off("one")

@@ -481,7 +481,7 @@ def test_a_whole_fetch_takes_up_what_a_reader_brought_and_the_reader_reads_on(ti
     save(tiered, 3)
     daemon.settle()
     reader = tierd.dcp.StorageReader(fresh)
-    fresh.node.call(fresh.node.reconciler.fetch(part_of(tiered._spool, 3)))
+    fresh.node.call(fresh.node.reconciler.repairs.fetch(part_of(tiered._spool, 3)))
     assert fresh.node.spool.parts() == tiered._spool.parts()
     found = empty()
     dcp.load(found, storage_reader=reader)

@@ -72,7 +72,7 @@ async def _flush(spool: Path, tier: Path) -> None:
         reconciler = Reconciler(config, Spool(spool), await open_tiers(config, stack))
         work = asyncio.ensure_future(reconciler.run())
         async with asyncio.timeout(60):
-            while reconciler.journal.counters["flushed"] < 2 or reconciler.pending():
+            while reconciler.journal.counters["flushed"] < 2 or reconciler.backlog.parts():
                 await asyncio.sleep(0.02)
         work.cancel()
 

@@ -19,7 +19,7 @@ from support.world import commit, part, wait_until
 import tierd
 from tierd.client.ranks.other_launches import Beside
 from tierd.core.errors import ConfigError
-from tierd.core.planning.inventory import Trainer
+from tierd.core.planning.place import Trainer
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Status
 from tierd.spool import leases

@@ -8,7 +8,7 @@ from itertools import pairwise
 from support.worlds import checkpoint, facts, part
 
 from tierd.core.event_kinds import CHOICES, KINDS, MORE, USUAL, Event
-from tierd.core.planning.inventory import Place
+from tierd.core.planning.place import Place
 from tierd.events.alerts import Alerts
 from tierd.events.first_seen import FirstSeen
 from tierd.events.outbox import Outbox

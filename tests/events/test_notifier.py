@@ -149,7 +149,7 @@ def test_flushes_go_on_while_a_receiver_hangs(spool, answer):
                 for step in range(25):
                     commit(spool, part(step))
                 await settle(daemon, PATIENT)
-                assert daemon.journal.counters["flushed"] == 25 and not daemon.pending()
+                assert daemon.journal.counters["flushed"] == 25 and not daemon.backlog.parts()
                 await until(lambda: receiver.asked, PATIENT)
                 (one,) = notifier.status()
                 assert one.delivered == one.failures == 0 and one.held == 20 and one.queued == 29
@@ -365,10 +365,10 @@ def test_saves_that_fail_three_times_in_a_row_are_an_alert_and_a_later_launch_en
         async with telling(spool, {"tier": MemoryStore()}) as (daemon, _):
             for step in (1, 2, 3):
                 daemon.taken(part(step), StoreUnavailable("no room"))
-                daemon.save_events.given_up(part(step), "as its trainer says, too")
+                daemon.given_up(part(step), "as its trainer says, too")
             kinds = [event.what for event in daemon.journal.events]
             assert kinds == ["persist failed", "persist failed", "persist failed", "failing"]
-            daemon.save_events.given_up(part(3), "the same step, tried again, by its trainer")
+            daemon.given_up(part(3), "the same step, tried again, by its trainer")
             assert daemon.journal.counters["persist_failures"] == 4 and len(daemon.journal.alerts()) == 1
             commit(spool, part(1, launch=2, rank=1, world=2))
             await settle(daemon)

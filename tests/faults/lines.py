@@ -145,8 +145,8 @@ LINES = (
     Mutant(
         "what a refusal of the place met rests like what is refused for itself",
         "tierd/daemon/tier_worker.py",
-        "seconds if what in self._off else min(seconds, _FIRST)",
-        "seconds",
+        "_STUCK if what in self._off else min(_STUCK, _FIRST)",
+        "_STUCK",
         "pytest tests/daemon/test_tier_worker.py -k failed_once",
     ),
     Mutant(

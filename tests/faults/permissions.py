@@ -76,7 +76,7 @@ PERMISSIONS = (
     ),
     Mutant(
         "what cannot be deleted is pruned again and again",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/pruning.py",
         "if tier is None or name in inventory.append_only or not is_janitor(inventory, tier, run):",
         "if tier is None or not is_janitor(inventory, tier, run):",
         f"{_APPEND} -k nobody_asks",

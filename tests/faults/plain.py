@@ -403,14 +403,14 @@ _DELETIONS = (
     ),
     Mutant(
         "a tier that is slower than the saves is never pruned",
-        "tierd/daemon/reconcile.py",
+        "tierd/daemon/reconciling/agenda.py",
         "if isinstance(action, Prune)] if worker.sent else []\n",
         "if isinstance(action, Prune)] if False else []\n",
         "pytest tests/daemon/transfer/test_slow_tier.py -k pruned_all_the_while",
     ),
     Mutant(
         "a tier that is slower than the saves fills the spool",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/eviction.py",
         "    return frozenset.intersection(*found) - inventory.needed\n",
         "    return frozenset()\n",
         "pytest tests/daemon/transfer/test_slow_tier.py -k does_not_fill",
@@ -452,22 +452,22 @@ _DELETIONS = (
     ),
     Mutant(
         "nodes do not heed what others say that they send",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/flush_candidates.py",
         "    for one, nodes in tier.announced.items():\n",
         "    for one, nodes in {}.items():\n",
         "pytest tests/core/planning/test_several_links.py",
     ),
     Mutant(
         "a node does not say which checkpoint it sends",
-        "tierd/daemon/reconcile.py",
-        "self.tiers.flush_aloud if aloud else",
-        "self.tiers.flush_aloud if False else",
+        "tierd/daemon/reconciling/flusher.py",
+        "tiers.flush_aloud if aloud else",
+        "tiers.flush_aloud if False else",
         "pytest tests/daemon/test_nodes.py -k another_one_is_sending",
     ),
     Mutant(
         "a node does not ask what others send",
-        "tierd/daemon/reconcile.py",
-        "            await self.tiers.hear(worker.name, action.part.checkpoint.run)\n",
+        "tierd/daemon/reconciling/agenda.py",
+        "            await self._setup.tiers.hear(worker.name, action.part.checkpoint.run)\n",
         "",
         "pytest tests/daemon/test_nodes.py -k another_one_is_sending",
     ),
@@ -578,7 +578,7 @@ _DELETIONS = (
     ),
     Mutant(
         "a copy goes because of a newer one that is rotten",
-        "tierd/daemon/reconcile.py",
+        "tierd/daemon/reconciling/pruner.py",
         " if await self._all_right(checkpoint, newer) else None\n",
         "\n",
         "pytest tests/daemon/transfer/test_slow_tier.py -k rotten",
@@ -607,15 +607,15 @@ _DELETIONS = (
     ),
     Mutant(
         "what only this node has complete counts where others have ranks",
-        "tierd/core/planning/inventory.py",
+        "tierd/core/planning/copies.py",
         "        return self.complete and not self.defects and all(",
         "        return not self.defects and all(",
         "pytest tests/core/planning/test_plan.py -k no_tier_wants_it_any_more",
     ),
     Mutant(
         "a local copy goes without another look at the tiers",
-        "tierd/daemon/reconcile.py",
-        "        return parts if await self.tiers.are_past(checkpoint, self.inventory()) else None\n",
+        "tierd/daemon/reconciling/pruner.py",
+        "        return parts if await tiers.are_past(checkpoint, live.inventory()) else None\n",
         "        return parts\n",
         "pytest tests/daemon/test_reconcile.py -k whole_by_its_names_alone",
     ),
@@ -656,7 +656,7 @@ _DEATHS = (
     ),
     Mutant(
         "what waits for a copy that cannot be read is asked for again and again",
-        "tierd/daemon/reconcile.py",
+        "tierd/daemon/reconciling/pruner.py",
         "                self._rest_on[checkpoint] = part\n",
         "",
         "pytest tests/daemon/transfer/test_slow_tier.py -k each_second",
@@ -887,7 +887,7 @@ _READING = (
 _POLICIES = (
     Mutant(
         "whoever restored a run prunes it",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/janitor.py",
         "max(known) in mine and run not in inventory.spool.restored",
         "max(known) in mine",
         f"{_OWNED} -k beside_a_reader",
@@ -908,16 +908,16 @@ _POLICIES = (
     ),
     Mutant(
         "who saved a run deletes nothing of it once its last copy went",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/janitor.py",
         "    if known and _saved_first(inventory, run) >= max(known):\n",
         "    if False:\n",
         "pytest tests/core/planning/test_eviction.py -k every_copy",
     ),
     Mutant(
         "a reader tidies up on a tier",
-        "tierd/daemon/reconcile.py",
-        "        saved = sorted((self._runs() - self._place.restored) | self._place.launches.keys())\n",
-        "        saved = sorted(self._runs())\n",
+        "tierd/daemon/reconciling/records.py",
+        "        saved = sorted((live.runs() - live.place.restored) | live.place.launches.keys())\n",
+        "        saved = sorted(live.runs())\n",
         f"{_OWNED} -k not_a_readers_to_delete",
     ),
     Mutant(
@@ -992,8 +992,8 @@ _PRUNES = (
     ),
     Mutant(
         "a daemon at rest forgets what is too young to be removed",
-        "tierd/daemon/reconcile.py",
-        "        if self.tiers.has_leftovers(worker.name):",
+        "tierd/daemon/reconciling/agenda.py",
+        "        if tiers.has_leftovers(worker.name):",
         "        if False:",
         "pytest tests/daemon/test_idle.py -k not_forgotten",
     ),
@@ -1069,35 +1069,35 @@ _DEMAND = "pytest tests/core/planning/test_demand.py"
 _PLACES = (
     Mutant(
         "a tier deletes what another wants and lacks",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/verdicts.py",
         "    names = demand.waiting(name, one, seen, hoped=hoped) if seen else ()",
         "    names = ()",
         f"{_DEMAND} -k holds_what",
     ),
     Mutant(
         "what comes while a last copy is deleted hides that a tier wanted it",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/pruning.py",
         "    return replace(inventory, spool=rid(inventory.spool), tiers=tiers) if came else inventory\n",
         "    return inventory\n",
         f"{_DEMAND} -k what_came",
     ),
     Mutant(
         "what goes along with a last copy hides that a tier wanted it",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/pruning.py",
         "for one in (Demand(before, config, run), demand)]",
         "for one in (demand,)]",
         f"{_DEMAND} -k what_went",
     ),
     Mutant(
         "what was lost is asked by the world after the deletion alone",
-        "tierd/daemon/reconcile.py",
-        "        if names := lost_to(self.inventory(), before, self.config, tier, seen):\n",
-        "        if names := lost_to(self.inventory(), self.inventory(), self.config, tier, seen):\n",
+        "tierd/daemon/reconciling/pruner.py",
+        "        if names := lost_to(live.inventory(), before, self._setup.config, tier, seen):\n",
+        "        if names := lost_to(live.inventory(), live.inventory(), self._setup.config, tier, seen):\n",
         "pytest tests/daemon/transfer/test_relay.py -k comes_while",
     ),
     Mutant(
         "rules that keep for good count from the oldest verified",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/verdicts.py",
         "        reasons = again.reasons if again.keep else demand.reasons(SPOOL, verdict.id)",
         "        reasons = ()",
         f"{_DEMAND} -k starts_at_the_oldest",
@@ -1967,7 +1967,7 @@ _CHECKED = (
 _FIRST = (
     Mutant(
         "a tier deletes before the spool what another tier may still want",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/pruning.py",
         "    if None in inventory.tiers.values():\n",
         "    if False:\n",
         "pytest tests/core/planning/test_plan.py -k frees_a_copy_before",
@@ -2038,9 +2038,9 @@ _METADATA = (
 _WAKING = (
     Mutant(
         "what a rank commits while other parts are freed is out of sight",
-        "tierd/daemon/reconcile.py",
-        "self._place = self._place.without_parts(parts)",
-        "self._place = self._place.without(checkpoint)",
+        "tierd/daemon/reconciling/pruner.py",
+        "live.place = live.place.without_parts(parts)",
+        "live.place = live.place.without(checkpoint)",
         "pytest tests/daemon/test_reconcile.py -k stays_in_sight",
     ),
     Mutant(

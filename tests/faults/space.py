@@ -37,7 +37,7 @@ SPACE = (
     ),
     Mutant(
         "little space never takes the newest copy of a run without a trainer",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/spool_prunes.py",
         "trained = demand.run not in inventory.trainerless",
         "trained = True",
         f"{_EVICTION} -k little_free",
@@ -58,9 +58,9 @@ SPACE = (
     ),
     Mutant(
         "a local copy goes on the word of an old look",
-        "tierd/daemon/reconcile.py",
+        "tierd/daemon/reconciling/pruner.py",
         "parts = await self._covered(checkpoint)\n        if parts is None or checkpoint",
-        "parts = tuple(self._place.checkpoints[checkpoint].parts())\n        if parts is None or checkpoint",
+        "parts = tuple(live.place.checkpoints[checkpoint].parts())\n        if parts is None or checkpoint",
         "pytest tests/daemon/test_finished.py -k lost_a_chunk",
     ),
     Mutant(
@@ -80,7 +80,7 @@ SPACE = (
     Mutant(
         "rm deletes a run that is being trained",
         "tierd/daemon/control.py",
-        "if not reconciler.presence.trainerless([run], reconciler.writers()):",
+        "if reconciler.requests.is_trained(run):",
         "if False:",
         "pytest tests/cli/test_space.py -k refuses",
     ),

@@ -16,7 +16,7 @@ from support.world import Daemon, wait_until
 import tierd
 from tierd.client.ranks.launchers import slurm_attempt
 from tierd.core.errors import ConfigError
-from tierd.core.planning.inventory import Trainer
+from tierd.core.planning.place import Trainer
 from tierd.core.timeline.launches import beside
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Status

@@ -11,7 +11,7 @@ from support.world import RUN, attempt, commit, part
 
 from tierd.core.errors import ConfigError, FormatTooNew, ManifestError, SpoolUnusable
 from tierd.core.ids import parse_retention, retention_key
-from tierd.core.planning.inventory import LocalLaunch
+from tierd.core.planning.place import LocalLaunch
 from tierd.core.retention.policy import Best, RetentionPolicy, checked
 from tierd.core.retention.stored import StoredRetention, decode, encode
 from tierd.daemon.tiers.observe import SpoolEye

@@ -29,8 +29,9 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest, encode, seal
 from tierd.spool import spool as spool_module
 from tierd.spool import stage as stage_module
+from tierd.spool.conditions import translated
 from tierd.spool.file_io import write_file
-from tierd.spool.spool import Spool, translated
+from tierd.spool.spool import Spool
 from tierd.spool.stage import describe_directory
 
 ATTEMPT = "0123456789ab-01234567"

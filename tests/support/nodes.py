@@ -22,8 +22,9 @@ from support.world import CHUNK, RUN, commit, config, part
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest, decode
-from tierd.core.planning.inventory import SPOOL
-from tierd.core.planning.plan import Action, Prune, plan
+from tierd.core.planning.actions import Action, Prune
+from tierd.core.planning.place import SPOOL
+from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.candidates import RestoreOrder, restore_candidates
 from tierd.core.timeline.chain import timeline
@@ -274,7 +275,7 @@ class Node:
         tiers = tuple(msgspec.structs.replace(one, retention=policy) for one in settings.tier)
         settings = msgspec.structs.replace(settings, tier=tiers)
         self.daemon = Reconciler(settings, self.spool, {TIER: self.line})
-        self.daemon.interest.add(RUN)
+        self.daemon.requests.interest.add(RUN)
 
     def steps(self) -> list[tuple[int, int]]:
         """`(launch, step)` of everything in the spool, oldest first."""

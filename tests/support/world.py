@@ -198,10 +198,10 @@ def hurry(monkeypatch) -> None:
     shared, because those of tests have `CHUNK` bytes."""
     monkeypatch.setattr("tierd.core.planning.sharing.SMALLEST_SHARED_BYTES", 1)
     monkeypatch.setattr(tier_worker, "_LONGEST", 0.02)
-    monkeypatch.setattr("tierd.daemon.reconcile._ABANDONED", 0.05)
+    monkeypatch.setattr("tierd.daemon.reconciling.live_inventory._ABANDONED", 0.05)
     monkeypatch.setattr("tierd.daemon.tiers.tiers._ANSWER", 0.5)
-    monkeypatch.setattr("tierd.daemon.reconcile._STUCK", 0.05)
-    monkeypatch.setattr("tierd.daemon.reconcile._AGAIN", 0.02)
+    monkeypatch.setattr(tier_worker, "_STUCK", 0.05)
+    monkeypatch.setattr("tierd.daemon.reconciling.pruner._AGAIN", 0.02)
     monkeypatch.setattr("tierd.daemon.tiers.intents._OWN_STALE", 0)
     monkeypatch.setattr("tierd.daemon.tiers.intents._PAUSE", 0.01)
 
@@ -255,7 +255,7 @@ class Daemon:
         with self.spool.lock():
             self.reconciler = reconciler(self.spool, stores, **self._options)
             self.handoff = HandoffServer(self.spool, self._taken)
-            self.reconciler.writers = self.handoff.writers
+            self.reconciler.requests.writers = self.handoff.writers
             self.control = Control(self.reconciler, self.handoff)
             with self.handoff.listening(20):
                 async with self.control.listening(), running(self.reconciler):

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from tierd.core.config import Config, TierConfig
 from tierd.core.errors import ManifestError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.inventory import SPOOL, Inventory, ManifestFacts, Place, Sent
-from tierd.core.planning.plan import Action, Discard, Flush, Prune, RepairCopy, plan
+from tierd.core.planning.actions import Action, Discard, Flush, Prune, RepairCopy
+from tierd.core.planning.copies import ManifestFacts
+from tierd.core.planning.inventory import Inventory, Sent
+from tierd.core.planning.place import SPOOL, Place
+from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import Best, RetentionPolicy
 
 EPOCH = datetime(2025, 1, 1, tzinfo=UTC)

@@ -38,8 +38,8 @@ from tierd.core.event_kinds import Event
 from tierd.core.ids import CheckpointId, check_run, pin_key, pruning_prefix
 from tierd.core.planning.demand import Demand
 from tierd.core.planning.inventory import Inventory, runs
-from tierd.core.planning.plan import judge
 from tierd.core.planning.pruning import MOST_CHECKPOINTS
+from tierd.core.planning.verdicts import judge
 from tierd.core.printable import printable_json
 from tierd.core.retention.policies import known_policy, unknown
 from tierd.core.retention.policy import RetentionPolicy

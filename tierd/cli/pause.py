@@ -16,7 +16,8 @@ from tierd.core.retention.policy import seconds
 from tierd.daemon.pause import TierPause
 from tierd.ipc import messages
 from tierd.ipc.client import Link
-from tierd.spool.spool import Spool, translated
+from tierd.spool.conditions import translated
+from tierd.spool.spool import Spool
 
 _PATIENCE = 10.0  # seconds until a daemon that holds the spool has to listen
 

@@ -37,7 +37,8 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
-from tierd.core.planning.inventory import SPOOL, Inventory
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL
 from tierd.core.report import Report, report
 from tierd.core.timeline.candidates import not_found, restore_candidates
 from tierd.daemon.service import open_tiers

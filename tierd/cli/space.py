@@ -35,14 +35,15 @@ from tierd.core.errors import (
     StoreUnavailable,
 )
 from tierd.core.ids import check_run
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.daemon.remove import Held, held_in_spool, held_on_tier, remove_from_spool, remove_from_tier
 from tierd.daemon.service import open_tiers
 from tierd.daemon.tiers.observe import TierObserver
 from tierd.daemon.usage import Usage, usage_in_spool, usage_on_tier
 from tierd.ipc import messages
 from tierd.ipc.client import Link
-from tierd.spool.spool import Spool, translated
+from tierd.spool.conditions import translated
+from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 
 _PATIENCE = 10.0  # seconds until a daemon that holds the spool has to listen

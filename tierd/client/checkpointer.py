@@ -40,13 +40,14 @@ from tierd.client.schedule import Schedule
 from tierd.core.errors import ConfigError, SaveSkipped, StepRefused
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check_step
 from tierd.core.manifest import TENSORS, TREE
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.core.retention.policy import RetentionPolicy, checked
 from tierd.core.save_policy import Goal, When, check_epoch
 from tierd.ipc.client import Link
 from tierd.ipc.messages import MAX_TOLD, Failed, Leaked
+from tierd.spool.conditions import translated
 from tierd.spool.records import set_policy
-from tierd.spool.spool import Spool, translated
+from tierd.spool.spool import Spool
 from tierd.spool.stage import describe_directory
 from tierd.state.capture import Capture, Capturer
 from tierd.state.flatten import unflatten

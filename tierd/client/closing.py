@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tierd.client.outliving import ends_with_us
 from tierd.core.errors import ConfigError, DaemonUnavailable, SaveFailed, StoreRefused, TierdError
 from tierd.core.ids import PartId
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.core.planning.unflushed import Remaining, Unflushed, backlog_of
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Backlog as AskBacklog

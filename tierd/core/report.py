@@ -9,18 +9,11 @@ from dataclasses import dataclass
 from tierd.core.config import Config
 from tierd.core.errors import FormatTooNew
 from tierd.core.ids import CheckpointId, PartId
+from tierd.core.planning.copies import CheckpointCopy, ManifestFacts, is_complete, union
 from tierd.core.planning.demand import Demand
-from tierd.core.planning.inventory import (
-    SPOOL,
-    CheckpointCopy,
-    Inventory,
-    ManifestFacts,
-    Place,
-    is_complete,
-    runs,
-    union,
-)
-from tierd.core.planning.plan import judge
+from tierd.core.planning.inventory import Inventory, runs
+from tierd.core.planning.place import SPOOL, Place
+from tierd.core.planning.verdicts import judge
 from tierd.core.retention.policies import known_policy
 from tierd.core.retention.policy import HOPED_FOR, Verdict
 from tierd.core.timeline.candidates import restore_candidates

@@ -18,7 +18,6 @@ import math
 import os
 import socket
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
@@ -35,7 +34,8 @@ from tierd.core.errors import (
     TierdError,
 )
 from tierd.core.ids import CheckpointId, PartId, pin_key
-from tierd.core.planning.inventory import SPOOL, Inventory
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL
 from tierd.core.report import report
 from tierd.core.retention.policies import policy_for
 from tierd.core.timeline.head import newest
@@ -82,7 +82,7 @@ class Control:
         self._meetings = RankNotes(reconciler.tiers.who)
         self.trainers = 0
         self.seen = False
-        reconciler.attended = lambda: self.trainers > 0
+        reconciler.requests.attended = lambda: self.trainers > 0
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
@@ -122,7 +122,7 @@ class Control:
                 if isinstance(request, messages.Attach) and attached is None:
                     attached, self.seen = request, True
                     self.trainers += 1
-                    self._reconciler.presence.came(request.run)
+                    self._reconciler.requests.presence.came(request.run)
                 match request:
                     case RequestUnknown():
                         reply = messages.error_reply(request)
@@ -145,9 +145,9 @@ class Control:
             self._connections.discard(task)
             if attached is not None:
                 self.trainers -= 1
-                self._reconciler.presence.left(attached.run)
+                self._reconciler.requests.presence.left(attached.run)
             for part in held:
-                self._reconciler.release(part)
+                self._reconciler.repairs.release(part)
             if attached or held:
                 self._reconciler.wake()
             writer.close()
@@ -201,30 +201,25 @@ class Control:
                 return {"sight": msgspec.structs.replace(sight, silent=self._located(silent, sight.unreached))}
             case messages.Fetch(part=part, wanted=wanted):
                 if part not in held:
-                    self._reconciler.hold(part)
+                    self._reconciler.repairs.hold(part)
                     held.add(part)
                 try:
-                    return {"tiers": await self._reconciler.fetch(part, wanted=wanted)}
+                    return {"tiers": await self._reconciler.repairs.fetch(part, wanted=wanted)}
                 except (StoreUnavailable, StoreRefused) as error:
                     raise type(error)(f"node {socket.gethostname()}: {error}") from error
             case messages.Wait(part=part, tier=tier, timeout_s=timeout, needed=needed):
-                self._reconciler.needed.update([part.checkpoint] * needed)
-                self._reconciler.awaited[part] += 1
-                try:
+                with self._reconciler.requests.waiting(part, needed=needed):
                     return await self._wait(part, tier, timeout)
-                finally:
-                    self._reconciler.needed -= Counter([part.checkpoint] * needed)
-                    self._reconciler.awaited -= Counter([part])
             case messages.Backlog(hurry=hurry, run=run):
                 if hurry:
                     await self._handoff.settled()
                     self._reconciler.retry_now()
                     await self._look(run)
-                return {"backlog": self._reconciler.backlog_now()}
+                return {"backlog": self._reconciler.backlog.summary()}
             case messages.Pin(checkpoint=checkpoint, pinned=pinned):
                 return await self._pin(checkpoint, pinned)
             case messages.Failed(part=part, why=why):
-                self._reconciler.save_events.given_up(part, why)
+                self._reconciler.given_up(part, why)
                 return {}
             case messages.Leaked(part=part, why=why):
                 self._reconciler.journal.tell("samples leaked", SPOOL, part, why)
@@ -246,7 +241,7 @@ class Control:
                 return await self._pause(self._reconciler.pause.end())
 
     def _progress(self, request: messages.AnyRequest) -> dict[str, Any]:
-        at = self._reconciler.fetching.get(request.part) if isinstance(request, messages.Fetch) else None
+        at = self._reconciler.repairs.progress(request.part) if isinstance(request, messages.Fetch) else None
         return {"done": at.done, "total": at.total, "tiers": at.tiers} if at else {}
 
     async def _keep_last(self, run: str | None) -> int:
@@ -286,20 +281,15 @@ class Control:
             The tiers that were too slow, and the reason for each tier that did not answer.
         """
         reconciler = self._reconciler
-        if run is not None:
-            reconciler.interest.add(run)
-            reconciler.presence.asked(run)
-            reconciler.asking[run] += 1
-        looks = {name: asyncio.ensure_future(reconciler.look(name)) for name in reconciler.workers}
-        try:
-            await asyncio.wait([looks[SPOOL]])
-            local = run is not None and _is_whole_here(reconciler.inventory(), run)
-            await asyncio.wait(looks.values(), timeout=None if patient or not local else _PATIENCE)
-        finally:
-            # Only this wait ends: other callers share the observation.
-            slow = [name for name, look in looks.items() if look.cancel()]
-            if run is not None:
-                reconciler.asking -= Counter([run])
+        with reconciler.requests.asking(run):
+            looks = {name: asyncio.ensure_future(reconciler.look(name)) for name in reconciler.workers}
+            try:
+                await asyncio.wait([looks[SPOOL]])
+                local = run is not None and _is_whole_here(reconciler.inventory(), run)
+                await asyncio.wait(looks.values(), timeout=None if patient or not local else _PATIENCE)
+            finally:
+                # Only this wait ends: other callers share the observation.
+                slow = [name for name, look in looks.items() if look.cancel()]
         for name in slow:
             log.warning(
                 "%s: slow, not down: no answer within %.0f s; a restore of %s, whose newest checkpoint is whole in the "
@@ -332,19 +322,25 @@ class Control:
 
     async def _wait(self, part: PartId, tier: str, timeout: float | None) -> dict[str, Any]:
         lane = self._lane(tier)
+
+        def is_there() -> bool:
+            nonlocal lane
+            lane = self._lane(tier)  # a reload may have replaced or removed it
+            if self._reconciler.tiers.has(part, tier):
+                return True
+            if self._reconciler.backlog.is_retired(part, tier):
+                raise CheckpointNotFound(
+                    f"{tier}: {part} is not there and will not come: newer ones have retired it, or it is gone"
+                )
+            if isinstance(lane.last_error, StoreRefused):
+                raise StoreRefused(f"{tier}: {part} is not there yet, and the tier refuses: {lane.last_error}")
+            return False
+
         await self._reconciler.look(SPOOL)
         self._reconciler.wake()
         try:
-            async with asyncio.timeout(timeout), self._reconciler.moved:
-                while not self._reconciler.tiers.has(part, tier):
-                    if self._reconciler.is_retired(part, tier):
-                        raise CheckpointNotFound(
-                            f"{tier}: {part} is not there and will not come: newer ones have retired it, or it is gone"
-                        )
-                    if isinstance(lane.last_error, StoreRefused):
-                        raise StoreRefused(f"{tier}: {part} is not there yet, and the tier refuses: {lane.last_error}")
-                    await self._reconciler.moved.wait()
-                    lane = self._lane(tier)  # a reload may have replaced or removed it
+            async with asyncio.timeout(timeout):
+                await self._reconciler.until(is_there)
         except TimeoutError:
             why = f"; its last error: {lane.last_error}" if lane.last_error else ""
             why += f"; paused: {until}" if (until := self._reconciler.pause.until) else ""
@@ -354,18 +350,16 @@ class Control:
 
     async def _remove(self, run: str) -> dict[str, Any]:
         reconciler = self._reconciler
-        if not reconciler.presence.trainerless([run], reconciler.writers()):
+        if reconciler.requests.is_trained(run):
             raise ConfigError(f"run {run!r}: a trainer that saves it, or may, is attached to the daemon; end it first")
-        if any(one.run == run for one in reconciler.held):
+        if any(one.run == run for one in reconciler.requests.held):
             raise ConfigError(f"run {run!r}: somebody is restoring it; try again when that has ended")
         await asyncio.to_thread(remove_from_spool, reconciler.spool, run)
-        reconciler.interest.discard(run)
+        reconciler.requests.interest.discard(run)
         await reconciler.look(SPOOL)
         log.warning("spool %s: run %s was deleted, as asked", reconciler.spool.root, run)
-        async with asyncio.timeout(_FLUSHES), reconciler.moved:  # because one may still put a manifest
-            await reconciler.moved.wait_for(
-                lambda: all(one.checkpoint.run != run for one in reconciler.inventory().busy)
-            )
+        async with asyncio.timeout(_FLUSHES):  # because one may still put a manifest
+            await reconciler.until(lambda: all(one.checkpoint.run != run for one in reconciler.inventory().busy))
         return {}
 
     def _lane(self, tier: str) -> TierWorker:

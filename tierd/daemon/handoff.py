@@ -34,8 +34,9 @@ from tierd.daemon.peers import THIS, Peers, unknown
 from tierd.ipc import messages
 from tierd.spool.arena import Arena
 from tierd.spool.commit import CommittedPart, Room, write_part, write_with_room
+from tierd.spool.conditions import condition
 from tierd.spool.permissions import listen, peer_pid, stranger
-from tierd.spool.spool import Spool, condition
+from tierd.spool.spool import Spool
 
 log = logging.getLogger("tierd.daemon")
 

@@ -18,8 +18,9 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import TypeAlias
 
+from tierd.spool.conditions import translated
 from tierd.spool.file_io import private, sync_directory
-from tierd.spool.spool import Spool, translated
+from tierd.spool.spool import Spool
 
 log = logging.getLogger("tierd.daemon")
 

@@ -125,7 +125,7 @@ async def serve(
             loop.call_soon_threadsafe(reconciler.taken, part, outcome)
 
         handoff = HandoffServer(spool, taken)
-        reconciler.writers = handoff.writers
+        reconciler.requests.writers = handoff.writers
         control = Control(reconciler, handoff, reload.notifier)
         stack.enter_context(watching(spool, reconciler.wake))
         stack.enter_context(handoff.listening(seconds(config.drain)))
@@ -167,7 +167,7 @@ async def _drain(reconciler: Reconciler, timeout_s: float) -> tuple[Remaining, .
 
     async def show() -> None:
         while True:
-            notify(f"STATUS=draining: {reconciler.describe_remaining()}")
+            notify(f"STATUS=draining: {reconciler.backlog.describe()}")
             await asyncio.sleep(_SHOWN)
 
     shown = asyncio.ensure_future(show())
@@ -175,7 +175,7 @@ async def _drain(reconciler: Reconciler, timeout_s: float) -> tuple[Remaining, .
         left = await reconciler.drain(timeout_s)
     finally:
         shown.cancel()
-    notify(f"STATUS={'not ' if left else ''}drained: {reconciler.describe_remaining()}")
+    notify(f"STATUS={'not ' if left else ''}drained: {reconciler.backlog.describe()}")
     return left
 
 
@@ -190,6 +190,6 @@ async def _idle(reconciler: Reconciler, control: Control, handoff: HandoffServer
     quiet = 0.0
     while quiet < (_GRACE if control.seen else 0.2):
         await asyncio.sleep(0.2)
-        busy = control.trainers or handoff.busy or reconciler.pending()
+        busy = control.trainers or handoff.busy or reconciler.backlog.parts()
         quiet = 0.0 if busy else quiet + 0.2
     log.info("no trainer is left and everything is flushed")

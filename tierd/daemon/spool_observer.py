@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, TierdError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.inventory import CheckpointCopy, ManifestFacts, Place
+from tierd.core.planning.copies import CheckpointCopy, ManifestFacts
+from tierd.core.planning.place import Place
+from tierd.spool.conditions import condition
 from tierd.spool.leases import ended, trainers
 from tierd.spool.records import committed, heads, launches, policies, saved
-from tierd.spool.spool import Spool, condition
+from tierd.spool.spool import Spool
 
 _FULL_S = 60.0  # seconds between full observations
 _NEAR_NS = 2_000_000_000  # changes this close may have the same time, because file times are coarse

@@ -181,7 +181,7 @@ def _policies(inventory: Inventory) -> Iterator[PolicyStatus]:
 
 def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
     worker = reconciler.workers[name]
-    parts, size = reconciler.backlog(name)
+    parts, size = reconciler.backlog.of(name)
     left, asked = worker.retry_at - worker.now(), reconciler.tiers.asked_s(name)
     return TierStatus(
         name=name,
@@ -191,7 +191,7 @@ def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
         reached=reconciler.inventory().tiers[name] is not None,
         pending_parts=parts,
         pending_bytes=size,
-        pending_prunes=reconciler.pending_prunes(name),
+        pending_prunes=reconciler.backlog.prunes(name),
         append_only=bool(reconciler.tiers.refusal(name)),
         failures=worker.failures,
         retry_in_s=round(left, 1) if left > 0 else None,

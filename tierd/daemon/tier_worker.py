@@ -16,10 +16,11 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterable
 
-from tierd.core.planning.plan import Flush
+from tierd.core.planning.actions import Flush
 
 _LONGEST = 300.0  # seconds, the greatest upper limit of a backoff
 _SOON = 15.0  # seconds, the least upper limit of a backoff, however short the outage
+_STUCK = 60.0  # seconds until an object that could not be sent, repaired or deleted is tried again
 _FIRST = 10.0  # seconds of the first deferral; short, because the place may have failed and not the object
 
 
@@ -89,14 +90,14 @@ class TierWorker:
                 return flush
         return None
 
-    def put_off(self, what: Hashable, seconds: float) -> None:
-        """Defer a part or checkpoint for `seconds`, so that others are tried first."""
+    def put_off(self, what: Hashable, seconds: float | None = None) -> None:
+        """Defer a part or checkpoint for `seconds` (default: `_STUCK`), so that others are tried first."""
         self._off = {one: until for one, until in self._off.items() if until > self.now() - _LONGEST}
-        self._off[what] = self.now() + seconds
+        self._off[what] = self.now() + (_STUCK if seconds is None else seconds)
 
-    def put_off_stuck(self, what: Hashable, seconds: float) -> None:
-        """Defer for `seconds` if it was put off lately; for at most `_FIRST` seconds otherwise."""
-        self.put_off(what, seconds if what in self._off else min(seconds, _FIRST))
+    def put_off_stuck(self, what: Hashable) -> None:
+        """Defer for `_STUCK` seconds if it was put off lately; for at most `_FIRST` seconds otherwise."""
+        self.put_off(what, _STUCK if what in self._off else min(_STUCK, _FIRST))
 
     def is_off(self, what: Hashable) -> bool:
         return self._off.get(what, 0.0) > self.now()

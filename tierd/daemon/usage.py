@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import PartId, manifests_prefix
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.daemon.remove import held_in_spool, held_on_tier
 from tierd.daemon.tiers.manifests import READERS
 from tierd.daemon.transfer.concurrency import each

@@ -30,7 +30,7 @@ from tierd.client.restoring.search import Skipped
 from tierd.core.errors import CheckpointNotFound, ConfigError, ManifestError, StateMismatch, StateRefused
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import TENSORS, TREE
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.core.save_policy import Goal
 from tierd.core.timeline.candidates import Candidate
 from tierd.dcp import metadata as dcp_metadata

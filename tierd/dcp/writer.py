@@ -38,7 +38,7 @@ from tierd.dcp.metadata import NAME, check_readable
 from tierd.dcp.stager import stage
 from tierd.dcp.streams import Streams
 from tierd.dcp.written import RankWritten, check_same
-from tierd.spool.spool import is_full, translated
+from tierd.spool.conditions import is_full, translated
 from tierd.spool.stage import Stage, describe_directory
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.inventory import Place, differing
+from tierd.core.planning.copies import differing
+from tierd.core.planning.place import Place
 
 
 class FirstSeen:

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 
 from tierd.core.event_kinds import metrics_of
 from tierd.core.ids import PartId
-from tierd.core.planning.inventory import SPOOL, Inventory, Place
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL, Place
 from tierd.core.timeline.launches import beside, disowning, unvouched, warning
 from tierd.events.first_seen import FirstSeen
 from tierd.events.journal import SAVES, Journal

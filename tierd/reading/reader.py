@@ -28,7 +28,8 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check_step
 from tierd.core.manifest import TENSORS, TREE, Manifest
-from tierd.core.planning.inventory import CheckpointCopy, Inventory, is_complete, union
+from tierd.core.planning.copies import CheckpointCopy, is_complete, union
+from tierd.core.planning.inventory import Inventory
 from tierd.core.save_policy import Goal, check_goal
 from tierd.core.timeline.candidates import Candidate, restore_candidates
 from tierd.core.urls import parse_url

@@ -15,7 +15,8 @@ from tierd.client.restoring.ranged_reader import PartRanges, Span
 from tierd.core.errors import CorruptChunk, ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
-from tierd.core.planning.inventory import Inventory, Place
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import Place
 from tierd.core.timeline.run_view import RunView, run_view_of
 from tierd.daemon.tiers.observe import TierObserver
 from tierd.daemon.transfer.concurrency import to_the_end, together

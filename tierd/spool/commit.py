@@ -20,9 +20,10 @@ import msgspec
 from tierd.core.errors import StepRefused
 from tierd.core.ids import PartId
 from tierd.core.manifest import CHUNK_SIZE, File, Manifest
+from tierd.spool.conditions import is_full
 from tierd.spool.direct_io import LARGE
 from tierd.spool.file_io import Buffer, FileWriter, flat
-from tierd.spool.spool import Spool, is_full
+from tierd.spool.spool import Spool
 
 log = logging.getLogger("tierd")
 

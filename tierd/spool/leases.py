@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tierd.core.errors import ConfigError, CorruptChunk
 from tierd.core.ids import PartId
-from tierd.core.planning.inventory import Trainer
+from tierd.core.planning.place import Trainer
 from tierd.spool.file_io import open_plain
 from tierd.spool.permissions import check_room
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tierd.core.errors import CorruptChunk, TierdError
 from tierd.core.ids import PartId, is_attempt
-from tierd.core.planning.inventory import LocalLaunch
+from tierd.core.planning.place import LocalLaunch
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.retention.stored import MAX_SIZE, StoredRetention, decode, encode, unreadable
 from tierd.core.timeline.head import MAX_SIZE as HEAD_SIZE

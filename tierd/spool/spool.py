@@ -35,7 +35,6 @@ from tierd.core.errors import (
     CorruptChunk,
     ManifestError,
     ObjectNotFound,
-    SpoolFull,
     SpoolHeld,
     SpoolUnusable,
     StepRefused,
@@ -44,7 +43,9 @@ from tierd.core.errors import (
 from tierd.core.ids import CheckpointId, PartId, check_run
 from tierd.core.manifest import MANIFEST_NAME, File, Manifest, decode
 from tierd.core.seal import MAX_MANIFEST_SIZE
+from tierd.spool.conditions import translated
 from tierd.spool.direct_io import LARGE
+from tierd.spool.directories import childless_below, directories_in, links_in, names_in, parts_below, parts_of_run
 from tierd.spool.file_io import make_private, open_plain, read_file, remove, sync_directory
 from tierd.spool.leases import ALIVE
 from tierd.spool.leases import forget as forget_trainers
@@ -64,28 +65,6 @@ from tierd.spool.records import (
 from tierd.spool.stage import Stage, try_lock
 
 log = logging.getLogger("tierd")
-
-
-@contextmanager
-def translated(doing: str) -> Iterator[None]:
-    """Convert an `OSError` of the spool's file system into the `TierdError` that names its condition."""
-    try:
-        yield
-    except OSError as error:
-        raise condition(error, doing) from error
-
-
-def condition(error: OSError, doing: str) -> TierdError:
-    """Return the `TierdError` that names the condition behind an `OSError` of the spool's file system."""
-    text = f"{doing}: {error.strerror or error}"
-    if is_full(error):
-        return SpoolFull(f"{text}; free space on that file system, or keep less in the spool")
-    return SpoolUnusable(text)
-
-
-def is_full(error: OSError) -> bool:
-    """Whether an `OSError` means that the disk, or this user's quota on it, is used up."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class Spool:
@@ -147,7 +126,7 @@ class Spool:
             OSError: the spool cannot be listed.
         """
         runs = [one for one in self.runs() if run in (None, one)]
-        found = [part for one in runs for names in _inside(self.root, one) if (part := PartId.parse(*names))]
+        found = [part for one in runs for names in parts_of_run(self.root, one) if (part := PartId.parse(*names))]
         self.check_mounted()
         return sorted(found)
 
@@ -164,7 +143,7 @@ class Spool:
             OSError: the run's directory cannot be listed.
         """
         home = self.root / run
-        names = sorted(sorted(_names(home), reverse=True), key=_attempt, reverse=True)  # by attempt, then step
+        names = sorted(sorted(names_in(home), reverse=True), key=_attempt, reverse=True)  # by attempt, then step
         found = (one for name in names if (one := CheckpointId.parse(run, name)))
         there = (one for one in found if (home / one.name).is_dir() or (home / one.name).is_symlink())
         newest = list(itertools.islice(there, count))
@@ -173,7 +152,7 @@ class Spool:
 
     def checkpoints(self, run: str) -> list[CheckpointId]:
         """List the checkpoints of a run that have a directory here. Raises OSError if the run cannot be listed."""
-        return [one for name in _directories(self.root / run) if (one := CheckpointId.parse(run, name))]
+        return [one for name in directories_in(self.root / run) if (one := CheckpointId.parse(run, name))]
 
     def parts_of(self, checkpoint: CheckpointId) -> list[PartId]:
         """List the committed parts of one checkpoint, in order. Raises OSError if the checkpoint cannot be listed."""
@@ -232,10 +211,10 @@ class Spool:
         """
         self.check_way(run)
         home = self.root / run
-        names = _links(home) if only is None else [one.name for one in only if (home / one.name).is_symlink()]
+        names = links_in(home) if only is None else [one.name for one in only if (home / one.name).is_symlink()]
         inside = [home / name for name in names]
-        for checkpoint in _directories(home) if only is None else [one.name for one in only]:
-            inside += [home / checkpoint / name for name in _links(home / checkpoint)]
+        for checkpoint in directories_in(home) if only is None else [one.name for one in only]:
+            inside += [home / checkpoint / name for name in links_in(home / checkpoint)]
         for link in inside:
             raise SpoolUnusable(
                 f"{link}: a symbolic link to {link.readlink()}; below a run's directory none is followed. Put the "
@@ -247,8 +226,8 @@ class Spool:
 
         Every other link is logged once per `Spool`, because a daemon lists the runs repeatedly.
         """
-        found = _directories(self.root)
-        for name in _links(self.root):
+        found = directories_in(self.root)
+        for name in links_in(self.root):
             try:
                 check_link(self.root / name)
                 found.append(name)
@@ -273,7 +252,7 @@ class Spool:
     def attempts(self, run: str) -> set[str]:
         """List every attempt of `run` that left a checkpoint or a quarantined checkpoint here. Only names are read."""
         homes = [self.root / run] if run in self.runs() else []
-        names = {_attempt(name) for home in (*homes, self._room("quarantine") / run) for name in _names(home)}
+        names = {_attempt(name) for home in (*homes, self._room("quarantine") / run) for name in names_in(home)}
         self.check_mounted()
         return {name for name in names if CheckpointId.parse(run, f"{0:012}.{name}")}
 
@@ -438,7 +417,7 @@ class Spool:
         """Return the quarantined parts with their manifests; None for a manifest that cannot be read."""
         found: dict[PartId, Manifest | None] = {}
         base = self._room("quarantine")
-        for run, checkpoint, name in _descend(base):
+        for run, checkpoint, name in parts_below(base):
             part = PartId.parse(run, checkpoint, name)
             if part:
                 try:
@@ -465,7 +444,7 @@ class Spool:
         """
         found = [f"trash/{path.name}" for path in self._room("trash").iterdir()]
         if childless is None:
-            childless = [one for pair in _childless(self.root) if (one := CheckpointId.parse(*pair))]
+            childless = [one for pair in childless_below(self.root) if (one := CheckpointId.parse(*pair))]
         empty = [f"{bare.run}/{bare.name}" for bare in childless]
         empty += self._vacant()
         living: list[str] = []  # their commits may have made an empty directory and wait for a slow disk to sync it
@@ -487,7 +466,7 @@ class Spool:
     def _vacant(self) -> list[str]:
         """List the runs whose directories are empty, or hold only an empty directory for pins."""
         found = []
-        for run in _directories(self.root):
+        for run in directories_in(self.root):
             try:
                 check_run(run)
                 inside = list(itertools.islice((self.root / run).iterdir(), 2))
@@ -658,43 +637,6 @@ _EMPTY = "empty"
 _PINS = "pins"  # the directory of pins inside a run's directory
 
 
-def _descend(base: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield `(run, checkpoint, part)` names of the directories three levels under `base`.
-
-    A directory that is removed meanwhile is no error.
-    """
-    for run in _directories(base):
-        yield from _inside(base, run)
-
-
-def _inside(base: Path, run: str) -> Iterator[tuple[str, str, str]]:
-    for checkpoint in _directories(base / run):
-        for part in _directories(base / run / checkpoint):
-            yield run, checkpoint, part
-
-
-def _links(path: Path) -> list[str]:
-    """List the symbolic links in a directory."""
-    try:
-        with os.scandir(path) as entries:
-            return sorted(entry.name for entry in entries if entry.is_symlink() and not entry.name.startswith("."))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _childless(base: Path) -> Iterator[tuple[str, str]]:
-    """Yield `(run, checkpoint)` names of the empty directories two levels under `base`."""
-    for run in _directories(base):
-        for checkpoint in _directories(base / run):
-            try:
-                with os.scandir(base / run / checkpoint) as entries:
-                    if next(entries, None) is not None:
-                        continue
-            except FileNotFoundError:
-                continue
-            yield run, checkpoint
-
-
 def _take_apart(path: Path, grave: Path) -> None:
     """Remove a directory that cannot be renamed, because overlayfs cannot rename a lower layer's directory.
 
@@ -721,22 +663,3 @@ def _sync_left(directory: Path) -> None:
             return
         except FileNotFoundError:
             directory = directory.parent
-
-
-def _names(path: Path) -> list[str]:
-    try:
-        return os.listdir(path)  # noqa: PTH208  # there may be thousands, and none needs a Path
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _directories(path: Path) -> list[str]:
-    try:
-        with os.scandir(path) as entries:
-            return [
-                entry.name
-                for entry in entries
-                if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
-            ]
-    except FileNotFoundError:
-        return []

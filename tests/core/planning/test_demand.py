@@ -12,9 +12,13 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from support.worlds import Cluster, checkpoint, config, facts, histories, part, places, policies, solo, whole
 
+from tierd.core.planning.actions import Flush, Prune
 from tierd.core.planning.demand import Demand
-from tierd.core.planning.inventory import SPOOL, Inventory, Place
-from tierd.core.planning.plan import Flush, Prune, judge, lost_to, plan
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL, Place
+from tierd.core.planning.plan import plan
+from tierd.core.planning.pruning import lost_to
+from tierd.core.planning.verdicts import judge
 from tierd.core.report import report
 from tierd.core.retention.policy import Best, CheckpointInfo, RetentionPolicy, decide
 

@@ -8,9 +8,11 @@ from hypothesis import given
 from support.worlds import attempt, cases, checkpoint, config, facts, part, solo
 
 from tierd.core.ids import CheckpointId
-from tierd.core.planning.eviction import evictions
-from tierd.core.planning.inventory import SPOOL, Inventory, LocalLaunch, Place
-from tierd.core.planning.plan import Discard, Flush, Prune, evictable, plan
+from tierd.core.planning.actions import Discard, Flush, Prune
+from tierd.core.planning.eviction import evictable, evictions
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL, LocalLaunch, Place
+from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import RetentionPolicy
 
 OLD, LATE = "old", "late"

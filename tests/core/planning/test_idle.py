@@ -7,7 +7,7 @@ from support.world import part
 from support.worlds import facts
 
 from tierd.core.planning.idle import is_on_the_way, pause_s
-from tierd.core.planning.inventory import Place
+from tierd.core.planning.place import Place
 
 
 @pytest.mark.parametrize("tiers", [1, 2, 5])

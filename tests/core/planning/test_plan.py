@@ -27,8 +27,12 @@ from support.worlds import (
 )
 
 from tierd.core.errors import FormatTooNew, ManifestError
-from tierd.core.planning.inventory import SPOOL, CheckpointCopy, Inventory, ManifestFacts, Place, is_complete
-from tierd.core.planning.plan import Discard, Flush, Prune, RepairCopy, lender, plan
+from tierd.core.planning.actions import Discard, Flush, Prune, RepairCopy
+from tierd.core.planning.copies import CheckpointCopy, ManifestFacts, is_complete
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL, Place
+from tierd.core.planning.plan import plan
+from tierd.core.planning.sharing import lender
 from tierd.core.report import report
 from tierd.core.retention.policy import Best, RetentionPolicy
 from tierd.core.timeline.candidates import restore_candidates

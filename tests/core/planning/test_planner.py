@@ -10,8 +10,10 @@ from support.worlds import attempt, cases, checkpoint, config, facts, held, part
 
 from tierd.core.errors import ManifestError
 from tierd.core.planning.demand import Demand
-from tierd.core.planning.inventory import SPOOL, Inventory, LocalLaunch, Place, Sent, Trainer, runs
-from tierd.core.planning.plan import Planner, flushes, given_up, judge, plan
+from tierd.core.planning.inventory import Inventory, Sent, runs
+from tierd.core.planning.place import SPOOL, LocalLaunch, Place, Trainer
+from tierd.core.planning.plan import Planner, flushes, plan
+from tierd.core.planning.verdicts import given_up, judge
 from tierd.core.retention.policy import Ranking, RetentionPolicy
 
 

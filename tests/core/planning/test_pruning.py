@@ -9,8 +9,8 @@ from support.world import part
 from support.worlds import attempt, facts
 
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.inventory import SPOOL, Place
-from tierd.core.planning.plan import Discard, Flush, Prune
+from tierd.core.planning.actions import Discard, Flush, Prune
+from tierd.core.planning.place import SPOOL, Place
 from tierd.core.planning.pruning import MOST_CHECKPOINTS, MOST_PARTS, PruneBacklog, together
 
 

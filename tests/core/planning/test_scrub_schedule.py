@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.worlds import EPOCH, checkpoint, facts, held, part, remade, solo
 
-from tierd.core.planning.inventory import SPOOL, Inventory, Place
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL, Place
 from tierd.core.planning.scrub_schedule import ScrubbedCopy, agenda, lenders, overdue
 
 DAY = 86_400.0

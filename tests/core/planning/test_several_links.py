@@ -17,9 +17,12 @@ import pytest
 from support.worlds import checkpoint, config, facts, part
 
 from tierd.core.ids import PartId
-from tierd.core.planning.inventory import SPOOL, Inventory, LocalLaunch, Place, Sent
+from tierd.core.planning.actions import Flush, Prune
+from tierd.core.planning.flush_candidates import is_contended
+from tierd.core.planning.inventory import Inventory, Sent
 from tierd.core.planning.order import leads
-from tierd.core.planning.plan import Flush, Prune, is_contended, plan
+from tierd.core.planning.place import SPOOL, LocalLaunch, Place
+from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import RetentionPolicy
 
 EVERY = 10.0  # seconds from one save to the next

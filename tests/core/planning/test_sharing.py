@@ -9,7 +9,8 @@ from support.worlds import facts
 from tierd.core.ids import CheckpointId, PartId, chunk_key
 from tierd.core.manifest import VERSION, Chunk, File, Manifest, Stored
 from tierd.core.planning import sharing
-from tierd.core.planning.inventory import ManifestFacts, Place
+from tierd.core.planning.copies import ManifestFacts
+from tierd.core.planning.place import Place
 
 MIB = 1 << 20
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from support.worlds import checkpoint, part, solo
 
-from tierd.core.planning.inventory import Inventory, Place
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import Place
 from tierd.core.planning.unflushed import TierTrouble, Unflushed, by_tier, describe, remaining
 
 STEPS = {step: part(checkpoint(1, step)) for step in range(1, 5)}

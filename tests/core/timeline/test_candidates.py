@@ -20,7 +20,9 @@ from tierd.core.errors import (
     WrongKey,
 )
 from tierd.core.ids import PartId
-from tierd.core.planning.inventory import Inventory, ManifestFacts, Place
+from tierd.core.planning.copies import ManifestFacts
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import Place
 from tierd.core.save_policy import Goal
 from tierd.core.timeline.candidates import Candidate, RestoreOrder, agree, not_found, own_part, restore_candidates
 from tierd.core.timeline.run_view import RunView, run_view_of

@@ -9,8 +9,11 @@ import pytest
 from support.worlds import config, held, part, remade
 
 from tierd.core.ids import CheckpointId
-from tierd.core.planning.inventory import SPOOL, Inventory, ManifestFacts, Place, Trainer
-from tierd.core.planning.plan import Flush, Prune, plan
+from tierd.core.planning.actions import Flush, Prune
+from tierd.core.planning.copies import ManifestFacts
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL, Place, Trainer
+from tierd.core.planning.plan import plan
 from tierd.core.report import report
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.launches import beside, leases, living, warning

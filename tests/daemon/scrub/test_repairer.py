@@ -56,7 +56,7 @@ def test_a_corrupt_local_part_that_nobody_else_has_is_set_aside_and_told(spool, 
         # asked for again, what was set aside stays where it is: it is all that is left
         async with running(reconciler(spool, {"tier": store})) as again:
             with pytest.raises(ObjectNotFound):
-                await again.fetch(part(2))
+                await again.repairs.fetch(part(2))
         assert set(spool.quarantined()) == {part(2)}
 
     asyncio.run(work())
@@ -76,7 +76,7 @@ def test_nothing_is_set_aside_while_a_tier_cannot_be_asked(spool, error):
             await until(lambda: daemon.journal.counters["errors"] > 10)
             assert not spool.quarantined() and not daemon.journal.counters["quarantined"]
             with pytest.raises(StoreUnavailable):
-                await daemon.fetch(part(1))
+                await daemon.repairs.fetch(part(1))
             down.error = None
             await settle(daemon)
         assert read(spool, part(1)) == content(1) and set(spool.quarantined()) == {part(2)}
@@ -157,7 +157,7 @@ def test_a_tier_found_bad_during_a_fetch_is_flushed_again(spool):
                 await flip(first, key)
         corrupt(spool.path(part(1)) / "weights.bin")
         async with running(reconciler(spool, {"first": first, "second": second})) as daemon:
-            assert await daemon.fetch(part(1)) == ("second",)
+            assert await daemon.repairs.fetch(part(1)) == ("second",)
             await settle(daemon)
         healed = await contents(first)
         named = [key for key in healed if is_manifest(key)]
@@ -165,7 +165,7 @@ def test_a_tier_found_bad_during_a_fetch_is_flushed_again(spool):
         await second.delete(list(await contents(second)))
         spool.remove([part(1)])
         async with running(reconciler(spool, {"first": first})) as daemon:
-            await daemon.fetch(part(1))
+            await daemon.repairs.fetch(part(1))
         assert read(spool, part(1)) == content(1)
 
     asyncio.run(work())

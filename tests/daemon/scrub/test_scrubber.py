@@ -19,7 +19,7 @@ from benchmarks.scrub import run
 from tierd.codec import codec
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME, decode, encode
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.core.planning.scrub_schedule import ScrubbedCopy, agenda
 from tierd.daemon.status import status
 from tierd.daemon.tiers.prune import verify
@@ -417,7 +417,7 @@ def test_where_the_encoder_has_changed_a_chunk_is_stored_anew_and_the_manifest_s
         assert manifest.same_content(spool.manifest(part(1)))
         assert not [key for key in objects if "/flushing/" in key or "/pruning/" in key]
         spool.remove([part(1)])
-        await daemon.fetch(part(1))
+        await daemon.repairs.fetch(part(1))
         assert read(spool, part(1)) == {"weights.bin": bytes([1]) * 5000}
         await scrub(daemon)
         assert counted(daemon, "scrub_findings", "quarantined", "repaired_chunks") == [1, 0, 1]
@@ -576,9 +576,9 @@ def test_nothing_is_read_while_the_daemon_is_paused_or_drains_or_the_part_is_bus
         await daemon.pause.begin(None)
         assert await daemon.scrubber.next(SPOOL) is None
         await daemon.pause.end()
-        daemon._busy[part(1)] += 1
+        daemon._live.busy[part(1)] += 1
         assert await daemon.scrubber.next(SPOOL) is None
-        daemon._busy.clear()
+        daemon._live.busy.clear()
         assert await daemon.scrubber.next(SPOOL) == due
         await daemon.drain(0.1)
         assert await daemon.scrubber.next(SPOOL) is None
@@ -653,7 +653,7 @@ def test_beside_flushes_prunes_and_rot_nothing_good_is_lost_and_nothing_bad_is_l
             assert read(spool, part(step)) == content(step)
             for name, store in stores.items():
                 fresh = Spool(spool.root.parent / f"{name}-{step}")
-                await reconciler(fresh, {name: store}).fetch(part(step))
+                await reconciler(fresh, {name: store}).repairs.fetch(part(step))
                 assert read(fresh, part(step)) == content(step)
 
     asyncio.run(work())
@@ -817,8 +817,8 @@ def test_mending_takes_from_the_budget_what_a_manifest_says_that_an_object_is_lo
         manifest = msgspec.structs.replace(manifest, files=(msgspec.structs.replace(file, chunks=(chunk,)),))
         await store.put(part(1).manifest_key, encode(manifest))
         daemon = await observed(scrubber(spool, {"tier": store}))
-        real = daemon.budget.take
-        monkeypatch.setattr(daemon.budget, "take", lambda size: taken.append(size) or real(size))
+        real = daemon._budget.take
+        monkeypatch.setattr(daemon._budget, "take", lambda size: taken.append(size) or real(size))
         await daemon.scrubber.scrub(ScrubbedCopy("tier", part(1)))
         assert len(taken) == 2 and min(taken) >= 1 << 20
         assert not (await verify(store, part(1), lambda size: None))[1]

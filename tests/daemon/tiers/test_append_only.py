@@ -258,13 +258,13 @@ def test_a_restore_goes_on_where_a_corrupt_copy_cannot_be_set_aside(spool: Spool
             await flip(bad.inner, key)
         spool.remove([part(1)])
         daemon = reconciler(spool, {"bad": bad, "good": good})
-        assert "good" in await daemon.fetch(part(1))
+        assert "good" in await daemon.repairs.fetch(part(1))
         assert spool.has(part(1))
         spool.remove([part(1)])
         for key in filter(is_chunk, await contents(good)):
             await flip(good, key)
         with pytest.raises(CorruptChunk):
-            await daemon.fetch(part(1))
+            await daemon.repairs.fetch(part(1))
 
     asyncio.run(work())
 

@@ -18,8 +18,11 @@ from support.world import CHUNK, RUN, commit, config, converge, part, reconciler
 from tierd.core.errors import StoreUnavailable, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import VERSION, Chunk, File, Manifest, Stored, decode, encode
-from tierd.core.planning.inventory import Inventory, Place
-from tierd.core.planning.plan import Flush, Prune, lender, plan
+from tierd.core.planning.actions import Flush, Prune
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import Place
+from tierd.core.planning.plan import plan
+from tierd.core.planning.sharing import lender
 from tierd.daemon.tiers import intents
 from tierd.daemon.tiers.observe import SpoolEye, TierObserver
 from tierd.daemon.tiers.prune import prune

@@ -38,8 +38,8 @@ def test_a_manifest_of_any_size_is_one_that_cannot_be_used(spool, tmp_path, size
         daemon = reconciler(fresh, {"tier": store})
         await daemon.look("tier")
         with pytest.raises(CorruptChunk):  # proven, by every copy that there is
-            await daemon.fetch(part(2))
-        await daemon.fetch(part(1))
+            await daemon.repairs.fetch(part(2))
+        await daemon.repairs.fetch(part(1))
         assert read(fresh, part(1)) == read(spool, part(1))
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 200 << 10  # kB
         await converge(spool, {"tier": store})  # set aside, and put anew from the spool

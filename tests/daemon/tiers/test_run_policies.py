@@ -77,10 +77,10 @@ def test_a_daemon_beside_a_reader_deletes_nothing(trained, tmp_path, keep, store
 
     async def work():
         async with running(reconciler(other, {"tier": trained}, keep=keep, rescan="0.05s")) as daemon:
-            daemon.interest.add(RUN)
+            daemon.requests.interest.add(RUN)
             await settle(daemon)
             for step in (8, 3):
-                await daemon.fetch(part(step))
+                await daemon.repairs.fetch(part(step))
             for _ in range(3):
                 await settle(daemon)
             assert daemon.journal.counters["pruned"] == (1 if keep else 0)  # in its own spool, where keep_last is 1
@@ -110,7 +110,7 @@ def test_who_saves_the_newest_launch_prunes_and_who_restored_it_does_not(trained
 
     async def work():
         async with running(reconciler(other, {"tier": trained}, keep=10)) as daemon:
-            await daemon.fetch(part(8))
+            await daemon.repairs.fetch(part(8))
             await settle(daemon)
             commit(other, part(9, 2), origin=part(8).checkpoint)
             await settle(daemon)

@@ -146,8 +146,8 @@ def test_two_fetches_of_one_part_get_every_chunk_once(spool, store):
         async with running(reconciler(spool, {"tier": store})) as daemon:
             await settle(daemon)
             store.calls = []
-            await asyncio.gather(daemon.fetch(PART), daemon.fetch(PART))
-            assert not daemon.fetching
+            await asyncio.gather(daemon.repairs.fetch(PART), daemon.repairs.fetch(PART))
+            assert not daemon._repairer.fetching
 
     asyncio.run(work())
     assert read(spool, PART) == FILES and len(gets(store)) == ALL
@@ -407,7 +407,7 @@ def test_an_interrupted_fetch_waits_for_a_while_and_then_goes(spool, store, monk
     interrupted(spool, store, 3)
 
     async def work(patience: float) -> None:
-        monkeypatch.setattr("tierd.daemon.reconcile._TAKEN_UP", patience)
+        monkeypatch.setattr("tierd.daemon.reconciling.live_inventory._TAKEN_UP", patience)
         async with running(reconciler(spool, {"tier": store})) as daemon:
             await settle(daemon)
             await asyncio.sleep(0.2)
@@ -441,7 +441,7 @@ def test_a_fetch_under_way_is_never_discarded(spool, store):
         async with running(reconciler(spool, {"tier": store}, min_free_percent=99.99)) as daemon:
             await settle(daemon)
             store.delay = 0.1
-            task = asyncio.ensure_future(daemon.fetch(PART))
+            task = asyncio.ensure_future(daemon.repairs.fetch(PART))
             while not task.done():
                 daemon.wake()
                 await asyncio.sleep(0.01)

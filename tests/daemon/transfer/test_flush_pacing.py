@@ -87,10 +87,10 @@ def saved_often(spool):
     def made(**options):
         daemon = reconciler(spool, {"tier": Double()}, **options)
         now = [0.0]
-        daemon.cadence = Cadence(lambda: now[0])
+        daemon._live.cadence = Cadence(lambda: now[0])
         for step in range(4, 9):
             now[0] += 20.0
-            daemon.cadence.saw([part(step)])
+            daemon._live.cadence.saw([part(step)])
         return daemon
 
     return made
@@ -102,11 +102,11 @@ def hurry(daemon, how: str) -> None:
             commit(daemon.spool, part(10))
             daemon.wake()
         case "somebody who waits":
-            daemon.awaited[part(9)] += 1
+            daemon.requests.awaited[part(9)] += 1
         case "a restore elsewhere":
-            daemon.needed[part(9).checkpoint] += 1
+            daemon.requests.needed[part(9).checkpoint] += 1
         case "the trainer has left":
-            daemon.attended = lambda: False
+            daemon.requests.attended = lambda: False
         case "asked to go on":
             daemon.retry_now()
 
@@ -137,7 +137,7 @@ def test_a_backlog_is_sent_at_once(spool, saved_often):
         daemon = saved_often()
         async with running(daemon):
             await until(lambda: daemon.tiers.has(part(9), "tier"), timeout=5)
-            daemon.attended = lambda: False
+            daemon.requests.attended = lambda: False
             await settle(daemon)
 
     asyncio.run(work())

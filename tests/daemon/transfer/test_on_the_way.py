@@ -44,7 +44,7 @@ def test_a_look_that_reads_a_manifest_wrong_sets_nothing_aside(tier, tmp_path):
         store = FlipsOnTheWay(tier)
         fresh = Spool(tmp_path / "fresh")
         daemon = reconciler(fresh, {"tier": store})
-        daemon.interest.add(part(1).checkpoint.run)
+        daemon.requests.interest.add(part(1).checkpoint.run)
         async with running(daemon):
             await settle(daemon)
             assert len(store.spoilt) == 3

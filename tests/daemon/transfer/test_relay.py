@@ -85,7 +85,7 @@ def test_a_tier_slower_than_the_saves_comes_to_have_all_that_it_wants(spool, eve
             for _ in range(100):
                 slow.room.release()
             await settle(node)
-            assert not node.pending() and node.backlog("s3") == (0, 0)
+            assert not node.backlog.parts() and node.backlog.of("s3") == (0, 0)
             on = {name: await contents(store.inner) for name, store in (("nfs", fast), ("s3", slow))}
         return on, node
 
@@ -215,7 +215,7 @@ def test_what_no_tier_has_right_is_not_relayed_and_scrubbed_at_once(spool):
 
 
 def lacking(node, tier: str) -> set[int]:
-    return {one.part.checkpoint.step for one in node.remaining() if tier in one.lacks}
+    return {one.part.checkpoint.step for one in node.backlog.remaining() if tier in one.lacks}
 
 
 @pytest.mark.parametrize("hold_for", ["7d", "0s"])
@@ -289,7 +289,7 @@ def test_a_save_that_comes_while_a_last_copy_is_deleted_does_not_hide_that_a_tie
 def test_only_time_in_which_a_tier_was_asked_in_vain_ends_what_is_held_for_it(spool, monkeypatch):
     """A daemon at rest looks seldom, and a machine sleeps: the first look that fails then says nothing of before."""
     now = [1000.0]
-    for module in ("tiers.tiers", "reconcile"):
+    for module in ("tiers.tiers", "reconciling.live_inventory"):
         clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
         monkeypatch.setattr(f"tierd.daemon.{module}.time", clock)
 

@@ -11,7 +11,7 @@ from support.doubles import Double
 from support.world import commit, corrupt, hurry, part, reconciler, running, settle, steps_in, steps_on, until
 
 from tierd.core.errors import StoreUnavailable
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
 from tierd.stores.base import Buffer
 from tierd.stores.memory import MemoryStore
@@ -157,7 +157,7 @@ def test_a_prune_waits_for_the_copy_that_cannot_be_read_and_is_not_asked_for_aga
 
     async def work() -> None:
         daemon = reconciler(spool, {"tier": Down()}, keep=1, keep_local=1)
-        real, wrong = daemon._covered, daemon.scrubber._reader.read
+        real, wrong = daemon._pruner._covered, daemon.scrubber._reader.read
 
         async def covered(checkpoint):
             looked.append(checkpoint)
@@ -171,7 +171,7 @@ def test_a_prune_waits_for_the_copy_that_cannot_be_read_and_is_not_asked_for_aga
         async def is_right(part):
             return not failing
 
-        monkeypatch.setattr(daemon, "_covered", covered)
+        monkeypatch.setattr(daemon._pruner, "_covered", covered)
         monkeypatch.setattr(daemon.scrubber._reader, "read", read)
         monkeypatch.setattr(daemon.scrubber._reader, "is_right", is_right)
         for step in (1, 2):

@@ -124,7 +124,7 @@ def test_readers_of_one_part_share_what_comes_and_it_goes_with_the_last_of_them(
         second.ask(Fetch(part=PART, wanted={WEIGHTS: ((1, 3),)}))
         assert chunks_got(store) == 3
         first.close()
-        wait_until(lambda: daemon.reconciler.held[PART.checkpoint] == 1)
+        wait_until(lambda: daemon.reconciler.requests.held[PART.checkpoint] == 1)
         assert fresh.leftovers() == []
         daemon.settle()
         assert (place / WEIGHTS).read_bytes()[: 3 * CHUNK] == FILES[WEIGHTS][: 3 * CHUNK]

@@ -115,7 +115,7 @@ MUTANTS = (
     ),
     Mutant(
         "retention counts what lacks parts",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/tier_verdicts.py",
         "    infos = [info_of(seen, pins, complete=seen.complete) for seen in tier.copies(run)]\n",
         "    infos = [info_of(seen, pins, complete=True) for seen in tier.copies(run)]\n",
         "pytest tests/core/planning/test_plan.py -k incomplete_checkpoint",

@@ -352,7 +352,7 @@ class Trials:
     def _daemon(self, journal: Journal, **options: Any) -> Reconciler:
         daemon = reconciler(self.places.spool, self.places.stores, **options)
         journal.events = daemon.journal.events = deque()
-        daemon.interest |= {RUN, OTHER}
+        daemon.requests.interest |= {RUN, OTHER}
         return daemon
 
     async def _scrub_all(self, daemon: Reconciler) -> None:

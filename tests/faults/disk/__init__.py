@@ -71,7 +71,7 @@ MUTANTS = (
     ),
     Mutant(
         "a part of the spool that cannot be read counts as corrupt",
-        "tierd/daemon/reconcile.py",
+        "tierd/daemon/reconciling/flusher.py",
         "except (CorruptChunk, ManifestError) as error:\n            if relayed",
         "except (CorruptChunk, ManifestError, OSError) as error:\n            if relayed",
         "disk --only 1396",
@@ -87,7 +87,7 @@ MUTANTS = (
     ),
     Mutant(
         "a directory that cannot be listed is an empty one",
-        "tierd/spool/spool.py",
+        "tierd/spool/directories.py",
         "    except FileNotFoundError:\n        return []\n",
         "    except OSError:\n        return []\n",
         "disk --only 2707",

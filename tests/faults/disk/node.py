@@ -41,6 +41,7 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning import sharing
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
 from tierd.daemon import handoff, reconcile, tier_worker
+from tierd.daemon.reconciling import agenda, live_inventory, pruner
 from tierd.daemon.tiers import intents
 from tierd.daemon.tiers import tiers as tiering
 from tierd.daemon.transfer import fetch
@@ -54,7 +55,7 @@ KEEP = 3  # on each place: then a tier that was down gets all that it wants
 def hurry() -> None:
     """Waits of seconds become waits of milliseconds; their order stays."""
     tier_worker._LONGEST = BACKOFF
-    reconcile._ABANDONED, reconcile._STUCK, reconcile._AGAIN = 0.05, 0.05, 0.02
+    live_inventory._ABANDONED, tier_worker._STUCK, pruner._AGAIN = 0.05, 0.05, 0.02
     intents._OWN_STALE, intents._PAUSE = 0, 0.01
     tiering._ANSWER = 0.5
     source._PATIENCE = 0.5
@@ -72,19 +73,19 @@ def _watch_lanes() -> None:
     failed: weakref.WeakKeyDictionary[tier_worker.TierWorker, float] = (
         weakref.WeakKeyDictionary()
     )  # when, monotonic seconds
-    look, fail = reconcile.Reconciler._look_and_plan, reconcile.Reconciler._failed
+    look, fail = agenda.Agenda.next_action, reconcile.Reconciler._failed
 
-    async def looked(daemon: Any, one: Any) -> Any:
+    async def looked(own: Any, one: Any) -> Any:
         rested = time.monotonic() - failed.pop(one, -math.inf)
         if rested < 0.9 * BACKOFF / 2:
             _hasty.append(f"{one.name} tried again after {rested:.3f} s")
-        return await look(daemon, one)
+        return await look(own, one)
 
     def noted(daemon: Any, one: Any, action: Any, error: Exception) -> None:
         failed[one] = time.monotonic()  # before: afterwards, a busy machine may have let some of the rest pass
         fail(daemon, one, action, error)
 
-    reconcile.Reconciler._look_and_plan = looked  # type: ignore[method-assign]
+    agenda.Agenda.next_action = looked  # type: ignore[method-assign]
     reconcile.Reconciler._failed = noted  # type: ignore[method-assign]
 
 

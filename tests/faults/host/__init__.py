@@ -78,7 +78,7 @@ MUTANTS = (
     ),
     Mutant(
         "an error of the spool's file system counts as a full one",
-        "tierd/spool/spool.py",
+        "tierd/spool/conditions.py",
         "    return SpoolUnusable(text)\n",
         "    return SpoolFull(text)\n",
         "host --only 5",

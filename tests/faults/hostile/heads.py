@@ -19,7 +19,8 @@ from faults.rounds import Lost
 from support.world import attempt
 
 from tierd.core.errors import FormatTooNew, ManifestError
-from tierd.core.planning.inventory import Inventory, Place
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import Place
 from tierd.core.timeline.chain import timeline
 from tierd.core.timeline.head import decode, encode
 from tierd.core.timeline.run_view import run_view_of

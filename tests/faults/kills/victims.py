@@ -41,7 +41,8 @@ from tierd.core.config import Config
 from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, StateMismatch
 from tierd.core.planning import sharing
 from tierd.daemon import handoff as taking
-from tierd.daemon import reconcile, service, tier_worker
+from tierd.daemon import service, tier_worker
+from tierd.daemon.reconciling import flusher, live_inventory, pruner, repairs
 from tierd.daemon.tiers import intents
 
 RUN = "run"
@@ -223,16 +224,17 @@ def daemon(config: Config, page: Page, slow: float, *, last: bool) -> None:
         last: nobody is killed any more; what a kill left of a fetch is then given up soon.
     """
     tier_worker._LONGEST = 0.3
-    reconcile._STUCK, reconcile._AGAIN, reconcile._ABANDONED = 0.3, 0.1, 0.2
+    tier_worker._STUCK, pruner._AGAIN, live_inventory._ABANDONED = 0.3, 0.1, 0.2
     intents._OWN_STALE, intents._PAUSE = 300, 0.02
     taking._ORPHAN = 8.0
     sharing.SMALLEST_SHARED_BYTES = 1
     if last:
-        reconcile._TAKEN_UP = 1.0
+        live_inventory._TAKEN_UP = 1.0
     _mark(taking, "write_part", page, "persist", slow)
-    reconciler = reconcile.Reconciler
-    for name, verb in (("_flush", "flush"), ("_prune", "prune"), ("_mend", "mend"), ("fetch", "fetch")):
-        _mark_async(reconciler, name, page, verb)
+    _mark_async(flusher.Flusher, "flush", page, "flush")
+    _mark_async(pruner.Pruner, "prune", page, "prune")
+    _mark_async(repairs.Repairs, "repair", page, "mend")
+    _mark_async(repairs.Repairs, "fetch", page, "fetch")
     page.begin()
     asyncio.run(service.serve(config))
 

@@ -18,7 +18,7 @@ from support.nodes import Inline
 from support.world import RUN, config, part
 
 import tierd.core.planning.sharing
-import tierd.daemon.reconcile
+import tierd.daemon.reconciling.live_inventory
 import tierd.daemon.tiers.intents
 import tierd.daemon.transfer.concurrency
 import tierd.stores.file
@@ -144,7 +144,7 @@ async def _settle(ground: Ground, keep: int, keep_local: int) -> None:
     spool, store = ground.opened()
     with spool.lock():
         daemon = Reconciler(config(spool, TIER, keep=keep, keep_local=keep_local), spool, {TIER: store})
-        daemon.writers = lambda: frozenset({part(1).writer})
+        daemon.requests.writers = lambda: frozenset({part(1).writer})
         if daemon.pause.paused:
             await daemon.pause.end()
         for _ in range(_TURNS):
@@ -161,7 +161,8 @@ async def _settle(ground: Ground, keep: int, keep_local: int) -> None:
 
 def later() -> None:
     """What was cut off has come of age: nothing of it is worth waiting for."""
-    tierd.daemon.reconcile._ABANDONED = tierd.daemon.reconcile._TAKEN_UP = 0.0
+    live = tierd.daemon.reconciling.live_inventory
+    live._ABANDONED = live._TAKEN_UP = 0.0
     tierd.daemon.tiers.intents._OWN_STALE = 0
     tierd.daemon.tiers.intents._LOOKS = 3
 

@@ -134,7 +134,7 @@ MUTANTS = (
     ),
     Mutant(
         "a tier holds nothing for another",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/verdicts.py",
         "    names = tuple(other for other in names if other not in demand.inventory.silent)\n",
         "    names = ()\n",
         _LIVES,
@@ -142,15 +142,15 @@ MUTANTS = (
     ),
     Mutant(
         "nothing tells of what was given up",
-        "tierd/daemon/reconcile.py",
-        '            self.journal.tell("given up", tier, checkpoint, why)\n',
+        "tierd/daemon/reconciling/pruner.py",
+        '            journal.tell("given up", tier, checkpoint, why)\n',
         "            pass\n",
         _LIVES,
         "no alert names it",
     ),
     Mutant(
         "whoever holds a run's newest part prunes it",
-        "tierd/core/planning/plan.py",
+        "tierd/core/planning/janitor.py",
         "max(known) in mine and run not in inventory.spool.restored",
         "max(known) in mine",
         _LIVES,

@@ -33,8 +33,9 @@ from tierd.client.restoring import restorer, source, streaming
 from tierd.core.errors import CheckpointNotFound, StepRefused, TierdError
 from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
-from tierd.core.planning.inventory import SPOOL
-from tierd.core.planning.plan import Prune, plan
+from tierd.core.planning.actions import Prune
+from tierd.core.planning.place import SPOOL
+from tierd.core.planning.plan import plan
 from tierd.daemon.control import Control
 from tierd.daemon.reconcile import Reconciler
 from tierd.ipc import messages
@@ -179,7 +180,7 @@ class Node:
     def _about_to_cut(self) -> Path:
         truth = self.world.truth
         # What is being fetched is in its place, perhaps, and not durable there yet.
-        coming = {number(part) for part in self.daemon.fetching} if self.up else set()
+        coming = {number(part) for part in self.daemon.scrubber._repairer.fetching} if self.up else set()
         self._required = (truth.acked & truth.in_spool(self.root, self.disk.version)) - coming
         return self._place()
 
@@ -302,7 +303,7 @@ class _Link:
 
     def close(self) -> None:
         for one in self._held:
-            self._node.daemon.release(one)
+            self._node.daemon.repairs.release(one)
         self._held.clear()
 
 

@@ -201,7 +201,7 @@ class Site:
         self.daemon._random = self.daemon.scrubber._random = random.Random(region.rng.random())
         self.daemon.scrubber._clock = lambda: __import__("time").time()
         for run in sorted(self.attached):  # a trainer attaches again when its daemon went
-            self.daemon.presence.came(run)
+            self.daemon.requests.presence.came(run)
         self.control = Control(self.daemon, _NoHandOff())  # type: ignore[arg-type]
         self.work = self.life.spawn(self.daemon.run())
         self.up = True
@@ -236,14 +236,14 @@ class Site:
         self.attached.add(run)
         self.keeper.ended[self.name, run] = None
         if self.up:
-            self.daemon.presence.came(run)
+            self.daemon.requests.presence.came(run)
 
     def detach(self, run: str) -> None:
         """It goes."""
         self.attached.remove(run)
         self.keeper.ended[self.name, run] = self.region.loop.now
         if self.up:
-            self.daemon.presence.left(run)
+            self.daemon.requests.presence.left(run)
 
     def stop(self) -> None:
         """The daemon is killed; its disk stays as it is."""

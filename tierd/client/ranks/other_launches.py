@@ -13,7 +13,7 @@ import time
 
 from tierd.core.errors import ConfigError, TierdError
 from tierd.core.ids import PartId
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.core.timeline.launches import Rival, warning
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Launches, read_member

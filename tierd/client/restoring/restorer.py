@@ -19,7 +19,7 @@ from tierd.client.saving.handoff import HandoffClient
 from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.core.save_policy import Goal
 from tierd.core.timeline.candidates import Candidate, own_part
 from tierd.ipc.client import Link

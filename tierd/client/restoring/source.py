@@ -32,14 +32,17 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
-from tierd.core.planning.inventory import SPOOL, Inventory, ManifestFacts, Place
+from tierd.core.planning.copies import ManifestFacts
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL, Place
 from tierd.core.timeline.run_view import RunView, cut, run_view_of
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Candidates, Fetch, Status, Wait, read_member
 from tierd.spool.arena import Arena
+from tierd.spool.conditions import condition, translated
 from tierd.spool.file_io import bad_chunks, check_bytes
 from tierd.spool.records import committed, heads
-from tierd.spool.spool import Spool, condition, translated
+from tierd.spool.spool import Spool
 
 log = logging.getLogger("tierd")
 

@@ -27,9 +27,10 @@ from tierd.core.errors import ConfigError, DaemonUnavailable, SpoolUnusable, Sta
 from tierd.core.manifest import TENSORS, TREE, Manifest
 from tierd.spool.arena import Arena, available
 from tierd.spool.commit import CommittedPart, Room, Source, write_part, write_with_room
+from tierd.spool.conditions import condition
 from tierd.spool.direct_io import LARGE
 from tierd.spool.file_io import sync_directory
-from tierd.spool.spool import Spool, condition
+from tierd.spool.spool import Spool
 from tierd.state import cuda
 from tierd.state.tensor_file import pieces
 

@@ -13,7 +13,7 @@ from tierd.client.saving.worker import Latch
 from tierd.core.errors import ConfigError, SaveFailed, SaveSkipped
 from tierd.core.ids import PartId
 from tierd.core.manifest import MAX_METRICS, is_metric_name
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Wait
 from tierd.spool.spool import Spool

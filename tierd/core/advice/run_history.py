@@ -12,7 +12,8 @@ from itertools import pairwise
 from statistics import mean, median
 
 from tierd.core.errors import CheckpointNotFound, ConfigError
-from tierd.core.planning.inventory import Inventory, complete_world_sizes
+from tierd.core.planning.copies import complete_world_sizes
+from tierd.core.planning.inventory import Inventory
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,9 @@ from typing import cast
 from tierd.core.config import Config
 from tierd.core.errors import FormatTooNew
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.inventory import CheckpointCopy, Inventory, Place, differing, is_complete, union
+from tierd.core.planning.copies import CheckpointCopy, differing, is_complete, union
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import Place
 from tierd.core.retention.policies import EVERYTHING, policy_for, unknown
 from tierd.core.retention.policy import CheckpointInfo, Ranking, RetentionPolicy
 from tierd.core.timeline.launches import living

@@ -7,7 +7,7 @@ changes by other nodes.
 
 from __future__ import annotations
 
-from tierd.core.planning.inventory import Place
+from tierd.core.planning.place import Place
 
 REQUESTS_AN_HOUR = 60  # at S3's price for listings, $0.22 a month
 SETTLED_S = 600.0  # the daemon stops waiting for a checkpoint of which no part arrived for this long

@@ -15,7 +15,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from tierd.core.ids import CheckpointId
-from tierd.core.planning.inventory import Place, Sent
+from tierd.core.planning.inventory import Sent
+from tierd.core.planning.place import Place
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Batches of prunes on a tier, and whether their backlog grows although the daemon carries them out.
+"""Prunes on a tier: which the plan contains, their batches, and whether their backlog grows; and the tiers that lose a
+checkpoint that they wanted.
 
 Invariant: a batch deletes only what the plan decided, and is so small that a flush waits only seconds for it.
 """
@@ -7,16 +8,63 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
-from tierd.core.planning.inventory import Place
-from tierd.core.planning.plan import Action, Prune
+from tierd.core.config import Config
+from tierd.core.planning.actions import Action, Prune
+from tierd.core.planning.copies import CheckpointCopy
+from tierd.core.planning.demand import Demand
+from tierd.core.planning.flush_candidates import wanted_on
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.janitor import is_janitor
+from tierd.core.planning.place import SPOOL, Place
+from tierd.core.planning.verdicts import given_up, judge
 
 MOST_CHECKPOINTS = 64  # of a batch
 MOST_PARTS = 1024  # of a batch of more than one checkpoint, because the list of their chunks is held in memory
 
 _WINDOW_S, _WINDOWS = 120.0, 5  # ten minutes
+
+
+def tier_prunes(demand: Demand, name: str) -> Iterator[Prune]:
+    """The checkpoints of a run to delete from a tier, oldest first; none if another node is the janitor."""
+    inventory, run, tier = demand.inventory, demand.run, demand.inventory.tiers[name]
+    if tier is None or name in inventory.append_only or not is_janitor(inventory, tier, run):
+        return
+    going = given_up(demand, name)
+    if not going:
+        return
+    # A checkpoint that the spool would send again at once is kept, even if the other ranks' parts never arrived.
+    here, wanted = inventory.spool.run(run).seen, wanted_on(demand, name, tier).ids
+    coming = {one.id for one in going if one.id in here and here[one.id].facts and one.id in wanted}
+    coming |= {part.checkpoint for part in inventory.busy}
+    if None in inventory.tiers.values():
+        # A checkpoint that is about to be deleted from the spool is deleted there first. If the tiers deleted theirs
+        # first, the spool would keep its copy for the tier that does not answer.
+        coming |= {verdict.id for verdict in given_up(demand, SPOOL)}
+    for verdict in reversed(going):
+        if verdict.id not in coming:
+            yield Prune(verdict.id, name, verdict.reasons)
+
+
+def given_up_when_full(demands: Iterable[Demand], name: str) -> list[Prune]:
+    """The prune of the oldest checkpoint that a full tier only holds for other tiers. The next one is pruned after
+    another put has failed."""
+    held = [
+        verdict
+        for demand in demands
+        for tier in [demand.inventory.tiers[name]]
+        if tier is not None
+        and name not in demand.inventory.append_only
+        and is_janitor(demand.inventory, tier, demand.run)
+        for verdict in judge(demand, name)
+        if verdict.held_for and not any(part.checkpoint == verdict.id for part in demand.inventory.busy)
+    ]
+    if not held:
+        return []
+    oldest = min(held, key=lambda one: (one.id.attempt, one.id.step, one.id.run))
+    return [Prune(oldest.id, name, (f"{name} is full; it was {oldest.reasons[0]}",))]
 
 
 def together(first: Prune, actions: Iterable[Action], place: Place | None) -> list[Prune]:
@@ -69,3 +117,53 @@ class PruneBacklog:
         elif len(self._fewest) > _WINDOWS and all(a < b for a, b in itertools.pairwise(counts)):
             self.grows, self._before = True, counts[0]
         return self.grows
+
+
+def lost_to(
+    inventory: Inventory, before: Inventory, config: Config, place: str, seen: CheckpointCopy
+) -> tuple[str, ...]:
+    """The tiers that lose a checkpoint that they wanted, because a place deleted the last copy of it.
+
+    Two places may have deleted their copies at the same time, each while the other still had its own. A tier wanted the
+    checkpoint if it did when the deletion was decided (`before`). It also did if it wants the checkpoint now, without
+    those deleted since. Checkpoints that arrived since then retire nothing, because a deletion takes long on a slow
+    tier and the trainer saves meanwhile.
+
+    Args:
+        inventory: the places as observed after the deletion.
+        before: the places from which the deletion was decided.
+        config: the tiers and their policies.
+        place: the place that deleted its copy.
+        seen: the deleted copy.
+
+    Returns:
+        The names of the tiers; empty if another place still completes the checkpoint.
+    """
+    left = _without_what_came(inventory, before)
+    if place == SPOOL:
+        left = replace(left, spool=_with(left.spool, seen))
+    else:
+        left = replace(left, tiers={**left.tiers, place: _with(left.tiers[place] or Place(), seen)})
+    demand, run = Demand(left, config, seen.id.run), seen.id.run
+    if not demand.is_last(place, seen.id):
+        return ()
+    before = replace(before, tiers={name: tier for name, tier in before.tiers.items() if name in inventory.tiers})
+    wanting = [one.waiting(place, seen.id, seen, hoped=False) for one in (Demand(before, config, run), demand)]
+    return tuple(name for name in inventory.tiers if any(name in names for names in wanting))
+
+
+def _without_what_came(inventory: Inventory, before: Inventory) -> Inventory:
+    """`inventory` without the checkpoints that arrived since `before` in a place that answered then."""
+    known = {one for place in before.places.values() for one in place.checkpoints}
+    answered = [place for name, place in inventory.places.items() if name in before.places]
+    came = {one for place in answered for one in place.checkpoints} - known
+
+    def rid(place: Place) -> Place:
+        return replace(place, checkpoints={one: seen for one, seen in place.checkpoints.items() if one not in came})
+
+    tiers = {name: place and rid(place) for name, place in inventory.tiers.items()}
+    return replace(inventory, spool=rid(inventory.spool), tiers=tiers) if came else inventory
+
+
+def _with(place: Place, seen: CheckpointCopy) -> Place:
+    return replace(place, checkpoints={**place.checkpoints, seen.id: seen})

@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 import xxhash
 
 from tierd.core.ids import PartId
-from tierd.core.planning.inventory import SPOOL, Inventory, ManifestFacts, Place, runs
-from tierd.core.planning.plan import is_janitor
+from tierd.core.planning.copies import ManifestFacts
+from tierd.core.planning.inventory import Inventory, runs
+from tierd.core.planning.janitor import is_janitor
+from tierd.core.planning.place import SPOOL, Place
 
 _EARLY = 0.9  # of the period; the rest is a reserve for the reading itself and for a daemon that was down
 

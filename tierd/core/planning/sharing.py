@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from tierd.core.ids import CheckpointId, PartId, chunk_owner
 from tierd.core.manifest import Chunk, Manifest
-from tierd.core.planning.inventory import Place
+from tierd.core.planning.place import Place
 
 # Sharing a smaller chunk would risk checkpoints and save next to nothing. Such chunks hold less than 1 % of a
 # transformer's bytes, and sending one again costs a single request, as does asking whether it still exists.
@@ -53,3 +53,19 @@ def shareable(base: Manifest, worn_out: Collection[CheckpointId]) -> list[Chunk]
             if owner and owner not in worn_out:
                 found.append(chunk)
     return found
+
+
+def lender(tier: Place, part: PartId) -> PartId | None:
+    """The base of a flush of `part`: the part whose equal chunks the flush may name instead of sending its own.
+
+    It is the same rank's part of the newest checkpoint that is complete on the tier. It is None while the tier has a
+    quarantined part of that rank, because the base may share a chunk that is proven corrupt.
+    """
+    own = part.checkpoint
+    if any((one.checkpoint.run, one.rank) == (own.run, part.rank) for one in tier.quarantined):
+        return None
+    newest = next((one for one in reversed(tier.run(own.run).whole) if one != own), None)
+    if newest is None:
+        return None
+    found = (PartId(newest, part.rank, world) for world in sorted(tier.checkpoints[newest].ranks))
+    return next((one for one in found if tier.has(one)), None)

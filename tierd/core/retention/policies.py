@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tierd.core.config import Config
-from tierd.core.planning.inventory import SPOOL, Inventory, Place
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL, Place
 from tierd.core.retention.policy import RetentionPolicy, merged
 from tierd.core.retention.stored import StoredRetention
 

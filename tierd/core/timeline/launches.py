@@ -13,7 +13,9 @@ from datetime import UTC, datetime
 import msgspec
 
 from tierd.core.ids import CheckpointId
-from tierd.core.planning.inventory import SPOOL, CheckpointCopy, Inventory, Trainer
+from tierd.core.planning.copies import CheckpointCopy
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL, Trainer
 
 LEASE_S = 3600.0  # an earlier launch on another node counts as living this long after it made its newest checkpoint
 _INTERVALS = 3  # or for this many intervals between its last two checkpoints, if that is longer

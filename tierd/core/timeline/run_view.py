@@ -14,15 +14,9 @@ import msgspec
 from tierd.core.errors import ManifestError, SpoolUnusable
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import metrics_to_json
-from tierd.core.planning.inventory import (
-    SPOOL,
-    Inventory,
-    ManifestFacts,
-    Place,
-    complete_world_sizes,
-    is_complete,
-    union,
-)
+from tierd.core.planning.copies import ManifestFacts, complete_world_sizes, is_complete, union
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL, Place
 
 CORRUPT = "corrupt"
 _NAMES = 50  # the most names of metrics in a run view

@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 
 from tierd.core.ids import PartId
-from tierd.core.planning.inventory import SPOOL, Inventory
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL
 from tierd.core.planning.scrub_schedule import ScrubbedCopy, lenders
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.spool.file_io import private

@@ -14,7 +14,7 @@ from contextlib import suppress
 from tierd.core.errors import CorruptChunk, DeleteRefused, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.daemon.pause import Turn, at_once
 from tierd.daemon.scrub.tier_repair import TierRepairer, Where
 from tierd.daemon.tiers.prune import quarantine

@@ -22,7 +22,8 @@ from datetime import UTC, datetime
 from tierd.core.config import Config
 from tierd.core.errors import ObjectNotFound, StoreRefused, TierdError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.inventory import SPOOL, Inventory, Place
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL, Place
 from tierd.core.planning.scrub_schedule import ScrubbedCopy, ScrubTurn, again, agenda, lenders, overdue
 from tierd.core.rate import rate
 from tierd.core.retention.policy import seconds

@@ -19,7 +19,7 @@ from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, Store
 from tierd.core.ids import PartId, chunk_key
 from tierd.core.manifest import Chunk, Manifest, Stored
 from tierd.core.manifest import encode as encode_manifest
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.daemon.pause import Turn, at_once
 from tierd.daemon.tiers.intents import naming, node
 from tierd.daemon.tiers.observe import missing_chunks

@@ -23,7 +23,7 @@ import msgspec
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, TierdError
 from tierd.core.ids import CheckpointId, PartId, chunk_owner
 from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Manifest
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
 from tierd.daemon.pause import Turn
 from tierd.daemon.scrub.repairer import Repairer

@@ -20,7 +20,7 @@ from tierd.core.ids import (
     pruning_prefix,
     quarantine_prefix,
 )
-from tierd.core.planning.inventory import is_complete
+from tierd.core.planning.copies import is_complete
 from tierd.daemon.tiers.intents import marked
 from tierd.daemon.tiers.manifests import READERS
 from tierd.daemon.transfer.concurrency import each

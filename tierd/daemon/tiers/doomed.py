@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tierd.core.errors import ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.inventory import Place
+from tierd.core.planning.place import Place
 from tierd.daemon.tiers.intents import Marks, ends, sweep
 from tierd.daemon.tiers.manifests import READERS, Manifests
 from tierd.daemon.tiers.shared_chunks import NamedChunks, SharedChunks, named_by

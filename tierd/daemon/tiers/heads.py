@@ -14,8 +14,9 @@ from msgspec.structs import replace
 
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import head_key, heads_prefix, parse_head
-from tierd.core.planning.inventory import Inventory, Place
-from tierd.core.planning.plan import is_janitor
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.janitor import is_janitor
+from tierd.core.planning.place import Place
 from tierd.core.timeline.head import (
     MAX_SIZE,
     Head,

@@ -21,7 +21,7 @@ import xxhash
 
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
-from tierd.core.planning.inventory import CheckpointCopy, ManifestFacts, is_complete
+from tierd.core.planning.copies import CheckpointCopy, ManifestFacts, is_complete
 from tierd.daemon.tiers.shared_chunks import SharedChunks, SharedChunkTable, named_by
 from tierd.daemon.transfer.concurrency import each
 from tierd.daemon.transfer.replicas import read_manifest

@@ -28,7 +28,9 @@ from tierd.core.ids import (
     quarantine_prefix,
 )
 from tierd.core.manifest import Manifest
-from tierd.core.planning.inventory import CheckpointCopy, Inventory, ManifestFacts, Place
+from tierd.core.planning.copies import CheckpointCopy, ManifestFacts
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import Place
 from tierd.core.retention.stored import StoredRetention
 from tierd.core.timeline.head import Head
 from tierd.daemon.spool_observer import SpoolObserver as SpoolEye

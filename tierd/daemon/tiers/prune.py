@@ -18,7 +18,7 @@ from tierd.codec.codec import check_stored
 from tierd.core.errors import CorruptChunk, DeleteRefused, FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId, chunks_prefix, quarantine_prefix
 from tierd.core.manifest import Manifest, Stored
-from tierd.core.planning.inventory import Place
+from tierd.core.planning.place import Place
 from tierd.daemon.tiers.doomed import Deletions, Pass
 from tierd.daemon.tiers.intents import deleting
 from tierd.daemon.tiers.manifests import Manifests

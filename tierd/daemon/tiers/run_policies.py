@@ -16,8 +16,9 @@ from datetime import UTC, datetime
 from tierd.core.config import Config
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound, WrongKey
 from tierd.core.ids import parse_retention, retention_key
-from tierd.core.planning.inventory import Inventory, Place
-from tierd.core.planning.plan import is_janitor
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.janitor import is_janitor
+from tierd.core.planning.place import Place
 from tierd.core.retention.policies import DEFAULT, known_policy, own_policies
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.retention.stored import MAX_SIZE, StoredRetention, decode, encode, unreadable

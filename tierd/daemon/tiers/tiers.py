@@ -29,9 +29,10 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, PartId, pruning_prefix
 from tierd.core.manifest import Manifest
-from tierd.core.planning.inventory import Inventory, ManifestFacts, Place
-from tierd.core.planning.plan import lender
-from tierd.core.planning.sharing import worn
+from tierd.core.planning.copies import ManifestFacts
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import Place
+from tierd.core.planning.sharing import lender, worn
 from tierd.core.retention.policies import policy_for
 from tierd.core.timeline.head import Head
 from tierd.core.timeline.launches import disowning

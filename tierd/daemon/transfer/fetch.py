@@ -15,13 +15,14 @@ from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, Spool
 from tierd.core.ids import PartId
 from tierd.core.manifest import DRAFT_NAME, MANIFEST_NAME, Manifest
 from tierd.core.manifest import encode as encode_manifest
-from tierd.core.planning.inventory import SPOOL
+from tierd.core.planning.place import SPOOL
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress, Wanted, download, make_way, missing, wanted_size
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.daemon.transfer.replicas import Replicas
+from tierd.spool.conditions import translated
 from tierd.spool.file_io import sync_directory, write_file
-from tierd.spool.spool import Spool, translated
+from tierd.spool.spool import Spool
 from tierd.spool.stage import Stage, make_locked
 from tierd.stores.base import Store
 

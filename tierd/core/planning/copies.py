@@ -1,0 +1,233 @@
+"""What one place shows of a checkpoint and of a run: observed facts only.
+
+Invariant: a checkpoint takes the same memory whatever its number of ranks, so that an inventory can hold a million
+parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+from tierd.core.errors import TierdError
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestFacts:
+    """The members of one readable manifest that planning needs. Sizes are bytes; `stored_size` is 0 in the spool."""
+
+    created: datetime
+    metrics: Mapping[str, float]
+    origin: CheckpointId | None
+    size: int
+    stored_size: int
+    borrowed: frozenset[CheckpointId]  # other checkpoints whose chunks this manifest names
+
+    @staticmethod
+    def of(manifest: Manifest) -> ManifestFacts:
+        return ManifestFacts(
+            manifest.created_at,
+            manifest.numbers,
+            manifest.origin,
+            manifest.size,
+            manifest.stored_size,
+            manifest.owners - {manifest.part.checkpoint},
+        )
+
+
+@dataclass(frozen=True)
+class CheckpointCopy:
+    """The observed copy of one checkpoint in one place. It has at least one part.
+
+    A copy is immutable, so derived values are cached; `memo` caches values that other modules derive.
+
+    The daemon reads only some of the listed manifests. A manifest that was not read counts by its name, and code that
+    deletes because of such a manifest reads it first. Complete copies share their set of ranks, so that a checkpoint
+    of a thousand ranks takes as much memory as a checkpoint of one rank.
+
+    Attributes:
+        ranks: by world size, the ranks whose manifests are listed.
+        facts: the contents of the manifests that were read and are usable.
+        defects: why the manifests that were read and are unusable are so.
+    """
+
+    id: CheckpointId
+    ranks: Mapping[int, frozenset[int]]
+    facts: Mapping[PartId, ManifestFacts] = field(default_factory=dict)
+    defects: Mapping[PartId, TierdError] = field(default_factory=dict)
+
+    @property
+    def origin(self) -> CheckpointId | None:
+        """The checkpoint that the attempt resumed from, by the first manifest that was read; there must be one."""
+        return next(iter(self.facts.values())).origin
+
+    def lists(self, part: PartId) -> bool:
+        return part.rank in self.ranks.get(part.world, ())
+
+    def has(self, part: PartId) -> bool:
+        """Whether the part's manifest is listed and not known to be unusable."""
+        return self.lists(part) and part not in self.defects
+
+    def covers(self, other: CheckpointCopy) -> bool:
+        """Whether this copy has every part that `other` lists."""
+        if not self.defects and self.ranks == other.ranks:
+            return True
+        listed = all(ranks <= self.ranks.get(world, frozenset()) for world, ranks in other.ranks.items())
+        return listed and not any(other.lists(part) for part in self.defects)
+
+    def parts(self) -> Iterator[PartId]:
+        """The parts in order of rank and world size."""
+        pairs = sorted((rank, world) for world, ranks in self.ranks.items() for rank in ranks)
+        return (PartId(self.id, rank, world) for rank, world in pairs)
+
+    @property
+    def lowest(self) -> PartId:
+        """The part that gives the checkpoint's metadata: its time of creation, its metrics and its attempt's origin."""
+        rank, world = min((min(ranks), world) for world, ranks in self.ranks.items() if ranks)
+        return PartId(self.id, rank, world)
+
+    @cached_property
+    def memo(self) -> dict[Any, Any]:
+        return {}
+
+    @cached_property
+    def spoken(self) -> ManifestFacts | None:
+        """The facts that give the checkpoint's metadata: those of the lowest rank whose manifest was read."""
+        return self.facts[min(self.facts, key=lambda part: (part.rank, part.world))] if self.facts else None
+
+    @cached_property
+    def sound(self) -> Mapping[int, frozenset[int]]:
+        """`ranks` without the parts that are known to be unusable."""
+        if not self.defects:
+            return self.ranks
+        return {
+            world: some - {part.rank for part in self.defects if part.world == world}
+            for world, some in self.ranks.items()
+        }
+
+    @cached_property
+    def complete(self) -> bool:
+        """Whether the manifests of all ranks are listed, usable or not."""
+        return is_complete(self.ranks)
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether the copy is complete and every manifest was read and is usable."""
+        return self.complete and not self.defects and all(part in self.facts for part in self.parts())
+
+    @cached_property
+    def usable(self) -> bool:
+        """Whether the copy is complete without the parts that are known to be unusable."""
+        return is_complete(self.sound)
+
+
+class RunCopies:
+    """One place's copies of one run, with cached values that are derived from them."""
+
+    def __init__(self, seen: Mapping[CheckpointId, CheckpointCopy]) -> None:
+        self.seen = seen
+
+    @cached_property
+    def whole(self) -> list[CheckpointId]:
+        """The usable checkpoints, oldest first."""
+        return sorted(one for one, seen in self.seen.items() if seen.usable)
+
+    @cached_property
+    def halves(self) -> list[CheckpointCopy]:
+        """The copies that are not usable."""
+        return [seen for seen in self.seen.values() if not seen.usable]
+
+    @cached_property
+    def newest(self) -> CheckpointId | None:
+        """The newest checkpoint, usable or not."""
+        return max(self.seen, key=lambda one: (one.attempt, one.step), default=None)
+
+    @cached_property
+    def newest_of_each(self) -> list[CheckpointId]:
+        """The newest checkpoint of each attempt, usable or not."""
+        found: dict[str, CheckpointId] = {}
+        for one in self.seen:
+            if one.attempt not in found or found[one.attempt].step < one.step:
+                found[one.attempt] = one
+        return list(found.values())
+
+    @cached_property
+    def newest_whole(self) -> list[CheckpointId]:
+        """The newest usable checkpoint of each attempt."""
+        return list({one.attempt: one for one in self.whole}.values())
+
+    @cached_property
+    def ranks(self) -> frozenset[int]:
+        """The ranks of which any checkpoint has a part."""
+        return frozenset[int]().union(*{some for seen in self.seen.values() for some in seen.ranks.values()})
+
+    @cached_property
+    def attempts(self) -> frozenset[str]:
+        return frozenset(one.attempt for one in self.seen)
+
+    @cached_property
+    def led(self) -> frozenset[str]:
+        """The attempts of which this place has a part of rank 0."""
+        return frozenset(
+            one.attempt for one, seen in self.seen.items() if any(0 in some for some in seen.ranks.values())
+        )
+
+    @cached_property
+    def made(self) -> dict[str, float]:
+        """By attempt, the time when its newest checkpoint was made; seconds since 1970 by the clock of its node."""
+        found: dict[str, float] = {}
+        for one, seen in self.seen.items():
+            if facts := seen.spoken:
+                found[one.attempt] = max(facts.created.timestamp(), found.get(one.attempt, 0.0))
+        return found
+
+    @cached_property
+    def borrowed(self) -> frozenset[CheckpointId]:
+        """The other checkpoints whose chunks the manifests that were read name."""
+        return frozenset().union(*{facts.borrowed for seen in self.seen.values() for facts in seen.facts.values()})
+
+    @cached_property
+    def origins(self) -> dict[str, CheckpointId | None]:
+        """The checkpoint that each attempt resumed from, if a manifest of it was read. All manifests of one attempt
+        name the same origin."""
+        return {one.attempt: seen.origin for one, seen in self.seen.items() if seen.facts}
+
+
+NO_COPIES = RunCopies({})
+
+
+def differing(
+    before: Mapping[CheckpointId, CheckpointCopy], now: Mapping[CheckpointId, CheckpointCopy]
+) -> set[CheckpointId]:
+    """The checkpoints whose copies differ between two observations of a place.
+
+    Copies are compared by identity, because an unchanged copy is mostly the same object. An equal copy that is another
+    object counts as different.
+    """
+    if before is now:
+        return set()
+    return {one for one, seen in now.items() if before.get(one) is not seen} | (before.keys() - now.keys())
+
+
+def union(*seen: Mapping[int, frozenset[int]]) -> dict[int, frozenset[int]]:
+    """By world size, the ranks that have a part in any of these places."""
+    found: dict[int, frozenset[int]] = {}
+    for ranks in seen:
+        for world, some in ranks.items():
+            have = found.get(world)
+            found[world] = some if have is None or have is some else have if have >= some else have | some
+    return found
+
+
+def complete_world_sizes(ranks: Mapping[int, Collection[int]]) -> list[int]:
+    """The world sizes W of which ranks 0..W-1 are all present. Counting suffices, because each rank is less than W."""
+    return [world for world, found in ranks.items() if len(found) == world]
+
+
+def is_complete(ranks: Mapping[int, Collection[int]]) -> bool:
+    return bool(complete_world_sizes(ranks))

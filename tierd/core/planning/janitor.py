@@ -1,0 +1,27 @@
+"""Which node's daemon may prune a run on a tier that several nodes share."""
+
+from __future__ import annotations
+
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import Place
+
+
+def is_janitor(inventory: Inventory, tier: Place, run: str) -> bool:
+    """Whether this daemon is the janitor of `run`, which may prune the run on a shared tier.
+
+    The janitor is the node that saved rank 0 of the newest attempt. It remains so after a full disk forced it to evict
+    its copies, because no other node would finish the work. A part that was only restored to a spool does not make its
+    node a janitor, because reading never deletes.
+    """
+    mine, known = inventory.spool.run(run).led, inventory.spool.run(run).attempts | tier.run(run).attempts
+    if known and _saved_first(inventory, run) >= max(known):
+        return True
+    return bool(known) and max(known) in mine and run not in inventory.spool.restored
+
+
+def _saved_first(inventory: Inventory, run: str) -> str:
+    """The newest attempt of which this node saved rank 0, if any place shows a checkpoint of it; else empty."""
+    launch = inventory.spool.launches.get(run)
+    if launch is None or not any(0 in some for some in launch.ranks.values()):
+        return ""
+    return launch.attempt if any(launch.attempt in one.run(run).attempts for one in inventory.places.values()) else ""

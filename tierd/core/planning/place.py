@@ -1,0 +1,251 @@
+"""The observed contents of one place, which is the spool or a tier."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple, TypeVar
+
+from tierd.core.errors import TierdError
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.planning.copies import NO_COPIES, CheckpointCopy, ManifestFacts, RunCopies, union
+from tierd.core.retention.stored import StoredRetention
+from tierd.core.timeline.head import Head
+
+T = TypeVar("T")
+SPOOL = "local"  # the spool's name wherever a tier's name can stand
+
+
+class Trainer(NamedTuple):
+    """A trainer process that runs on this node.
+
+    Attributes:
+        attempt: the launch that the trainer belongs to.
+        rank: the rank that the trainer saves.
+        pid: the process id; 0 if the trainer is in another pid namespace.
+        since: when the trainer first saved for this launch, seconds since 1970.
+    """
+
+    attempt: str
+    rank: int
+    pid: int
+    since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalLaunch:
+    """The newest launch of a run that was saved in a spool, and the ranks that were saved, by world size.
+
+    The node that saved the launch finishes the run's flushes and prunes on the tiers. It does so even after a full disk
+    forced it to evict every copy.
+    """
+
+    attempt: str
+    ranks: Mapping[int, frozenset[int]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The observed contents of one place, the spool or a tier. A `Place` is immutable.
+
+    Attributes:
+        checkpoints: the copies.
+        pins: the pinned checkpoints.
+        owners: on a tier, the checkpoints under whose name chunks are stored.
+        quarantined: the quarantined parts. Their facts still give origins to the timeline, if they were readable.
+        lent: checkpoints whose chunks are named by a manifest that was read for a prune and is not among the facts.
+        cut: the checkpoints whose deletion was interrupted.
+        policies: the retention policies that are stored there, by run; in the spool, the trainer's.
+        restored: the spool only: the runs whose newest attempt was only restored there, so that this node never saved
+            it.
+        launches: the spool only: by run, the newest launch that was saved there, whether the spool still has copies of
+            it or not.
+        alive: the spool only: by run, the trainers that save there now.
+        ended: the spool only: by run, the launches that saved there lately and have no trainer any more.
+        committed: the spool only: the newest part that each rank of a run's newest launch committed, whether the part
+            is still there or not.
+        heads: the readable heads that are stored there, by run; in the spool, what this node remembers of all places.
+        announced: a tier only: the other nodes whose intents name parts of a checkpoint, as far as intents were read.
+    """
+
+    checkpoints: Mapping[CheckpointId, CheckpointCopy] = field(default_factory=dict)
+    pins: frozenset[CheckpointId] = frozenset()
+    owners: frozenset[CheckpointId] = frozenset()
+    quarantined: Mapping[PartId, ManifestFacts | None] = field(default_factory=dict)
+    lent: frozenset[CheckpointId] = frozenset()
+    cut: frozenset[CheckpointId] = frozenset()
+    policies: Mapping[str, tuple[StoredRetention, ...]] = field(default_factory=dict)
+    restored: frozenset[str] = frozenset()
+    launches: Mapping[str, LocalLaunch] = field(default_factory=dict)
+    alive: Mapping[str, tuple[Trainer, ...]] = field(default_factory=dict)
+    ended: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    committed: frozenset[PartId] = frozenset()
+    heads: Mapping[str, tuple[Head, ...]] = field(default_factory=dict)
+    announced: Mapping[CheckpointId, frozenset[str]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        parts: Mapping[PartId, ManifestFacts | None],
+        defects: Mapping[PartId, TierdError] | None = None,
+        pins: frozenset[CheckpointId] = frozenset(),
+        owners: frozenset[CheckpointId] = frozenset(),
+        quarantined: Mapping[PartId, ManifestFacts | None] | None = None,
+    ) -> Place:
+        """Make a place of a few parts, whose manifests were all read. None stands for an unusable manifest, and
+        `defects` may give the error."""
+        ranks: dict[CheckpointId, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+        facts: dict[CheckpointId, dict[PartId, ManifestFacts]] = defaultdict(dict)
+        bad: dict[CheckpointId, dict[PartId, TierdError]] = defaultdict(dict)
+        for part, found in parts.items():
+            ranks[part.checkpoint][part.world].add(part.rank)
+            if found:
+                facts[part.checkpoint][part] = found
+            else:
+                unknown = TierdError(f"manifest of {part}: it could not be read")
+                bad[part.checkpoint][part] = (defects or {}).get(part, unknown)
+        return Place(
+            {
+                owner: CheckpointCopy(
+                    owner, {world: frozenset(some) for world, some in own.items()}, facts[owner], bad[owner]
+                )
+                for owner, own in ranks.items()
+            },
+            pins,
+            owners,
+            quarantined or {},
+        )
+
+    @cached_property
+    def runs(self) -> dict[str, RunCopies]:
+        """The checkpoints, by run."""
+        found: dict[str, dict[CheckpointId, CheckpointCopy]] = {}
+        for one, seen in self.checkpoints.items():
+            found.setdefault(one.run, {})[one] = seen
+        return {run: RunCopies(some) for run, some in found.items()}
+
+    def run(self, run: str) -> RunCopies:
+        """The copies of one run, with the values derived from them."""
+        return self.runs.get(run, NO_COPIES)
+
+    def alone(self, run: str) -> Place:
+        """The part of this place that concerns one run, without `committed`."""
+        pins, owners, lent, cut = (some.get(run, frozenset()) for some in self._named)
+        found = Place(
+            self.run(run).seen,
+            pins,
+            owners,
+            {part: facts for part, facts in self.quarantined.items() if part.checkpoint.run == run},
+            lent,
+            cut,
+            _only(self.policies, run),
+            self.restored & {run},
+            _only(self.launches, run),
+            _only(self.alive, run),
+            _only(self.ended, run),
+            heads=_only(self.heads, run),
+            announced={one: nodes for one, nodes in self.announced.items() if one.run == run},
+        )
+        found.__dict__["runs"] = {run: self.run(run)} if run in self.runs else {}  # keeps the cached derived values
+        return found
+
+    @cached_property
+    def _named(self) -> list[dict[str, frozenset[CheckpointId]]]:
+        """`pins`, `owners`, `lent` and `cut`, by run."""
+        found = []
+        for some in (self.pins, self.owners, self.lent, self.cut):
+            named: dict[str, set[CheckpointId]] = {}
+            for one in some:
+                named.setdefault(one.run, set()).add(one)
+            found.append({run: frozenset(own) for run, own in named.items()})
+        return found
+
+    def copies(self, run: str) -> Iterable[CheckpointCopy]:
+        """The copies of one run."""
+        return self.run(run).seen.values()
+
+    def parts(self) -> Iterator[PartId]:
+        """Every part. Meant for the spool, because a tier may have a million."""
+        return (part for seen in self.checkpoints.values() for part in seen.parts())
+
+    @property
+    def ranks(self) -> dict[str, frozenset[int]]:
+        """By run, the ranks of which any checkpoint has a part, or which were saved there."""
+        found = {run: frozenset[int]().union(*launch.ranks.values()) for run, launch in self.launches.items()}
+        for run, copies in self.runs.items():
+            found[run] = found.get(run, frozenset()) | copies.ranks
+        return found
+
+    def lists(self, part: PartId) -> bool:
+        """Whether the part's manifest is listed, usable or not."""
+        seen = self.checkpoints.get(part.checkpoint)
+        return seen is not None and seen.lists(part)
+
+    def has(self, part: PartId) -> bool:
+        """Whether the part's manifest is listed and not known to be unusable."""
+        seen = self.checkpoints.get(part.checkpoint)
+        return seen is not None and seen.has(part)
+
+    def facts(self, part: PartId) -> ManifestFacts | None:
+        """The contents of the part's manifest; None if it was not read or is unusable."""
+        seen = self.checkpoints.get(part.checkpoint)
+        return seen.facts.get(part) if seen else None
+
+    def defects(self) -> Iterator[tuple[PartId, TierdError]]:
+        """The parts whose manifests are listed and unusable, each with its error."""
+        return (defect for seen in self._defective for defect in seen.defects.items())
+
+    @cached_property
+    def _defective(self) -> list[CheckpointCopy]:
+        return [seen for seen in self.checkpoints.values() if seen.defects]
+
+    def adding(self, part: PartId, facts: ManifestFacts) -> Place:
+        """This place after a part was put there."""
+        own = self.checkpoints.get(part.checkpoint) or CheckpointCopy(part.checkpoint, {})
+        fresh = CheckpointCopy(
+            own.id,
+            union(own.ranks, {part.world: frozenset({part.rank})}),
+            {**own.facts, part: facts},
+            {bad: why for bad, why in own.defects.items() if bad != part},
+        )
+        aside = {one: found for one, found in self.quarantined.items() if one != part}
+        return replace(self, checkpoints={**self.checkpoints, fresh.id: fresh}, quarantined=aside)
+
+    def with_policies(self, fresh: Collection[StoredRetention]) -> Place:
+        """This place after policies were recorded there."""
+        policies = dict(self.policies)
+        for one in fresh:
+            others = [old for old in policies.get(one.run, ()) if (old.by, old.given) != (one.by, one.given)]
+            policies[one.run] = (*others, one)
+        return replace(self, policies=policies)
+
+    def with_heads(self, run: str, heads: tuple[Head, ...]) -> Place:
+        """This place with these heads of a run."""
+        return replace(self, heads={**self.heads, run: heads})
+
+    def without(self, checkpoint: CheckpointId) -> Place:
+        """This place after a checkpoint was pruned there."""
+        left = {owner: seen for owner, seen in self.checkpoints.items() if owner != checkpoint}
+        return replace(self, checkpoints=left, owners=self.owners - {checkpoint}, cut=self.cut - {checkpoint})
+
+    def without_parts(self, parts: Collection[PartId]) -> Place:
+        """This place after exactly these parts were removed there."""
+        checkpoints = dict(self.checkpoints)
+        for owner in {part.checkpoint for part in parts} & checkpoints.keys():
+            seen, gone = checkpoints.pop(owner), {part for part in parts if part.checkpoint == owner}
+            if left := [part for part in seen.parts() if part not in gone]:
+                checkpoints[owner] = CheckpointCopy(
+                    owner,
+                    {
+                        world: frozenset(one.rank for one in left if one.world == world)
+                        for world in {p.world for p in left}
+                    },
+                    {part: facts for part, facts in seen.facts.items() if part not in gone},
+                    {part: why for part, why in seen.defects.items() if part not in gone},
+                )
+        return replace(self, checkpoints=checkpoints)
+
+
+def _only(some: Mapping[str, T], run: str) -> dict[str, T]:
+    return {run: some[run]} if run in some else {}

@@ -1,0 +1,114 @@
+"""Retention's final verdicts over a run's checkpoints in a place, when all places count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tierd.core.ids import CheckpointId
+from tierd.core.planning.demand import Demand, info_of
+from tierd.core.planning.eviction import retired, superseded
+from tierd.core.planning.place import SPOOL, Place
+from tierd.core.planning.tier_verdicts import by_order, judge_tier, oldest_completable
+from tierd.core.retention.policy import HOPED_FOR, Ranking, Verdict
+
+
+def judge(demand: Demand, name: str) -> tuple[Verdict, ...]:
+    """Retention's verdicts over the checkpoints of a run in a place, newest first.
+
+    The place is the spool or a tier that answers. A tier also keeps checkpoints that it wants when all places count
+    (`Demand`), and checkpoints that other tiers want and lack.
+    """
+    tier = None if name == SPOOL else demand.inventory.tiers[name]
+    return judge_spool(demand) if tier is None else _judge_tier_at_large(demand, name, tier, drops=False)
+
+
+def given_up(demand: Demand, name: str) -> tuple[Verdict, ...]:
+    """The verdicts of `judge` that do not keep. Most kept checkpoints are not judged one by one, which saves time."""
+    tier = None if name == SPOOL else demand.inventory.tiers[name]
+    verdicts = judge_spool(demand, drops=True) if tier is None else _judge_tier_at_large(demand, name, tier, drops=True)
+    return tuple(verdict for verdict in verdicts if not verdict.keep)
+
+
+def _judge_tier_at_large(demand: Demand, name: str, tier: Place, *, drops: bool) -> tuple[Verdict, ...]:
+    over = oldest_completable(tier, demand.policy(name), demand.run, demand.living(name))
+    verdicts = judge_tier(demand.inventory, tier, demand.policy(name), demand.run, demand.living(name), drops=drops)
+    return tuple(verdict if verdict.keep else _at_large(demand, name, tier, verdict, over) for verdict in verdicts)
+
+
+def _at_large(demand: Demand, name: str, tier: Place, verdict: Verdict, over: str) -> Verdict:
+    """The final verdict over a checkpoint that the tier's own contents alone would delete.
+
+    An incomplete checkpoint may still become complete, as in `_patient`.
+    """
+    one, hoped = verdict.id, verdict.id.attempt >= over
+    if reasons := demand.reasons(name, one, hoped=hoped):
+        return Verdict(one, True, reasons)
+    seen = tier.checkpoints.get(one)
+    names = demand.waiting(name, one, seen, hoped=hoped) if seen else ()
+    names = tuple(other for other in names if other not in demand.inventory.silent)
+    return Verdict(one, True, (f"held for {', '.join(names)}",), names) if names else verdict
+
+
+def judge_spool(demand: Demand, *, drops: bool = False) -> tuple[Verdict, ...]:
+    """Retention's verdicts over the spool's copies of a run.
+
+    A copy counts as verified if a tier has verified it. It also counts as verified if every tier that is not silent
+    would prune it at once, because newer checkpoints have retired it there. The spool also keeps copies that it would
+    keep if all its copies were verified, or if it held every known checkpoint.
+
+    Args:
+        demand: the run's demand.
+        drops: whether to leave out most verdicts that keep.
+    """
+    inventory, run, policy = demand.inventory, demand.run, demand.policy(SPOOL)
+    late = superseded(demand)
+    if drops and not late and len(inventory.spool.run(run).seen) <= policy.keep_last:
+        return ()  # `keep_last` keeps all of them
+    gone = retired(demand)
+    pins = inventory.pins | inventory.held
+    infos = {
+        seen.id: info_of(
+            seen,
+            pins,
+            complete=seen.complete or any(_complete_on(seen.id, place) for place in inventory.tiers.values()),
+            verified=inventory.on_a_tier(seen) or seen.id in gone,
+        )
+        for seen in inventory.spool.copies(run)
+    }
+    living = demand.living(SPOOL)
+    ranking = Ranking(list(infos.values()), policy, demand.origins, living)
+    judged = list(infos.values())
+    if drops:
+        judged = [info for info in judged if not info.complete or info.id not in ranking.kept or info.id in late]
+    verdicts = tuple(map(ranking.verdict, sorted(judged, key=by_order, reverse=True)))
+    if not late and all(verdict.keep for verdict in verdicts):
+        return _bounded(verdicts, policy.keep_last)
+    verified = Ranking([replace(info, verified=True) for info in infos.values()], policy, demand.origins, living)
+
+    def at_large(verdict: Verdict) -> Verdict:
+        if verdict.keep and verdict.id in late:
+            verdict = Verdict(verdict.id, False, ("newer ones are complete here, and no tier wants it any more",))
+        if verdict.keep or not infos[verdict.id].complete:
+            return verdict
+        again = verified.verdict(replace(infos[verdict.id], verified=True))
+        reasons = again.reasons if again.keep else demand.reasons(SPOOL, verdict.id)
+        return Verdict(verdict.id, True, reasons) if reasons else verdict
+
+    return _bounded(tuple(map(at_large, verdicts)), policy.keep_last)
+
+
+def _complete_on(checkpoint: CheckpointId, tier: Place | None) -> bool:
+    seen = tier.checkpoints.get(checkpoint) if tier else None
+    return seen is not None and seen.usable
+
+
+def _bounded(verdicts: tuple[Verdict, ...], count: int) -> tuple[Verdict, ...]:
+    """The verdicts, changed to keep only `count` verified copies that merely wait for other ranks' parts.
+
+    If one rank never saves again, such copies must not fill the other nodes' spools. Deleting them loses nothing,
+    because a tier has each of them or no tier would keep it.
+    """
+    waiting = [verdict.id for verdict in verdicts if verdict.keep and verdict.reasons == (HOPED_FOR,)]
+    reason = (f"incomplete, and {count} newer ones wait here, too",)
+    gone = set(waiting[count:])
+    return tuple(Verdict(verdict.id, False, reason) if verdict.id in gone else verdict for verdict in verdicts)

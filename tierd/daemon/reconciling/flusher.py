@@ -1,0 +1,117 @@
+"""Carry out a flush of the plan: send a part to a tier, from the spool or from another tier, and report it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from typing import Any
+
+from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, TierdError
+from tierd.core.event_kinds import metrics_of
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.planning.flush_candidates import is_contended
+from tierd.core.planning.inventory import Sent
+from tierd.core.planning.order import leads
+from tierd.core.planning.place import SPOOL
+from tierd.daemon.reconciling.backlog import Backlog
+from tierd.daemon.reconciling.records import RunRecords
+from tierd.daemon.reconciling.repairs import Repairs
+from tierd.daemon.reconciling.setup import Setup
+from tierd.daemon.transfer.flush_pacing import Spread
+
+log = logging.getLogger("tierd.daemon")
+
+
+class Flusher:
+    """Carry out flushes.
+
+    Args:
+        setup: what the parts of the reconciler share.
+        backlog: tells whether a tier lacks other parts, too.
+        records: writes a run's head after each flush.
+        repairs: repairs the spool's copy of a part that proved corrupt.
+    """
+
+    def __init__(self, setup: Setup, backlog: Backlog, records: RunRecords, repairs: Repairs) -> None:
+        self._setup, self._backlog, self._records, self._repairs = setup, backlog, records, repairs
+
+    async def flush(self, part: PartId, tier: str, *, relayed: bool = False) -> None:
+        """Send a part to a tier; a part that cannot be sent is put off, repaired or left to the next plan.
+
+        Raises:
+            OSError, StoreUnavailable, StoreRefused: the spool's disk or the tier failed.
+        """
+        setup, live, tiers, journal = self._setup, self._setup.live, self._setup.tiers, self._setup.journal
+        live.busy[part] += 1
+        begun, place = time.monotonic(), tiers.places[tier]
+        aloud = is_contended(live.inventory(), tier, part)
+        send = tiers.relay if relayed else tiers.flush_aloud if aloud else tiers.flush
+        # Before the flush, because newer checkpoints appear while the part is sent.
+        leading = place is None or leads(part.checkpoint, live.place, place)
+        if relayed:
+            setup.save_events.relayed(tier, part)
+        try:
+            done = await send(part, tier, self._spread(part, tier))
+        except ObjectNotFound:
+            if relayed:
+                setup.workers[tier].put_off(part)  # until the other tiers were observed again
+            return  # removed from the spool since the observation
+        except (CorruptChunk, ManifestError) as error:
+            if relayed:
+                self._cannot_relay(part, tier, error)
+                return
+            journal.counters["corruptions"] += 1
+            journal.tell("corrupt", SPOOL, part, str(error))
+            await self._repairs.repair(part, SPOOL, counted=True)
+            return
+        except (OSError, StoreRefused):  # this part's disk fails or the tier refuses it: send others first
+            setup.workers[tier].put_off_stuck(part)
+            raise
+        finally:
+            live.busy -= Counter([part])
+        setup.scrubber.verified(tier, part)
+        journal.counters["flushed"] += 1
+        journal.counters["flushed_raw_bytes"] += done.raw
+        journal.counters["flushed_sent_bytes"] += done.sent
+        journal.counters["flushed_shared_bytes"] += done.shared
+        self._note_sent(tier, part.checkpoint, leads=leading)
+        tiers.put(tier, part, done.facts)
+        how = ", from another tier" if relayed else ""
+        told = f"verified, {done.raw} bytes as {done.stored}, {done.sent} of them sent{how}"
+        sizes = {"raw_bytes": done.raw, "stored_bytes": done.stored, "sent_bytes": done.sent}
+        more: dict[str, Any] = {**sizes, "metrics": metrics_of(done.facts.metrics)}
+        journal.tell("flushed", tier, part, told, **more, seconds=round(time.monotonic() - begun, 3))
+        setup.save_events.durable(tier, live.place, tiers.places)
+        await self._records.write_heads(tier, [part.checkpoint.run])
+
+    def _spread(self, part: PartId, tier: str) -> Spread:
+        """Return the pauses of a flush: none if the tier lacks other parts too, because the tier would fall behind."""
+        live, requests = self._setup.live, self._setup.requests
+
+        def hurries() -> bool:
+            newer = any(seen.id > part.checkpoint for seen in live.place.copies(part.checkpoint.run))
+            asked = requests.awaited[part] or part.checkpoint in requests.needed
+            ends = self._setup.phase.hurries or not requests.attended()
+            return newer or bool(asked) or ends or live.is_low
+
+        lacking = sum(name == tier for _, name in self._backlog.flushes(live.inventory()))
+        return Spread(live.cadence.spread_s(part.checkpoint.run) if lacking <= 1 else 0.0, hurries)
+
+    def _note_sent(self, tier: str, checkpoint: CheckpointId, *, leads: bool) -> None:
+        live = self._setup.live
+        live.full.discard(tier)
+        last = live.sent.get(tier)
+        if last is None or last.last != checkpoint:
+            live.sent[tier] = Sent(checkpoint, 0 if leads or last is None else last.others + 1)
+
+    def _cannot_relay(self, part: PartId, tier: str, error: TierdError) -> None:
+        """Put a relay off because no other tier has an intact copy of the whole part, and have those copies scrubbed.
+
+        The scrub finds out which copies are corrupt, and repairs them.
+        """
+        self._setup.workers[tier].put_off(part)
+        log.warning("%s: %s cannot be copied from another tier yet: %s", tier, part, error)
+        for name in self._setup.stores:
+            if name != tier and self._setup.tiers.has(part, name):
+                self._setup.scrubber.suspect(name, part)

@@ -1,0 +1,156 @@
+"""The live inventory: the latest observation of all places, with what is held, flushed and full at this moment."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from tierd.core.config import Config
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.planning.copies import differing
+from tierd.core.planning.inventory import Inventory, Sent
+from tierd.core.planning.place import Place
+from tierd.core.retention.policy import seconds
+from tierd.daemon.reconciling.requests import ClientRequests
+from tierd.daemon.scrub.repairer import Repairer
+from tierd.daemon.spool_observer import SpoolObserver
+from tierd.daemon.tiers.tiers import Tiers
+from tierd.daemon.transfer.flush_pacing import Cadence
+from tierd.spool.spool import Spool
+
+_ABANDONED = 5.0  # seconds for which a stage must be unlocked before it counts as left over
+_RECENT = 600.0  # seconds for which a run counts as attended after its trainer left, because a crashed one restarts
+_TAKEN_UP = 3600.0  # seconds for which an interrupted fetch of a whole part may be continued
+
+
+class LiveInventory:
+    """Observe the spool, and make one inventory of it and of the tiers' latest observations.
+
+    Attributes:
+        place: the spool, as last observed.
+        free: the free share of the spool's disk, 0..1.
+        busy: the parts that are being flushed.
+        full: the tiers that were full, and from which nothing was deleted since.
+        sent: by tier, the checkpoint that was sent last.
+        cadence: the times at which saves were observed.
+        changed_at: when a tier's inventory last changed, monotonic seconds.
+
+    Args:
+        spool: the local tier.
+        requests: the requests of clients.
+        repairer: knows the interrupted fetches that never become a whole part.
+        seen: called after each observation of the spool, with whether it has other parts than before.
+    """
+
+    def __init__(
+        self, spool: Spool, requests: ClientRequests, repairer: Repairer, seen: Callable[[bool], None]
+    ) -> None:
+        self._spool, self._requests, self._repairer, self._seen = spool, requests, repairer, seen
+        self.place = Place()
+        self.free = 1.0
+        self.busy: Counter[PartId] = Counter()
+        self.full: set[str] = set()
+        self.sent: dict[str, Sent] = {}
+        self.cadence = Cadence()
+        self.changed_at = time.monotonic()
+        self._observer = SpoolObserver(spool)
+        self._leftovers: tuple[str, ...] = ()
+        self._unlocked: dict[str, float] = {}
+        self._looking = asyncio.Lock()
+        self._looks_begun = self._looks_ended = 0  # observations of the spool
+
+    def use(self, config: Config, tiers: Tiers) -> None:
+        """Use another configuration and its tiers from now on."""
+        self._config, self._tiers = config, tiers
+        self.full, self.sent = set(), {}
+
+    @property
+    def is_low(self) -> bool:
+        """Whether less of the spool's disk is free than the configuration demands."""
+        return self.free * 100 < self._config.min_free_percent
+
+    def inventory(self) -> Inventory:
+        """Return the inventory: the latest observation of all places, with holds, writers and busy parts."""
+        requests, touched, finished_s = self._requests, self._observer.touched, seconds(self._config.finished)
+        writers = requests.writers()
+        return Inventory(
+            self.place,
+            dict(self._tiers.places),
+            self.free,
+            self._leftovers,
+            frozenset(requests.held),
+            frozenset(requests.needed),
+            frozenset(self.busy),
+            requests.presence.quiet(touched, writers, min(_RECENT, finished_s)),
+            requests.presence.quiet(touched, writers, finished_s),
+            silent=frozenset(
+                name for name, place in self._tiers.places.items() if place is None and self._is_silent(name)
+            ),
+            full=frozenset(self.full),
+            append_only=self._tiers.append_only,
+            sent=dict(self.sent),
+            who=self._tiers.who,
+        )
+
+    def _is_silent(self, tier: str) -> bool:
+        return time.monotonic() - self._tiers.mute.get(tier, math.inf) > seconds(self._config.hold_for)
+
+    def runs(self) -> set[str]:
+        """Return the runs that the spool has, or that were saved there."""
+        return self.place.runs.keys() | self.place.launches.keys()
+
+    async def look(self) -> None:
+        """Observe the spool afresh; callers that ask during an observation share the next one."""
+        asked = self._looks_begun
+        async with self._looking:
+            if self._looks_ended > asked:
+                return
+            self._looks_begun += 1
+            begun, before = self._looks_begun, self.place
+            place = await asyncio.to_thread(self._observer.look)
+            free, total = self._spool.free()
+            self.free = free / total if total else 1.0
+            self._leftovers = self._aged(await asyncio.to_thread(self._spool.leftovers, self._observer.childless))
+            self.place = place  # assigned last, because every call before it may fail
+            self._looks_ended = begun
+            self._seen(self._note_saves(before))
+
+    def _note_saves(self, before: Place) -> bool:
+        """Note when parts were committed; return whether the spool has other parts than before."""
+        differ = differing(before.checkpoints, self.place.checkpoints)
+        changed = [one for one in differ if _parts_of(self.place, one) != _parts_of(before, one)]
+        if changed:
+            self.cadence.saw({part for one in changed for part in _new_parts(before, self.place, one)})
+            self.cadence.keep(self.runs())
+        return bool(changed)
+
+    def doubt(self, checkpoint: CheckpointId) -> None:
+        """Read a checkpoint's manifests again at the next observation, because they may have been replaced."""
+        self._observer.doubt(checkpoint)
+
+    def _aged(self, names: list[str]) -> tuple[str, ...]:
+        # A stage is unlocked for a moment after its creation, so it is left over only if it stays unlocked.
+        now = time.monotonic()
+        self._unlocked = {name: self._unlocked.get(name, now) for name in names}
+        return tuple(name for name, since in self._unlocked.items() if now - since >= self._patience(name))
+
+    def _patience(self, name: str) -> float:
+        # An interrupted fetch is kept so that it can be continued, unless the disk needs its bytes.
+        done = name.startswith("fetch/") and any(
+            name == f"fetch/{self._spool.fetching(part).name}" for part in self.place.parts()
+        )
+        loose = name.removeprefix("fetch/") in self._repairer.loose
+        return _TAKEN_UP if name.startswith("fetch/") and not self.is_low and not done and not loose else _ABANDONED
+
+
+def _parts_of(place: Place, one: CheckpointId) -> Mapping[int, frozenset[int]] | None:
+    seen = place.checkpoints.get(one)
+    return seen.ranks if seen else None
+
+
+def _new_parts(before: Place, place: Place, one: CheckpointId) -> set[PartId]:
+    was, now = before.checkpoints.get(one), place.checkpoints.get(one)
+    return (set(now.parts()) if now else set()) - (set(was.parts()) if was else set())

@@ -1,0 +1,151 @@
+"""Carry out the prunes of the plan on a tier and in the spool, and report them.
+
+Invariant: no local copy is deleted before the tiers were asked once more, nor because of another copy that is corrupt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from tierd.core.errors import DeleteRefused, ManifestError, ObjectNotFound
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import Manifest
+from tierd.core.planning.actions import Prune
+from tierd.core.planning.demand import Demand
+from tierd.core.planning.eviction import complete_here, superseded
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL
+from tierd.core.planning.pruning import lost_to, together
+from tierd.daemon.reconciling.setup import Setup
+from tierd.daemon.tiers.prune import quarantine
+
+_AGAIN = 1.0  # seconds until a local copy that no tier was found to hold is checked again; tiers are observed meanwhile
+
+
+class Pruner:
+    """Carry out prunes."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._rest_on: dict[CheckpointId, PartId] = {}  # checkpoint whose prune waits -> copy to verify first
+
+    async def prune(self, action: Prune) -> None:
+        """Delete a checkpoint from a tier, or its copy from the spool; what cannot be deleted yet is put off."""
+        if action.tier != SPOOL:
+            await self._prune_together(action)
+            return
+        checkpoint = action.checkpoint
+        self._rest_on.pop(checkpoint, None)
+        # On a full disk, free space matters more than fast writes into recycled blocks.
+        if not await self.release(checkpoint, action.reasons, reuse=not self._setup.live.is_low):
+            self._setup.workers[SPOOL].put_off(checkpoint, _AGAIN)
+            self._setup.wake()
+
+    def rests(self, action: Prune) -> bool:
+        """Whether a prune in the spool waits for a copy that the scrub cannot read for now."""
+        on = self._rest_on.get(action.checkpoint) if action.tier == SPOOL else None
+        return on is not None and self._setup.scrubber.rests_s(on) > 0
+
+    async def _prune_together(self, first: Prune) -> None:
+        """Delete a checkpoint from a tier in one pass with others of its run that retention gives up there."""
+        setup, live = self._setup, self._setup.live
+        worker, place = setup.workers[first.tier], setup.tiers.places[first.tier]
+        planned = setup.planner.plan(live.inventory(), setup.config, {}, 0.0, first.tier)
+        others = [one for one in planned if isinstance(one, Prune) and not worker.is_off(one.checkpoint)]
+        prunes = together(first, others, place)
+        before = live.inventory()
+        try:
+            gone = await setup.tiers.prune([one.checkpoint for one in prunes], first.tier)
+        except DeleteRefused:  # reported once by `SaveEvents.append_only`; later plans omit these prunes
+            gone = set()
+        for one in prunes:
+            if one.checkpoint in gone:
+                live.full.discard(first.tier)
+                self._tell_pruned(one.checkpoint, first.tier, one.reasons, before)
+            else:
+                worker.put_off(one.checkpoint)
+
+    async def release(self, checkpoint: CheckpointId, reasons: tuple[str, ...], *, reuse: bool = False) -> bool:
+        """Delete the spool's copy of a checkpoint if the tiers, asked once more, allow it.
+
+        Args:
+            checkpoint: the checkpoint.
+            reasons: why it is deleted, for the event.
+            reuse: keep the blocks of the copy's largest file for the next write.
+
+        Returns:
+            Whether the copy was deleted.
+        """
+        spool, live, requests = self._setup.spool, self._setup.live, self._setup.requests
+        before = live.inventory()
+        parts = await self._covered(checkpoint)
+        if parts is None or checkpoint in requests.held or any(part.checkpoint == checkpoint for part in live.busy):
+            return False  # held or flushed since the tiers were asked; the next plan decides
+        there = [part for part in parts if spool.has(part)]
+        writers = requests.writers() if reuse else frozenset[str]()
+        await asyncio.to_thread(spool.remove, parts, writers)
+        live.place = live.place.without_parts(parts)  # parts committed meanwhile remain in the inventory
+        if (
+            not reuse or writers - requests.writers()
+        ):  # a writer that left meanwhile cleaned up before this file existed
+            await asyncio.to_thread(spool.drop_recycled, requests.writers() if reuse else ())
+        if there:
+            self._tell_pruned(checkpoint, SPOOL, reasons, before)
+        return True
+
+    def _tell_pruned(self, checkpoint: CheckpointId, tier: str, reasons: tuple[str, ...], before: Inventory) -> None:
+        """Report a deleted copy, and report separately if it was the last copy and some tier wanted it.
+
+        Args:
+            before: the inventory on which the deletion was decided.
+        """
+        journal, live = self._setup.journal, self._setup.live
+        journal.counters["pruned"] += 1
+        journal.tell("pruned", tier, checkpoint, "; ".join(reasons))
+        seen = before.places[tier].checkpoints.get(checkpoint) if tier in before.places else None
+        if not seen or not (before.silent or before.full):
+            return
+        if names := lost_to(live.inventory(), before, self._setup.config, tier, seen):
+            why = f"its last copy was deleted, and {', '.join(names)} wanted it: {'; '.join(reasons)}"
+            journal.tell("given up", tier, checkpoint, why)
+
+    async def _covered(self, checkpoint: CheckpointId) -> tuple[PartId, ...] | None:
+        """Observe the tiers once more before a local copy is deleted, and return the parts that may be deleted.
+
+        These are the parts for which the tiers were asked, if one tier holds them all or no tier wants them any more;
+        otherwise None. Parts that another rank commits meanwhile are not among them.
+        """
+        setup, live, tiers = self._setup, self._setup.live, self._setup.tiers
+        seen = live.place.checkpoints.get(checkpoint)
+        parts = tuple(seen.parts()) if seen else ()
+        lacking = await tiers.lacking({part: await asyncio.to_thread(self._readable, part) for part in parts})
+        for name, part in lacking or ():
+            setup.journal.tell("corrupt", name, part, "chunks are missing; it will be flushed again")
+            await quarantine(setup.stores[name], part)
+            tiers.doubt(name)
+        if lacking is not None:
+            return None
+        on_one = any(all(tiers.has(part, name) for part in parts) for name in setup.stores)
+        if on_one:
+            return parts
+        inventory = live.inventory()
+        if checkpoint in superseded(Demand(inventory, setup.config, checkpoint.run)):
+            others = [seen for seen in complete_here(inventory, checkpoint.run) if seen.id != checkpoint]
+            newer = [part for seen in others for part in seen.parts()]
+            return parts if await self._all_right(checkpoint, newer) else None
+        return parts if await tiers.are_past(checkpoint, live.inventory()) else None
+
+    async def _all_right(self, checkpoint: CheckpointId, parts: Iterable[PartId]) -> bool:
+        """Whether the spool's copies of `parts`, the reason for which `checkpoint` may be deleted, are intact."""
+        for part in parts:
+            if not await self._setup.scrubber.is_right(part):
+                self._rest_on[checkpoint] = part
+                return False
+        return True
+
+    def _readable(self, part: PartId) -> Manifest | None:
+        try:
+            return self._setup.spool.manifest(part)
+        except (ObjectNotFound, ManifestError):
+            return None
