@@ -12,6 +12,8 @@ import pytest
 import torch
 from support.recipes import execute, recipes
 
+from tierd.core.errors import ConfigError
+
 pytestmark = [pytest.mark.loaders, pytest.mark.filterwarnings("ignore:'set_vital'")]
 RECIPES = recipes()
 
@@ -69,6 +71,24 @@ def test_fall_back_to_a_fresh_epoch(structured: Any, tmp_path: Path, monkeypatch
             side.resume(other, data, 0)
             assert torch.equal(other.weight, model.weight)
             assert len(data.state_dict()["completed_shards"]) == begun
+
+
+def test_dali(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    dali = pytest.importorskip("nvidia.dali")
+    names = {"fn": dali.fn, "pipeline_def": dali.pipeline_def, "np": pytest.importorskip("numpy")}
+    before, after = executed("DALI", tmp_path, monkeypatch, **names)
+    for side, then in ((before, range(8)), (after, range(12, 20))):
+        assert side.train(4) == list(range(16))
+        assert side.train(5) == list(then), "steps 4 and 5"
+
+    @dali.pipeline_def(batch_size=4, num_threads=1, device_id=None)
+    def without() -> Any:
+        return dali.fn.external_source(source=lambda batch: [names["np"].array([batch])] * 4)
+
+    from tierd.adapters.dali import Restorable
+
+    with pytest.raises(ConfigError, match="enable_checkpointing=True"):
+        Restorable(without).state_dict()
 
 
 def keras_on_torch() -> Any:
