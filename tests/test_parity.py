@@ -10,14 +10,14 @@ import pytest
 
 PAGE = (Path(__file__).parent.parent / "PARITY.md").read_text()
 
-OPTIONS = {  # keras 3.10, tensorflow 2.19
+OPTIONS = {  # keras 3.15, which tests/loaders compares; tensorflow 2.21, whose API reference names them
     "ModelCheckpoint": "filepath monitor verbose save_best_only save_weights_only mode save_freq "
     "initial_value_threshold",
     "BackupAndRestore": "backup_dir save_freq double_checkpoint delete_checkpoint",
     "EarlyStopping": "monitor min_delta patience verbose mode baseline restore_best_weights start_from_epoch",
     "RemoteMonitor": "root path field headers send_as_json",
     "CheckpointManager": "checkpoint directory max_to_keep keep_checkpoint_every_n_hours checkpoint_name step_counter "
-    "checkpoint_interval init_fn last_checkpoint_interval",
+    "checkpoint_interval init_fn last_checkpoint_step checkpoint_number check_interval options sync",
 }
 
 

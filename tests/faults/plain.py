@@ -2287,6 +2287,20 @@ _PROOF = (
         "if True:",
         "pytest tests/state/test_load.py -k own_error",
     ),
+    Mutant(
+        "a seed that a dataset's state names and does not restore need not fit",
+        "tierd/state/kinds/loader_fingerprint.py",
+        "return found | {where: found.get(where, {}) | facts for where, facts in kept.items()}",
+        "return found",
+        "pytest tests/state/kinds/test_shard_datasets.py -k is_named_before",
+    ),
+    Mutant(
+        "a model is loaded before a dataset refuses its state",
+        "tierd/state/load.py",
+        "0 if loader_fingerprint.gives_samples(target) else 1",
+        "1",
+        "pytest tests/state/kinds/test_shard_datasets.py -k refused_before_a_model",
+    ),
 )
 
 PLAIN = (

@@ -22,8 +22,8 @@ SAMPLES, BATCH, FILES, WORKERS = 48, 4, 4, 2
 SHARD = SAMPLES // WORKERS  # samples
 
 
-def dataset(files: Path, seed: int = 5, workers: int = WORKERS) -> StructuredDataset:
-    """Of files that are written once."""
+def written(files: Path) -> Path:
+    """The directory, with its files; they are written once."""
     files.mkdir(exist_ok=True)
     for number in range(FILES):
         path = files / f"{number}.parquet"
@@ -31,7 +31,12 @@ def dataset(files: Path, seed: int = 5, workers: int = WORKERS) -> StructuredDat
             share = SAMPLES // FILES
             pq.write_table(pa.table({"id": range(number * share, (number + 1) * share)}), path.with_suffix(".part"))
             path.with_suffix(".part").rename(path)
-    found = discover_files(f"{os.fspath(files)}/*.parquet")
+    return files
+
+
+def dataset(files: Path, seed: int = 5, workers: int = WORKERS) -> StructuredDataset:
+    """Of all files of a directory."""
+    found = discover_files(f"{os.fspath(written(files))}/*.parquet")
     return StructuredDataset(found, "parquet", batch_size=BATCH, shuffle=True, shuffle_seed=seed, num_workers=workers)
 
 

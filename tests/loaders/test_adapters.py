@@ -98,23 +98,3 @@ def test_a_trainer_that_was_not_asked_to_resume_does_not_begin(tmp_path: Path) -
             TierdCallback(ckpt, every_steps=0)
         with pytest.raises(ConfigError, match=r"call resume\(trainer\)"):
             TierdCallback(ckpt, every_steps=1).on_train_begin(None, None, None)
-
-
-@pytest.mark.loaders
-def test_what_changed_of_a_structured_dataset_reaches_the_user(tmp_path: Path) -> None:
-    pytest.importorskip("torch_dataloader_utils")
-    from loaders.loops_structured import dataset
-
-    data = dataset(tmp_path / "files")
-    assert len(list(data)) > 0, "without workers it reads the first worker's shard"
-    with tierd.Checkpointer(tmp_path / "spool", "run", to=[]) as ckpt:
-        ckpt.save(1, {"data": data})
-        with pytest.raises(
-            StateMismatch, match=r"CheckpointMismatchError.*\n(.*\n)*.*shuffle_seed changed: checkpoint=5, current=6"
-        ):
-            ckpt.restore({"data": dataset(tmp_path / "files", seed=6)})
-        with pytest.raises(StateMismatch, match="num_workers=2 in the checkpoint, num_workers=3 here"):
-            ckpt.restore({"data": dataset(tmp_path / "files", workers=3)})
-        again = dataset(tmp_path / "files")
-        assert ckpt.restore({"data": again})
-    assert list(again) == [], "what was read to its end is not read again"

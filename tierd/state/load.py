@@ -36,6 +36,7 @@ from tierd.state.kinds.modules import load_module
 from tierd.state.kinds.optimizers import tensors_in
 from tierd.state.kinds.packed_tensors import is_plain
 from tierd.state.kinds.rng import RngState
+from tierd.state.kinds.shard_datasets import mismatch_error
 from tierd.state.reclaim import ReclaimedMemory
 from tierd.state.tensor_file import Buffer
 from tierd.state.values import (
@@ -97,7 +98,8 @@ def load(
 ) -> None:
     """Check as `check_fit` does, then load.
 
-    The objects with `load_state_dict` are loaded first, `RngState` last of them, and then the plain values.
+    The objects with `load_state_dict` are loaded first, and then the plain values. Of the objects, those that yield
+    samples come first, because their own `load_state_dict` refuses a state most often, and `RngState` comes last.
 
     Args:
         lent: whether the memory of the restored tensors is reused after the load. If not, optimizers keep views of
@@ -126,7 +128,7 @@ def _load(
     memo: dict[int, object] = dict(staged)  # so that tied tensors are cloned only once
     meshes = meshes_of(state)
     done: list[str] = []
-    for path, target, saved in sorted(stateful, key=lambda item: isinstance(item[1], RngState)):
+    for path, target, saved in sorted(stateful, key=lambda item: _turn(item[1])):
         try:
             if not lent and isinstance(target, torch.optim.Optimizer):
                 _spare(saved, memo)
@@ -139,7 +141,7 @@ def _load(
                 target.load_state_dict(meshes.put(given))
         except Exception as error:
             before = f"; already loaded: {_few(done)}" if done else "; nothing was loaded before it"
-            raise _as_both(error)(
+            raise _as_both(type(error))(
                 f"{show(path)}: load_state_dict() raised {type(error).__name__}: {error}{before}"
             ) from error
         done.append(show(path))
@@ -180,12 +182,15 @@ def _containers(value: object) -> Iterator[Any]:
                 todo += inner.values() if isinstance(inner, dict) else inner
 
 
-def _as_both(error: Exception) -> type[StateMismatch]:
+def _turn(target: Stateful) -> int:
+    return 2 if isinstance(target, RngState) else 0 if loader_fingerprint.gives_samples(target) else 1
+
+
+def _as_both(kind: type[Exception]) -> type[StateMismatch]:
     """Return a class of `StateMismatch` that is also a subclass of the library's own exception.
 
     The reason is that the library's documentation names its own class for this error.
     """
-    kind = type(error)
     if kind.__module__ == "builtins" or issubclass(StateMismatch, kind):
         return StateMismatch
     if issubclass(kind, StateMismatch):
@@ -230,8 +235,17 @@ def _check(state: Mapping[str, object], restored: Mapping[str, object]) -> list[
     if found:
         more = [f"and {len(found) - 5} more"] if len(found) > 5 else []
         way_out = [RESHARD] if any("DTensor" in one for one in found) else []
-        raise StateMismatch("; ".join([*found[:5], *more, *way_out]))
+        raise _kind_of(found, stateful)("; ".join([*found[:5], *more, *way_out]))
     return stateful
+
+
+def _kind_of(found: list[str], stateful: list[tuple[Path, Stateful, Any]]) -> type[StateMismatch]:
+    """Return the class to raise: also a library's own, if every mismatch is of one object of that library."""
+    for path, target, _ in stateful:
+        own = mismatch_error(target)
+        if own is not None and all(one.startswith(show(path)) for one in found):
+            return _as_both(own)
+    return StateMismatch
 
 
 def _misfits(

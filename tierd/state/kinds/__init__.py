@@ -1,5 +1,5 @@
 """Handle particular kinds of objects in a state, each in a module of its own.
 
-The kinds are DTensors and their meshes, optimizers, modules, NumPy arrays, generators, random states and data loaders.
-Part of `state`.
+The kinds are DTensors and their meshes, optimizers, modules, NumPy arrays, generators, random states, data loaders and
+datasets of shards. Part of `state`.
 """

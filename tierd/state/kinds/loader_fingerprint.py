@@ -41,6 +41,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from tierd.state.kinds.shard_datasets import is_shard_dataset, saved_facts, shard_facts
 from tierd.state.values import IMMUTABLE, Stateful, is_stateful, type_name
 
 Fingerprint = dict[str, dict[str, object]]  # path -> attributes: ".sampler" -> {"rank": 0}; "" is the object itself
@@ -50,7 +51,7 @@ _VALUES = IMMUTABLE - {range}
 _FEW = 64  # objects; of more, only these are recorded, which are the same ones each time
 
 # Names of attributes that identify the owner of the state.
-_WHOSE = re.compile(r"rank|world|world_size|num_replicas|num_shards|(dp|data_parallel)_(rank|size|world_size)")
+_WHOSE = re.compile(r"rank|world|world_size|num_(replicas|ranks|shards)|(dp|data_parallel)_(rank|size|world_size)")
 # Other names that decide the samples, if a constructor takes them. An attribute that is not an argument may count
 # progress.
 _AMOUNT = re.compile(r"n|length|size|(num|total)_samples|shard|shard_id")
@@ -67,8 +68,7 @@ def ask(value: Stateful) -> Any:
     own = value.state_dict()
     with suppress(Exception):  # any error, because the state is worth saving without the record
         if type(own) is dict and gives_samples(value):
-            facts = _made_with(value)
-            _drop_brought_back(value, facts, own)
+            facts = _made_with(value, own)
             if facts:
                 recorded = OrderedDict(own)
                 recorded._metadata = {_RECORD: facts}  # type: ignore[attr-defined]
@@ -93,6 +93,8 @@ def misfits(target: Stateful, saved: Any) -> list[tuple[str, str]]:
         defect = _read_loader(target, saved, there)
         if defect:
             return [("", defect)]
+        if is_shard_dataset(target):
+            there[""] = {**saved_facts(saved), **there.get("", {})}
         here = _made_with(target)
     except Exception:  # then the object's own load_state_dict decides
         return []
@@ -137,8 +139,14 @@ def _record(saved: object) -> Fingerprint | None:
 # ---- reading attributes
 
 
-def _made_with(value: object) -> Fingerprint:
+def _made_with(value: object, own: dict[object, object] | None = None) -> Fingerprint:
+    """Read the arguments of an object and of those that it holds.
+
+    Args:
+        own: the object's state. What it restores is left out.
+    """
     found: Fingerprint = {}
+    kept: Fingerprint = {}  # of datasets whose state names arguments that it does not restore
     todo = deque([("", value, True)])
     seen: set[int] = set()
     while todo and len(seen) < _FEW:
@@ -149,8 +157,12 @@ def _made_with(value: object) -> Fingerprint:
             facts = _facts(where, part, named, alone=not links, given=given)
             if facts:
                 found[where] = facts
+            if is_shard_dataset(part):
+                kept[where] = shard_facts(part)
             todo += [(where + name, inner, given and inner_given) for name, inner, inner_given in links]
-    return found
+    if own is not None:
+        _drop_brought_back(value, found, own)
+    return found | {where: found.get(where, {}) | facts for where, facts in kept.items()}
 
 
 def _look(part: object) -> tuple[list[tuple[str, object, bool]], dict[str, object]]:
@@ -285,7 +297,7 @@ def _whose(value: object, names: Iterable[object]) -> set[str]:
     """
     found = {name for name in _bare(names) if _WHOSE.fullmatch(name)}
     iterated = isinstance(value, Dataset) or any(hasattr(type(value), name) for name in ("__iter__", "__next__"))
-    return found if iterated or len({"rank" in name for name in found}) == 2 else set()
+    return found if iterated or len({name.endswith("rank") for name in found}) == 2 else set()
 
 
 # ---- values that a state contains
