@@ -13,7 +13,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -671,9 +671,18 @@ class Reconciler:
         others = self._planner.plan(self.inventory(), self.config, {}, 0.0, first.tier)
         others = tuple(one for one in others if not worker.is_off(_subject(one)))
         prunes = together(first, others, place)
-        before = self.inventory()
+        before, run = self.inventory(), first.checkpoint.run
+
+        async def confirm(shown: Collection[CheckpointId]) -> frozenset[CheckpointId]:
+            await self._look_at_spool()
+            inventory = self.inventory()
+            known = frozenset[str]().union(*(one.run(run).attempts for one in inventory.places.values()))
+            if not {one.attempt for one in shown} <= known:
+                return frozenset()  # another node has begun a launch: what it needs is known after an observation
+            return self._given_up_now(inventory, first.tier)
+
         try:
-            gone = await self.tiers.prune([one.checkpoint for one in prunes], first.tier)
+            gone = await self.tiers.prune([one.checkpoint for one in prunes], first.tier, confirm)
         except DeleteRefused:  # reported once by `SaveEvents.append_only`; later plans omit these prunes
             gone = set()
         for one in prunes:
@@ -682,6 +691,11 @@ class Reconciler:
                 self._tell_pruned(one.checkpoint, first.tier, one.reasons, before)
             else:
                 worker.put_off(one.checkpoint, _STUCK)
+
+    def _given_up_now(self, inventory: Inventory, place: str) -> frozenset[CheckpointId]:
+        """The checkpoints that the plan deletes from a place."""
+        actions = self._planner.plan(inventory, self.config, {}, 0.0, place)
+        return frozenset(one.checkpoint for one in actions if isinstance(one, Prune) and one.tier == place)
 
     async def _release(self, checkpoint: CheckpointId, reasons: tuple[str, ...], *, reuse: bool = False) -> bool:
         """Delete the spool's copy of a checkpoint if the tiers, asked once more, allow it.
