@@ -945,6 +945,13 @@ _POLICIES = (
 
 _PRUNES = (
     Mutant(
+        "a chain of keep_every is cut while a tier does not answer where it may begin",
+        "tierd/core/planning/plan.py",
+        "    if demand.policy(name).every and (one in demand.whole or hoped):\n",
+        "    if demand.policy(name).every and not (one in demand.whole or hoped):\n",
+        "pytest tests/core/planning/test_demand.py -k may_begin",
+    ),
+    Mutant(
         "what was decided before the marks is deleted without asking again",
         "tierd/daemon/tiers/doomed.py",
         "            elif spared := await self._spared(found.shown):\n",
