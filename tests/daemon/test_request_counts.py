@@ -117,9 +117,9 @@ def counted(daemon: Reconciler, store: Counting) -> list[tuple[int, dict[str, in
     """What each pass of prunes deletes and costs from now on, in requests."""
     passes, real = [], daemon.tiers.prune
 
-    async def prune(checkpoints, tier):
+    async def prune(checkpoints, tier, confirm):
         before = store.count.copy()
-        gone = await real(checkpoints, tier)
+        gone = await real(checkpoints, tier, confirm)
         passes.append((len(gone), dict(store.count - before)))
         return gone
 

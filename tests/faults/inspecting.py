@@ -10,6 +10,20 @@ _SETTLE, _SETTLING = "tierd/watching/settle.py", "pytest tests/watching/test_set
 
 INSPECTING = (
     Mutant(
+        "an index of shards may name the wrong one",
+        "tierd/watching/inspect.py",
+        "partial(check_safetensors, named=tensors, by=name)",
+        "partial(check_safetensors, named=(), by=name)",
+        f"{_INSPECT} wrong_shard",
+    ),
+    Mutant(
+        "a safetensors header may have a name twice",
+        "tierd/formats/safetensors.py",
+        "        if name in seen:\n",
+        "        if name in ():\n",
+        f"{_FORMATS} name_twice",
+    ),
+    Mutant(
         "the content of a zip record is not compared",
         _ZIPS,
         "if size != record.size or found != record.crc:",

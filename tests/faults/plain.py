@@ -952,6 +952,27 @@ _POLICIES = (
 
 _PRUNES = (
     Mutant(
+        "a chain of keep_every is cut while a tier does not answer where it may begin",
+        "tierd/core/planning/verdicts.py",
+        "    if demand.policy(name).every and (one in demand.whole or hoped):\n",
+        "    if demand.policy(name).every and not (one in demand.whole or hoped):\n",
+        "pytest tests/core/planning/test_demand.py -k may_begin",
+    ),
+    Mutant(
+        "what was decided before the marks is deleted without asking again",
+        "tierd/daemon/tiers/doomed.py",
+        "            elif spared := await self._spared(found.shown):\n",
+        "            elif spared := dict[CheckpointId, str]():\n",
+        "pytest tests/daemon/tiers/test_prune_confirmed.py",
+    ),
+    Mutant(
+        "a prune goes on although another node has begun a launch",
+        "tierd/daemon/reconciling/pruner.py",
+        "            if not {one.attempt for one in shown} <= known:\n",
+        "            if {one.attempt for one in shown} < set():\n",
+        "pytest tests/daemon/tiers/test_prune_confirmed.py -k another_node",
+    ),
+    Mutant(
         "small chunks are shared",
         "tierd/core/planning/sharing.py",
         "chunk.size >= SMALLEST_SHARED_BYTES",

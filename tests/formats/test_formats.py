@@ -254,6 +254,21 @@ def test_a_flipped_bit_of_a_header_that_is_sound_is_taken_by_safetensors_too(tmp
     assert wrong == []
 
 
+@pytest.mark.parametrize(
+    ("header", "name"),
+    [
+        (b'{"a":%(one)s,"a":%(one)s}', "a"),
+        (b'{"a":{"dtype":"U8","dtype":"I8","shape":[4],"data_offsets":[0,4]}}', "dtype"),
+        (b'{"__metadata__":{"step":"1","step":"2"},"a":%(one)s}', "step"),
+    ],
+)
+def test_a_header_that_has_a_name_twice_is_damaged(header: bytes, name: str) -> None:
+    """Readers differ in which of the two they take."""
+    written = header.replace(b"%(one)s", b'{"dtype":"U8","shape":[4],"data_offsets":[0,4]}')
+    found = verdict("model.safetensors", len(written).to_bytes(8, "little") + written + bytes(4))
+    assert isinstance(found, Damaged) and f"'{name}' twice" in found.reason
+
+
 def test_a_flipped_bit_of_a_tensor_cannot_be_found() -> None:
     data = tensors()
     found = [verdict("model.safetensors", changed) for _, changed in flips(data, 4, range(header_end(data), len(data)))]

@@ -34,15 +34,15 @@ def text(path: Path, content: object) -> None:
     path.write_text(content if isinstance(content, str) else json.dumps(content))
 
 
-def tensors(path: Path) -> None:
+def tensors(path: Path, name: str = "weight") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({"weight": weight()}, path)
+    save_file({name: weight()}, path)
 
 
 def shards(directory: Path) -> None:
-    for one in (1, 2):
-        tensors(directory / f"model-0000{one}-of-00002.safetensors")
     names = {"a.weight": "model-00001-of-00002.safetensors", "b.weight": "model-00002-of-00002.safetensors"}
+    for tensor, name in names.items():
+        tensors(directory / name, tensor)
     text(directory / "model.safetensors.index.json", {"metadata": {"total_size": 1200}, "weight_map": names})
 
 

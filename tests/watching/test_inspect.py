@@ -17,6 +17,7 @@ from support.layouts import (
     composer,
     deepspeed,
     distributed,
+    hf_model,
     lightning,
     megatron,
     nemo,
@@ -167,6 +168,18 @@ def test_the_file_the_byte_and_the_reason(tmp_path: Path, capsys: pytest.Capture
     assert run(["inspect", str(tmp_path)]) == 5
     out = capsys.readouterr().out
     assert f"{path}: byte {finding['offset']}: damaged: " in out and "HF Trainer" in out
+
+
+def test_an_index_that_names_the_wrong_shard(tmp_path: Path, ask: Ask) -> None:
+    here = hf_model(tmp_path)
+    index = here / "model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    said["weight_map"]["b.weight"] = SHARDS[0]
+    index.write_text(json.dumps(said))
+    code, [found] = ask(tmp_path)
+    [finding] = found["findings"]
+    assert code == 5 and finding["file"] == str(here / SHARDS[0])
+    assert finding["reason"] == "it lacks tensor 'b.weight', which 'model.safetensors.index.json' places in it"
 
 
 def test_several_paths_and_several_checkpoints(tmp_path: Path, ask: Ask) -> None:

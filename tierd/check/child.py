@@ -142,7 +142,8 @@ class Witness:
 
         @wraps(answer)
         def answering(line: HandoffClient, given: PendingHandoff) -> CommittedPart:
-            # The daemon has the snapshot and has not answered yet. One thread asks, in the order of the saves.
+            # Called when the daemon has the snapshot and has not answered yet. One thread waits for all answers, in the
+            # order of the saves, so this answer belongs to the oldest save that is not done.
             self.saving(next((save.step for save, _ in self._saves if not save.done()), 0))
             return answer(line, given)
 

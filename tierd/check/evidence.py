@@ -78,7 +78,8 @@ def evidence(again: History, killed: History, rank: int, launch: int, what: str)
     # If the batch was drawn, or the step made, before the capture, a difference may be only a consequence.
     followed = what == "samples" or before.at != "forward"
     known.sort(key=lambda one: (followed and not one.lost, order.index(one.kind)))
-    return known
+    # Gradients follow from any stronger cause.
+    return [one for one in known if one.kind != "gradients" or known[0].kind == "gradients"]
 
 
 def of_states(states: list[StateDifference], kinds: Mapping[str, str]) -> Iterator[StateFinding]:

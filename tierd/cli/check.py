@@ -47,7 +47,12 @@ def check(
     ] = False,
     ignore: Annotated[
         list[str] | None,
-        typer.Option("--ignore", metavar="PATH", help="What of the state may differ.", show_default=False),
+        typer.Option(
+            "--ignore",
+            metavar="PATH",
+            help="A path in the state, or a pattern of paths, whose values may differ; repeatable.",
+            show_default=False,
+        ),
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave spools, records and output behind.")] = False,
     json: JsonOption = False,

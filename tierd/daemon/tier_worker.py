@@ -3,8 +3,8 @@
 Invariant: the delay after the n-th failure in a row is uniform in [½, 1] of min(2ⁿ s, L). L is a quarter of the time
 for which the place has failed, but at least 15 s and at most 5 min.
 
-The random delay spreads the retries of many nodes. After an outage of a minute, a worker resumes within seconds. A
-place that is down for hours gets few requests.
+The random delay spreads the retries of many nodes. After an outage of a minute, the next retry comes within 15 s of the
+place's return. A place that is down for hours gets few requests.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Hashable, Iterable
 
 from tierd.core.planning.actions import Flush
 
-_LONGEST = 300.0  # seconds, the greatest upper limit of a backoff
-_SOON = 15.0  # seconds, the least upper limit of a backoff, however short the outage
+_LONGEST = 300.0  # seconds: L above is at most this
+_SOON = 15.0  # seconds: L above is at least this
 _STUCK = 60.0  # seconds until an object that could not be sent, repaired or deleted is tried again
-_FIRST = 10.0  # seconds of the first deferral; short, because the place may have failed and not the object
+_FIRST = 10.0  # seconds at most of an object's first deferral, because the place may have failed and not the object
 
 
 class TierWorker:

@@ -1,7 +1,7 @@
 """safetensors: a length of 8 bytes, a JSON header, and the tensors' bytes without a gap.
 
-Covered: the header's length, syntax and offsets, each tensor's size by its dtype and shape, and the file's size. Not
-covered: the tensors' bytes and names, because the format holds no digest.
+Covered: the header's length, syntax, offsets and duplicate names, each tensor's size by its dtype and shape, and the
+file's size. Not covered: the tensors' bytes and names, because the format holds no digest.
 
 Sources: the format's description and the checks of its library (huggingface/safetensors, `SafeTensors::read_metadata`
 and `Metadata::validate`). The library refuses a header of more than 100 MB, and offsets that leave a hole or overlap.
@@ -12,7 +12,10 @@ Bound: a header of 100 MB; reading takes about ten times its size in memory.
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Collection
+from typing import Any
 
 import msgspec
 
@@ -40,11 +43,16 @@ def looks_like_safetensors(head: bytes, size: int) -> bool:
     return size > 9 and head[8:9] == b"{" and 0 < int.from_bytes(head[:8], "little") <= size - 8
 
 
-def check_safetensors(source: ByteSource) -> Sound:
+def check_safetensors(source: ByteSource, named: Collection[str] = (), by: str = "") -> Sound:
     """Check a file.
 
+    Args:
+        source: the file.
+        named: the tensors that an index places in this file.
+        by: the index's name.
+
     Raises:
-        Damaged: the file is truncated, or its header is wrong.
+        Damaged: the file is truncated, its header is wrong, or it lacks a tensor of `named`.
         Unchecked: a tensor has a dtype that this module does not know.
     """
     length = int.from_bytes(take(source, 0, 8, "the header's length"), "little")
@@ -71,6 +79,8 @@ def check_safetensors(source: ByteSource) -> Sound:
         raise Damaged(
             min(begin + at, source.size), f"{place}: {'it is cut off' if begin + at > source.size else 'it goes on'}"
         )
+    if lacking := set(named).difference(name for name, _ in tensors):
+        raise Damaged(8, f"it lacks tensor {min(lacking)[:200]!a}, which {by[:200]!a} places in it")
     if unknown := {tensor.dtype for _, tensor in tensors} - _BITS.keys():
         raise Unchecked(f"a tensor of dtype {min(unknown)[:100]!a}")
     return Sound("safetensors", "the format holds no digest of the tensors")
@@ -81,9 +91,19 @@ def _tensors(header: bytes) -> dict[str, _Tensor]:
         if not header.startswith(b"{"):
             raise ValueError("it does not begin with a brace")
         found = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        json.loads(header, object_pairs_hook=_without_duplicates)  # msgspec takes the last of equal names
         metadata = found.pop("__metadata__", None)
         if metadata is not None:
             msgspec.json.decode(metadata, type=dict[str, str] | None)
         return {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in found.items()}
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Damaged(8, f"the header is no JSON of tensors: {str(error)[:300]}") from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> None:
+    """Raise `ValueError` if an object of the header has a name twice, because readers then differ in what they take."""
+    seen = set[str]()
+    for name, _ in pairs:
+        if name in seen:
+            raise ValueError(f"it has {name[:200]!a} twice")
+        seen.add(name)

@@ -324,7 +324,10 @@ def _packer(names: tuple[str, ...], extra: object) -> Callable[[Any, Answers], I
 
 
 def _extra(value: Any) -> object:
-    """Return the properties, other than its values, on which the JSON of a packed container depends."""
+    """Return what the JSON of a packed container depends on, apart from the container's values.
+
+    This is the length limit of a deque, the factory of a defaultdict, or the attributes set on an instance.
+    """
     if type(value) is deque:
         return value.maxlen
     if type(value) is defaultdict:

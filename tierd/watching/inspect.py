@@ -17,6 +17,7 @@ import msgspec
 from tierd.formats.byte_source import ByteSource, Damaged, NoFormat, Sound, Unchecked, Unfinished
 from tierd.formats.dcp import Extent, check_extents, read_extents
 from tierd.formats.files import check_file
+from tierd.formats.safetensors import check_safetensors
 from tierd.formats.tensorflow import check_shard, read_index
 from tierd.formats.texts import read_json
 from tierd.watching.layouts import Unit
@@ -137,8 +138,10 @@ class _Inspection:
         elif self._unit.layout is TENSORFLOW and name.endswith(".index"):
             self._check_bundle(path)
         elif name.endswith(_SHARD_INDEX):
-            for shard in self._shards(path):
-                self._is_there(joined(dirname(path), shard), path)
+            for shard, tensors in sorted(self._shards(path).items()):
+                file = joined(dirname(path), shard)
+                if self._is_there(file, path) and file.endswith(".safetensors"):
+                    self._examine(file, partial(check_safetensors, named=tensors, by=name))
         elif name == _COMMITTED:
             found = self._examine(path, read_json)
             if isinstance(found, dict) and found.get("commit_timestamp_nsecs", 0) is None:
@@ -158,13 +161,17 @@ class _Inspection:
             if self._is_there(file, path):
                 self._examine(file, partial(check_shard, entries=entries))
 
-    def _shards(self, path: str) -> list[str]:
-        """Return the files that a Hugging Face index names."""
+    def _shards(self, path: str) -> dict[str, list[str]]:
+        """Return the files that a Hugging Face index names, each with the tensors that it places there."""
         found = self._examine(path, read_json)
         weights = found.get("weight_map") if isinstance(found, dict) else None
         if found is not None and not isinstance(weights, dict):
             self._find(path, "unknown", "an index without a weight_map")
-        return sorted({one for one in (weights or {}).values() if isinstance(one, str)})
+        shards: dict[str, list[str]] = {}
+        for tensor, shard in weights.items() if isinstance(weights, dict) else ():
+            if isinstance(shard, str):
+                shards.setdefault(shard, []).append(tensor)
+        return shards
 
     def _is_there(self, file: str, named_by: str) -> bool:
         if file not in self._there:

@@ -119,6 +119,24 @@ def test_the_chain_of_keep_every_in_the_spool_starts_at_the_oldest_known_verifie
     assert [one.checkpoint for one in prunes(world, config(RetentionPolicy(keep_last=9), spool=sixth), SPOOL)] == [C[4]]
 
 
+def test_the_chain_of_keep_every_on_a_tier_is_not_cut_while_a_tier_does_not_answer_where_it_may_begin():
+    """Step 1 is on `b` alone: an hour after it came step 3, and an hour after step 2 nothing."""
+    at = {C[1]: 0, C[2]: 30, C[3]: 65, C[4]: 90}
+    hourly = RetentionPolicy(keep_last=1, keep_every="1h")
+    made = config(hourly, LAST1, spool=LAST1)
+
+    def of(*steps: int) -> Place:
+        return Place.of({part(C[step]): facts(at[C[step]]) for step in steps})
+
+    tier = of(2, 3, 4)
+    assert prunes(Inventory(of(4), {"a": tier, "b": of(1, 4)}), made, "a") == []
+    down = Inventory(of(4), {"a": tier, "b": None})
+    assert prunes(down, made, "a") == []
+    assert [v.held_for for v in judge(Demand(down, made, "r"), "a") if v.id == C[3]] == [("b",)]
+    silent = replace(down, silent=frozenset({"b"}))
+    assert [one.checkpoint for one in prunes(silent, made, "a")] == [C[3]]
+
+
 def test_an_unverified_newer_one_pushes_nothing_out():
     """`keep_last` counts what is verified in that place."""
     spool, tier = solo(Place(), C[1], C[2], C[3]), solo(Place(), C[1])

@@ -274,7 +274,9 @@ class Keeper:
         what = f"{bucket.name}: {who} deleted {_name(which)}"
         if run not in self.savers[who]:
             raise Lost(f"{what}, and never saved anything of that run: reading deletes")
-        known = self._known(run, [self.spools()[who]])
+        # A tier that has not answered for longer than anything is held counts as absent.
+        silent = [one.name for one in self.buckets if one is not bucket and self._is_silent(one.name, who)]
+        known = self._known(run, [self.spools()[who]], silent)
         known[which] = self.saved[which]
         here = [known[one] for one in self.on_tier(bucket) | {which} if one in known]
         if all(self._wants(rules, which, here, known) for rules in self._own(bucket.name, run, who)):

@@ -20,6 +20,8 @@ from unittest import mock
 
 from faults.rounds import Lost
 
+# Seconds that one plan may cost: as on a quiet machine, nothing, or so much that each is good for half a minute.
+_COSTS_S = (0.0001, 0.001, 0.01), (0.0,), (0.0001, 0.01, 0.3), (0.01, 0.3, 3.0)
 EPOCH = 1_790_000_000.0  # seconds since 1970 when a trial begins
 
 
@@ -162,17 +164,18 @@ def _make_task(loop: asyncio.AbstractEventLoop, work: Any, context: Any = None) 
 @contextlib.contextmanager
 def clocked(loop: SimLoop) -> Iterator[None]:
     """Within, clocks and tokens are the trial's."""
-    tokens = random.Random(loop.rng.random())
-    speed, worked_s = random.Random(loop.rng.random()), 0.0
+    drawn = loop.rng.random()
+    tokens, speed, worked_s = random.Random(drawn), random.Random(f"speed {drawn}"), 0.0
+    costs_s = speed.choice(_COSTS_S)
 
     def wall() -> float:
         life = LIFE.get()
         return EPOCH + loop.now + (life.skew if life else 0.0)
 
     def thread_time() -> float:
-        """What planning costs is measured, and sets how long a plan is good: a seed repeats that, too."""
+        """What planning costs is measured, and sets how long a plan is good: a seed draws that, too."""
         nonlocal worked_s
-        worked_s += speed.choice((0.0001, 0.001, 0.01))
+        worked_s += speed.choice(costs_s)
         return worked_s
 
     with contextlib.ExitStack() as stack:

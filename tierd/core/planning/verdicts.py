@@ -45,6 +45,9 @@ def _at_large(demand: Demand, name: str, tier: Place, verdict: Verdict, over: st
         return Verdict(one, True, reasons)
     seen = tier.checkpoints.get(one)
     names = demand.waiting(name, one, seen, hoped=hoped) if seen else ()
+    if demand.policy(name).every and (one in demand.whole or hoped):
+        # An older checkpoint that only such a tier has moves the whole chain of `keep_every`.
+        names += tuple(other for other, place in demand.inventory.tiers.items() if place is None and other not in names)
     names = tuple(other for other in names if other not in demand.inventory.silent)
     return Verdict(one, True, (f"held for {', '.join(names)}",), names) if names else verdict
 

@@ -84,8 +84,7 @@ class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             missing or NaN is not ranked.
 
     Raises:
-        ConfigError: a time, or a value of a rule that takes several, cannot be used; the error names the rule. Other
-            values are checked when the policy is passed to a function.
+        ConfigError: the value of a rule cannot be used; the error names the rule.
     """
 
     keep_last: Annotated[int, Meta(ge=1)] = 3
@@ -95,7 +94,9 @@ class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     keep_best: Best | Annotated[tuple[Best, ...], Meta(max_length=_MOST)] | None = None
 
     def __post_init__(self) -> None:
-        """Normalize the rules."""
+        """Check and normalize the rules."""
+        if type(self.keep_last) is not int or self.keep_last < 1:
+            raise _Unusable(f"keep_last={self.keep_last!r}: a number of checkpoints from 1 on")
         if self.keep_within is not None:
             _span("keep_within", self.keep_within)
         for steps in _several(self.keep_every_steps):

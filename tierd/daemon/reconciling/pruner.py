@@ -6,7 +6,7 @@ Invariant: no local copy is deleted before the tiers were asked once more, nor b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from tierd.core.errors import DeleteRefused, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId
@@ -54,9 +54,19 @@ class Pruner:
         planned = setup.planner.plan(live.inventory(), setup.config, {}, 0.0, first.tier)
         others = [one for one in planned if isinstance(one, Prune) and not worker.is_off(one.checkpoint)]
         prunes = together(first, others, place)
-        before = live.inventory()
+        before, run = live.inventory(), first.checkpoint.run
+
+        async def confirm(shown: Collection[CheckpointId]) -> frozenset[CheckpointId]:
+            await live.look()
+            inventory = live.inventory()
+            known = frozenset[str]().union(*(one.run(run).attempts for one in inventory.places.values()))
+            if not {one.attempt for one in shown} <= known:
+                return frozenset()  # another node has begun a launch: what it needs is known after an observation
+            actions = setup.planner.plan(inventory, setup.config, {}, 0.0, first.tier)
+            return frozenset(one.checkpoint for one in actions if isinstance(one, Prune) and one.tier == first.tier)
+
         try:
-            gone = await setup.tiers.prune([one.checkpoint for one in prunes], first.tier)
+            gone = await setup.tiers.prune([one.checkpoint for one in prunes], first.tier, confirm)
         except DeleteRefused:  # reported once by `SaveEvents.append_only`; later plans omit these prunes
             gone = set()
         for one in prunes:

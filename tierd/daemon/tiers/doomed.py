@@ -6,9 +6,10 @@ is marked and all other manifests are listed. Chunks of a checkpoint whose own m
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from tierd.core.errors import ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId
@@ -19,6 +20,9 @@ from tierd.daemon.tiers.shared_chunks import NamedChunks, SharedChunks, named_by
 from tierd.daemon.transfer.concurrency import each
 from tierd.daemon.transfer.replicas import read_manifest
 from tierd.stores.base import ObjectInfo, Store
+
+# Given the surviving checkpoints that have a manifest, returns the checkpoints that are still to be deleted.
+Confirm: TypeAlias = Callable[[Collection[CheckpointId]], Awaitable[frozenset[CheckpointId]]]
 
 _WHEN = "%Y-%m-%d %H:%M:%S %Z"
 
@@ -31,7 +35,8 @@ class ListedManifests:
         named: the chunks that surviving manifests name.
         own: checkpoint to delete -> the keys of its manifests.
         borrowed: the shared chunks that the checkpoints to delete name.
-        alive: the surviving checkpoints.
+        alive: the surviving checkpoints, those included of which a manifest is about to be put.
+        shown: the surviving checkpoints that have a manifest.
         grown: checkpoints to delete that have more parts than the decision knew -> how that is known.
     """
 
@@ -39,6 +44,7 @@ class ListedManifests:
     own: dict[CheckpointId, list[str]] = field(default_factory=dict)
     borrowed: list[SharedChunks] = field(default_factory=list)
     alive: set[CheckpointId] = field(default_factory=set)
+    shown: set[CheckpointId] = field(default_factory=set)
     grown: dict[CheckpointId, str] = field(default_factory=dict)
 
     @property
@@ -95,6 +101,7 @@ class Pass:
     known: Manifests
     marks: Marks
     seen: Place
+    confirm: Confirm | None = None
 
     async def settle(self, *, listed: bool) -> Deletions:
         """Put marks and list until every chunk to delete belongs to a marked checkpoint.
@@ -119,8 +126,19 @@ class Pass:
                 asked |= found.lenders
             elif not (orphans := found.orphans(self.doomed)).keys() <= self.marks.owners:
                 await self.marks.put(orphans.keys())
+            elif spared := await self._spared(found.shown):
+                self.doomed -= spared.keys()
+                held |= spared
             else:
                 return Deletions(self.doomed, found, orphans, cut, held)
+
+    async def _spared(self, shown: Collection[CheckpointId]) -> dict[CheckpointId, str]:
+        """Return the doomed checkpoints that have become wanted since the decision: marks and listings take long on a
+        slow tier. Asked last, so that only the deletions themselves come after it."""
+        if self.confirm is None or not self.doomed:
+            return {}
+        still = await self.confirm(shown)
+        return dict.fromkeys(self.doomed.difference(still), "it is wanted since it was to be deleted")
 
     def _remembered(self) -> tuple[set[CheckpointId], set[CheckpointId]]:
         """Return, from manifests read before, the owners of all chunks that the doomed checkpoints name.
@@ -175,6 +193,7 @@ class Pass:
                             yield info, owner
                         continue
                     found.alive.add(owner)
+                    found.shown.add(owner)
                     if borrowed is None or (borrowed.chunks is None and not borrowed.owners.isdisjoint(asked)):
                         yield info, owner
                     else:

@@ -19,7 +19,7 @@ from tierd.core.errors import CorruptChunk, DeleteRefused, FormatTooNew, Manifes
 from tierd.core.ids import CheckpointId, PartId, chunks_prefix, quarantine_prefix
 from tierd.core.manifest import Manifest, Stored
 from tierd.core.planning.place import Place
-from tierd.daemon.tiers.doomed import Deletions, Pass
+from tierd.daemon.tiers.doomed import Confirm, Deletions, Pass
 from tierd.daemon.tiers.intents import deleting
 from tierd.daemon.tiers.manifests import Manifests
 from tierd.daemon.tiers.observe import missing_chunks
@@ -52,6 +52,7 @@ async def prune(
     who: str = "",
     known: Manifests | None = None,
     seen: Place | None = None,
+    confirm: Confirm | None = None,
 ) -> Pruned:
     """Delete checkpoints of one run from a tier in one pass, with the chunks that only they named.
 
@@ -64,6 +65,7 @@ async def prune(
         who: this node's id, 8 hex digits; random for a process that will not come back to sweep.
         known: manifests that were read on this tier before and need not be read again.
         seen: the inventory on which the decision rests. A checkpoint that has more parts by now is not deleted.
+        confirm: asked for the decision once more right before the first deletion; without it, the decision stands.
 
     Raises:
         ManifestError, FormatTooNew: a surviving manifest cannot be used, so its chunks are unknown. Nothing was
@@ -78,7 +80,8 @@ async def prune(
     if known.unread(run) > _FEW or not all(known.is_read(one) for one in checkpoints):
         await known.learn(run, checkpoints)  # before the marks are put, because flushes wait for them
     async with deleting(store, run, who) as marks:
-        going = await Pass(store, set(checkpoints), who, known, marks, seen or Place()).settle(listed=seen is None)
+        decided = Pass(store, set(checkpoints), who, known, marks, seen or Place(), confirm)
+        going = await decided.settle(listed=seen is None)
         if not going.doomed:
             return Pruned(set(), set(), going.held)
         marks.begun = True

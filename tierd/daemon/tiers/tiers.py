@@ -38,6 +38,7 @@ from tierd.core.timeline.head import Head
 from tierd.core.timeline.launches import disowning
 from tierd.daemon.pause import TierPause
 from tierd.daemon.rank_notes import sweep_meetings
+from tierd.daemon.tiers.doomed import Confirm
 from tierd.daemon.tiers.heads import rolled_back, unwritten, write
 from tierd.daemon.tiers.intents import announced, announcing, node, sweep
 from tierd.daemon.tiers.observe import TierObserver
@@ -365,10 +366,17 @@ class Tiers:
                     continue
         return None
 
-    async def prune(self, checkpoints: Collection[CheckpointId], tier: str) -> set[CheckpointId]:
+    async def prune(
+        self, checkpoints: Collection[CheckpointId], tier: str, confirm: Confirm | None = None
+    ) -> set[CheckpointId]:
         """Prune checkpoints of one run from a tier as `prune.prune` does.
 
         Invariant: nothing is deleted while it is unknown which chunks the surviving manifests name.
+
+        Args:
+            checkpoints: the checkpoints to delete.
+            tier: the tier's name.
+            confirm: as in `prune.prune`.
 
         Returns:
             The checkpoints of which anything was deleted.
@@ -381,7 +389,9 @@ class Tiers:
         for run in {one.run for one in checkpoints}:
             await self._guards[tier].check(f"{pruning_prefix(run)}none")
         try:
-            gone, bare, _ = await prune(self._stores[tier], checkpoints, self.who, eye.manifests, self.places[tier])
+            gone, bare, _ = await prune(
+                self._stores[tier], checkpoints, self.who, eye.manifests, self.places[tier], confirm
+            )
         except (ManifestError, FormatTooNew) as error:  # of a surviving manifest: flushes need not wait for it
             names = ", ".join(str(one) for one in sorted(checkpoints)[:3]) + (", …" if len(checkpoints) > 3 else "")
             log.warning("%s: not pruned yet: %s: %s", tier, names, error)

@@ -56,9 +56,9 @@ class Flushed:
     """The result of one flush.
 
     Attributes:
-        raw: raw bytes of the part.
-        stored: bytes of the part's objects on the tier.
-        sent: bytes that were put; less than `stored` if some objects were on the tier already.
+        raw: size of the part's files in bytes, before encoding.
+        stored: size in bytes of all chunks that the part's manifest names, as they are stored on the tier.
+        sent: bytes of chunks that this flush put; less than `stored` if some chunks were on the tier already.
         shared: raw bytes in chunks of other checkpoints, which were named and not sent.
         facts: facts of the manifest on the tier.
     """
