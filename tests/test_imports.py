@@ -134,6 +134,7 @@ MAY: dict[str, set[str]] = {
         "ipc.messages",
         "ipc.protocol",
         "logs",
+        "reading",
         "spool.spool",
         "spool.file_io",
         "watching",

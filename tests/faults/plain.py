@@ -831,7 +831,7 @@ _READING = (
     Mutant(
         "a reader calls corrupt what was pruned",
         "tierd/reading/reader.py",
-        "                there = self._tiers.has(candidate.checkpoint, candidate.world)",
+        "                there = self.tiers.has(candidate.checkpoint, candidate.world)",
         "                there = True",
         f"{_READER} -k pruned_while",
         "Skipped(step=4",
