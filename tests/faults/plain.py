@@ -830,9 +830,9 @@ _VERSIONS = (
 _READING = (
     Mutant(
         "a reader calls corrupt what was pruned",
-        "tierd/reading/reader.py",
-        "                there = self.tiers.has(candidate.checkpoint, candidate.world)",
-        "                there = True",
+        "tierd/reading/gone.py",
+        "        there = tiers.has(candidate.checkpoint, candidate.world)",
+        "        there = True",
         f"{_READER} -k pruned_while",
         "Skipped(step=4",
     ),

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tierd import __version__
-from tierd.cli import act, advise, bench, check, disown, ending, follow, inspect, pause, read, space, status
+from tierd.cli import act, advise, bench, check, disown, ending, export, follow, inspect, pause, read, space, status
 from tierd.cli.tables import complain, print_json
 from tierd.core import errors, manifest
 from tierd.ipc.messages import EXIT_HELD
@@ -38,6 +38,7 @@ bench.register(app)
 check.register(app)
 inspect.register(app)
 follow.register(app)
+export.register(app)
 
 EXIT_CODES: dict[int, str] = {
     0: "done; nothing wrong was found",

@@ -19,10 +19,7 @@ from tierd.core.errors import (
     ConfigError,
     CorruptChunk,
     ManifestError,
-    ObjectNotFound,
     StateMismatch,
-    StoreRefused,
-    StoreUnavailable,
 )
 from tierd.core.ids import check_attempt, check_run, check_step
 from tierd.core.manifest import TENSORS, TREE, Manifest
@@ -30,9 +27,10 @@ from tierd.core.save_policy import Goal, check_goal
 from tierd.core.timeline.candidates import Candidate
 from tierd.core.urls import parse_url
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.export import Exported, export
+from tierd.daemon.transfer.export import Exported, export, usable
 from tierd.reading.delivered import Delivered
 from tierd.reading.follow import follow
+from tierd.reading.gone import corrupt_or_gone, none_there
 from tierd.reading.listing import Listed, list_checkpoints
 from tierd.reading.tiers import RunOnTiers, TierFiles, TierView
 from tierd.reading.whole import read_part
@@ -45,9 +43,9 @@ from tierd.stores.open import open_store
 if TYPE_CHECKING:
     from typing import Self
 
-PathLike: TypeAlias = str | os.PathLike[str]
+    from tierd.reading.exports import StateExport
 
-_RUNS = 20  # runs that an error message names, at most
+PathLike: TypeAlias = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +190,7 @@ class Reader:
                 )
             del found, error  # frees the memory before the next candidate is read
         incomplete = [str(one) for one in search.skipped()]
-        raise CheckpointNotFound("\n  ".join([self._none_there(), *incomplete]))
+        raise CheckpointNotFound("\n  ".join([none_there(self.tiers), *incomplete]))
 
     def _try(
         self,
@@ -215,20 +213,9 @@ class Reader:
             check_fit(chosen(state, names), tree)
             return (manifest, tree, found[TENSORS]), None
         except (CorruptChunk, ManifestError) as error:
-            try:
-                there = self.tiers.has(candidate.checkpoint, candidate.world)
-            except (StoreUnavailable, StoreRefused) as unknown:
-                return None, unknown
-            gone = ObjectNotFound(f"{candidate.checkpoint} was pruned, or set aside, while it was read")
-            return None, error.with_traceback(None) if there else gone
+            return None, corrupt_or_gone(self.tiers, candidate, error)
         except Exception as error:
             return None, error
-
-    def _none_there(self) -> str:
-        there = self.tiers.runs()
-        more = f" and {len(there) - _RUNS} more" if len(there) > _RUNS else ""
-        what = f"the runs there are: {', '.join(there[:_RUNS])}{more}" if there else "there is no run at all"
-        return f"run {self.run!r}: the tiers have no complete checkpoint of it; {what}"
 
     # -- following --------------------------------------------------------------------------------------------------
 
@@ -293,7 +280,48 @@ class Reader:
         except CheckpointNotFound as error:
             if self.run in self.tiers.runs():
                 raise
-            raise CheckpointNotFound(self._none_there()) from error
+            raise CheckpointNotFound(none_there(self.tiers)) from error
+
+    # -- exporting --------------------------------------------------------------------------------------------------
+
+    def export(
+        self,
+        directory: PathLike,
+        format: str,
+        step: int | None = None,
+        *,
+        attempt: str | None = None,
+        best: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        only: str | None = None,
+        dtype: str | None = None,
+        strip: str = "",
+    ) -> StateExport:
+        """Write the newest verified checkpoint, or the best, in another format. `save` or DCP wrote the checkpoint.
+
+        Tensors are streamed: at most 1 GiB of memory is used, whatever their size. Values that are not tensors, which
+        only the formats `torch` and `dcp` hold, are in memory at once. Shards of several ranks become whole tensors.
+
+        Args:
+            directory: empty or absent. It appears when it is whole, and nothing in it is ever overwritten.
+            format: `safetensors`, `hf` (shards with an index, for `from_pretrained`), `torch` (for `torch.load`) or
+                `dcp` (for `dcp.FileSystemReader`).
+            step, attempt, best, mode: as for `restore`.
+            only: one entry of the state, whose name is then left out of all names.
+            dtype: `fp32`, `fp16` or `bf16`, for floating-point tensors.
+            strip: a prefix that is removed from each name that begins with it, such as `module.`.
+
+        Raises:
+            CheckpointNotFound, StoreUnavailable: as for `restore`.
+            StateMismatch, StateRefused: the checkpoint does not fit the format; the message says which entry.
+            SpoolFull: the disk is full.
+            ConfigError: `directory` exists and is not usable, or an argument is unknown.
+        """
+        from tierd.reading.exports import ExportOptions, export_state  # torch.distributed is slow to import
+
+        target = usable(Path(_path(directory, "export(directory): a path")))
+        goal = None if best is None else Goal(best, mode)
+        return export_state(self.tiers, target, ExportOptions(format, only, dtype, strip), step, attempt, goal)
 
     # -- closing ----------------------------------------------------------------------------------------------------
 
