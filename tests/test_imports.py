@@ -143,6 +143,7 @@ MAY: dict[str, set[str]] = {
         "core",
         "",
     },
+    "filesystem": {"exporting", "reading", "core"},
     "logs": {"core"},
     "adapters": {"adapters", "client", "state", "core"},
     "observing": {"observing"},

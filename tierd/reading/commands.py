@@ -78,6 +78,24 @@ def substitute(words: Sequence[str], values: dict[str, str]) -> list[str]:
     return [_PLACE.sub(lambda found: values[found[1]], word) for word in words]
 
 
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """The end of one try to deliver a checkpoint.
+
+    Attributes:
+        delivered: whether it counts as delivered.
+        status: the command's exit status; null if the command was killed with its keeper, or not started.
+        reason: why it does not count, for people; empty if it does.
+    """
+
+    run: str
+    step: int
+    attempt: str
+    delivered: bool
+    status: int | None
+    reason: str
+
+
 @dataclass
 class CommandFollower:
     """Deliver checkpoints to a command.
@@ -85,13 +103,13 @@ class CommandFollower:
     Args:
         home: a directory of the follower's own, for its state and for the files of the checkpoint in delivery.
         words: of `parse_command`. Files are fetched only if a word contains `{directory}`.
-        tell: receives a line for people after each delivery and each failure.
+        tell: called after each try.
     """
 
     tiers: RunOnTiers
     home: Path
     words: Sequence[str]
-    tell: Callable[[str], None]
+    tell: Callable[[Delivery], None]
     _tries: dict[CheckpointId, tuple[int, int]] = field(default_factory=dict)  # failures, and the round of the next try
 
     def run(self, *, latest: bool, period_s: float, once: bool) -> bool:
@@ -164,8 +182,7 @@ class CommandFollower:
             else:
                 check_manifests(self.tiers, listed)
         except UNFIT as error:
-            self.tell(f"{one}: not delivered now: {error}")
-            return False
+            return self._told(one, None, str(error))
         values = {"directory": str(directory), "step": str(one.step), "attempt": one.attempt, "run": one.run}
         keeper = [sys.executable, "-I", "-S", "-c", _KEEPER, str(self.home.absolute() / _ENDED), one.name]
         subprocess.run(
@@ -177,9 +194,11 @@ class CommandFollower:
         ended = self._settle(delivered)
         if directory.exists():
             remove(directory)
-        if ended == (one, 0):
-            self.tell(f"{one}: delivered")
-            return True
-        why = f"the command ended with status {ended[1]}" if ended else "the command was killed"
-        self.tell(f"{one}: {why}; it is tried again")
-        return False
+        if ended is None:
+            return self._told(one, None, "the command was killed; it is tried again")
+        failed = f"the command ended with status {ended[1]}; it is tried again" if ended[1] else ""
+        return self._told(one, ended[1], failed)
+
+    def _told(self, one: CheckpointId, status: int | None, reason: str) -> bool:
+        self.tell(Delivery(one.run, one.step, one.attempt, not reason, status, reason))
+        return not reason
