@@ -4,6 +4,7 @@ copy, what was handed over before a death, and how a daemon and a trainer end.""
 from __future__ import annotations
 
 from faults.devices import DEVICES
+from faults.elsewhere import ELSEWHERE
 from faults.identity import IDENTITY
 from faults.inspecting import INSPECTING
 from faults.lines import LINES
@@ -2318,4 +2319,5 @@ PLAIN = (
     + IDENTITY
     + SUPPLY
     + INSPECTING
+    + ELSEWHERE
 )
