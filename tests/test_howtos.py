@@ -58,7 +58,9 @@ def typed(page: str) -> list[str]:
     return [one.strip() for one in spans]
 
 
-COMMANDS = [(page, one) for page in ("recovery", "operate") for one in typed(page) if " run " not in one]
+COMMANDS = [
+    (page, one) for page in ("recovery", "operate", "follow", "export") for one in typed(page) if " run " not in one
+]
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +86,8 @@ def test_a_command_of_a_how_to_does_what_it_says(page: str, command: str, node, 
         "--to DIR": f"--to {tmp_path}/out",
         "URL…": "URL",
         "[STEP]": "STEP",
+        "eval.sh {directory}": "test -d {directory}",
+        "--only model": "--only weights",
     }
     values |= {"URL": f"file://{home}/tier", "RUN": "r", "STEP": "20", "ATTEMPT": attempt}
     for word, value in values.items():
@@ -91,6 +95,10 @@ def test_a_command_of_a_how_to_does_what_it_says(page: str, command: str, node, 
     code = run(shlex.split(command)[1:])
     # The launch is a real one, so its names are not deleted without a yes.
     assert code == (3 if " disown " in command else 0), capsys.readouterr().err
+    if " export " in command:
+        assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    if " follow " in command:
+        assert len(json.loads((tmp_path / "out" / "delivered.json").read_text())["delivered"][attempt]) == 2
     if " restore " in command:
         assert next((tmp_path / "out").rglob("tensors.safetensors")).stat().st_size > 4000
     if " pause " in command:

@@ -116,8 +116,10 @@ MAY: dict[str, set[str]] = {
         "core",
         "",
     },
+    "exporting": {"exporting", "dcp", "client", "state", "spool.direct_io", "spool.file_io", "core"},
     "reading": {
         "reading",
+        "exporting",
         "client",
         "state",
         "daemon",
@@ -142,12 +144,14 @@ MAY: dict[str, set[str]] = {
         "ipc.protocol",
         "logs",
         "spool.conditions",
+        "reading",
         "spool.spool",
         "spool.file_io",
         "watching",
         "core",
         "",
     },
+    "filesystem": {"exporting", "reading", "core"},
     "logs": {"core"},
     "adapters": {"adapters", "client", "state", "core"},
     "observing": {"observing"},
@@ -177,6 +181,7 @@ SYNC = {
     "client",
     "state",
     "dcp",
+    "exporting",
     "adapters",
     "codec",
     "observing",
@@ -222,7 +227,7 @@ def faults(path: str, source: str) -> list[str]:
                 found.append(f"{path}: {here or 'tierd'} imports {module}")
             if module.startswith("tierd.stores.open") and path not in OPENS_STORES and here != "cli":
                 found.append(f"{path}: opens stores")
-        if top == "torch" and here not in ("adapters", "bench", "client", "dcp", "state"):
+        if top == "torch" and here not in ("adapters", "bench", "client", "dcp", "exporting", "state"):
             found.append(f"{path}: imports torch")
         if top in DAEMON_ONLY - {"zstandard"} and here.split(".")[0] in SYNC:
             found.append(f"{path}: imports {module}")
@@ -279,6 +284,7 @@ def test_every_room_is_there_and_no_other():
         ("tierd/daemon/transfer/export.py", "from tierd.reading.tiers import Tiers"),
         ("tierd/reading/tiers.py", "from tierd.stores.open import open_store"),
         ("tierd/reading/shared.py", "import torch"),
+        ("tierd/exporting/export.py", "from tierd.reading.tiers import TierFiles"),
         ("tierd/reading/reader.py", "from tierd.spool.spool import Spool"),
         ("tierd/__init__.py", "from tierd.reading import open"),
         ("tierd/client/saving/save.py", "from tierd.codec.codec import encode"),

@@ -37,6 +37,8 @@ from tierd.core.report import Checkpoint, Report
 from tierd.core.retention.policy import Best, RetentionPolicy
 from tierd.daemon.status import COUNTERS, Status
 from tierd.daemon.transfer.export import Exported
+from tierd.reading.commands import Delivery
+from tierd.reading.exports import StateExport
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs"
@@ -53,6 +55,8 @@ SHAPES: dict[str, Any] = {
     "show": {"checkpoint": Checkpoint, "manifests": list[dict[str, Any]]},
     "verify": {"checks": list[Check], "unreached": list[str]},
     "restore": Exported,
+    "export": StateExport,
+    "follow": Delivery,
     "prune": {"verdicts": list[Judged]},
     "du": Usages,
     "rm": Removal,

@@ -98,6 +98,11 @@ def commands(spool: Path, tier: Path, home: Path) -> Iterator[tuple[list[str], s
     yield ["restore", str(tier), "--run", "r", "--to", str(home / "back"), "--best", f"none{EVIL}"], "\\u202e"
     yield ["restore", str(tier), "--run", "r", "--to", str(home / f"back{EVIL}")], "\\u202e"
     yield ["restore", str(tier), "--run", f"r{EVIL}", "--to", str(home / "x")], "\\u202e"
+    yield ["export", str(tier), "--run", "r", "--to", str(home / "e"), "--only", f"x{EVIL}"], "\\u202e"
+    evil = ["--exec", f"false {{step}} {EVIL}", "--to", str(home / f"f{EVIL}")]
+    yield ["follow", str(tier), "--run", "r", "--once", *evil], ""
+    yield ["follow", str(tier), "--run", "r", "--once", *evil, "--json"], ""
+    yield ["follow", str(tier), "--run", f"r{EVIL}", *evil], "\\u202e"
     yield ["du", str(tier), "--spool", str(spool)], ""
     yield ["pin", "r", "20", str(tier)], ""
     yield ["unpin", "r", "20", str(tier)], ""

@@ -4,6 +4,7 @@ copy, what was handed over before a death, and how a daemon and a trainer end.""
 from __future__ import annotations
 
 from faults.devices import DEVICES
+from faults.elsewhere import ELSEWHERE
 from faults.identity import IDENTITY
 from faults.inspecting import INSPECTING
 from faults.lines import LINES
@@ -837,9 +838,9 @@ _VERSIONS = (
 _READING = (
     Mutant(
         "a reader calls corrupt what was pruned",
-        "tierd/reading/reader.py",
-        "                there = self._tiers.has(candidate.checkpoint, candidate.world)",
-        "                there = True",
+        "tierd/reading/gone.py",
+        "        there = tiers.has(candidate.checkpoint, candidate.world)",
+        "        there = True",
         f"{_READER} -k pruned_while",
         "Skipped(step=4",
     ),
@@ -2360,4 +2361,5 @@ PLAIN = (
     + IDENTITY
     + SUPPLY
     + INSPECTING
+    + ELSEWHERE
 )

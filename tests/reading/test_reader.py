@@ -498,7 +498,7 @@ def test_without_the_right_key_nothing_is_complete_and_no_message_speaks_of_dele
         (tmp_path / name).chmod(0o600)
     policy = StoredRetention("run", "0a1b2c3d", "trainer", retention=RetentionPolicy())
     with tierd.open(tmp_path / "tier", "run", key_file=tmp_path / "key") as opened:
-        (store,) = opened._tiers.stores.values()
+        (store,) = opened.tiers.stores.values()
 
         async def work() -> None:
             await put(spool, part(2), state_of(2), store)
@@ -581,7 +581,7 @@ def test_an_encrypted_tier_is_read_with_its_key(tmp_path, spool):
         (tmp_path / name).chmod(0o600)
 
     opened = tierd.open(tmp_path / "tier", "run", key_file=tmp_path / "key")
-    (store,) = opened._tiers.stores.values()  # encrypts as a daemon's would
+    (store,) = opened.tiers.stores.values()  # encrypts as a daemon's would
     asyncio.run(put(spool, part(1), state_of(1), store))
     opened.close()
     with tierd.open([str(tmp_path / "tier")], "run", key_file=str(tmp_path / "key")) as opened:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tierd import __version__
-from tierd.cli import act, advise, bench, check, disown, ending, inspect, pause, read, space, status
+from tierd.cli import act, advise, bench, check, disown, ending, export, follow, inspect, pause, read, space, status
 from tierd.cli.tables import complain, print_json
 from tierd.core import errors, manifest
 from tierd.ipc.messages import EXIT_HELD
@@ -37,6 +37,8 @@ advise.register(app)
 bench.register(app)
 check.register(app)
 inspect.register(app)
+follow.register(app)
+export.register(app)
 
 EXIT_CODES: dict[int, str] = {
     0: "done; nothing wrong was found",
@@ -49,6 +51,7 @@ EXIT_CODES: dict[int, str] = {
     EXIT_HELD: "another daemon holds the spool",
     check.EXIT_NOT_EXACT: "`check-resume`: the killed run differs from the uninterrupted one",
     ending.EXIT_UNFINISHED: "`run` after SIGTERM, `drain`: some tier still lacks a part that it wants",
+    follow.EXIT_UNDELIVERED: "`follow --once`: a checkpoint could not be delivered, or its command failed",
 }
 _CODES: dict[type[errors.TierdError], int] = {
     errors.CheckpointNotFound: 4,

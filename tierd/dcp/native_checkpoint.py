@@ -32,6 +32,7 @@ from tierd.client.restoring.entries import read_tensor
 from tierd.client.restoring.ranged_reader import Files, Span
 from tierd.client.restoring.tensor_equality import ComparedPart, are_equal
 from tierd.core.errors import StateMismatch
+from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS
 from tierd.core.shard_placement import REPLICATE, Box
 from tierd.dcp.native_leaves import NativeLeaf, SavedArray, arrays_in, read_leaves
@@ -63,6 +64,7 @@ class SavedState:
 
     Attributes:
         metadata: as DCP describes a state.
+        tree: rank 0's nested state, and the objects in it by name, as in `Leaves`.
 
     Raises:
         StateMismatch: a part does not hold a state that `save` wrote.
@@ -73,11 +75,14 @@ class SavedState:
         self._files, self._rank, self._world = files, rank, world
         self._claims: dict[str, list[RankClaim]] = defaultdict(list)
         self._blocks: dict[MetadataIndex, _Block] = {}
+        self._by_name: dict[str, list[_Block]] = defaultdict(list)
         self._sides = {one: ComparedPart(files.part(one)) for one in range(files.world)}
         paths: dict[str, Any] = {}
         for one in range(files.world):
             leaves = read_leaves(files, files.part(one))
             paths |= leaves.paths
+            if not one:
+                self.tree = leaves.tree, leaves.stand_ins
             for name, value in leaves.values.items():
                 self._claims[name].append((one, value))
         try:
@@ -89,7 +94,7 @@ class SavedState:
     # -- contents ---------------------------------------------------------------------------------------------------
 
     def _described(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
-        rank, value = self._own(name)
+        rank, value = self.own(name)
         if not isinstance(value, NativeLeaf):
             return BytesStorageMetadata()
         chunks = []
@@ -99,10 +104,11 @@ class SavedState:
                 index = MetadataIndex(name, offset)
                 if index not in self._blocks:
                     self._blocks[index] = _Block(rank, leaf, box)
+                    self._by_name[name].append(self._blocks[index])
                     chunks.append(ChunkStorageMetadata(offset, torch.Size(box.size)))
         return TensorStorageMetadata(TensorProperties(dtype=value.dtype), torch.Size(value.whole), chunks)
 
-    def _own(self, name: str) -> RankClaim:
+    def own(self, name: str) -> RankClaim:
         """Return this rank's value of a name if as many ranks load as saved.
 
         Otherwise return the value of the first rank that has one.
@@ -120,7 +126,7 @@ class SavedState:
         If as many ranks load as saved, this rank reads its own shard. Among other ranks with the same shard, each
         loading rank chooses by its number, so that not all request the same part.
         """
-        own = self._own(name)
+        own = self.own(name)
         if own[1].placement is None:
             return [own]
         alike_ones: dict[object, list[RankClaim]] = defaultdict(list)
@@ -131,6 +137,13 @@ class SavedState:
             next((one for one in some if self._is_as_before and one[0] == self._rank), some[self._rank % len(some)])
             for some in alike_ones.values()
         ]
+
+    def part(self, rank: int) -> PartId:
+        return self._files.part(rank)
+
+    def blocks(self, name: str) -> list[tuple[PartId, NativeLeaf, Box]]:
+        """Return the blocks of a tensor, each with the part that it is read from."""
+        return [(self._files.part(block.rank), block.leaf, block.box) for block in self._by_name[name]]
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
@@ -143,14 +156,15 @@ class SavedState:
         """
         names = dict.fromkeys(item.storage_index.fqn for item in plan.items)
         for name in names:
-            if reason := self._contradiction(name):
+            if reason := self.contradiction(name):
                 raise StateMismatch(f"{self._files.checkpoint}: {name!r}: {reason}")
         self._files.bring(self._spans(plan))
         for name in names:
-            for entry in arrays_in(self._own(name)[1]):
-                self._stored(self._own(name)[0], entry.entry)
+            for entry in arrays_in(self.own(name)[1]):
+                self._stored(self.own(name)[0], entry.entry)
 
-    def _contradiction(self, name: str) -> str | None:
+    def contradiction(self, name: str) -> str | None:
+        """Return why what the ranks saved under a name is not one value; None if it is. Raises as `Files.read`."""
         claims = self._claims[name]
         placements = [
             leaf.placement for _, leaf in claims if isinstance(leaf, NativeLeaf) and leaf.placement is not None
@@ -159,7 +173,7 @@ class SavedState:
             if len(placements) < len(claims):
                 return "a DTensor on some of the ranks that saved it, and none on others"
             return _misplaced([leaf for _, leaf in claims]) or self._collision(claims)
-        _, own = self._own(name)
+        _, own = self.own(name)
         if any(True for _ in generators_in(own, ())):
             return "a torch.Generator, which DCP does not load; leave it out of the state that is loaded"
         if self._is_as_before:
@@ -215,7 +229,7 @@ class SavedState:
                 self._load_tensor(item, data, planner)
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                rank, value = self._own(item.storage_index.fqn)
+                rank, value = self.own(item.storage_index.fqn)
                 file = io.BytesIO()
                 torch.save(self._with_arrays(rank, value), file)
                 file.seek(0)

@@ -87,10 +87,14 @@ class Leaves:
         values: by DCP's name, a `NativeLeaf` or a value without tensors. In such a value a `SavedArray` stands for each
             array and for long bytes.
         paths: by the same names, the path that DCP's planner keeps as its own data.
+        tree: the nested state, with the keys that were saved.
+        stand_ins: by name, the objects in `tree`: a meta tensor in the place of each tensor.
     """
 
     values: dict[Name, Any]
     paths: dict[Name, Path]
+    tree: dict[Any, Any]
+    stand_ins: dict[Name, Any]
 
 
 def read_leaves(files: PartRanges, part: PartId) -> Leaves:
@@ -147,11 +151,12 @@ def read_leaves(files: PartRanges, part: PartId) -> Leaves:
         check_depth(state)
         if type(state) is not dict:
             raise ValueError("its root is no mapping of names")
-        flat, paths = flatten_state_dict(replaced(state, SavedDTensor, sharded))
+        state = replaced(state, SavedDTensor, sharded)
+        flat, paths = flatten_state_dict(state)
     except (*DEFECTS, RecursionError) as error:
         raise StateMismatch(f"{part}: the state tree: {str(error)[:300] or type(error).__name__}") from error
     found = {name: known[id(value)] if isinstance(value, torch.Tensor) else value for name, value in flat.items()}
-    return Leaves(found, dict(paths))
+    return Leaves(found, dict(paths), state, flat)
 
 
 def arrays_in(value: Any) -> Iterator[SavedArray]:

@@ -5,6 +5,7 @@ Invariant: this package never puts or deletes an object. Every byte that it load
 
 from __future__ import annotations
 
-from tierd.reading.reader import Listed, Loaded, Reader, open
+from tierd.reading.listing import Listed
+from tierd.reading.reader import Loaded, Reader, open
 
 __all__ = ["Listed", "Loaded", "Reader", "open"]

@@ -6,14 +6,12 @@ Invariant: outside of this process, a reader changes only the directory that `do
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tierd.client.ranks.ranks import Ranks
-from tierd.client.restoring.entries import check_written_by_save, read_entries
 from tierd.client.restoring.search import Search, Skipped
 from tierd.core.config import from_urls
 from tierd.core.errors import (
@@ -21,26 +19,23 @@ from tierd.core.errors import (
     ConfigError,
     CorruptChunk,
     ManifestError,
-    ObjectNotFound,
     StateMismatch,
-    StoreRefused,
-    StoreUnavailable,
 )
-from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check_step
+from tierd.core.ids import check_attempt, check_run, check_step
 from tierd.core.manifest import TENSORS, TREE, Manifest
-from tierd.core.planning.copies import CheckpointCopy, is_complete, union
-from tierd.core.planning.inventory import Inventory
 from tierd.core.save_policy import Goal, check_goal
-from tierd.core.timeline.candidates import Candidate, restore_candidates
+from tierd.core.timeline.candidates import Candidate
 from tierd.core.urls import parse_url
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.export import Exported, export
-from tierd.reading.shared import differing
+from tierd.daemon.transfer.export import Exported, export, usable
+from tierd.reading.delivered import Delivered
+from tierd.reading.follow import follow
+from tierd.reading.gone import corrupt_or_gone, none_there
+from tierd.reading.listing import Listed, list_checkpoints
 from tierd.reading.tiers import RunOnTiers, TierFiles, TierView
-from tierd.spool.direct_io import memory_for, settle
+from tierd.reading.whole import read_part
 from tierd.state.flatten import unflatten
 from tierd.state.load import check_fit, chosen, load
-from tierd.state.values import show_part
 from tierd.stores.base import Store
 from tierd.stores.keys import read_key
 from tierd.stores.open import open_store
@@ -48,35 +43,9 @@ from tierd.stores.open import open_store
 if TYPE_CHECKING:
     from typing import Self
 
+    from tierd.reading.exports import StateExport
+
 PathLike: TypeAlias = str | os.PathLike[str]
-
-_RUNS = 20  # runs that an error message names, at most
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """One checkpoint on the tiers, described from names and manifests alone; no chunk was read.
-
-    Attributes:
-        step: the step at which it was saved.
-        attempt: the launch that saved it.
-        created: when rank 0 began to save it, by that node's clock, in UTC; None if no manifest can be read.
-        metrics: rank 0's metrics, as given to `save`.
-        world_size: how many ranks saved it.
-        complete: whether the tiers together have every rank's part. A part whose manifest is known to be unusable
-            (corrupt, or encrypted with another key) does not count.
-        tiers: the tiers that each have every rank's part.
-        resumes: whether a restore would load this checkpoint, unless a chunk turns out to be corrupt.
-    """
-
-    step: int
-    attempt: str
-    created: datetime | None
-    metrics: dict[str, float]
-    world_size: int
-    complete: bool
-    tiers: tuple[str, ...]
-    resumes: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +102,19 @@ class Reader:
     Args:
         stores: the tiers by name, in order of preference; `close` closes them.
         run: the training job's name.
+
+    Attributes:
+        tiers: the run on its tiers, for the other modules of this package.
     """
 
     def __init__(self, stores: Mapping[str, Store], run: str) -> None:
         self.run = check_run(run)
-        self._tiers = RunOnTiers(stores, run)
+        self.tiers = RunOnTiers(stores, run)
 
     @property
     def unreached(self) -> tuple[str, ...]:
         """The tiers that did not answer the most recent listing."""
-        return tuple(self._tiers.unreached)
+        return tuple(self.tiers.unreached)
 
     # -- listing ----------------------------------------------------------------------------------------------------
 
@@ -155,29 +127,7 @@ class Reader:
         Raises:
             StoreUnavailable: no tier answered.
         """
-        inventory = self._tiers.look()
-        copies = inventory.copies(self.run)
-        tried = [candidate.checkpoint for candidate in restore_candidates(inventory, self.run).candidates]
-        first = _first(inventory, {one: copies[one] for one in tried})
-        found = []
-        for one in (*tried, *sorted(copies.keys() - set(tried), reverse=True)):
-            seen = copies[one]
-            ranks = union(*(place.ranks for place in seen.values()))
-            sound = union(*(place.sound for place in seen.values()))
-            facts = next((place.spoken for place in seen.values() if place.spoken), None)
-            found.append(
-                Listed(
-                    step=one.step,
-                    attempt=one.attempt,
-                    created=facts.created if facts else None,
-                    metrics=dict(facts.metrics) if facts else {},
-                    world_size=min((size for size, some in ranks.items() if len(some) == size), default=max(ranks)),
-                    complete=is_complete(sound),
-                    tiers=tuple(name for name, place in seen.items() if place.usable),
-                    resumes=one == first,
-                )
-            )
-        return tuple(found)
+        return list_checkpoints(self.tiers.look(), self.run)
 
     # -- restoring --------------------------------------------------------------------------------------------------
 
@@ -216,9 +166,9 @@ class Reader:
         if not isinstance(state, Mapping):
             raise ConfigError("restore(state): a mapping of names to what is loaded into; download(DIR) copies files")
         chosen(state, names)
-        search = Search(self.run, Ranks(0, 1), TierView(self._tiers, (best,) if isinstance(best, str) else ()))
+        search = Search(self.run, Ranks(0, 1), TierView(self.tiers, (best,) if isinstance(best, str) else ()))
         for candidate in search.whole(step, attempt, None if best is None else Goal(best, mode), at_least):
-            files = TierFiles(self._tiers, candidate.checkpoint, candidate.world)
+            files = TierFiles(self.tiers, candidate.checkpoint, candidate.world)
             found, error = self._try(search, candidate, files, state, names, rank)
             unfit = isinstance(error, StateMismatch | ConfigError)
             if search.settle(candidate, error, unfit=unfit).load:
@@ -240,7 +190,7 @@ class Reader:
                 )
             del found, error  # frees the memory before the next candidate is read
         incomplete = [str(one) for one in search.skipped()]
-        raise CheckpointNotFound("\n  ".join([self._none_there(), *incomplete]))
+        raise CheckpointNotFound("\n  ".join([none_there(self.tiers), *incomplete]))
 
     def _try(
         self,
@@ -257,26 +207,40 @@ class Reader:
             The manifest, the tree and the tensors, or None and the error.
         """
         try:
-            manifest, found = _whole(files, names, rank)
+            manifest, found = read_part(files, names, rank)
             search.check_origin(manifest)
             tree = unflatten(found[TREE], found[TENSORS])
             check_fit(chosen(state, names), tree)
             return (manifest, tree, found[TENSORS]), None
         except (CorruptChunk, ManifestError) as error:
-            try:
-                there = self._tiers.has(candidate.checkpoint, candidate.world)
-            except (StoreUnavailable, StoreRefused) as unknown:
-                return None, unknown
-            gone = ObjectNotFound(f"{candidate.checkpoint} was pruned, or set aside, while it was read")
-            return None, error.with_traceback(None) if there else gone
+            return None, corrupt_or_gone(self.tiers, candidate, error)
         except Exception as error:
             return None, error
 
-    def _none_there(self) -> str:
-        there = self._tiers.runs()
-        more = f" and {len(there) - _RUNS} more" if len(there) > _RUNS else ""
-        what = f"the runs there are: {', '.join(there[:_RUNS])}{more}" if there else "there is no run at all"
-        return f"run {self.run!r}: the tiers have no complete checkpoint of it; {what}"
+    # -- following --------------------------------------------------------------------------------------------------
+
+    def follow(
+        self, state: PathLike | None = None, *, latest: bool = False, period_s: float = 30.0, once: bool = False
+    ) -> Iterator[Listed]:
+        """Yield each complete checkpoint as it arrives, oldest first, once over restarts of this process.
+
+        A checkpoint counts as delivered when the loop asks for the next one. So one whose loop body was killed, raised
+        or left the loop is delivered again by the next `follow` with the same `state`. Each rank's manifest is read
+        before; a flush writes it after it has verified every chunk. `restore` and `download` verify every byte.
+
+        Args:
+            state: the file that holds the names of the delivered checkpoints; None forgets them with this process.
+            latest: yield only the newest checkpoint, and only if it is newer than all that were delivered.
+            period_s: seconds between two listings of the tiers, at least.
+            once: end after the checkpoints that are there now, instead of waiting for more.
+
+        Raises:
+            ConfigError: another follower uses `state`; or it is damaged, or of another run.
+            StoreUnavailable: with `once`, no tier answered. Otherwise the next listing tries again.
+        """
+        path = Path(_path(state, "follow(state): a path")) if state is not None else None
+        with Delivered(path, self.run) as delivered:
+            yield from follow(self.tiers, delivered, latest=latest, period_s=period_s, once=once)
 
     # -- downloading ------------------------------------------------------------------------------------------------
 
@@ -310,19 +274,60 @@ class Reader:
             raise ConfigError(f"best={best!r} and step={step}: one of the two")
         goal = None if best is None else check_goal(Goal(best, mode))
         wanted = None if step is None else check_step(step), None if attempt is None else check_attempt(attempt)
-        work = export(self._tiers.stores, self.run, target, *wanted, Progress(), self._tiers.budget, goal, rank)
+        work = export(self.tiers.stores, self.run, target, *wanted, Progress(), self.tiers.budget, goal, rank)
         try:
-            return self._tiers.loop.run(work)
+            return self.tiers.loop.run(work)
         except CheckpointNotFound as error:
-            if self.run in self._tiers.runs():
+            if self.run in self.tiers.runs():
                 raise
-            raise CheckpointNotFound(self._none_there()) from error
+            raise CheckpointNotFound(none_there(self.tiers)) from error
+
+    # -- exporting --------------------------------------------------------------------------------------------------
+
+    def export(
+        self,
+        directory: PathLike,
+        format: str,
+        step: int | None = None,
+        *,
+        attempt: str | None = None,
+        best: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        only: str | None = None,
+        dtype: str | None = None,
+        strip: str = "",
+    ) -> StateExport:
+        """Write the newest verified checkpoint, or the best, in another format. `save` or DCP wrote the checkpoint.
+
+        Tensors are streamed: at most 1 GiB of memory is used, whatever their size. Values that are not tensors, which
+        only the formats `torch` and `dcp` hold, are in memory at once. Shards of several ranks become whole tensors.
+
+        Args:
+            directory: empty or absent. It appears when it is whole, and nothing in it is ever overwritten.
+            format: `safetensors`, `hf` (shards with an index, for `from_pretrained`), `torch` (for `torch.load`) or
+                `dcp` (for `dcp.FileSystemReader`).
+            step, attempt, best, mode: as for `restore`.
+            only: one entry of the state, whose name is then left out of all names.
+            dtype: `fp32`, `fp16` or `bf16`, for floating-point tensors.
+            strip: a prefix that is removed from each name that begins with it, such as `module.`.
+
+        Raises:
+            CheckpointNotFound, StoreUnavailable: as for `restore`.
+            StateMismatch, StateRefused: the checkpoint does not fit the format; the message says which entry.
+            SpoolFull: the disk is full.
+            ConfigError: `directory` exists and is not usable, or an argument is unknown.
+        """
+        from tierd.reading.exports import ExportOptions, export_state  # torch.distributed is slow to import
+
+        target = usable(Path(_path(directory, "export(directory): a path")))
+        goal = None if best is None else Goal(best, mode)
+        return export_state(self.tiers, target, ExportOptions(format, only, dtype, strip), step, attempt, goal)
 
     # -- closing ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Release connections and threads. Closing twice is harmless."""
-        self._tiers.close()
+        self.tiers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -336,67 +341,3 @@ def _path(given: object, wanted: str) -> PathLike:
     if not isinstance(given, str | os.PathLike):
         raise ConfigError(f"{wanted}, and not a {type(given).__name__}")
     return given
-
-
-def _first(inventory: Inventory, tried: Mapping[CheckpointId, Mapping[str, CheckpointCopy]]) -> CheckpointId | None:
-    """Return the candidate that a restore would load, as far as the manifests show; None if that cannot be known.
-
-    A restore passes over a candidate only if its manifests are proven corrupt.
-    """
-    for one, seen in tried.items():
-        if is_complete(union(*(place.sound for place in seen.values()))):
-            return one
-        corrupt = all(isinstance(why, ManifestError) for place in seen.values() for why in place.defects.values())
-        if not corrupt or None in inventory.tiers.values():
-            return None  # another key, or a tier that does not answer now, may prove this candidate valid
-    return None
-
-
-def _whole(
-    files: TierFiles, names: Collection[str] | None, rank: int | None
-) -> tuple[Manifest, Mapping[str, memoryview]]:
-    """Read the rank's part, or the part that all ranks share.
-
-    If tiers contradict each other, the content whose bytes verify is used.
-    """
-    while True:
-        try:
-            return _read(files, _part(files, names, rank), names)
-        except CorruptChunk:
-            if not files.turn():
-                raise
-
-
-def _part(files: TierFiles, names: Collection[str] | None, rank: int | None) -> PartId:
-    """Return the part to read from.
-
-    Raises:
-        ConfigError: the checkpoint has no such rank.
-        StateMismatch: no rank was given, and the requested entries differ between ranks.
-    """
-    if rank is not None:
-        if type(rank) is not int or not 0 <= rank < files.world:
-            raise ConfigError(f"rank={rank!r}: {files.checkpoint} has ranks 0..{files.world - 1}")
-        return files.part(rank)
-    found = differing(files, names)
-    if found:
-        shown = ", ".join(map(show_part, found))
-        raise StateMismatch(
-            f"{files.checkpoint} was saved by {files.world} ranks, and {shown} differ{'s' * (len(found) == 1)} between "
-            f"them: say whose is wanted, restore(state, rank=0), or load others alone, restore(state, only=…)"
-        )
-    return files.part(0)
-
-
-def _read(files: TierFiles, part: PartId, names: Collection[str] | None) -> tuple[Manifest, Mapping[str, memoryview]]:
-    manifest = files.manifest(part)
-    check_written_by_save(part, [file.path for file in manifest.files])
-    if names is not None:
-        return read_entries(files, part, names)
-    found = {}
-    for file in manifest.files:
-        memory = memory_for(file.size)
-        if file.size:
-            files.fill(memory, [files.span(part, file.path)])
-        found[file.path] = settle(memory, file.size)
-    return manifest, found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,11 +85,7 @@ async def export(
         SpoolFull: the disk lacks space.
         ConfigError: `target` is not usable, or another restore to it is running; or the checkpoint has no such rank.
     """
-    target = target.resolve() if target.is_symlink() else target.absolute()
-    if target.is_mount():
-        raise ConfigError(f"{target}: a mount point, which no finished directory can replace; name one inside it")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target}: it exists and is not an empty directory; nothing was touched")
+    target = usable(target)
     work = _Export(stores, run, target, progress, budget or Budget(), rank)
     resume = await work.look(step, attempt, best)
     aside = target.with_name(f".{target.name}.partial")
@@ -102,6 +98,36 @@ async def export(
     raise StoreUnavailable(
         f"run {run!r}: what was to be restored vanished while it was read, {_LOOKS} times; try again"
     )
+
+
+async def export_one(
+    stores: Mapping[str, Store], candidate: Candidate, target: Path, progress: Progress, budget: Budget
+) -> Exported:
+    """Restore one known checkpoint, as `export` does, without a listing of the tiers.
+
+    Raises:
+        CorruptChunk: the checkpoint is proven corrupt, or was pruned.
+        StoreUnavailable, SpoolFull, ConfigError: as `export`.
+    """
+    target = usable(target)
+    work = _Export(stores, candidate.checkpoint.run, target, progress, budget, None)
+    aside = target.with_name(f".{target.name}.partial")
+    with _held(aside) as home:
+        return await work.one(candidate, home, aside, ())
+
+
+def usable(target: Path) -> Path:
+    """Return the path of a directory that a finished one may replace: absent or empty.
+
+    Raises:
+        ConfigError: it is another kind of path.
+    """
+    target = target.resolve() if target.is_symlink() else target.absolute()
+    if target.is_mount():
+        raise ConfigError(f"{target}: a mount point, which no finished directory can replace; name one inside it")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target}: it exists and is not an empty directory; nothing was touched")
+    return target
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,24 +156,27 @@ class _Export:
         for candidate in resume.candidates:
             one = candidate.checkpoint
             try:
-                parts, tiers = await self._parts(candidate, home)
+                return await self.one(candidate, home, aside, skipped)
             except CorruptChunk as error:
                 if not await is_there(self.stores, one, candidate.world):
                     return None
                 skipped.append(f"step {one.step} (attempt {one.attempt}): {error}")
-                continue
-            _publish(home, aside, self.target, {manifest.part.name for manifest in parts})
-            return Exported(
-                self.run,
-                one.step,
-                one.attempt,
-                tuple(str(self.target / manifest.part.name) for manifest in parts),
-                sum(manifest.size for manifest in parts),
-                tiers,
-                tuple(skipped),
-            )
         _clear(home, set())
         raise not_found(resume, self.run, step, skipped)
+
+    async def one(self, candidate: Candidate, home: Path, aside: Path, skipped: Sequence[str]) -> Exported:
+        """Restore one candidate. Raises `CorruptChunk` if it is proven corrupt or was pruned."""
+        parts, tiers = await self._parts(candidate, home)
+        _publish(home, aside, self.target, {manifest.part.name for manifest in parts})
+        return Exported(
+            self.run,
+            candidate.checkpoint.step,
+            candidate.checkpoint.attempt,
+            tuple(str(self.target / manifest.part.name) for manifest in parts),
+            sum(manifest.size for manifest in parts),
+            tiers,
+            tuple(skipped),
+        )
 
     async def _parts(self, candidate: Candidate, directory: Path) -> tuple[list[Manifest], tuple[str, ...]]:
         if self.rank is not None and (type(self.rank) is not int or not 0 <= self.rank < candidate.world):

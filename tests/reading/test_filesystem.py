@@ -1,0 +1,133 @@
+"""`tierd://` in fsspec: others' loaders read verified files, or ranges of them, where they lie."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load
+from support.saved import files_of
+from support.world import commit, part
+
+from tierd.core.errors import ConfigError, CorruptChunk
+from tierd.daemon.transfer.flush import Route, flush
+from tierd.spool.spool import Spool
+from tierd.stores.file import FileStore
+
+fsspec = pytest.importorskip("fsspec")
+ENTRY = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
+# As fsspec does it with the entry point of an installed wheel; an editable install may be older than the entry.
+fsspec.register_implementation("tierd", ENTRY["fsspec.specs"]["tierd"].replace(":", "."), clobber=True)
+RUN = "run"
+
+
+def state(step: int, rank: int) -> dict:
+    return {"model": {"weight": torch.full((300, 7), float(step)), "rank": torch.tensor(rank)}}
+
+
+def pickled(step: int) -> bytes:
+    file = io.BytesIO()
+    torch.save({"step": step, "w": torch.arange(5000.0) + step}, file)
+    return file.getvalue()
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Path:
+    """Steps 1 and 2 of two ranks, each with a file of `torch.save` in a directory."""
+    (tmp_path / "tier").mkdir()
+
+    async def work() -> None:
+        store, spool = FileStore(tmp_path / "tier"), Spool(tmp_path / "spool")
+        for step in (1, 2):
+            for rank in (0, 1):
+                which = part(step, rank=rank, world=2)
+                commit(spool, which, {**files_of(state(step, rank)), "deep/model.pt": pickled(step), "none": b""})
+                await flush(spool, which, Route(store))
+        await store.aclose()
+
+    asyncio.run(work())
+    return tmp_path / "tier"
+
+
+def opened(path: str, tier: Path):
+    return fsspec.open(f"tierd://{path}", url=f"file://{tier}").open()
+
+
+def test_loaders_of_others_read_a_file_where_it_lies(tier):
+    with opened(f"{RUN}/latest/00001-of-00002/deep/model.pt", tier) as file:
+        found = torch.load(file, weights_only=True)
+    assert found["step"] == 2 and torch.equal(found["w"], torch.arange(5000.0) + 2)
+    with opened(f"{RUN}/1/00001-of-00002/tensors.safetensors", tier) as file:
+        tensors = load(file.read())
+    assert sorted(one.sum().item() for one in tensors.values()) == [1.0, 2100.0]
+
+
+def test_directories_and_ranges(tier):
+    fs = fsspec.filesystem("tierd", url=f"file://{tier}")
+    names = [f"{RUN}/{part(step).checkpoint.name}" for step in (1, 2)]
+    assert fs.ls("", detail=False) == [RUN]
+    assert fs.ls(f"tierd://{RUN}", detail=False) == names
+    assert fs.ls(names[0], detail=False) == [f"{names[0]}/00000-of-00002", f"{names[0]}/00001-of-00002"]
+    home = f"{RUN}/2/00000-of-00002"
+    assert sorted(fs.ls(home, detail=False)) == [
+        f"{home}/{name}" for name in ("deep", "none", "state.json", "tensors.safetensors")
+    ]
+    assert fs.find(f"{home}/deep") == [f"{home}/deep/model.pt"]
+    file = f"{home}/deep/model.pt"
+    assert fs.info(file)["size"] == len(pickled(2)) and fs.isdir(f"{home}/deep") and fs.isfile(file)
+    assert fs.cat_file(file, 100, 200) == pickled(2)[100:200]
+    assert fs.cat_file(file, -50) == pickled(2)[-50:]
+    assert fs.cat(f"{home}/none") == b"" and fs.cat(file) == pickled(2)
+    with fs.open(file) as one:
+        one.seek(1000)
+        assert one.read(10) == pickled(2)[1000:1010]
+    assert fs.exists(file) and not fs.exists(f"{home}/deep/other")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["other", f"{RUN}/9", f"{RUN}/none", f"{RUN}/1/00000-of-00001", f"{RUN}/1/00000-of-00002/no", "../etc/passwd"],
+)
+def test_what_is_not_there_is_no_file(tier, path):
+    fs = fsspec.filesystem("tierd", url=f"file://{tier}")
+    with pytest.raises(FileNotFoundError):
+        fs.ls(path)
+    with pytest.raises(FileNotFoundError):
+        fs.cat_file(path)
+
+
+def test_no_byte_is_handed_out_that_was_not_verified(tier):
+    for chunk in (tier / RUN / "chunks" / part(2).checkpoint.name).rglob("*"):
+        if chunk.is_file():
+            data = chunk.read_bytes()
+            chunk.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    fs = fsspec.filesystem("tierd", url=f"file://{tier}", skip_instance_cache=True)
+    with pytest.raises(CorruptChunk):
+        fs.cat_file(f"{RUN}/2/00000-of-00002/deep/model.pt", 0, 1)
+    assert fs.cat_file(f"{RUN}/1/00000-of-00002/deep/model.pt", 0, 9) == pickled(1)[:9]
+
+
+def test_it_is_read_only_and_wants_a_tier(tier):
+    with pytest.raises(ConfigError, match="read-only"):
+        fsspec.filesystem("tierd", url=f"file://{tier}").open(f"{RUN}/1/00000-of-00002/new", "wb")
+    with pytest.raises(ConfigError, match="name the tier"):
+        fsspec.filesystem("tierd")
+
+
+def test_a_missing_package_says_what_to_install():
+    script = """
+import sys
+sys.modules["fsspec"] = sys.modules["fsspec.spec"] = None
+try:
+    import tierd.filesystem
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.strip().endswith("pip install 'tierd[torch,daemon,fsspec]'")

@@ -1,0 +1,79 @@
+"""The command `export`, the command line of `Reader.export`.
+
+Invariant: torch and the reading modules are imported only when the command runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierd.cli.options import (
+    AttemptOption,
+    BestOption,
+    JsonOption,
+    KeyFileOption,
+    ModeOption,
+    StepOption,
+    UrlArgument,
+)
+from tierd.cli.tables import console, print_json, size
+from tierd.core.errors import ConfigError
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command."""
+    app.command()(export)
+
+
+def export(
+    url: UrlArgument = None,
+    name: Annotated[str, typer.Option("--run", metavar="RUN", help="The run.")] = "",
+    to: Annotated[Path | None, typer.Option("--to", metavar="DIR", help="An empty or absent directory.")] = None,
+    format: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="safetensors, hf, torch or dcp.")
+    ] = "safetensors",
+    only: Annotated[
+        str | None, typer.Option("--only", metavar="ENTRY", help="One entry of the state, say model.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="fp32, fp16 or bf16, for floating-point tensors.")
+    ] = None,
+    strip: Annotated[
+        str, typer.Option("--strip", metavar="PREFIX", help="Remove this from names, say module.", show_default=False)
+    ] = "",
+    step: StepOption = None,
+    attempt: AttemptOption = None,
+    best: BestOption = None,
+    mode: ModeOption = "min",
+    key_file: KeyFileOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Write the newest verified checkpoint, or the best, in another format, streamed. Needs no daemon."""
+    if not url or not name or to is None:
+        raise ConfigError("export needs a tier's URL, --run RUN and --to DIR")
+    if best is not None and step is not None:
+        raise ConfigError("--best and --step: one of the two")
+    try:
+        from tierd.reading import open as open_run
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed; pip install 'tierd[torch,daemon]'") from error
+
+    with open_run(list(url), name, key_file) as reader:
+        done = reader.export(
+            to, format, step, attempt=attempt, best=best, mode=mode, only=only, dtype=dtype, strip=strip
+        )
+    if json:
+        print_json(done)
+        return
+    out = console()
+    out.print(f"step {done.step} (attempt {done.attempt}): {done.tensors} tensors in {done.directory}")
+    for file, length in done.files.items():
+        out.print(f"  {file}  {size(length)}")
+    if done.left_out:
+        more = ", …" if len(done.left_out) > 5 else ""
+        out.print(f"left out, because they are not tensors: {', '.join(done.left_out[:5])}{more}")
+    for one in done.skipped:
+        out.print(f"skipped {one}")

@@ -1,0 +1,69 @@
+"""The command `follow`, the command line of `tierd.reading.commands`.
+
+Invariant: torch and the reading modules are imported only when the command runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tierd.cli.options import JsonOption, KeyFileOption, UrlArgument
+from tierd.cli.tables import print_lines
+from tierd.core.errors import ConfigError
+from tierd.core.printable import printable_json
+from tierd.core.retention.policy import seconds
+
+EXIT_UNDELIVERED = 10
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command."""
+    app.command()(follow)
+
+
+def follow(
+    url: UrlArgument = None,
+    name: Annotated[str, typer.Option("--run", metavar="RUN", help="The run.")] = "",
+    command: Annotated[
+        str,
+        typer.Option(
+            "--exec", metavar="COMMAND", help="{directory}, {step}, {attempt} and {run} are replaced; no shell runs."
+        ),
+    ] = "",
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="DIR", help="The follower's own directory: its state, and files.")
+    ] = None,
+    latest: Annotated[bool, typer.Option("--latest", help="Only the newest, not each one in order.")] = False,
+    period: Annotated[str, typer.Option("--period", metavar="TIME", help="At most one listing in this time.")] = "30s",
+    once: Annotated[bool, typer.Option("--once", help="Deliver what is there now, and end.")] = False,
+    key_file: KeyFileOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Run a command for each complete, verified checkpoint, once over restarts; status 0 counts as delivered."""
+    if not url or not name or not command or to is None:
+        raise ConfigError("follow needs a tier's URL, --run RUN, --exec COMMAND and --to DIR")
+    try:
+        period_s = seconds(period)
+    except ValueError as error:
+        raise ConfigError(f"--period: {error}") from error
+    try:
+        from tierd.reading import open as open_run
+        from tierd.reading.commands import CommandFollower, Delivery, parse_command
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed; pip install 'tierd[torch,daemon]'") from error
+
+    def tell(one: Delivery) -> None:
+        if json:
+            print(printable_json(msgspec.json.encode(one).decode()), flush=True)
+        else:
+            print_lines(f"{one.run} step {one.step} (attempt {one.attempt}): {one.reason or 'delivered'}")
+
+    words = parse_command(command)
+    with open_run(list(url), name, key_file) as reader:
+        follower = CommandFollower(reader.tiers, to, words, tell)
+        if not follower.run(latest=latest, period_s=period_s, once=once):
+            raise typer.Exit(EXIT_UNDELIVERED)

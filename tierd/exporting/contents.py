@@ -1,0 +1,291 @@
+"""The contents of a checkpoint of `Checkpointer.save` or of `tierd.dcp`, in one form: tensors and other values.
+
+Invariant: values are typed JSON, or are read by torch's weights-only reader. From torch the module uses that reader's
+unpickler and `PyTorchFileReader`, with which `torch.load` finds the records of an archive.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from tierd.client.restoring.entries import check_written_by_save, read_tensor
+from tierd.client.restoring.ranged_reader import Files, PartRanges
+from tierd.core.errors import ManifestError, StateMismatch, StateRefused
+from tierd.core.ids import PartId
+from tierd.core.manifest import TENSORS, Manifest
+from tierd.core.printable import printable
+from tierd.dcp import metadata as dcp_metadata
+from tierd.dcp.native_checkpoint import SavedState
+from tierd.dcp.native_leaves import NativeLeaf, SavedArray
+from tierd.exporting.chunk_reader import ChunkReader, RangeStream
+from tierd.exporting.tensors import Piece, SavedTensor
+from tierd.state.kinds.device_meshes import replaced
+
+Path = tuple[Any, ...]
+_untyped: Any = torch  # the calls below have no types
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value that is not a tensor. `load` returns it, and `archive` its bytes as `torch.save` writes them."""
+
+    load: Callable[[], Any]
+    archive: Callable[[], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The entries that are exported.
+
+    Attributes:
+        tensors, values, paths: by name.
+        tree: returns the nested state, with a meta tensor for each tensor, and the tensors' names by `id`.
+    """
+
+    tensors: dict[str, SavedTensor]
+    values: dict[str, Value]
+    paths: dict[str, Path]
+    tree: Callable[[], tuple[Any, dict[int, str]]]
+
+
+def read_contents(files: PartRanges, first: PartId, only: str | None, *, values: bool) -> Contents:
+    """Read the names, shapes and places of a checkpoint's contents.
+
+    Args:
+        files: of the checkpoint.
+        first: rank 0's part.
+        only: the entry to export, whose name is then left out of all names; None for all entries.
+        values: whether values that are not tensors are exported.
+
+    Raises:
+        StateMismatch: there is no such entry, ranks saved different values under one name, or neither `save` nor DCP
+            wrote the checkpoint.
+        Also as `PartRanges.fill`.
+    """
+    manifest = files.manifest(first)
+    paths = [file.path for file in manifest.files]
+    if dcp_metadata.NAME in paths:
+        return _of_dcp(files, first, only)
+    if f"__0{dcp_metadata.NAME}" in paths:
+        raise StateMismatch(
+            f"{first}: saved through DCP with use_collectives=False, each rank for itself; `tierd restore` copies it"
+        )
+    check_written_by_save(first, paths)
+    return _of_save(files, manifest, only, values)
+
+
+def _chosen(paths: Mapping[str, Path], only: str | None, where: str) -> dict[str, str]:
+    """Return the exported name of each name."""
+    if only is None:
+        return {name: name for name in paths}
+    found = {
+        name: ".".join(map(str, path[1:])) or str(only) for name, path in paths.items() if str(path[0]) == str(only)
+    }
+    if not found:
+        entries = ", ".join(dict.fromkeys(printable(str(path[0])) for path in paths.values()))
+        raise StateMismatch(f"{where}: {only!r} not in the checkpoint; it has {entries}")
+    return found
+
+
+def _nested(stand_ins: Mapping[str, Any], paths: Mapping[str, Path], only: str | None) -> Any:
+    tree = unflatten_state_dict(dict(stand_ins), {name: paths[name] for name in stand_ins})
+    return tree if only is None else tree[next(iter(paths[name] for name in stand_ins))[0]]
+
+
+# -- Checkpointer.save ------------------------------------------------------------------------------------------------
+
+
+def _of_save(files: PartRanges, manifest: Manifest, only: str | None, values: bool) -> Contents:
+    # `SavedState` calls `manifest`, `span`, `fill` and `part`, which every reader of a checkpoint has.
+    saved = SavedState(cast(Files, files), 0, 1)
+    paths = dict(saved.metadata.planner_data)
+    names = _chosen(paths, only, str(manifest.part.checkpoint))
+    tensors, others = {}, {}
+    for name, exported in names.items():
+        rank, value = saved.own(name)
+        is_tensor = isinstance(value, NativeLeaf)
+        if (is_tensor or values) and (reason := saved.contradiction(name)):
+            way = "export less (only=…, --only)" if only is None else "`tierd restore` copies the files"
+            raise StateMismatch(f"{manifest.part.checkpoint}: {printable(name)!r}: {reason}; {way}")
+        if is_tensor:
+            tensors[exported] = _native_tensor(saved, name, exported, value)
+        else:
+            load = partial(_native_value, files, saved.part(rank), value)
+            others[exported] = Value(load, partial(_archived, load))
+
+    def tree() -> tuple[Any, dict[int, str]]:
+        whole, stand_ins = saved.tree
+        if not stand_ins.keys() >= names.keys():  # other ranks have more names, as pipeline stages do
+            flat = {
+                name: torch.empty(tensors[names[name]].shape, dtype=tensors[names[name]].dtype, device="meta")
+                if names[name] in tensors
+                else others[names[name]].load()
+                for name in names
+            }
+            return _nested(flat, paths, only), {id(flat[name]): names[name] for name in names}
+        whole = _native_value(files, saved.part(0), whole)
+        state = whole if only is None else next(one for key, one in whole.items() if str(key) == only)
+        return state, {id(stand_ins[name]): names[name] for name in names}
+
+    return Contents(tensors, others, {names[name]: _below(paths[name], only) for name in names}, tree)
+
+
+def _below(path: Path, only: str | None) -> Path:
+    return path if only is None else path[1:] or path
+
+
+def _native_tensor(saved: SavedState, name: str, exported: str, value: NativeLeaf) -> SavedTensor:
+    pieces, order = [], []
+    for part, leaf, box in saved.blocks(name):
+        place = part, TENSORS, leaf.entry.offset
+        order.append(place)
+        pieces.append(Piece(partial(_at, place), leaf.shape, box.local, box.offset, box.size))
+    return SavedTensor(exported, value.dtype, tuple(value.whole), tuple(pieces), min(order, default=()))
+
+
+def _at(place: tuple[PartId, str, int], reader: ChunkReader) -> tuple[PartId, str, int]:
+    return place
+
+
+def _native_value(files: PartRanges, part: PartId, value: Any) -> Any:
+    return replaced(value, SavedArray, lambda one: one.made(read_tensor(files, part, one.entry)))
+
+
+def _archived(load: Callable[[], Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(load(), file)
+    return file.getvalue()
+
+
+# -- DCP --------------------------------------------------------------------------------------------------------------
+
+
+def _of_dcp(files: PartRanges, first: PartId, only: str | None) -> Contents:
+    reader = ChunkReader(files)
+    size = reader.size(first, dcp_metadata.NAME)
+    if size > dcp_metadata.MAX_SIZE:
+        raise ManifestError(f"{first}: {dcp_metadata.NAME}: {size} bytes; at most {dcp_metadata.MAX_SIZE} are read")
+    metadata = dcp_metadata.read_metadata(
+        reader.read(first, dcp_metadata.NAME, 0, size), f"{first}: {dcp_metadata.NAME}"
+    )
+    planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    paths: dict[str, Path] = {}
+    for name in metadata.state_dict_metadata:
+        path = planned.get(name)
+        paths[name] = path if type(path) is tuple and path else tuple(str(name).split("."))
+    names = _chosen(paths, only, str(first.checkpoint))
+    tensors, others = {}, {}
+    for name, exported in names.items():
+        found = metadata.state_dict_metadata[name]
+        if isinstance(found, TensorStorageMetadata):
+            tensors[exported] = _dcp_tensor(metadata, first, name, exported, found)
+        else:
+            place = _place(metadata, first, MetadataIndex(name))
+            data = partial(_bytes, reader, place)
+            others[exported] = Value(partial(_dcp_value, data, f"{first.checkpoint}: {printable(str(name))!r}"), data)
+
+    def tree() -> tuple[Any, dict[int, str]]:
+        flat = {
+            name: torch.empty(tensors[exported].shape, dtype=tensors[exported].dtype, device="meta")
+            if exported in tensors
+            else others[exported].load()
+            for name, exported in names.items()
+        }
+        return _nested(flat, paths, only), {id(flat[name]): exported for name, exported in names.items()}
+
+    return Contents(tensors, others, {names[name]: _below(paths[name], only) for name in names}, tree)
+
+
+_Place = tuple[PartId, str, int, int]
+
+
+def _place(metadata: Metadata, first: PartId, index: MetadataIndex) -> _Place:
+    """Return the part, the file, the offset and the length of an entry."""
+    info: Any = (metadata.storage_data or {}).get(index)
+    path = getattr(info, "relative_path", None)
+    if not isinstance(path, str):
+        raise ManifestError(f"{first.checkpoint}: its metadata does not say where {index.fqn!r} lies")
+    if getattr(info, "transform_descriptors", None):
+        raise StateMismatch(f"{first.checkpoint}: {index.fqn!r} was written through an extension")
+    head, _, rest = path.partition("/")
+    part = PartId.parse(first.checkpoint.run, first.checkpoint.name, head)
+    if part is None or not rest or part.world != first.world:
+        part, rest = first, path
+    return part, rest, info.offset, info.length
+
+
+def _bytes(reader: ChunkReader, place: _Place) -> bytes:
+    return bytes(reader.read(*place))
+
+
+def _dcp_value(data: Callable[[], bytes], where: str) -> Any:
+    try:
+        return torch.load(io.BytesIO(data()), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise StateRefused(
+            f"{where}: torch's weights-only reader refuses it: {str(error).splitlines()[0][:200]}; export less "
+            "(only=…, --only), or the formats safetensors and hf, which hold tensors alone"
+        ) from error
+
+
+def _dcp_tensor(
+    metadata: Metadata, first: PartId, name: str, exported: str, found: TensorStorageMetadata
+) -> SavedTensor:
+    pieces, order = [], []
+    dtype = found.properties.dtype
+    for chunk in found.chunks:
+        place = _place(metadata, first, MetadataIndex(name, chunk.offsets))
+        shape = tuple(chunk.sizes)
+        order.append(place)
+        locate = partial(_locate, place, dtype, shape, f"{first.checkpoint}: {printable(str(name))!r}")
+        pieces.append(Piece(locate, shape, (0,) * len(shape), tuple(chunk.offsets), shape))
+    return SavedTensor(exported, dtype, tuple(found.size), tuple(pieces), min(order, default=()))
+
+
+def _locate(
+    place: _Place, dtype: torch.dtype, shape: tuple[int, ...], where: str, reader: ChunkReader
+) -> tuple[PartId, str, int]:
+    """Find a tensor's bytes in the archive that `torch.save` made of it, without reading them.
+
+    Raises:
+        StateMismatch: the archive does not hold this tensor, row-major.
+    """
+    part, path, offset, length = place
+
+    def storage(saved: tuple[Any, ...]) -> Any:
+        _, kind, key, _, count = saved
+        of = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        keys.append(str(key))
+        empty = _untyped.UntypedStorage(count * of.itemsize, device="meta")
+        return _untyped.storage.TypedStorage(wrap_storage=empty, dtype=of, _internal=True)
+
+    keys: list[str] = []
+    try:
+        stream = RangeStream(reader, part, path, offset, length)
+        archive = _untyped._C.PyTorchFileReader(stream)
+        if archive.has_record("byteorder") and archive.get_record("byteorder") != b"little":
+            raise ValueError("its bytes are big-endian")
+        unpickler = _untyped._weights_only_unpickler.Unpickler(io.BytesIO(archive.get_record("data.pkl")))
+        unpickler.persistent_load = storage
+        tensor = unpickler.load()
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or (tensor.dtype, tuple(tensor.shape)) != (
+            dtype,
+            shape,
+        ):
+            raise ValueError("it holds no such tensor")
+        if not tensor.is_contiguous() or len(keys) != 1:
+            raise ValueError("the tensor is not row-major, so that it cannot be streamed; `tierd restore` copies it")
+        begin = archive.get_record_offset(f"data/{keys[0]}") + tensor.storage_offset() * dtype.itemsize
+        if begin + tensor.numel() * dtype.itemsize > length:
+            raise ValueError("the tensor reaches over its end")
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StateMismatch(f"{where}: the entry of {path}: {str(error).splitlines()[0][:200]}") from error
+    return part, path, offset + begin

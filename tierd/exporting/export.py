@@ -1,0 +1,122 @@
+"""Write one checkpoint in another format into a directory that appears when it is whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from tierd.client.restoring.ranged_reader import PartRanges
+from tierd.core.errors import ConfigError, SpoolFull, StateMismatch
+from tierd.core.ids import PartId
+from tierd.core.printable import printable
+from tierd.exporting.chunk_reader import ChunkReader
+from tierd.exporting.contents import Contents, read_contents
+from tierd.exporting.writers import FORMATS, WITH_VALUES, Export
+from tierd.spool.file_io import remove, sync_directory
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What is exported, and how.
+
+    Attributes:
+        format: `safetensors`, `hf`, `torch` or `dcp`.
+        only: one entry of the state; None for all.
+        dtype: `fp32`, `fp16` or `bf16`, for floating-point tensors; None keeps each one's own.
+        strip: a prefix that is removed from each name that begins with it.
+
+    Raises:
+        ConfigError: an unknown format or dtype, or a prefix that the format cannot be stripped of.
+    """
+
+    format: str
+    only: str | None = None
+    dtype: str | None = None
+    strip: str = ""
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ConfigError(f"format {self.format!r}: one of {', '.join(FORMATS)}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ConfigError(f"dtype {self.dtype!r}: one of {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files of an export by name, with their sizes in bytes, and the names of values that were left out."""
+
+    written: dict[str, int]
+    tensors: int
+    left_out: tuple[str, ...]
+
+
+def export(files: PartRanges, first: PartId, target: Path, options: ExportOptions) -> Files:
+    """Write a checkpoint into `target`, which appears by a rename when every file is whole and durable.
+
+    Args:
+        files: of the checkpoint.
+        first: rank 0's part.
+        target: absent, or an empty directory.
+
+    Raises:
+        StateMismatch, StateRefused: the checkpoint or the entry does not fit the format; the message names the place.
+        SpoolFull: the disk is full.
+        ConfigError: something else was put at `target` meanwhile.
+        Also as `PartRanges.fill`. Nothing is at `target` then.
+    """
+    contents = read_contents(files, first, options.only, values=options.format in WITH_VALUES)
+    if options.strip:
+        contents = _stripped(contents, options.strip)
+    if not contents.tensors and options.format not in WITH_VALUES:
+        raise StateMismatch(f"{first.checkpoint}: no tensor in {options.only or 'the state'!r}; format torch takes it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    home = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    try:
+        work = Export(contents, ChunkReader(files), DTYPES.get(options.dtype or ""), home)
+        FORMATS[options.format](work)
+        sync_directory(home)
+        mask = os.umask(0o077)
+        os.umask(mask)
+        home.chmod(0o777 & ~mask)
+        home.rename(target)  # fails if the target has become anything but an empty directory
+        sync_directory(target.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SpoolFull(f"{target}: the disk is full; nothing was left there") from error
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise ConfigError(f"{target}: somebody made it meanwhile; nothing was touched") from error
+        raise
+    finally:
+        if home.exists():
+            remove(home)
+    left_out = () if options.format in WITH_VALUES else tuple(contents.values)
+    return Files(work.written, len(contents.tensors), left_out)
+
+
+def _stripped(contents: Contents, prefix: str) -> Contents:
+    """Remove a prefix from names; in the nested state, from the keys of mappings."""
+
+    def new(name: str) -> str:
+        return name.removeprefix(prefix)
+
+    names = [new(name) for name in (*contents.tensors, *contents.values)]
+    if len(set(names)) < len(names) or "" in names:
+        bad = next(name for name in names if not name or names.count(name) > 1)
+        raise StateMismatch(f"without {prefix!r}, two tensors have the name {printable(bad)!r}, or one has none")
+    paths = {new(name): (new(str(path[0])), *path[1:]) for name, path in contents.paths.items()}
+    tensors = {new(name): replace(tensor, name=new(name)) for name, tensor in contents.tensors.items()}
+
+    def tree() -> tuple[object, dict[int, str]]:
+        state, known = contents.tree()
+        if isinstance(state, dict):
+            state = {new(key) if isinstance(key, str) else key: value for key, value in state.items()}
+        return state, {one: new(name) for one, name in known.items()}
+
+    return Contents(tensors, {new(name): value for name, value in contents.values.items()}, paths, tree)

@@ -1,0 +1,234 @@
+"""The files of each format: safetensors, Hugging Face's shards, `torch.save`, and torch's distributed checkpoint.
+
+Sources: safetensors' description of its format; `transformers`' `modeling_utils.py` for the names of shards and the
+members of the index (`weight_map`, `metadata.total_size`); torch 2.13 `distributed/checkpoint/filesystem.py` for DCP.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from tierd.core.errors import StateMismatch
+from tierd.core.printable import printable
+from tierd.exporting.archives import ArchiveWriter
+from tierd.exporting.chunk_reader import ChunkReader
+from tierd.exporting.contents import Contents
+from tierd.exporting.tensors import SavedTensor, ahead, converted
+from tierd.state.tensor_file import DTYPE_NAMES, MAX_HEADER
+
+SHARD_BYTES = 5_000_000_000  # of tensors in a file of format hf, as transformers cuts them
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """The work of one export.
+
+    Attributes:
+        contents: with the names that are written.
+        dtype: the dtype in which floating-point tensors are written; None keeps each one's own.
+        home: the directory to write.
+        written: the files that were written, with their sizes in bytes.
+    """
+
+    contents: Contents
+    reader: ChunkReader
+    dtype: torch.dtype | None
+    home: Path
+    written: dict[str, int] = field(default_factory=dict)
+
+    def dtype_of(self, tensor: SavedTensor) -> torch.dtype:
+        return self.dtype if self.dtype is not None and tensor.dtype in FLOATS else tensor.dtype
+
+    def size_of(self, tensor: SavedTensor) -> int:
+        """Return a tensor's bytes as they are written."""
+        return tensor.nbytes // tensor.dtype.itemsize * self.dtype_of(tensor).itemsize
+
+    def stream(self, tensors: Sequence[SavedTensor]) -> Iterator[tuple[int, Iterator[memoryview]]]:
+        """Yield the index of each tensor that has bytes, and its slabs as they are written, reading one ahead."""
+        slabs = ((number, slab) for number, tensor in enumerate(tensors) for slab in tensor.slabs(self.reader))
+        for number, some in groupby(ahead(slabs), lambda one: one[0]):
+            tensor = tensors[number]
+            yield number, (converted(slab, tensor.dtype, self.dtype_of(tensor)) for _, slab in some)
+
+    def file(self, name: str, write: Callable[[IO[bytes]], None]) -> None:
+        """Write a new file, and make it durable."""
+        with (self.home / name).open("xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            self.written[name] = file.tell()
+
+
+def in_file_order(export: Export) -> list[SavedTensor]:
+    """Sort the tensors by element size, so that each is aligned, then by the place of their bytes."""
+    tensors = export.contents.tensors.values()
+    return sorted(tensors, key=lambda one: (-export.dtype_of(one).itemsize, one.order, one.name))
+
+
+# -- safetensors ------------------------------------------------------------------------------------------------------
+
+
+def write_safetensors(export: Export) -> None:
+    """Write one file, `model.safetensors`. Raises `StateMismatch` for a dtype that the format lacks."""
+    _write_tensors(export, "model.safetensors", in_file_order(export))
+
+
+def write_hf(export: Export) -> None:
+    """Write the files that `from_pretrained` loads: one, or shards with an index. Raises as `write_safetensors`."""
+    shards: list[list[SavedTensor]] = [[]]
+    size = 0
+    for tensor in in_file_order(export):
+        nbytes = export.size_of(tensor)
+        if shards[-1] and size + nbytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += nbytes
+    if len(shards) == 1:
+        write_safetensors(export)
+        return
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write_tensors(export, name, shard)
+        places |= {tensor.name: name for tensor in shard}
+    total = sum(map(export.size_of, export.contents.tensors.values()))
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    text = json.dumps(index, indent=2) + "\n"
+    export.file("model.safetensors.index.json", lambda file: _all(file, text.encode()))
+
+
+def _write_tensors(export: Export, name: str, tensors: Sequence[SavedTensor]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors:
+        dtype = export.dtype_of(tensor)
+        if dtype not in DTYPE_NAMES:
+            raise StateMismatch(
+                f"{printable(tensor.name)!r}: safetensors does not hold {dtype}; the formats torch and dcp do"
+            )
+        if tensor.name in header:
+            raise StateMismatch(f"{printable(tensor.name)!r}: no name that safetensors can hold")
+        end = at + export.size_of(tensor)
+        header[tensor.name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise StateMismatch(
+            f"{len(tensors)} tensors need a header of {len(text)} bytes; safetensors allows {MAX_HEADER}"
+        )
+
+    def write(file: IO[bytes]) -> None:
+        _all(file, len(text).to_bytes(8, "little") + text)
+        for _, slabs in export.stream(tensors):
+            for slab in slabs:
+                _all(file, slab)
+
+    export.file(name, write)
+
+
+def _all(file: IO[bytes], data: bytes | memoryview) -> None:
+    file.write(data)
+
+
+# -- torch ------------------------------------------------------------------------------------------------------------
+
+
+def write_torch(export: Export) -> None:
+    """Write one file, `state.pt`, for `torch.load`. Raises `StateRefused` for a value that cannot be pickled."""
+    tree, names = export.contents.tree()
+    known = export.contents.tensors
+    first: dict[object, str] = {}  # names of the same stored bytes share a storage, as tied parameters do
+    alias = {
+        name: first.setdefault((tensor.order, tensor.dtype, tensor.shape) if tensor.nbytes else name, name)
+        for name, tensor in known.items()
+    }
+    names = {one: alias[name] for one, name in names.items() if name in known}
+    dtypes = {name: export.dtype_of(tensor) for name, tensor in known.items()}
+
+    def write(file: IO[bytes]) -> None:
+        archive = ArchiveWriter(file, tree, names, dtypes)
+        _records(export, archive, [known[name] for name in archive.order])
+        archive.close()
+
+    export.file("state.pt", write)
+
+
+def _records(export: Export, archive: ArchiveWriter, tensors: list[SavedTensor]) -> None:
+    ordered = sorted(tensors, key=lambda one: (one.order, one.name))
+    for number, slabs in export.stream(ordered):
+        archive.write(ordered[number].name, export.size_of(ordered[number]), slabs)
+    for tensor in ordered:
+        if not tensor.nbytes:
+            archive.write(tensor.name, 0, iter(()))
+
+
+# -- DCP --------------------------------------------------------------------------------------------------------------
+
+
+def write_dcp(export: Export) -> None:
+    """Write `.metadata` and one file, for `dcp.FileSystemReader`."""
+    name = "__0_0.distcp"
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+
+    def tensor_entry(file: IO[bytes], tensor: SavedTensor, slabs: Iterator[memoryview]) -> None:
+        begin, dtype = file.tell(), export.dtype_of(tensor)
+        stand_in = torch.empty(tensor.shape, dtype=dtype, device="meta")
+        archive = ArchiveWriter(file, stand_in, {id(stand_in): tensor.name}, {tensor.name: dtype})
+        archive.write(tensor.name, export.size_of(tensor), slabs)
+        shape, zeros = torch.Size(tensor.shape), torch.Size([0] * len(tensor.shape))
+        places[MetadataIndex(tensor.name, zeros)] = _StorageInfo(name, begin, archive.close())
+        described[tensor.name] = TensorStorageMetadata(
+            TensorProperties(dtype=dtype), shape, [ChunkStorageMetadata(zeros, shape)]
+        )
+
+    def write(file: IO[bytes]) -> None:
+        ordered = sorted(export.contents.tensors.values(), key=lambda one: (one.order, one.name))
+        for number, slabs in export.stream(ordered):
+            tensor_entry(file, ordered[number], slabs)
+        for tensor in ordered:
+            if not tensor.nbytes:
+                tensor_entry(file, tensor, iter(()))
+        for key, value in export.contents.values.items():
+            begin = file.tell()
+            file.write(value.archive())
+            places[MetadataIndex(key)] = _StorageInfo(name, begin, file.tell() - begin)
+            described[key] = BytesStorageMetadata()
+
+    export.file(name, write)
+    metadata = Metadata(described, planner_data=dict(export.contents.paths), storage_data=places)
+    export.file(".metadata", lambda file: _all(file, pickle.dumps(metadata)))
+
+
+FORMATS: dict[str, Callable[[Export], None]] = {
+    "safetensors": write_safetensors,
+    "hf": write_hf,
+    "torch": write_torch,
+    "dcp": write_dcp,
+}
+WITH_VALUES = ("torch", "dcp")  # the formats that hold values that are not tensors

@@ -1,0 +1,210 @@
+"""`tierd://`: runs on tiers as a read-only file system of fsspec, for `torch.load`, safetensors and others.
+
+Paths are `RUN/CHECKPOINT/PART/FILE`. CHECKPOINT is a directory's name as `ls` lists it, a step, or `latest`. PART is
+`00000-of-00001` for rank 0 of 1.
+
+Invariant: every byte that is handed out was verified on this read. Nothing is written to a tier.
+
+Source: fsspec's `AbstractFileSystem` and `AbstractBufferedFile`, whose `_fetch_range` returns the bytes of a range, and
+its entry points `fsspec.specs`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from threading import RLock
+from typing import Any
+
+try:
+    from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+
+    from tierd.exporting.chunk_reader import ChunkReader
+    from tierd.reading.reader import Reader
+    from tierd.reading.reader import open as open_run
+    from tierd.reading.tiers import TierFiles
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.startswith("tierd"):
+        raise
+    raise ImportError(
+        f"tierd:// needs the package {error.name}: pip install 'tierd[torch,daemon,fsspec]'", name=error.name
+    ) from error
+
+from tierd.core.errors import ConfigError, ObjectNotFound
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import File
+from tierd.reading.follow import name_of
+from tierd.reading.listing import Listed
+
+LATEST = "latest"
+
+
+class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
+    """The complete checkpoints of the runs on some tiers, as directories.
+
+    Args:
+        url: a tier's URL, or several in order of preference.
+        key_file: the file with the key that encrypts the tiers.
+
+    Raises:
+        ConfigError: no URL was given, or one is invalid.
+        FileNotFoundError (each method): the path names nothing.
+        CorruptChunk (reads): the bytes are proven corrupt on every tier.
+        StoreUnavailable (each method): a tier that may hold the bytes did not answer.
+    """
+
+    protocol = "tierd"
+    root_marker = ""
+
+    def __init__(self, url: str | Sequence[str] = (), key_file: str | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._urls = [url] if isinstance(url, str) else list(url)
+        if not self._urls:
+            raise ConfigError("tierd://: name the tier, fsspec.open('tierd://RUN/latest/…', url='s3://bucket/prefix')")
+        self._key_file = key_file
+        self._lock = RLock()  # of the readers, which several threads of a caller share
+        self._pid = -1
+        self._readers: dict[str, Reader] = {}
+        self._files: dict[CheckpointId, tuple[TierFiles, ChunkReader]] = {}
+
+    # -- what fsspec calls ------------------------------------------------------------------------------------------
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        """List a directory: runs, complete checkpoints oldest first, parts, or files."""
+        with self._lock:
+            found = list(self._entries(self._strip_protocol(path)))
+        return found if detail else [one["name"] for one in found]
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        path = self._strip_protocol(path)
+        if not path:
+            return _directory("")
+        with self._lock:
+            if path.count("/") < 3:
+                next(self._entries(path), None)
+                return _directory(path)
+            try:
+                return {"name": path, "size": self._file(path)[2].size, "type": "file"}
+            except FileNotFoundError:
+                if not list(self._entries(path)):
+                    raise
+                return _directory(path)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        """Return the bytes of a file from `start` to before `end`; negative numbers count from the file's end."""
+        with self._lock:
+            *_, file = self._file(self._strip_protocol(path))
+            first, last, _ = slice(start, end).indices(file.size)
+            return self.read_range(path, first, last)
+
+    def read_range(self, path: str, first: int, last: int) -> bytes:
+        """Return verified bytes of a file."""
+        with self._lock:
+            reader, part, file = self._file(self._strip_protocol(path))
+            last = min(last, file.size)
+            return bytes(reader.read(part, file.path, first, last - first)) if first < last else b""
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> TierdFile:
+        if mode != "rb":
+            raise ConfigError(f"tierd://{path}: opened with {mode!r}; the file system is read-only")
+        # A name such as `latest` is resolved once, so that all bytes are of one checkpoint.
+        with self._lock:
+            _, part, file = self._file(path)
+        name = f"{part.checkpoint.run}/{part.checkpoint.name}/{part.name}/{file.path}"
+        return TierdFile(self, name, mode, size=file.size, **{"cache_type": "readahead", **kwargs})
+
+    # ---------------------------------------------------------------------------------------------------------------
+
+    def _reader(self, run: str) -> Reader:
+        if self._pid != os.getpid():  # a forked process has no thread of the readers
+            self._pid, self._readers, self._files = os.getpid(), {}, {}
+        if run not in self._readers:
+            try:
+                self._readers[run] = open_run(self._urls, run, self._key_file)
+            except ConfigError as error:
+                if not str(error).startswith("run "):
+                    raise
+                raise FileNotFoundError(f"tierd://{run}: {error}") from error
+        return self._readers[run]
+
+    def _complete(self, run: str) -> list[Listed]:
+        found = [one for one in self._reader(run).checkpoints() if one.complete]
+        return sorted(found, key=lambda one: name_of(run, one))
+
+    def _checkpoint(self, run: str, name: str) -> tuple[TierFiles, ChunkReader]:
+        exact = CheckpointId.parse(run, name)
+        self._reader(run)
+        if exact is None or exact not in self._files:
+            for one in reversed(self._complete(run)):
+                found = name_of(run, one)
+                if name in (LATEST, found.name) or (name.isascii() and name.isdigit() and int(name) == found.step):
+                    break
+            else:
+                raise FileNotFoundError(f"tierd://{run}/{name}: no complete checkpoint of this name")
+            exact = found
+            if found not in self._files:
+                files = TierFiles(self._reader(run).tiers, found, one.world_size)
+                self._files[found] = files, ChunkReader(files)
+        return self._files[exact]
+
+    def _part(self, run: str, name: str, part_name: str) -> tuple[ChunkReader, PartId, tuple[File, ...]]:
+        files, reader = self._checkpoint(run, name)
+        part = PartId.parse(run, files.checkpoint.name, part_name)
+        if part is None or part.world != files.world or part.rank >= part.world:
+            raise FileNotFoundError(f"tierd://{run}/{name}/{part_name}: parts are named like {files.part(0).name}")
+        try:
+            return reader, part, files.manifest(part).files
+        except ObjectNotFound as error:
+            raise FileNotFoundError(f"tierd://{run}/{name}/{part_name}: {error}") from error
+
+    def _file(self, path: str) -> tuple[ChunkReader, PartId, File]:
+        run, name, part_name, rest = (*path.split("/", 3), "", "", "")[:4]
+        if rest:
+            reader, part, files = self._part(run, name, part_name)
+            for file in files:
+                if file.path == rest:
+                    return reader, part, file
+        raise FileNotFoundError(f"tierd://{path}: no such file; paths are RUN/CHECKPOINT/PART/FILE")
+
+    def _entries(self, path: str) -> Iterator[dict[str, Any]]:
+        run, name, part_name, rest = (*path.split("/", 3), "", "", "", "")[:4]
+        if not run:
+            yield from (_directory(one) for one in self._reader("tierd").tiers.runs())
+        elif not name:
+            found = self._complete(run)
+            if not found and run not in self._reader(run).tiers.runs():
+                raise FileNotFoundError(f"tierd://{run}: no such run")
+            yield from (_directory(f"{run}/{name_of(run, one).name}") for one in found)
+        elif not part_name:
+            files, _ = self._checkpoint(run, name)
+            yield from (_directory(f"{run}/{name}/{files.part(rank).name}") for rank in range(files.world))
+        else:
+            yield from self._below(f"{run}/{name}/{part_name}", rest, self._part(run, name, part_name)[2])
+
+    def _below(self, home: str, rest: str, files: tuple[File, ...]) -> Iterator[dict[str, Any]]:
+        prefix = f"{rest.rstrip('/')}/" if rest else ""
+        seen: set[str] = set()
+        for file in files:
+            if file.path == rest:
+                yield {"name": f"{home}/{file.path}", "size": file.size, "type": "file"}
+                return
+            if file.path.startswith(prefix):
+                head, deeper, _ = file.path.removeprefix(prefix).partition("/")
+                if head not in seen:
+                    seen.add(head)
+                    name = f"{home}/{prefix}{head}"
+                    yield _directory(name) if deeper else {"name": name, "size": file.size, "type": "file"}
+        if rest and not seen:
+            raise FileNotFoundError(f"tierd://{home}/{rest}: no such file or directory")
+
+
+class TierdFile(AbstractBufferedFile):  # type: ignore[misc]
+    """An open file of `TierdFileSystem`."""
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        found: bytes = self.fs.read_range(self.path, start, end)
+        return found
+
+
+def _directory(name: str) -> dict[str, Any]:
+    return {"name": name, "size": 0, "type": "directory"}

@@ -1,0 +1,204 @@
+"""Run a command for each checkpoint that arrives, as `tierd follow` does.
+
+The command is started by a keeper, a small process that also writes how the command ended. Both outlive a follower
+that is killed, and the keeper holds the follower's lock. So the next follower waits for the command, and learns how it
+ended.
+
+Invariant: a command that ended with status 0, and whose keeper wrote that down, is never run again for its checkpoint.
+A command whose end is not written down, because it or its keeper was killed, is run again.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tierd.core.errors import ConfigError
+from tierd.core.ids import CheckpointId
+from tierd.core.timeline.candidates import Candidate
+from tierd.daemon.transfer.download import Progress
+from tierd.daemon.transfer.export import export_one
+from tierd.reading.delivered import Delivered
+from tierd.reading.follow import UNFIT, check_manifests, name_of, rounds
+from tierd.reading.listing import Listed
+from tierd.reading.tiers import RunOnTiers
+from tierd.spool.file_io import remove
+
+log = logging.getLogger("tierd")
+
+STATE = "delivered.json"
+_ENDED = "ended"  # `<checkpoint> <status>`, from the keeper
+_MOST_ROUNDS = 64  # between two tries of a checkpoint that could not be delivered
+_PLACE = re.compile(r"\{(directory|step|attempt|run)\}")
+
+# Its arguments: the file to write, the checkpoint's name, the command. SIGINT from a terminal reaches the command, and
+# the keeper stays to write its status. A handler, unlike SIG_IGN, is not inherited by the command.
+_KEEPER = """
+import os, signal, subprocess, sys
+signal.signal(signal.SIGINT, lambda *_: None)
+path, name, *command = sys.argv[1:]
+try:
+    status = subprocess.call(command)
+except OSError as error:
+    print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+    status = 127
+with open(path + ".new", "w") as file:
+    file.write(f"{name} {status}")
+    file.flush()
+    os.fsync(file.fileno())
+os.rename(path + ".new", path)
+home = os.open(os.path.dirname(path), os.O_RDONLY)
+os.fsync(home)
+"""
+
+
+def parse_command(text: str) -> list[str]:
+    """Split a command as a shell does, without running one. `substitute` fills in its places later.
+
+    Raises:
+        ConfigError: the text is empty, or has an open quotation mark.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"--exec {text!r}: {error}") from error
+    if not words:
+        raise ConfigError("--exec: it names no command")
+    return words
+
+
+def substitute(words: Sequence[str], values: dict[str, str]) -> list[str]:
+    """Replace `{directory}`, `{step}`, `{attempt}` and `{run}` within each word; a word stays one argument."""
+    return [_PLACE.sub(lambda found: values[found[1]], word) for word in words]
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """The end of one try to deliver a checkpoint.
+
+    Attributes:
+        delivered: whether it counts as delivered.
+        status: the command's exit status; null if the command was killed with its keeper, or not started.
+        reason: why it does not count, for people; empty if it does.
+    """
+
+    run: str
+    step: int
+    attempt: str
+    delivered: bool
+    status: int | None
+    reason: str
+
+
+@dataclass
+class CommandFollower:
+    """Deliver checkpoints to a command.
+
+    Args:
+        home: a directory of the follower's own, for its state and for the files of the checkpoint in delivery.
+        words: of `parse_command`. Files are fetched only if a word contains `{directory}`.
+        tell: called after each try.
+    """
+
+    tiers: RunOnTiers
+    home: Path
+    words: Sequence[str]
+    tell: Callable[[Delivery], None]
+    _tries: dict[CheckpointId, tuple[int, int]] = field(default_factory=dict)  # failures, and the round of the next try
+
+    def run(self, *, latest: bool, period_s: float, once: bool) -> bool:
+        """Deliver until the process is ended; with `once`, what is there now.
+
+        Returns:
+            Whether everything that was due in the last round was delivered.
+
+        Raises:
+            ConfigError: `home` is not usable.
+            StoreUnavailable: with `once`, no tier answered.
+        """
+        try:
+            self.home.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--to {self.home}: {error.strerror}") from error
+        all_there = True
+        with Delivered(self.home / STATE, self.tiers.run, self._wait) as delivered:
+            self._settle(delivered)
+            self._clear(delivered)
+            found = rounds(self.tiers, delivered, latest=latest, period_s=period_s, once=once)
+            for number, due in enumerate(found):
+                all_there = True
+                for listed in due:
+                    one = name_of(self.tiers.run, listed)
+                    failures, next_try = self._tries.get(one, (0, 0))
+                    if number < next_try or not self._deliver(listed, delivered):
+                        all_there = False
+                        if number >= next_try:
+                            self._tries[one] = failures + 1, number + min(2**failures, _MOST_ROUNDS)
+                    else:
+                        self._tries.pop(one, None)
+        return all_there
+
+    def _wait(self) -> None:
+        log.info("waiting for the follower of %s to end, or for the command that it started", self.home)
+
+    def _settle(self, delivered: Delivered) -> tuple[CheckpointId, int] | None:
+        """Record how the last command ended, if that is written down and not recorded yet."""
+        path = self.home / _ENDED
+        try:
+            name, _, status = path.read_text().partition(" ")
+        except FileNotFoundError:
+            return None
+        one = CheckpointId.parse(self.tiers.run, name)
+        if one is None or not status.lstrip("-").isdigit():
+            raise ConfigError(f"{path}: not what a keeper writes; remove it, and its checkpoint is delivered again")
+        if status == "0":
+            delivered.add(one)
+        path.unlink()
+        return one, int(status)
+
+    def _clear(self, delivered: Delivered) -> None:
+        """Remove the files of a delivery that was interrupted; a partial download of one that is due is kept."""
+        for path in self.home.iterdir():
+            hidden = path.name.startswith(".") and path.name.endswith(".partial")
+            one = CheckpointId.parse(self.tiers.run, path.name.removeprefix(".").removesuffix(".partial"))
+            if one is not None and (not hidden or one in delivered):
+                remove(path)
+
+    def _deliver(self, listed: Listed, delivered: Delivered) -> bool:
+        one = name_of(self.tiers.run, listed)
+        directory = self.home.absolute() / one.name
+        try:
+            if any("{directory}" in word for word in self.words):
+                work = export_one(
+                    self.tiers.stores, Candidate(one, listed.world_size), directory, Progress(), self.tiers.budget
+                )
+                self.tiers.loop.run(work)
+            else:
+                check_manifests(self.tiers, listed)
+        except UNFIT as error:
+            return self._told(one, None, str(error))
+        values = {"directory": str(directory), "step": str(one.step), "attempt": one.attempt, "run": one.run}
+        keeper = [sys.executable, "-I", "-S", "-c", _KEEPER, str(self.home.absolute() / _ENDED), one.name]
+        subprocess.run(
+            [*keeper, *substitute(self.words, values)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[delivered.lock],
+            check=False,
+        )
+        ended = self._settle(delivered)
+        if directory.exists():
+            remove(directory)
+        if ended is None:
+            return self._told(one, None, "the command was killed; it is tried again")
+        failed = f"the command ended with status {ended[1]}; it is tried again" if ended[1] else ""
+        return self._told(one, ended[1], failed)
+
+    def _told(self, one: CheckpointId, status: int | None, reason: str) -> bool:
+        self.tell(Delivery(one.run, one.step, one.attempt, not reason, status, reason))
+        return not reason

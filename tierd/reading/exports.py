@@ -1,0 +1,92 @@
+"""Find the checkpoint that `Reader.export` writes, as a restore finds the one that it loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierd.client.ranks.ranks import Ranks
+from tierd.client.restoring.search import Search
+from tierd.core.errors import (
+    CheckpointNotFound,
+    ConfigError,
+    CorruptChunk,
+    ManifestError,
+    StateMismatch,
+    StateRefused,
+)
+from tierd.core.save_policy import Goal
+from tierd.core.timeline.candidates import Candidate
+from tierd.exporting.export import ExportOptions, Files, export
+from tierd.reading.gone import corrupt_or_gone, none_there
+from tierd.reading.tiers import RunOnTiers, TierFiles, TierView
+
+__all__ = ["ExportOptions", "StateExport", "export_state"]
+
+
+@dataclass(frozen=True, slots=True)
+class StateExport:
+    """A checkpoint that was written in another format.
+
+    Attributes:
+        directory: the directory with the files.
+        files: by name, the sizes of the files in bytes.
+        tensors: how many tensors were written.
+        left_out: values that the format cannot hold, because they are not tensors.
+        tiers: the tiers from which bytes came.
+        skipped: newer checkpoints that could not be used, and why.
+    """
+
+    run: str
+    step: int
+    attempt: str
+    directory: str
+    files: dict[str, int]
+    tensors: int
+    left_out: tuple[str, ...]
+    tiers: tuple[str, ...]
+    skipped: tuple[str, ...]
+
+
+def export_state(
+    tiers: RunOnTiers, target: Path, options: ExportOptions, step: int | None, attempt: str | None, best: Goal | None
+) -> StateExport:
+    """Export the first checkpoint, in the order of a restore, that verifies. Raises as `Reader.export`."""
+    search = Search(tiers.run, Ranks(0, 1), TierView(tiers, () if best is None else (best.metric,)))
+    for candidate in search.whole(step, attempt, best):
+        files = TierFiles(tiers, candidate.checkpoint, candidate.world)
+        found, error = _try(tiers, search, candidate, files, target, options)
+        unfit = isinstance(error, StateMismatch | StateRefused | ConfigError)
+        if search.settle(candidate, error, unfit=unfit).load:
+            assert found is not None
+            one = candidate.checkpoint
+            skipped = tuple(map(str, search.skipped(one)))
+            return StateExport(
+                tiers.run,
+                one.step,
+                one.attempt,
+                str(target),
+                found.written,
+                found.tensors,
+                found.left_out,
+                files.used,
+                skipped,
+            )
+    raise CheckpointNotFound("\n  ".join([none_there(tiers), *map(str, search.skipped())]))
+
+
+def _try(
+    tiers: RunOnTiers, search: Search, candidate: Candidate, files: TierFiles, target: Path, options: ExportOptions
+) -> tuple[Files | None, Exception | None]:
+    try:
+        while True:
+            try:
+                search.check_origin(files.manifest(files.part(0)))
+                return export(files, files.part(0), target, options), None
+            except CorruptChunk:
+                if not files.turn():  # the tiers contradict each other, and another content may verify
+                    raise
+    except (CorruptChunk, ManifestError) as error:
+        return None, corrupt_or_gone(tiers, candidate, error)
+    except Exception as error:
+        return None, error

@@ -1,0 +1,99 @@
+"""Deliver each complete checkpoint of a run once, as they arrive on the tiers.
+
+Invariant: the tiers are listed at most once in a period, however many checkpoints are delivered in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+
+from tierd.core.errors import CorruptChunk, StoreRefused, StoreUnavailable
+from tierd.core.ids import CheckpointId, PartId
+from tierd.daemon.transfer.concurrency import together
+from tierd.daemon.transfer.replicas import Replicas
+from tierd.reading.delivered import Delivered
+from tierd.reading.listing import Listed, list_checkpoints
+from tierd.reading.tiers import RunOnTiers
+
+log = logging.getLogger("tierd")
+
+_HANDS = 8  # manifests in flight at once
+UNFIT = (CorruptChunk, StoreUnavailable, StoreRefused)  # why a checkpoint is not delivered now, and may be later
+
+
+def rounds(
+    tiers: RunOnTiers, delivered: Delivered, *, latest: bool, period_s: float, once: bool
+) -> Iterator[list[Listed]]:
+    """List the tiers once in a period, and yield the checkpoints that are to be delivered then, oldest first.
+
+    The list is empty in a round without a new one. A checkpoint that the caller does not add to `delivered` is in the
+    next round again.
+
+    Args:
+        latest: only the newest checkpoint, and only if it is newer than all that were delivered.
+        once: end after the first round.
+
+    Raises:
+        StoreUnavailable: with `once`, no tier answered. Otherwise the next round tries again.
+    """
+    while True:
+        begun = time.monotonic()
+        try:
+            inventory = tiers.look()
+        except StoreUnavailable as error:
+            if once:
+                raise
+            log.warning("%s; the next try is in %.0f s", error, period_s)
+        else:
+            yield _due(tiers.run, list_checkpoints(inventory, tiers.run), delivered, latest)
+            del inventory
+        if once:
+            return
+        time.sleep(max(0.0, begun + period_s - time.monotonic()))
+
+
+def follow(tiers: RunOnTiers, delivered: Delivered, *, latest: bool, period_s: float, once: bool) -> Iterator[Listed]:
+    """Yield each checkpoint, and record it once the caller asks for the next. Arguments and errors as for `rounds`."""
+    for due in rounds(tiers, delivered, latest=latest, period_s=period_s, once=once):
+        for listed in due:
+            try:
+                check_manifests(tiers, listed)
+            except UNFIT as error:
+                log.warning("not delivered now: %s", error)
+                continue
+            yield listed
+            delivered.add(name_of(tiers.run, listed))
+
+
+def name_of(run: str, listed: Listed) -> CheckpointId:
+    return CheckpointId(run, listed.attempt, listed.step)
+
+
+def check_manifests(tiers: RunOnTiers, listed: Listed) -> None:
+    """Read every rank's manifest. A flush writes it last, after it has verified each chunk on the tier.
+
+    Raises:
+        CorruptChunk: a manifest is proven corrupt, or was pruned since the listing.
+        StoreUnavailable: a tier that may hold a manifest did not answer.
+    """
+
+    async def ask(rank: int) -> None:
+        copies = Replicas(PartId(name_of(tiers.run, listed), rank, listed.world_size), tiers.stores)
+        await copies.ask()
+        if not copies.manifests:
+            copies.give_up("its manifest", copies.unavailable)
+
+    async def all_of_them() -> None:
+        await together(_HANDS, [ask(rank) for rank in range(listed.world_size)])
+
+    tiers.loop.run(all_of_them())
+
+
+def _due(run: str, listed: tuple[Listed, ...], delivered: Delivered, latest: bool) -> list[Listed]:
+    whole = sorted((one for one in listed if one.complete), key=lambda one: name_of(run, one))
+    if latest:
+        newest = delivered.newest
+        whole = [one for one in whole[-1:] if newest is None or name_of(run, one) > newest]
+    return [one for one in whole if name_of(run, one) not in delivered]

@@ -1,0 +1,27 @@
+"""What it means that a checkpoint was not found, or could not be verified, on the tiers."""
+
+from __future__ import annotations
+
+from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable
+from tierd.core.timeline.candidates import Candidate
+from tierd.reading.tiers import RunOnTiers
+
+_RUNS = 20  # runs that an error message names, at most
+
+
+def corrupt_or_gone(tiers: RunOnTiers, candidate: Candidate, error: CorruptChunk | ManifestError) -> Exception:
+    """Return `error`, or another one if the checkpoint was pruned while it was read, or that cannot be told."""
+    try:
+        there = tiers.has(candidate.checkpoint, candidate.world)
+    except (StoreUnavailable, StoreRefused) as unknown:
+        return unknown
+    gone = ObjectNotFound(f"{candidate.checkpoint} was pruned, or set aside, while it was read")
+    return error.with_traceback(None) if there else gone
+
+
+def none_there(tiers: RunOnTiers) -> str:
+    """Return why nothing was found: the message names the runs that exist."""
+    there = tiers.runs()
+    more = f" and {len(there) - _RUNS} more" if len(there) > _RUNS else ""
+    what = f"the runs there are: {', '.join(there[:_RUNS])}{more}" if there else "there is no run at all"
+    return f"run {tiers.run!r}: the tiers have no complete checkpoint of it; {what}"
