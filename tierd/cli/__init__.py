@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tierd import __version__
-from tierd.cli import act, advise, bench, check, disown, ending, inspect, pause, read, space, status
+from tierd.cli import act, advise, bench, check, disown, doctor, ending, inspect, pause, read, space, status
 from tierd.cli.tables import complain, print_json
 from tierd.core import errors, manifest
 from tierd.ipc.messages import EXIT_HELD
@@ -29,6 +29,7 @@ app = typer.Typer(
 act.register(app)
 read.register(app)
 status.register(app)
+doctor.register(app)
 pause.register(app)
 space.register(app)
 ending.register(app)
@@ -49,6 +50,8 @@ EXIT_CODES: dict[int, str] = {
     EXIT_HELD: "another daemon holds the spool",
     check.EXIT_NOT_EXACT: "`check-resume`: the killed run differs from the uninterrupted one",
     ending.EXIT_UNFINISHED: "`run` after SIGTERM, `drain`: some tier still lacks a part that it wants",
+    doctor.EXIT_WARNING: "`doctor`: it works, at a cost or a risk",
+    doctor.EXIT_ERROR: "`doctor`: something that is needed will fail",
 }
 _CODES: dict[type[errors.TierdError], int] = {
     errors.CheckpointNotFound: 4,

@@ -1,0 +1,46 @@
+"""Mutants of `tierd doctor` and of what it tries."""
+
+from __future__ import annotations
+
+from faults.rounds import Mutant
+
+_NODE, _TIER = "pytest tests/doctor/test_node.py", "pytest tests/doctor/test_tier.py"
+_TABLE = "pytest tests/core/diagnosis/test_findings.py"
+
+DOCTORING = (
+    Mutant(
+        "doctor leaves its directory in the spool",
+        "tierd/doctor/disk.py",
+        "        shutil.rmtree(room)\n",
+        "        pass\n",
+        f"{_NODE} -k left_as_it_was",
+    ),
+    Mutant(
+        "doctor leaves its timed object on the tier",
+        "tierd/doctor/tier.py",
+        "await clear(of.store, [CHECK_KEY])",
+        "pass",
+        f"{_TIER} -k timed_object",
+    ),
+    Mutant(
+        "doctor overlooks a rule of the whole bucket",
+        "tierd/core/diagnosis/tier.py",
+        "(base.startswith(rule.prefix) or rule.prefix.startswith(base))",
+        "rule.prefix.startswith(base)",
+        f"{_TABLE} -k rules_of",
+    ),
+    Mutant(
+        "doctor shows what a credential helper prints",
+        "tierd/stores/s3/bucket.py",
+        'raise unanswered(str(url), "credentials", error, heard=False) from None  # its text may quote a secret',
+        'raise type(unanswered(str(url), "credentials", error, heard=False))(str(error)) from None',
+        f"{_TIER} -k nobody_renews",
+    ),
+    Mutant(
+        "two nodes that try a tier at once call it broken",
+        "tierd/daemon/tiers/reach.py",
+        "_TRIES, _APART_S = 5, 0.2",
+        "_TRIES, _APART_S = 1, 0.2",
+        "pytest tests/daemon/tiers/test_reach.py -k same_moment",
+    ),
+)
