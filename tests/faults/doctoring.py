@@ -1,4 +1,4 @@
-"""Mutants of `tierd doctor` and of what it tries."""
+"""Mutants of `tierd doctor` and of what it tries, and of the log's formats."""
 
 from __future__ import annotations
 
@@ -42,5 +42,12 @@ DOCTORING = (
         "_TRIES, _APART_S = 5, 0.2",
         "_TRIES, _APART_S = 1, 0.2",
         "pytest tests/daemon/tiers/test_reach.py -k same_moment",
+    ),
+    Mutant(
+        "a line of a message gives itself a priority",
+        "tierd/logs.py",
+        'return "\\n".join(f"<{priority(level)}>{line}" for line in text.split("\\n"))',
+        'return f"<{priority(level)}>{text}"',
+        "pytest tests/test_logs.py -k nothing_else",
     ),
 )

@@ -17,7 +17,7 @@ from tierd.cli.tables import complain, print_json
 from tierd.core import errors, manifest
 from tierd.ipc.messages import EXIT_HELD
 from tierd.ipc.protocol import PROTOCOL
-from tierd.logs import Formatter
+from tierd.logs import formatter
 
 app = typer.Typer(
     name="tierd",
@@ -86,7 +86,7 @@ def _main(
 def run(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(formatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         app(arguments)

@@ -58,6 +58,8 @@ from tierd.daemon.transfer.export import Exported, export
 from tierd.ipc import messages
 from tierd.ipc.client import Link
 from tierd.ipc.messages import read_member
+from tierd.logs import LogFormat
+from tierd.logs import use as use_format
 from tierd.priority import hasten
 from tierd.spool.spool import Spool
 from tierd.stores.deletions import DeletionGuard
@@ -91,9 +93,14 @@ def run(
         bool, typer.Option("--await-trainer", help="With --until-idle: give a first trainer 120 s to attach.")
     ] = False,
     key_file: KeyFileOption = None,
+    log_format: Annotated[
+        LogFormat,
+        typer.Option("--log-format", metavar="text|json", help="The lines of the log on the standard error."),
+    ] = "text",
     json: JsonOption = False,
 ) -> None:
     """Run the daemon: flush, verify, retain; until SIGTERM. With --json, each event is a line on stdout."""
+    use_format(log_format)
     where = _daemon_config(spool, to, config, keep_last, key_file)
     told = _tell if json else None
     reread = (lambda: load_config(config)) if config is not None else None

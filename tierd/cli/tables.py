@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from tierd.core.printable import printable, printable_json, printable_lines
+from tierd.core.printable import printable, printable_json
 from tierd.core.report import Checkpoint, Copy, Report
+from tierd.logs import last_word
 
 _MANY = 500  # lines
 _WIDE = 200  # columns without a terminal, because a pipe must not lose text
@@ -35,7 +36,7 @@ def console() -> Console:
 
 def complain(text: object) -> None:
     """Print a line to stderr: an error, or a note on the answer."""
-    print(f"tierd: {printable_lines(text)}", file=sys.stderr)
+    print(last_word(str(text)), file=sys.stderr)
 
 
 def print_lines(text: object, *, error: bool = False) -> None:
