@@ -30,6 +30,7 @@ from tierd.cli.doctor import Diagnosis
 from tierd.cli.ending import Drained, Waited
 from tierd.cli.inspect import Inspections
 from tierd.cli.read import Check
+from tierd.cli.runs import Overviews
 from tierd.cli.space import Removal, Usages
 from tierd.client.saving.save import Stats
 from tierd.core.config import Config, NotifyConfig, TierConfig
@@ -52,6 +53,7 @@ SHAPES: dict[str, Any] = {
     "run": Event,
     "status": Status,
     "doctor": Diagnosis,
+    "runs": Overviews,
     "ls": Report,
     "show": {"checkpoint": Checkpoint, "manifests": list[dict[str, Any]]},
     "verify": {"checks": list[Check], "unreached": list[str]},

@@ -86,6 +86,8 @@ def commands(spool: Path, tier: Path, home: Path) -> Iterator[tuple[list[str], s
         f'spool = "{spool}"\nretention = {rule}\n[[tier]]\nname = "t"\nurl = "file://{tier}"\nretention = {rule}\n'
     )
     yield ["ls", str(tier)], ""
+    yield ["runs", str(tier)], ""
+    yield ["runs", str(home / f"none{EVIL}")], ""
     yield ["ls", "--config", str(best)], "\\u202e"
     yield ["show", "r", "20", str(tier)], "\\u202e\\x9b31m"
     yield ["show", "r", "20", "--spool", str(spool)], "[red][link=x]:smile:"

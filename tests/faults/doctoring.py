@@ -50,4 +50,19 @@ DOCTORING = (
         'return f"<{priority(level)}>{text}"',
         "pytest tests/test_logs.py -k nothing_else",
     ),
+    Mutant(
+        "runs reads the manifests of every checkpoint",
+        "tierd/daemon/tiers/overview.py",
+        "            if manifests:\n                return",
+        "            if manifests and number == len(newest) - 1:\n                return",
+        "pytest tests/daemon/tiers/test_overview.py -k newest_verified",
+    ),
+    Mutant(
+        "runs calls a damaged checkpoint verified",
+        "tierd/daemon/tiers/overview.py",
+        "    except (ObjectNotFound, ManifestError, FormatTooNew):\n        return ()",
+        "    except (ObjectNotFound, ManifestError, FormatTooNew):\n"
+        "        return (await read_manifest(store, PartId(checkpoint, 0, world)),)",
+        "pytest tests/daemon/tiers/test_overview.py -k damaged",
+    ),
 )

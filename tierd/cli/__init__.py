@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tierd import __version__
-from tierd.cli import act, advise, bench, check, disown, doctor, ending, inspect, pause, read, space, status
+from tierd.cli import act, advise, bench, check, disown, doctor, ending, inspect, pause, read, runs, space, status
 from tierd.cli.tables import complain, print_json
 from tierd.core import errors, manifest
 from tierd.ipc.messages import EXIT_HELD
@@ -28,6 +28,7 @@ app = typer.Typer(
 )
 act.register(app)
 read.register(app)
+runs.register(app)
 status.register(app)
 doctor.register(app)
 pause.register(app)

@@ -7,7 +7,7 @@ through `printable`, and none of it is markup, because anybody may choose names 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -94,13 +94,17 @@ def checkpoints(report: Report) -> Table:
 
 
 def print_checkpoints(report: Report) -> None:
-    """Print the lines of `checkpoints`. Many lines are not laid out for the terminal, because that takes longer than to
-    observe the checkpoints."""
-    rows = _rows(report)
+    """Print the lines of `checkpoints`."""
+    print_rows(_COLUMNS, _rows(report))
+
+
+def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table. Many lines are not laid out for the terminal, because that takes longer than to observe what they
+    show."""
     if len(rows) <= _MANY:
-        console().print(checkpoints(report))
+        console().print(table(None, columns, rows))
         return
-    cells = [_COLUMNS, *([printable(cell) for cell in row] for row in rows)]
+    cells = [columns, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
     sys.stdout.write("\n".join(lines) + "\n")
