@@ -13,6 +13,7 @@ import msgspec
 import typer
 
 from tierd.cli.ending import EXIT_UNFINISHED
+from tierd.cli.known import answering
 from tierd.cli.options import (
     AttemptOption,
     BestOption,
@@ -150,7 +151,8 @@ def restore(
     where = places(None, url, config, key_file=key_file)
     assert where.config is not None
     moved = Progress()
-    found = asyncio.run(_restore(where.config, check_run(name), to, step, attempt, goal, moved))
+    with answering(where, check_run(name)):
+        found = asyncio.run(_restore(where.config, name, to, step, attempt, goal, moved))
     if json:
         print_json(found)
         return
@@ -323,9 +325,10 @@ def unpin(
 
 
 def _set_pin(where: Places, run: str, step: int, attempt: str | None, *, pinned: bool, json: bool) -> None:
-    checkpoint = _pin_by_daemon(where, run, step, attempt, pinned=pinned)
-    if checkpoint is None:
-        checkpoint = asyncio.run(_pin_directly(where, run, step, attempt, pinned=pinned))
+    with answering(where, run):
+        checkpoint = _pin_by_daemon(where, run, step, attempt, pinned=pinned)
+        if checkpoint is None:
+            checkpoint = asyncio.run(_pin_directly(where, run, step, attempt, pinned=pinned))
     if json:
         print_json({"run": run, "step": step, "attempt": checkpoint.attempt, "pinned": pinned})
     else:

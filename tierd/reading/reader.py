@@ -30,6 +30,7 @@ from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check
 from tierd.core.manifest import TENSORS, TREE, Manifest
 from tierd.core.planning.inventory import CheckpointCopy, Inventory, is_complete, union
 from tierd.core.save_policy import Goal, check_goal
+from tierd.core.timeline.alternatives import runs_there
 from tierd.core.timeline.candidates import Candidate, restore_candidates
 from tierd.core.urls import parse_url
 from tierd.daemon.transfer.download import Progress
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
     from typing import Self
 
 PathLike: TypeAlias = str | os.PathLike[str]
-
-_RUNS = 20  # runs that an error message names, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +271,7 @@ class Reader:
             return None, error
 
     def _none_there(self) -> str:
-        there = self._tiers.runs()
-        more = f" and {len(there) - _RUNS} more" if len(there) > _RUNS else ""
-        what = f"the runs there are: {', '.join(there[:_RUNS])}{more}" if there else "there is no run at all"
+        what = runs_there(self.run, self._tiers.runs())
         return f"run {self.run!r}: the tiers have no complete checkpoint of it; {what}"
 
     # -- downloading ------------------------------------------------------------------------------------------------
