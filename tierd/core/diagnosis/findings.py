@@ -36,7 +36,7 @@ CHECKS: dict[str, str] = {
     "throughput": "A flush should take less time than passes between two saves.",
     "lifecycle": "A rule of the bucket that deletes or archives by age knows nothing of retention: newer checkpoints "
     "share chunks of older ones.",
-    "object lock": "Retention deletes checkpoints, and a lock keeps them.",
+    "object lock": "Retention deletes checkpoints, and under a lock their bytes stay as old versions.",
     "versioning": "In a bucket with versions a deletion frees no space.",
     "multipart": "Unfinished multipart uploads cost money and no listing shows them. tierd makes none.",
     "stop timeout": "After SIGTERM the daemon flushes for up to `drain`; systemd kills it after TimeoutStopSec.",

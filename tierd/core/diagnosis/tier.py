@@ -112,7 +112,7 @@ def object_lock(place: str, mode: str, period: str) -> Finding:
     """Judge a bucket's default retention; an empty mode: it has none."""
     if not mode:
         return finding(place, "no lock", "no default retention")
-    return finding(place, "lock by default", f"{mode}, {period}: nothing can be pruned before")
+    return finding(place, "lock by default", f"{mode}, {period}: what is pruned takes space until then")
 
 
 def uploads(place: str, count: int, oldest: str, base: str) -> Finding:
