@@ -35,7 +35,7 @@ def test_the_reference_has_every_command_event_counter_and_public_name() -> None
     pages = {path.stem: path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")}
     marks = {mark for text in pages.values() for mark in re.findall(r"<!-- made: (?!end)(.+?) -->", text)}
     assert {f"cli {words.removeprefix('tierd ')}" for words in reference.commands()} <= marks
-    assert {"codes", "events", "counters", "stats", "configuration", "answers", "types", "errors"} <= marks
+    assert {"codes", "events", "counters", "findings", "stats", "configuration", "answers", "types", "errors"} <= marks
     assert {"api tierd", "api tierd open Reader Loaded", "api tierd.dcp", "api tierd.check"} <= marks
     shown = {*tierd.__all__, "open", "Reader", "Loaded"} - {"__version__"}
     assert {name for name in shown if f"tierd.{name}" not in pages["api"]} == set()

@@ -1,11 +1,19 @@
-"""Logging: every line that tierd logs is escaped, so that it is safe to print by any handler."""
+"""Logging: every line that tierd logs is escaped, so that it is safe to print by any handler.
+
+The command line's own handler writes for its reader: text for a person, a priority on each line for journald, or one
+JSON object a line for a program that collects logs.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-from typing import Any
+import os
+import sys
+from datetime import UTC, datetime
+from typing import Any, Literal
 
-from tierd.core.printable import printable, printable_lines
+from tierd.core.printable import printable, printable_json, printable_lines
 
 LOGGERS = (
     "tierd",
@@ -13,6 +21,7 @@ LOGGERS = (
     "tierd.stores.retry",
     "tierd.stores.s3.s3_store",
 )  # each of them, because a logger's filter does not see the lines of its child loggers
+LogFormat = Literal["text", "json"]
 
 
 def escape(record: logging.LogRecord) -> bool:
@@ -27,12 +36,86 @@ def escape(record: logging.LogRecord) -> bool:
 class Formatter(logging.Formatter):
     """The formatter of the command line's own handler: also escapes other libraries' lines, and indents tracebacks."""
 
+    def __init__(self, fmt: str = "%(asctime)s %(levelname)s %(message)s") -> None:
+        super().__init__(fmt)
+
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         record.message = printable(record.message)
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
         return f"  {printable_lines(super().formatException(ei))}"
+
+
+class JournalFormatter(Formatter):
+    """Begin each line with its priority, as sd-daemon(3) describes it. journald adds the time by itself."""
+
+    def __init__(self) -> None:
+        super().__init__("%(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return prioritized(super().format(record), record.levelno)
+
+
+class JsonFormatter(Formatter):
+    """Write each record as one JSON object on one line: `time` (RFC 3339, UTC), `level`, `logger`, `message`, and
+    `exception` if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        shown = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            shown["exception"] = logging.Formatter.formatException(self, record.exc_info)
+        return printable_json(json.dumps(shown, ensure_ascii=False))
+
+
+def prioritized(text: str, level: int) -> str:
+    """Begin each line of `text` with the priority of a logging level, because journald reads line by line."""
+    return "\n".join(f"<{priority(level)}>{line}" for line in text.split("\n"))
+
+
+def priority(level: int) -> int:
+    """Return the syslog priority of a logging level: 3 for errors, 4 for warnings, 6 for information, 7 for more."""
+    bounds = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
+    return next((number for least, number in bounds if level >= least), 7)
+
+
+def is_journal() -> bool:
+    """Return whether journald reads the standard error: systemd.exec(5), JOURNAL_STREAM."""
+    named = os.environ.get("JOURNAL_STREAM", "")
+    try:
+        found = os.fstat(sys.stderr.fileno())
+    except (OSError, ValueError, AttributeError):  # closed, or replaced by something without a descriptor
+        return False
+    return named == f"{found.st_dev}:{found.st_ino}"
+
+
+def formatter(log_format: LogFormat = "text") -> Formatter:
+    """Return the formatter for lines on the standard error."""
+    if log_format == "json":
+        return JsonFormatter()
+    return JournalFormatter() if is_journal() else Formatter()
+
+
+def use(log_format: LogFormat) -> None:
+    """Have the command line's own handler write this format from now on."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, Formatter):
+            handler.setFormatter(formatter(log_format))
+
+
+def last_word(text: str) -> str:
+    """Format an error that ends a command as the log is formatted, or as ``tierd: text`` for a person."""
+    found = (one.formatter for one in logging.getLogger().handlers if isinstance(one.formatter, Formatter))
+    chosen = next(found, None)
+    if isinstance(chosen, JsonFormatter):
+        return chosen.format(logging.LogRecord("tierd", logging.ERROR, "", 0, text, (), None))
+    shown = f"tierd: {printable_lines(text)}"
+    return prioritized(shown, logging.ERROR) if isinstance(chosen, JournalFormatter) else shown
 
 
 def install() -> None:

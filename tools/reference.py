@@ -26,12 +26,15 @@ from tierd.cli import EXIT_CODES, app
 from tierd.cli.act import Judged
 from tierd.cli.advise_show import Advised
 from tierd.cli.disown import Disowned
+from tierd.cli.doctor import Diagnosis
 from tierd.cli.ending import Drained, Waited
 from tierd.cli.inspect import Inspections
 from tierd.cli.read import Check
+from tierd.cli.runs import Overviews
 from tierd.cli.space import Removal, Usages
 from tierd.client.saving.save import Stats
 from tierd.core.config import Config, NotifyConfig, TierConfig
+from tierd.core.diagnosis.findings import CHECKS, FINDINGS
 from tierd.core.event_kinds import KINDS, Event
 from tierd.core.report import Checkpoint, Report
 from tierd.core.retention.policy import Best, RetentionPolicy
@@ -51,6 +54,8 @@ _MARK = re.compile(
 SHAPES: dict[str, Any] = {
     "run": Event,
     "status": Status,
+    "doctor": Diagnosis,
+    "runs": Overviews,
     "ls": Report,
     "show": {"checkpoint": Checkpoint, "manifests": list[dict[str, Any]]},
     "verify": {"checks": list[Check], "unreached": list[str]},
@@ -167,6 +172,15 @@ def exit_codes() -> str:
 def events() -> str:
     rows = ((f"`{name}`", kind.level, "yes" if kind.usual else "no", kind.means) for name, kind in KINDS.items())
     return table(("event", "level", "sent by default", "meaning"), rows)
+
+
+def findings() -> str:
+    """Each check of `tierd doctor` with its reason, and each finding of it."""
+    rows = []
+    for check, why in CHECKS.items():
+        rows.append((f"**{check}**", "", f"**{why}**"))
+        rows += [(f"`{name}`", one.severity, one.do) for name, one in FINDINGS.items() if one.check == check]
+    return table(("finding", "severity", "what to do"), rows)
 
 
 def counters() -> str:
@@ -373,6 +387,7 @@ KINDS_OF_TABLE: dict[str, Callable[..., str]] = {
     "codes": exit_codes,
     "events": events,
     "counters": counters,
+    "findings": findings,
     "stats": stats,
     "configuration": configuration,
     "cli": cli,

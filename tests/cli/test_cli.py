@@ -77,7 +77,32 @@ def test_ls_shows_every_copy(places: tuple[Path, Path], capsys: pytest.CaptureFi
 
 def test_ls_of_another_run_is_empty(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["ls", str(places[1]), "--run", "other", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["checkpoints"] == []
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["checkpoints"] == []
+    assert "run 'other': nothing of it lies there; the runs there are: r" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("show other 20 TIER", "the runs there are: r"),
+        ("show r 25 TIER", "the steps there are: 10, 20, 30"),
+        ("show r 25 --spool SPOOL", "the steps there are: 10, 20, 30"),
+        ("show other 20 --spool SPOOL", "the runs there are: r"),
+        ("verify TIER --run other", "the runs there are: r"),
+        ("restore TIER --run other --to TIER-out", "the runs there are: r"),
+        ("restore TIER --run r --step 25 --to TIER-out", "the steps there are: 10, 20, 30"),
+        ("pin other 20 TIER", "the runs there are: r"),
+        ("unpin r 25 TIER", "the steps there are: 10, 20, 30"),
+        ("rm other TIER --dry-run", "the runs there are: r"),
+        ("disown other 001800000001-00000001 TIER --dry-run", "the runs there are: r"),
+        ("advise --from-run TIER other --sync 1s", "the runs there are: r"),
+    ],
+)
+def test_what_does_not_exist_is_answered_with_what_does(places, capsys, command: str, says: str) -> None:
+    words = command.replace("SPOOL", str(places[0])).replace("TIER", str(places[1])).split()
+    assert run(words) == 4
+    assert says in capsys.readouterr().err
 
 
 def test_show(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,8 +154,10 @@ def test_wait_ends_with_4_for_what_is_not_found_or_retired(spool, capsys) -> Non
         commit(spool, part(step))
     with Daemon(spool.root, {"s3": store}, keep=1, keep_local=100):
         assert run(["wait", "run", "7", "--spool", str(spool.root)]) == 4
-        assert "has no step 7" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "has no step 7" in told and "the steps there are: 0, 1, 2" in told
         assert run(["wait", "other", "--spool", str(spool.root)]) == 4
+        assert "the runs there are: run" in capsys.readouterr().err
         store.error = None
         assert run(["wait", "run", "2", "--spool", str(spool.root)]) == 0
         assert run(["wait", "run", "0", "--spool", str(spool.root), "--timeout", "60s"]) == 4

@@ -149,7 +149,7 @@ class Counted(MemoryStore):
 
 def test_a_look_lists_no_more_than_a_page_of_a_checkpoints_chunks(monkeypatch):
     """A tier with millions of them would never answer in time."""
-    monkeypatch.setattr("tierd.daemon.tiers.observe._MANY", 10)
+    monkeypatch.setattr("tierd.stores.base._MANY", 10)
     store, sizes = Counted(), (1, 2000, 3, 10, 11, 12, 2000)
 
     async def work():

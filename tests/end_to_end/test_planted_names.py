@@ -86,6 +86,8 @@ def commands(spool: Path, tier: Path, home: Path) -> Iterator[tuple[list[str], s
         f'spool = "{spool}"\nretention = {rule}\n[[tier]]\nname = "t"\nurl = "file://{tier}"\nretention = {rule}\n'
     )
     yield ["ls", str(tier)], ""
+    yield ["runs", str(tier)], ""
+    yield ["runs", str(home / f"none{EVIL}")], ""
     yield ["ls", "--config", str(best)], "\\u202e"
     yield ["show", "r", "20", str(tier)], "\\u202e\\x9b31m"
     yield ["show", "r", "20", "--spool", str(spool)], "[red][link=x]:smile:"
@@ -109,6 +111,8 @@ def commands(spool: Path, tier: Path, home: Path) -> Iterator[tuple[list[str], s
     yield ["pin", "r", "20", str(home / f"none{EVIL}")], ""
     yield ["config", "check", str(home / f"none{EVIL}")], "\\u202e"
     yield ["config", "check", str(best)], ""
+    yield ["doctor", "--spool", str(home / f"none{EVIL}")], "\\u202e"
+    yield ["doctor", "--spool", str(home / f"none{EVIL}"), "--json"], "\\u202e"
     yield ["status", "--spool", str(home / f"none{EVIL}")], "\\u202e"
     yield ["drain", "--spool", str(home / f"none{EVIL}")], "\\u202e"
     yield ["wait", "r", "20", "--spool", str(home / f"none{EVIL}")], "\\u202e"

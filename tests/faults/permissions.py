@@ -147,15 +147,15 @@ PERMISSIONS = (
     Mutant(
         "a tier that gives back something else is read-write",
         "tierd/daemon/tiers/reach.py",
-        "or octets(found) != octets(data):",
-        "or False:",
+        " and octets(found) == octets(data):",
+        ":",
         f"{_REACH} -k comes_back",
     ),
     Mutant(
         "a lock on objects is not noticed",
         "tierd/daemon/tiers/reach.py",
-        "if not kept and any([info.key == key async for info in store.scan(key)]):",
-        "if False:",
+        "        if not any([info.key == key async for info in store.scan(key)]):",
+        "        if True:",
         f"{_REACH} -k lock",
     ),
     Mutant(

@@ -4,6 +4,7 @@ copy, what was handed over before a death, and how a daemon and a trainer end.""
 from __future__ import annotations
 
 from faults.devices import DEVICES
+from faults.doctoring import DOCTORING
 from faults.elsewhere import ELSEWHERE
 from faults.identity import IDENTITY
 from faults.inspecting import INSPECTING
@@ -2349,6 +2350,7 @@ PLAIN = (
     + LINES
     + MEETINGS
     + DEVICES
+    + DOCTORING
     + _POLICIES
     + _ENDING
     + _PLACES

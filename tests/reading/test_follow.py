@@ -189,14 +189,14 @@ def test_a_command_that_fails_is_tried_again_and_keeps_no_other_back(full, tier,
     arrive(full, tier, 2)
     log, home = tmp_path / "log", tmp_path / "home"
     command = f"sh -c 'echo $1 >> {log}; test $1 = 2 -o -e {tmp_path}/go' sh {{step}}"
-    assert followed(tier, home, command) == 10
+    assert followed(tier, home, command) == 12
     assert "step 1" in capsys.readouterr().out
-    assert followed(tier, home, command) == 10
+    assert followed(tier, home, command) == 12
     (tmp_path / "go").touch()
     assert followed(tier, home, command) == 0
     assert followed(tier, home, command) == 0
     assert log.read_text().split() == ["1", "2", "1", "1"]
-    assert followed(tier, tmp_path / "other", "/nowhere/none {step}") == 10
+    assert followed(tier, tmp_path / "other", "/nowhere/none {step}") == 12
 
 
 def test_a_corrupt_checkpoint_is_not_given_to_a_command(full, tier, tmp_path):
@@ -206,7 +206,7 @@ def test_a_corrupt_checkpoint_is_not_given_to_a_command(full, tier, tmp_path):
     chunk.write_bytes(bytes([right[0] ^ 1]) + right[1:])
     log, home = tmp_path / "log", tmp_path / "home"
     command = f"sh -c 'echo $1 >> {log}' sh {{directory}}"
-    assert followed(tier, home, command) == 10
+    assert followed(tier, home, command) == 12
     assert not log.exists()
     chunk.write_bytes(right)  # repaired
     assert followed(tier, home, command) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import Counter, defaultdict
@@ -29,6 +30,7 @@ class Bucket:
         self.times: defaultdict[str, list[float]] = defaultdict(list)  # of each, monotonic seconds
         self.headers: dict[str, str] = {}  # of each answer, on top
         self.heads: list[str] = []
+        self.settings: dict[str, bytes | tuple[int, str]] = {}  # by subresource: its XML, or a status and a code
         self.refuse = lambda headers: None
         self.port = 0
 
@@ -110,7 +112,11 @@ def serving(bucket: Bucket) -> Iterator[Bucket]:
             if asked is None:
                 return
             key, query, _ = asked
-            if not key:
+            subresource = re.split("[=&]", urlsplit(self.path).query)[0]
+            if subresource in ("lifecycle", "object-lock", "versioning", "uploads"):
+                found = bucket.settings.get(subresource, (501, "NotImplemented"))
+                self._say(200, found) if isinstance(found, bytes) else self._deny(*found)
+            elif not key:
                 self._list(query)
             elif key in bucket.objects:
                 self._say(200, bucket.objects[key])

@@ -150,7 +150,7 @@ def test_the_server_is_found_to_refuse_every_wrong_checksum(
 
     async def use(store: S3Store) -> None:
         assert await store.put("k", b"data") == checksum.name
-        client = await store._connected()
+        client = await store.connected()
         listed = await client.list_objects_v2(Bucket=url.bucket)
         assert [item["Key"] for item in listed["Contents"]] == ["a/prefix/k"]  # and no probe
 
@@ -181,7 +181,7 @@ def test_the_server_refuses_damaged_uploads(url: StoreUrl, checksum: Checksum, m
 def test_keys_that_are_not_tierds_are_not_shown(url: StoreUrl) -> None:
     async def use(store: S3Store) -> None:
         await store.put("run/f", b"1")
-        client = await store._connected()
+        client = await store.connected()
         for name in (
             "a/prefix/",
             "a/prefix/run/",

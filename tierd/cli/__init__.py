@@ -12,12 +12,28 @@ from typing import Annotated
 import typer
 
 from tierd import __version__
-from tierd.cli import act, advise, bench, check, disown, ending, export, follow, inspect, pause, read, space, status
+from tierd.cli import (
+    act,
+    advise,
+    bench,
+    check,
+    disown,
+    doctor,
+    ending,
+    export,
+    follow,
+    inspect,
+    pause,
+    read,
+    runs,
+    space,
+    status,
+)
 from tierd.cli.tables import complain, print_json
 from tierd.core import errors, manifest
 from tierd.ipc.messages import EXIT_HELD
 from tierd.ipc.protocol import PROTOCOL
-from tierd.logs import Formatter
+from tierd.logs import formatter
 
 app = typer.Typer(
     name="tierd",
@@ -28,7 +44,9 @@ app = typer.Typer(
 )
 act.register(app)
 read.register(app)
+runs.register(app)
 status.register(app)
+doctor.register(app)
 pause.register(app)
 space.register(app)
 ending.register(app)
@@ -51,6 +69,8 @@ EXIT_CODES: dict[int, str] = {
     EXIT_HELD: "another daemon holds the spool",
     check.EXIT_NOT_EXACT: "`check-resume`: the killed run differs from the uninterrupted one",
     ending.EXIT_UNFINISHED: "`run` after SIGTERM, `drain`: some tier still lacks a part that it wants",
+    doctor.EXIT_WARNING: "`doctor`: it works, at a cost or a risk",
+    doctor.EXIT_ERROR: "`doctor`: something that is needed will fail",
     follow.EXIT_UNDELIVERED: "`follow --once`: a checkpoint could not be delivered, or its command failed",
 }
 _CODES: dict[type[errors.TierdError], int] = {
@@ -86,7 +106,7 @@ def _main(
 def run(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(formatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         app(arguments)

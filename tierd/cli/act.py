@@ -13,6 +13,7 @@ import msgspec
 import typer
 
 from tierd.cli.ending import EXIT_UNFINISHED
+from tierd.cli.known import answering
 from tierd.cli.options import (
     AttemptOption,
     BestOption,
@@ -58,6 +59,8 @@ from tierd.daemon.transfer.export import Exported, export
 from tierd.ipc import messages
 from tierd.ipc.client import Link
 from tierd.ipc.messages import read_member
+from tierd.logs import LogFormat
+from tierd.logs import use as use_format
 from tierd.priority import hasten
 from tierd.spool.spool import Spool
 from tierd.stores.deletions import DeletionGuard
@@ -91,9 +94,14 @@ def run(
         bool, typer.Option("--await-trainer", help="With --until-idle: give a first trainer 120 s to attach.")
     ] = False,
     key_file: KeyFileOption = None,
+    log_format: Annotated[
+        LogFormat,
+        typer.Option("--log-format", metavar="text|json", help="The lines of the log on the standard error."),
+    ] = "text",
     json: JsonOption = False,
 ) -> None:
     """Run the daemon: flush, verify, retain; until SIGTERM. With --json, each event is a line on stdout."""
+    use_format(log_format)
     where = _daemon_config(spool, to, config, keep_last, key_file)
     told = _tell if json else None
     reread = (lambda: load_config(config)) if config is not None else None
@@ -143,7 +151,8 @@ def restore(
     where = places(None, url, config, key_file=key_file)
     assert where.config is not None
     moved = Progress()
-    found = asyncio.run(_restore(where.config, check_run(name), to, step, attempt, goal, moved))
+    with answering(where, check_run(name)):
+        found = asyncio.run(_restore(where.config, name, to, step, attempt, goal, moved))
     if json:
         print_json(found)
         return
@@ -316,9 +325,10 @@ def unpin(
 
 
 def _set_pin(where: Places, run: str, step: int, attempt: str | None, *, pinned: bool, json: bool) -> None:
-    checkpoint = _pin_by_daemon(where, run, step, attempt, pinned=pinned)
-    if checkpoint is None:
-        checkpoint = asyncio.run(_pin_directly(where, run, step, attempt, pinned=pinned))
+    with answering(where, run):
+        checkpoint = _pin_by_daemon(where, run, step, attempt, pinned=pinned)
+        if checkpoint is None:
+            checkpoint = asyncio.run(_pin_directly(where, run, step, attempt, pinned=pinned))
     if json:
         print_json({"run": run, "step": step, "attempt": checkpoint.attempt, "pinned": pinned})
     else:

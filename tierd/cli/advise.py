@@ -17,6 +17,7 @@ import typer
 from msgspec import Meta
 
 from tierd.cli.advise_show import Advised, account, draw, draw_table, markdown, show
+from tierd.cli.known import answering
 from tierd.cli.options import JsonOption, RunOption, SpoolOption, places
 from tierd.cli.read import look
 from tierd.cli.tables import console, print_json, print_lines
@@ -249,13 +250,15 @@ def _went(from_run: tuple[str, str] | None, spool: Path | None, run: str | None)
     if from_run is not None and (spool is not None or run is not None):
         raise ConfigError("--from-run names a tier and the run itself; leave --spool and --run out")
     urls, name = ([from_run[0]], from_run[1]) if from_run else (None, run)
-    world: Inventory = asyncio.run(look(places(spool, urls, None), name))
+    where = places(spool, urls, None)
+    world: Inventory = asyncio.run(look(where, name))
     if name is None:
         there = runs(world)
         if len(there) != 1:
             raise ConfigError(f"--spool {spool}: it has {len(there)} runs; say which with --run")
         [name] = there
-    return past(world, name)
+    with answering(where, name):
+        return past(world, name)
 
 
 def _mtbf(mtbf: str | None, nodes: int, went: Past | None) -> float | None:

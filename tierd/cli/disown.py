@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from tierd.cli.known import answering
 from tierd.cli.options import (
     ConfigOption,
     JsonOption,
@@ -66,7 +67,8 @@ def disown(
     found = asyncio.run(_claimed(where, run, attempt))
     claims = tuple(one.claim(name) for name, one in found.items() if one.keys)
     if not claims:
-        raise CheckpointNotFound(f"run {run!r}: no place named holds anything under the name of attempt {attempt}")
+        with answering(where, run):
+            raise CheckpointNotFound(f"run {run!r}: no place named holds anything under the name of attempt {attempt}")
     if not json:
         rows = [(one.place, *map(str, (one.checkpoints, one.readable, one.complete, one.objects))) for one in claims]
         console().print(table(None, ("WHERE", "CHECKPOINTS", "READABLE", "COMPLETE", "OBJECTS"), rows))

@@ -21,6 +21,7 @@ from tierd.core.ids import CheckpointId, PartId, check_run, check_step
 from tierd.core.planning.unflushed import Remaining, Unflushed, backlog_of, by_tier
 from tierd.core.printable import printable
 from tierd.core.retention.policy import seconds
+from tierd.core.timeline.alternatives import runs_there, steps_there
 from tierd.ipc import messages
 from tierd.ipc.client import Link
 from tierd.spool.spool import Spool
@@ -185,13 +186,21 @@ def wait(
 
 def _find(link: Link, run: str, step: int | None, attempt: str | None) -> dict[str, Any]:
     """Return the newest checkpoint that fits, as `ls` shows it."""
-    for one in link.ask(messages.Report(run=run))["report"]["checkpoints"]:
+    seen: list[dict[str, Any]] = link.ask(messages.Report(run=run))["report"]["checkpoints"]
+    for one in seen:
         usable = any(copy["state"] != "quarantined" for copy in one["copies"])
         if usable and step in (None, one["step"]) and attempt in (None, one["attempt"]):
             return dict(one)
     asked = f"step {step}" if step is not None else "checkpoint"
     of = f" of attempt {attempt}" if attempt is not None else ""
-    raise CheckpointNotFound(f"run {run!r} has no {asked}{of} here or on a tier: it was never saved, or is retired")
+    there = steps_there(step, [one["step"] for one in seen]) if step is not None else ""
+    if not seen:
+        found = link.ask(messages.Report(run=None))["report"]["checkpoints"]
+        there = runs_there(run, {one["run"] for one in found})
+    raise CheckpointNotFound(
+        f"run {run!r} has no {asked}{of} here or on a tier: it was never saved, or is retired"
+        + (f"\n  {there}" if there else "")
+    )
 
 
 def _wait(link: Link, checkpoint: CheckpointId, found: dict[str, Any], tier: str, end: float) -> None:

@@ -17,7 +17,7 @@ from tierd.core.errors import ConfigError
 from tierd.core.printable import printable_json
 from tierd.core.retention.policy import seconds
 
-EXIT_UNDELIVERED = 10
+EXIT_UNDELIVERED = 12
 
 
 def register(app: typer.Typer) -> None:

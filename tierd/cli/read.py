@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from tierd.cli.known import answering, unknown
 from tierd.cli.options import (
     AttemptOption,
     ConfigOption,
@@ -68,7 +69,10 @@ def ls(
     json: JsonOption = False,
 ) -> None:
     """Every checkpoint, where its copies lie, and what retention makes of them. → resumes next, * pinned."""
-    found, unanswered = _report(places(spool, url, config, key_file=key_file), run)
+    where = places(spool, url, config, key_file=key_file)
+    found, unanswered = _report(where, run)
+    if run and not found.checkpoints and not found.unreached and (there := unknown(where, run)):
+        complain(f"run {run!r}: nothing of it lies there; {there}")
     if json:
         print_json(found)
     else:
@@ -92,7 +96,8 @@ def show(
     """One checkpoint: its manifest's files, metrics, origin, and every copy."""
     where = places(spool, url, config, key_file=key_file)
     inventory = asyncio.run(look(where, run))
-    checkpoint = choose(inventory, run, step, attempt)
+    with answering(where, run):
+        checkpoint = choose(inventory, run, step, attempt)
     found = next(
         c
         for c in report(inventory, where.config, run, defaults=where.policy).checkpoints
@@ -152,7 +157,8 @@ def verify(
     if unreached or any(check.unchecked for check in checks):
         raise typer.Exit(6)
     if not checks:
-        raise CheckpointNotFound("nothing to verify: no such checkpoint there")
+        with answering(where, run):
+            raise CheckpointNotFound("nothing to verify: no such checkpoint there")
 
 
 def _found(check: Check) -> str:

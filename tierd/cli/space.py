@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from tierd.cli.known import answering
 from tierd.cli.options import (
     ConfigOption,
     JsonOption,
@@ -86,7 +87,8 @@ def rm(
     where = places(spool, url, config, key_file=key_file)
     found = asyncio.run(_held(where, check_run(run)))
     if not found:
-        raise CheckpointNotFound(f"run {run!r}: nothing of it lies in the places named")
+        with answering(where, run):
+            raise CheckpointNotFound(f"run {run!r}: nothing of it lies in the places named")
     if not json:
         console().print(_shown(run, found))
     if not dry_run:

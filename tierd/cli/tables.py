@@ -7,7 +7,7 @@ through `printable`, and none of it is markup, because anybody may choose names 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from tierd.core.printable import printable, printable_json, printable_lines
+from tierd.core.printable import printable, printable_json
 from tierd.core.report import Checkpoint, Copy, Report
+from tierd.logs import last_word
 
 _MANY = 500  # lines
 _WIDE = 200  # columns without a terminal, because a pipe must not lose text
@@ -35,7 +36,7 @@ def console() -> Console:
 
 def complain(text: object) -> None:
     """Print a line to stderr: an error, or a note on the answer."""
-    print(f"tierd: {printable_lines(text)}", file=sys.stderr)
+    print(last_word(str(text)), file=sys.stderr)
 
 
 def print_lines(text: object, *, error: bool = False) -> None:
@@ -93,13 +94,17 @@ def checkpoints(report: Report) -> Table:
 
 
 def print_checkpoints(report: Report) -> None:
-    """Print the lines of `checkpoints`. Many lines are not laid out for the terminal, because that takes longer than to
-    observe the checkpoints."""
-    rows = _rows(report)
+    """Print the lines of `checkpoints`."""
+    print_rows(_COLUMNS, _rows(report))
+
+
+def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table. Many lines are not laid out for the terminal, because that takes longer than to observe what they
+    show."""
     if len(rows) <= _MANY:
-        console().print(checkpoints(report))
+        console().print(table(None, columns, rows))
         return
-    cells = [_COLUMNS, *([printable(cell) for cell in row] for row in rows)]
+    cells = [columns, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
     sys.stdout.write("\n".join(lines) + "\n")

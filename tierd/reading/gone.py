@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable
+from tierd.core.timeline.alternatives import runs_there
 from tierd.core.timeline.candidates import Candidate
 from tierd.reading.tiers import RunOnTiers
-
-_RUNS = 20  # runs that an error message names, at most
 
 
 def corrupt_or_gone(tiers: RunOnTiers, candidate: Candidate, error: CorruptChunk | ManifestError) -> Exception:
@@ -21,7 +20,5 @@ def corrupt_or_gone(tiers: RunOnTiers, candidate: Candidate, error: CorruptChunk
 
 def none_there(tiers: RunOnTiers) -> str:
     """Return why nothing was found: the message names the runs that exist."""
-    there = tiers.runs()
-    more = f" and {len(there) - _RUNS} more" if len(there) > _RUNS else ""
-    what = f"the runs there are: {', '.join(there[:_RUNS])}{more}" if there else "there is no run at all"
+    what = runs_there(tiers.run, tiers.runs())
     return f"run {tiers.run!r}: the tiers have no complete checkpoint of it; {what}"

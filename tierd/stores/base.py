@@ -7,7 +7,7 @@ implementation. The conformance suite in `tests/stores/conformance.py` runs agai
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -20,6 +20,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}(/[A-Za-z0-9_-][A-Za-z0-9._-]{0,254})*")
 MAX_KEY = 512
 FIRST_PAGE, PAGE = 16, 1000  # keys per page of an S3 listing: `children` needs one key, and a full page takes 20 ms
+_MANY = PAGE - 1  # objects of one name after its first, one page of a listing, after which the rest is skipped
 LARGEST = 272 << 20  # bytes: the largest object that tierd puts
 
 
@@ -184,3 +185,34 @@ async def children(store: Store, prefix: str) -> AsyncIterator[str]:
         name, slash, _ = found[len(prefix) :].partition("/")
         yield name
         after = f"{prefix}{name}/\x7f" if slash else found  # '\x7f' sorts after every character of a key
+
+
+async def listed_names(store: Store, prefix: str, told: Callable[[], None] = lambda: None) -> set[str]:
+    """Return the names directly under `prefix` (which is empty or ends in ``/``).
+
+    A name with few objects is passed by reading on in the listing; after `_MANY` objects of one name a new listing
+    skips the rest. `told` is called after each answer of the store.
+    """
+    names, after = set[str](), ""
+    while True:
+        told()
+        many = 0
+        async with aclosing(store.scan(prefix, after)) as listing:
+            async for info in listing:
+                name = info.key[len(prefix) :].partition("/")[0]
+                many = many + 1 if name in names else 0
+                names.add(name)
+                if many == _MANY:
+                    after = f"{prefix}{name}/\x7f"  # '\x7f' sorts after every character of a key
+                    break
+            else:
+                return names
+
+
+async def directories(store: Store, prefix: str) -> list[str] | None:
+    """Return the names directly under `prefix` by one listing of a directory; None if the store has no directories.
+
+    Unlike `listed_names`, the result may contain names under which no object is left.
+    """
+    listing = getattr(store, "directories", None)
+    return None if listing is None else await listing(prefix)

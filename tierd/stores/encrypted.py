@@ -37,7 +37,7 @@ from tierd.core.retention.stored import is_plain
 from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.priority import POLITE, is_hasty
 from tierd.spool.direct_io import memory_for
-from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, check_key, octets, room
+from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, check_key, directories, octets, room
 from tierd.stores.keys import Key
 
 _NONCE, _TAG = 12, 16  # bytes
@@ -157,6 +157,10 @@ class EncryptedStore:
                     yield shown
         for one in _sorted(page):
             yield one
+
+    async def directories(self, prefix: str) -> list[str] | None:
+        """List a directory of `inner`, unless names in it are encrypted; see `stores.base.directories`."""
+        return None if _CHUNKS.match(prefix) else await directories(self._inner, prefix)
 
     async def delete(self, keys: Sequence[str]) -> None:
         await self._inner.delete([self._hidden(check_key(key)) for key in keys])

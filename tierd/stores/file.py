@@ -114,6 +114,10 @@ class FileStore:
             for info in await self._run(self._stat, directory, page):
                 yield info
 
+    async def directories(self, prefix: str) -> list[str]:
+        """List the names directly under `prefix` with one listing; see `stores.base.directories`."""
+        return [key[len(prefix) :].rstrip("/") for key in await self._run(self._list, prefix, prefix, "")]
+
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             check_key(key)

@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from tierd.priority import is_hasty
-from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s
+from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, directories
 
 _BURST_S = 1.0  # seconds of its rate that an idle bucket saves up
 
@@ -103,6 +103,10 @@ class LimitedStore:
 
     def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         return self._inner.scan(prefix, after)
+
+    async def directories(self, prefix: str) -> list[str] | None:
+        """List a directory of `inner`; see `stores.base.directories`."""
+        return await directories(self._inner, prefix)
 
     async def delete(self, keys: Sequence[str]) -> None:
         await self._inner.delete(keys)

@@ -13,7 +13,9 @@ from tierd.stores.limit import LimitedStore
 from tierd.stores.retry import RetryingStore
 
 
-def open_store(url: StoreUrl, up: int | None = None, down: int | None = None, key: Key | None = None) -> Store:
+def open_store(
+    url: StoreUrl, up: int | None = None, down: int | None = None, key: Key | None = None, *, attempts: int = 5
+) -> Store:
     """Open the store at `url`, with deadlines and retries.
 
     It connects to nothing and reads nothing before the first call.
@@ -22,11 +24,12 @@ def open_store(url: StoreUrl, up: int | None = None, down: int | None = None, ke
         up: the most bytes per second that puts move; None for no limit.
         down: the most bytes per second that gets move; None for no limit.
         key: the key to encrypt with; None for no encryption.
+        attempts: how often a call is tried while the server does not answer.
 
     Raises:
         ConfigError: an s3 URL is given and aiobotocore is not installed, or a key and cryptography is not.
     """
-    store: Store = RetryingStore(_plain(url))
+    store: Store = RetryingStore(_plain(url), attempts=attempts)
     store = LimitedStore(store, up, down) if up or down else store
     if key is None:
         return store

@@ -17,7 +17,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from tierd.core.errors import StoreUnavailable
-from tierd.stores.base import LARGEST, Buffer, ObjectInfo, Store
+from tierd.stores.base import LARGEST, Buffer, ObjectInfo, Store, directories
 from tierd.stores.window import StoreThrottled, Window
 
 T = TypeVar("T")
@@ -89,6 +89,10 @@ class RetryingStore:
                         break  # continue after the last object that arrived
                     failed, after = 0, info.key
                     yield info
+
+    async def directories(self, prefix: str) -> list[str] | None:
+        """List a directory of `inner`; see `stores.base.directories`."""
+        return await self._call(f"scan {prefix or '/'}", 0.0, lambda: directories(self._inner, prefix))
 
     async def delete(self, keys: Sequence[str]) -> None:
         await self._call(f"delete {len(keys)} keys", len(keys) * _PER_KEY_S, lambda: self._inner.delete(keys))

@@ -158,6 +158,35 @@ def test_what_comes_back_has_to_be_what_was_put() -> None:
     assert asyncio.run(reach(Forgetful())).mode is None
 
 
+@pytest.mark.parametrize("moment", ["deleted after the put", "replaced after the put", "put again after the deletion"])
+def test_another_node_that_tries_at_the_same_moment_is_no_fault(moment: str) -> None:
+    class Shared(MemoryStore):
+        """Here the other node acts once."""
+
+        left = 1
+
+        async def put(self, key, data) -> str:
+            found = await super().put(key, data)
+            if self.left and moment.endswith("put"):
+                self.left = 0
+                if moment.startswith("deleted"):
+                    await super().delete([key])
+                else:
+                    await super().put(key, b"the other's")
+            return found
+
+        async def delete(self, keys) -> None:
+            there = any([info.key in keys async for info in self.scan("")])
+            await super().delete(keys)
+            if self.left and there and moment.endswith("deletion"):
+                self.left = 0
+                await super().put(keys[0], b"the other's")
+
+    store = Shared()
+    assert asyncio.run(reach(store)) == Reach("read-write")
+    assert not store.left and not list(store._keys)
+
+
 def test_a_store_that_refuses_all_is_no_error() -> None:
     class Closed(MemoryStore):
         async def put(self, key, data) -> str:

@@ -138,8 +138,8 @@ MUTANTS = (
     Mutant(
         "an export does not say what it skipped",
         "tierd/daemon/transfer/export.py",
-        "                tuple(skipped),\n",
-        "                (),\n",
+        "            tuple(skipped),\n",
+        "            (),\n",
         "corruption --only 252",
         "and this was said of it",
     ),

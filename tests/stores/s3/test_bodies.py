@@ -269,7 +269,7 @@ def test_a_connection_is_not_closed_under_a_call_that_was_cancelled() -> None:
         await asyncio.sleep(5)
 
     async def use(store: S3Store) -> None:
-        await store._connected()
+        await store.connected()
         task = asyncio.create_task(store.get("k"))
         await asyncio.sleep(0.3)
         [busy] = session_of(store)._busy

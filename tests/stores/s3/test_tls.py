@@ -254,7 +254,7 @@ def test_a_handshake_that_stalls_is_given_up_and_named(bucket: Bucket, monkeypat
 
 def test_a_cancelled_handshake_leaves_nothing(authority: Authority, bucket: Bucket) -> None:
     async def call(store: S3Store) -> None:
-        await store._connected()  # making the client may take longer on a busy machine than all that follows
+        await store.connected()  # making the client may take longer on a busy machine than all that follows
         for _ in range(40):  # more than there are slots
             task = asyncio.create_task(store.get("k"))
             await asyncio.sleep(0.01)

@@ -16,6 +16,7 @@ from tierd.core.errors import CheckpointNotFound
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.inventory import Inventory
 from tierd.core.save_policy import Goal, listed
+from tierd.core.timeline.alternatives import steps_there
 from tierd.core.timeline.chain import timeline
 from tierd.core.timeline.run_view import CORRUPT, RunView, named, ranks_of, run_view_of
 
@@ -335,6 +336,8 @@ def not_found(
     lines += [f"  skipped {text}" for text in skipped]
     if (resume.quarantined or resume.gone or resume.unvouched) and not resume.candidates and step is None:
         lines.append(f"  to begin from nothing all the same, give the run another name, or remove it (tierd rm {run})")
+    if step is not None and not skipped and (there := steps_there(step, [one.step for one in resume.whole])):
+        lines.append(f"  {there}")
     if resume.lost:
         lines.append(f"  what attempt {resume.lost} resumed from cannot be told any more")
     if resume.branches:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import aclosing
 
 from tierd.core.errors import (
     FormatTooNew,
@@ -40,12 +39,11 @@ from tierd.daemon.tiers.run_policies import RunPolicies
 from tierd.daemon.transfer.concurrency import each
 from tierd.daemon.transfer.replicas import read_manifest
 from tierd.spool.spool import Spool
-from tierd.stores.base import ObjectInfo, Store, children
+from tierd.stores.base import ObjectInfo, Store, children, listed_names
 
 log = logging.getLogger("tierd.daemon")
 
 _RELIST = 600.0  # seconds between listings of a run's chunks
-_MANY = 999  # chunks of a checkpoint after its first, one page of a listing, after which the rest is skipped
 _FEW = 1000  # manifests in all runs, up to which `look_around` reads them all
 _AT_ONCE = 8  # runs observed at a time by `look_around`
 
@@ -211,31 +209,10 @@ class TierObserver:
         """
         now = time.monotonic()
         if now - self._listed.get(run, -_RELIST) >= _RELIST:
-            names = await self._chunk_directories(chunks_prefix(run), told)
+            names = await listed_names(self.store, chunks_prefix(run), told)
             self._owners[run] = {found for name in names if (found := CheckpointId.parse(run, name))}
             self._listed[run] = now
         return self._owners[run]
-
-    async def _chunk_directories(self, prefix: str, told: Callable[[], None]) -> set[str]:
-        """Return the names under `prefix`.
-
-        A name with few objects is passed by reading on in the listing; after `_MANY` objects of one name a new listing
-        skips the rest.
-        """
-        names, after = set[str](), ""
-        while True:
-            told()
-            many = 0
-            async with aclosing(self.store.scan(prefix, after)) as listing:
-                async for info in listing:
-                    name = info.key[len(prefix) :].partition("/")[0]
-                    many = many + 1 if name in names else 0
-                    names.add(name)
-                    if many == _MANY:
-                        after = f"{prefix}{name}/\x7f"  # '\x7f' sorts after every character of a key
-                        break
-                else:
-                    return names
 
     def forget(self, checkpoint: CheckpointId) -> None:
         """Record that only shared chunks are left under a checkpoint's name."""

@@ -6,6 +6,8 @@ again. Otherwise the object put is the tier's README.md, which every flush ensur
 
 from __future__ import annotations
 
+import asyncio
+import random
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +24,8 @@ from tierd.core.ids import CHECK_KEY, KINDS, OWN_KEYS, README_KEY
 from tierd.daemon.transfer.flush import introduction
 from tierd.stores.base import Store, children, clear, octets
 
+# Nodes that start together try out one key together, so one may delete or replace it before another reads it back.
+_TRIES, _APART_S = 5, 0.2  # seconds at most between two of them
 _UNREADABLE = (CorruptChunk, ManifestError, FormatTooNew)
 
 
@@ -88,14 +92,29 @@ async def _try(store: Store, key: str, kept: str) -> Reach:
         await _read(store, README_KEY)
         return Reach("read-only", str(error))
     try:
-        if (found := await _read(store, key)) is None or octets(found) != octets(data):
-            raise StoreRefused(f"{key}: what was read back differs from what was put")
+        for left in reversed(range(_TRIES)):
+            if (found := await _read(store, key)) is not None and octets(found) == octets(data):
+                break
+            if not left:
+                raise StoreRefused(f"{key}: what was read back differs from what was put")
+            await asyncio.sleep(random.uniform(0, _APART_S))  # noqa: S311
+            await store.put(key, data)
     finally:
         if not kept:
             await clear(store, [key])
-    if not kept and any([info.key == key async for info in store.scan(key)]):
+    if not kept and await _stays(store, key):
         kept = f"{key} was deleted, and is still there: the tier keeps what it has (a lock on objects?)"
     return Reach("append-only", kept) if kept else Reach("read-write")
+
+
+async def _stays(store: Store, key: str) -> bool:
+    """Return whether an object outlives its deletions, which another node's object of this name does not."""
+    for _ in range(_TRIES):
+        if not any([info.key == key async for info in store.scan(key)]):
+            return False
+        await asyncio.sleep(random.uniform(0, _APART_S))  # noqa: S311
+        await clear(store, [key])
+    return True
 
 
 async def _read(store: Store, key: str) -> bytes | None:

@@ -79,7 +79,7 @@ class S3Store:
 
     async def put(self, key: str, data: Buffer) -> str:
         name, view = self._base + check_key(key), octets(data)
-        async with self._translated(f"put {key}"):
+        async with self.translated(f"put {key}"):
             await self._probe()
             checksum, proven = self._checksum, self._proven
             parameters = await checksum.parameters(view)
@@ -91,7 +91,7 @@ class S3Store:
             return proven
 
     async def _put(self, name: str, view: memoryview, checksum: dict[str, str]) -> Any:
-        client = await self._connected()
+        client = await self.connected()
         return await client.put_object(Bucket=self._url.bucket, Key=name, Body=Body(view), **checksum, **self._extra)
 
     async def _probe(self) -> None:
@@ -137,7 +137,7 @@ class S3Store:
         if "ETag" not in answer:
             return None
         try:
-            client = await self._connected()
+            client = await self.connected()
             await client.delete_object(Bucket=self._url.bucket, Key=name)
         except _FOREIGN:
             _log.info("%s: %s could not be deleted; it means nothing", self._url, _PROBE)
@@ -145,8 +145,8 @@ class S3Store:
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         name = self._base + check_key(key)
-        async with self._translated(f"get {key}"):
-            client = await self._connected()
+        async with self.translated(f"get {key}"):
+            client = await self.connected()
             with self._parsed(f"get {key}"):
                 answer = await client.get_object(Bucket=self._url.bucket, Key=name)
             async with answer["Body"] as body:  # an unread and unclosed body would hold its connection forever
@@ -178,8 +178,8 @@ class S3Store:
             page["StartAfter"] = self._base + after
         last = None
         while True:
-            async with self._translated(f"scan {prefix}"):
-                client = await self._connected()
+            async with self.translated(f"scan {prefix}"):
+                client = await self.connected()
                 with self._parsed(f"scan {prefix}"):
                     answer = await client.list_objects_v2(Bucket=self._url.bucket, Prefix=self._base + prefix, **page)
                 self._check_whose(answer, "IsTruncated", f"scan {prefix}")
@@ -200,8 +200,8 @@ class S3Store:
         names = [{"Key": self._base + check_key(key)} for key in keys]
         for start in range(0, len(names), _DELETE_BATCH):
             batch = names[start : start + _DELETE_BATCH]
-            async with self._translated("delete"):
-                client = await self._connected()
+            async with self.translated("delete"):
+                client = await self.connected()
                 answer = await client.delete_objects(Bucket=self._url.bucket, Delete={"Objects": batch})
             refusals = answer.get("Errors", ())
             for refusal in refusals:
@@ -217,7 +217,8 @@ class S3Store:
         await self._closing.aclose()
         self._client = None
 
-    async def _connected(self) -> Any:
+    async def connected(self) -> Any:
+        """Return the library's client, which is made at the first call."""
         async with self._opening:
             if self._client is None:
                 config = AioConfig(
@@ -259,7 +260,8 @@ class S3Store:
             raise StoreUnavailable(f"{self._url}: {doing}: what came is no answer of S3's: {error}") from None
 
     @asynccontextmanager
-    async def _translated(self, doing: str) -> AsyncGenerator[None, None]:
+    async def translated(self, doing: str) -> AsyncGenerator[None, None]:
+        """Translate the errors of requests to the server; `doing` is for their messages."""
         # At least 1, because the first credentials are found during the first call.
         began = max(self._chain.generation, 1)
         try:

@@ -1,0 +1,174 @@
+"""What `doctor` observes of a spool and of this machine, and that it leaves both as they were."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from support.world import commit, part
+
+from tierd.doctor import disk, machine, service
+from tierd.doctor.bounded import in_thread, output
+from tierd.spool import direct_io
+from tierd.spool.spool import Spool
+
+
+def names(root: Path) -> list[str]:
+    return sorted(str(path) for path in root.rglob("*"))
+
+
+def found(root: Path, keep_last: int = 3) -> dict[str, str]:
+    """Each check with its finding."""
+    return {one.check: one.finding for one in disk.examine(root, keep_last, disk.largest_state(root))}
+
+
+def test_a_spool_with_checkpoints_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool")
+    for step in (1, 2):
+        for rank in (0, 1):
+            commit(spool, part(step, rank=rank, world=2))
+    commit(spool, part(9, run="small"), {"a": b"1"})
+    before, changed = names(tmp_path), (spool.root).stat().st_mtime_ns
+    state = disk.largest_state(spool.root)
+    size = sum(spool.manifest(part(2, rank=rank, world=2)).size for rank in (0, 1))
+    assert state is not None and (state.run, state.size) == ("run", size)
+    assert state.used == 2 * size
+    checks = found(spool.root)
+    assert set(checks) == {"file system", "owner and mode", "spool", "O_DIRECT", "rename", "fsync", "space"}
+    assert (checks["spool"], checks["rename"]) == ("spool found", "renames")
+    assert checks["space"] == "room" and checks["owner and mode"] == "private"
+    assert names(tmp_path) == before
+    assert spool.root.stat().st_mtime_ns == changed  # nothing was made where a daemon lists runs
+
+
+def test_a_spool_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    checks = found(tmp_path / "no" / "spool")
+    assert checks["spool"] == "spool absent" and checks["rename"] == "renames"
+    assert "owner and mode" not in checks and checks["space"] == "state unknown"
+    assert names(tmp_path) == []
+
+
+def test_a_spool_that_is_a_file_is_unusable(tmp_path: Path) -> None:
+    (tmp_path / "spool").write_text("")
+    assert found(tmp_path / "spool") == {"spool": "spool unusable"}
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "finding"),
+    [("rename", "rename", "rename fails"), ("fsync", "fsync", "sync fails"), ("mkdir", "spool", "spool unusable")],
+)
+def test_what_a_disk_refuses_is_found_and_nothing_is_left(tmp_path: Path, monkeypatch, name, check, finding) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    monkeypatch.setattr(os, name, refuse)
+    assert found(tmp_path)[check] == finding
+    monkeypatch.undo()
+    assert names(tmp_path) == []
+
+
+def test_a_disk_that_refuses_direct_writes_is_found(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(disk, "set_direct", lambda fd, on: False)
+    assert found(tmp_path)["O_DIRECT"] == "not direct"
+    monkeypatch.undo()
+    assert disk.set_direct is direct_io.set_direct
+
+
+def test_the_directory_of_a_killed_doctor_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    old, young = (spool.control / f"doctor-{name}" for name in ("old", "young"))
+    for one in (old, young):
+        one.mkdir()
+        (one / "x").write_text("")
+    os.utime(old, (0, 0))
+    found(tmp_path)
+    assert [path.name for path in spool.control.glob("doctor-*")] == ["doctor-young"]
+
+
+MOUNTS = r"""22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
+30 22 0:40 / /mnt/a\040b rw,relatime shared:9 - nfs4 nas:/x rw
+31 22 0:41 / /mnt rw - tmpfs tmpfs ro
+broken line
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "frozen"),
+    [("/mnt/a b/spool", "nfs4", False), ("/mnt/a", "tmpfs", True), ("/mntx", "ext4", False), ("/", "ext4", False)],
+)
+def test_the_mount_of_a_path(path: str, kind: str, frozen: bool) -> None:
+    mount = machine.mount_of(Path(path), MOUNTS)
+    assert mount is not None and (mount.kind, mount.read_only) == (kind, frozen)
+    assert machine.mount_of(Path(path), "nothing known") is None
+
+
+def test_the_lowest_limit_of_all_groups_above_counts(tmp_path: Path) -> None:
+    below = tmp_path / "system.slice" / "tierd.service"
+    below.mkdir(parents=True)
+    (below / "memory.max").write_text("max\n")
+    (below / "memory.high").write_text("5000000000\n")
+    (tmp_path / "system.slice" / "memory.max").write_text("3000000000\n")
+    assert machine.memory_limit("0::/system.slice/tierd.service\n", tmp_path) == 3_000_000_000
+    assert machine.memory_limit("0::/elsewhere\n", tmp_path) is None
+    first = tmp_path / "memory" / "job"
+    first.mkdir(parents=True)
+    (first / "memory.limit_in_bytes").write_text("7000000000\n")
+    assert machine.memory_limit("9:cpu:/\n4:memory:/job\n", tmp_path) == 7_000_000_000
+    (first / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # "none", in version 1
+    assert machine.memory_limit("4:memory:/job\n", tmp_path) is None
+
+
+def test_this_machine_is_examined() -> None:
+    assert [one.check for one in machine.examine(None)] == ["memfd", "memory", "limits"]
+
+
+def test_a_daemon_that_never_ran_is_a_note(tmp_path: Path) -> None:
+    assert service.daemon(tmp_path)[0].finding == "no daemon"
+    Spool(tmp_path / "spool")
+    one, pid = service.daemon(tmp_path / "spool")
+    assert (one.finding, one.severity, pid) == ("no daemon", "note", 0)
+
+
+def test_the_unit_of_a_process_is_the_end_of_its_control_group() -> None:
+    assert service.unit_of(0, "0::/system.slice/system-tierd.slice/tierd@alice.service\n") == "tierd@alice.service"
+    assert service.unit_of(0, "0::/user.slice/session-3.scope\n") == service.UNIT
+    assert service.unit_of(2**22 + 1) == service.UNIT
+
+
+def test_what_ends_the_daemon_is_asked_for_where_it_can_be(tmp_path: Path, monkeypatch) -> None:
+    answers = {"systemctl": "LoadState=loaded\nTimeoutStopUSec=30s", "scontrol": "KillWait  = 300 sec"}
+    for name, text in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name in ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", service.GRACE):
+        monkeypatch.delenv(name, raising=False)
+    assert [one.finding for one in service.endings(0, 60)] == ["stopped too soon"]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    for grace, name in (("120s", "pod ends in time"), ("30s", "pod ends too soon"), ("soon", "pod's grace unknown")):
+        monkeypatch.setenv(service.GRACE, grace)
+        assert [one.finding for one in service.endings(0, 60)] == ["stopped too soon", "job ends in time", name]
+    (tmp_path / "systemctl").write_text("#!/bin/sh\necho LoadState=not-found\necho TimeoutStopUSec=30s\n")
+    assert next(service.endings(0, 60)).finding == "no unit"
+
+
+def test_a_call_that_hangs_is_left_alone() -> None:
+    hung = threading.Event()
+    with pytest.raises(TimeoutError):
+        asyncio.run(in_thread(lambda: hung.wait(60), 0.05))
+    hung.set()
+    assert asyncio.run(in_thread(lambda: 7, 30.0)) == 7
+    with pytest.raises(ValueError, match="no"):
+        asyncio.run(in_thread(lambda: int("no"), 30.0))
+
+
+def test_a_program_that_fails_or_hangs_says_nothing(monkeypatch) -> None:
+    assert output(["sh", "-c", "echo x"]) == "x\n"
+    assert output(["sh", "-c", "echo x; exit 1"]) == output(["/no/such/program"]) == ""
+    monkeypatch.setattr("tierd.doctor.bounded._COMMAND_S", 0.2)
+    assert output(["sleep", "30"]) == ""

@@ -1,0 +1,246 @@
+"""What `doctor` observes of a tier: a bucket with every setting that fights retention, and servers that are wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from email.utils import formatdate
+from pathlib import Path
+
+import pytest
+from stores.s3.test_s3_store import credentials
+from support.s3stub import Bucket, serving
+from support.tls import Authority
+
+from tierd.core.diagnosis.findings import Finding
+from tierd.core.errors import StoreUnavailable
+from tierd.core.urls import parse_url
+from tierd.doctor import tier
+from tierd.doctor.endpoint import Endpoint
+from tierd.doctor.endpoint import examine as examine_endpoint
+from tierd.doctor.tier import Subject
+from tierd.stores.memory import MemoryStore
+from tierd.stores.s3.s3_store import S3Store
+
+__all__ = ["credentials"]  # the fixture
+
+LIFECYCLE = b"""<LifecycleConfiguration>
+<Rule><ID>old</ID><Status>Enabled</Status><Filter><Prefix>p/</Prefix></Filter>
+<Expiration><Days>30</Days></Expiration></Rule>
+<Rule><ID>off</ID><Status>Disabled</Status><Filter></Filter><Expiration><Days>1</Days></Expiration></Rule>
+</LifecycleConfiguration>"""
+TAGGED = b"""<LifecycleConfiguration><Rule><ID>t</ID><Status>Enabled</Status>
+<Filter><And><Prefix>p</Prefix><Tag><Key>a</Key><Value>b</Value></Tag></And></Filter>
+<Expiration><Days>30</Days></Expiration></Rule></LifecycleConfiguration>"""
+CLEANED = b"""<LifecycleConfiguration><Rule><ID>t</ID><Status>Enabled</Status><Prefix></Prefix>
+<NoncurrentVersionExpiration><NoncurrentDays>3</NoncurrentDays></NoncurrentVersionExpiration>
+</Rule></LifecycleConfiguration>"""
+LOCK = b"""<ObjectLockConfiguration><ObjectLockEnabled>Enabled</ObjectLockEnabled><Rule><DefaultRetention>
+<Mode>COMPLIANCE</Mode><Days>30</Days></DefaultRetention></Rule></ObjectLockConfiguration>"""
+VERSIONS = b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>"
+UPLOADS = b"""<ListMultipartUploadsResult><Upload><Key>p/x</Key><UploadId>1</UploadId>
+<Initiated>2026-01-02T03:04:05.000Z</Initiated></Upload></ListMultipartUploadsResult>"""
+
+
+async def all_of(source: AsyncIterator[Finding]) -> dict[str, Finding]:
+    return {one.check: one async for one in source}
+
+
+def judged(bucket: Bucket, *sources: str) -> dict[str, Finding]:
+    """The findings about a bucket, by check."""
+
+    async def work() -> dict[str, Finding]:
+        url = parse_url(bucket.url())
+        subject, found = Subject("t", url, S3Store(url), None), dict[str, Finding]()
+        for source in sources:
+            found |= await all_of(getattr(tier, source)(subject))
+        await subject.store.aclose()
+        return found
+
+    with serving(bucket):
+        return asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({}, ("no rules", "no lock", "no versions", "no uploads")),
+        ({"lifecycle": LIFECYCLE, "object-lock": LOCK}, ("expires", "lock by default", "no versions", "no uploads")),
+        ({"lifecycle": TAGGED, "versioning": VERSIONS}, ("no rules", "no lock", "old versions stay", "no uploads")),
+        ({"lifecycle": CLEANED, "versioning": VERSIONS}, ("no rules", "no lock", "old versions expire", "no uploads")),
+        ({"uploads": UPLOADS}, ("no rules", "no lock", "no versions", "leftover uploads")),
+        (
+            {
+                "lifecycle": (404, "NoSuchLifecycleConfiguration"),
+                "object-lock": (404, "ObjectLockConfigurationNotFoundError"),
+            },
+            ("no rules", "no lock", "no versions", "no uploads"),
+        ),
+        (
+            dict.fromkeys(("lifecycle", "object-lock", "versioning", "uploads"), (403, "AccessDenied")),
+            ("rules unknown", "lock unknown", "versioning unknown", "uploads unknown"),
+        ),
+    ],
+)
+def test_what_a_bucket_does_with_objects(settings, names: tuple[str, ...]) -> None:
+    bucket = Bucket()
+    bucket.settings = settings
+    found = judged(bucket, "bucket")
+    assert tuple(one.finding for one in found.values()) == names
+    assert not bucket.objects
+
+
+def test_a_bucket_that_works_is_tried_and_left_as_it_was() -> None:
+    bucket = Bucket()
+    bucket.objects["p/r/pins/x"] = b""
+    found = judged(bucket, "server", "credentials", "operations")
+    assert {check: one.finding for check, one in found.items()} == {
+        "DNS": "resolves",
+        "TLS": "plain on loopback",
+        "clock": "in time",
+        "credentials": "credentials",
+        "operations": "read-write",
+        "checksums": "verifies none",
+        "throughput": found["throughput"].finding,
+    }
+    assert found["throughput"].finding in ("measured", "slow")
+    assert list(bucket.objects) == ["p/r/pins/x"]
+    assert "secret" not in json.dumps([one.found for one in found.values()])
+
+
+@pytest.mark.parametrize(
+    ("denied", "names"),
+    [
+        (("DeleteObject",), ["append-only", "verifies none", "not measured"]),
+        (("PutObject",), ["takes nothing", "not measured"]),
+        (("ListBucket",), ["no answer"]),
+    ],
+)
+def test_what_a_tier_does_not_allow_is_found(denied: tuple[str, ...], names: list[str]) -> None:
+    bucket = Bucket()
+    bucket.deny(*denied)
+    assert [one.finding for one in judged(bucket, "operations").values()] == names
+    assert set(bucket.objects) <= {"p/README.md", "p/.tierd-probe"}
+
+
+def test_credentials_of_a_session_that_nobody_renews_and_none_at_all(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "ID-OF-A-KEY")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "A-SECRET")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "A-TOKEN")
+    (found,) = judged(Bucket(), "credentials").values()
+    assert found.finding == "credentials expire"
+    assert not [one for one in ("ID-OF-A-KEY", "A-SECRET", "A-TOKEN") if one in str(found)]
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    assert [one.finding for one in judged(Bucket(), "credentials").values()] == ["no credentials"]
+    (tmp_path / "config").write_text("[default]\ncredential_process = /bin/sh -c 'echo A-SECRET >&2; exit 1'\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    (found,) = judged(Bucket(), "credentials").values()
+    assert found.finding == "credentials unknown" and "A-SECRET" not in str(found)
+
+
+def test_a_proxy_of_the_environment_is_not_passed_by(monkeypatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://user:A-SECRET@127.0.0.1:1")
+    monkeypatch.setenv("NO_PROXY", "")
+    found = judged(Bucket(), "server")
+    assert [one.finding for one in found.values()] == ["by proxy"]
+    assert "A-SECRET" not in str(found)
+
+
+@contextmanager
+def answering(head: bytes, context=None) -> Iterator[int]:
+    """A server on loopback that answers each connection with `head`; its port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def work() -> None:
+        while True:
+            try:
+                plain, _ = listener.accept()
+            except OSError:
+                return
+            try:
+                with context.wrap_socket(plain, server_side=True) if context else plain as client:
+                    client.recv(4096)
+                    client.sendall(head)
+            except OSError:
+                pass
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(5)
+
+
+def way(url: str, authorities: str = "") -> dict[str, str]:
+    found = asyncio.run(all_of(examine_endpoint(Endpoint("t", url, authorities))))
+    return {check: one.finding for check, one in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("off", "name"),
+    [(0, "in time"), (-200, "clock off"), (200, "clock off"), (2000, "clock too far off"), (None, "clock unknown")],
+)
+def test_the_servers_clock_is_compared(off: int | None, name: str) -> None:
+    date = b"" if off is None else f"Date: {formatdate(time.time() + off, usegmt=True)}\r\n".encode()
+    with answering(b"HTTP/1.1 403 Forbidden\r\n" + date + b"\r\n") as port:
+        assert way(f"http://127.0.0.1:{port}")["clock"] == name
+
+
+@pytest.mark.parametrize("answer", [b"", b"\x00\xff" * 100_000, b"HTTP/1.1 200 OK\r\nDate: soon\r\n\r\n"])
+def test_a_server_that_says_nothing_of_use_has_no_clock(answer: bytes) -> None:
+    with answering(answer) as port:
+        assert way(f"http://127.0.0.1:{port}")["clock"] == "clock unknown"
+
+
+@pytest.mark.parametrize(
+    ("days", "trusted", "name"),
+    [(90, True, "encrypted"), (3, True, "certificate expires"), (-1, True, "no TLS"), (90, False, "no TLS")],
+)
+def test_a_certificate_is_verified_and_its_end_seen(tmp_path: Path, days: int, trusted: bool, name: str) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    mine.mkdir(), other.mkdir()
+    authority, stranger = Authority(mine), Authority(other)
+    day = datetime.timedelta(days=1)
+    context = authority.server("127.0.0.1", begins=-3 * day, ends=days * day)
+    with answering(b"HTTP/1.1 403 Forbidden\r\n\r\n", context) as port:
+        bundle = str((authority if trusted else stranger).bundle)
+        assert way(f"https://127.0.0.1:{port}", bundle)["TLS"] == name
+
+
+def test_a_name_that_does_not_resolve_and_a_port_where_nobody_listens(monkeypatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", unknown)
+        assert way("http://no-such-host.invalid") == {"DNS": "does not resolve"}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    assert way(f"http://127.0.0.1:{port}") == {"DNS": "resolves", "TLS": "no TLS"}
+
+
+def test_a_failure_of_the_timed_object_leaves_nothing_behind() -> None:
+    class Failing(MemoryStore):
+        async def put(self, key, data) -> str:
+            found = await super().put(key, data)
+            if memoryview(data).nbytes > 1 << 19:
+                raise StoreUnavailable("injected")
+            return found
+
+    store = Failing()
+    found = asyncio.run(all_of(tier.operations(Subject("t", parse_url("/t"), store, None))))
+    assert found["operations"].finding == "read-write" and found["throughput"].finding == "not measured"
+    assert not list(store._keys)

@@ -1,0 +1,143 @@
+"""The command `doctor`, which tries what a daemon and its trainers will need.
+
+Invariant: it ends within a minute or so, leaves nothing behind, and shows no secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from rich.table import Table
+
+from tierd.cli.options import ConfigOption, JsonOption, KeyFileOption, SpoolOption, UrlArgument, load_config
+from tierd.cli.tables import console, print_json, table
+from tierd.core.config import Config, TierConfig, from_urls
+from tierd.core.diagnosis.findings import Finding, Severity, finding, worst
+from tierd.core.errors import ConfigError
+from tierd.core.retention.policy import RetentionPolicy, seconds
+from tierd.core.urls import parse_url
+from tierd.doctor.examine import Examined, examine
+from tierd.doctor.tier import Subject
+from tierd.stores.keys import Key, read_key
+from tierd.stores.open import open_store
+
+EXIT_WARNING, EXIT_ERROR = 10, 11
+_EXITS: dict[Severity, int] = {"warning": EXIT_WARNING, "error": EXIT_ERROR}
+_DRAIN = Config(spool="/", tier=(TierConfig(name="t", url="/t"),)).drain  # the default
+_ATTEMPTS = 2  # of each request, because a single failure proves little and somebody waits
+_WORDS: dict[Severity, str] = {
+    "ok": "ok",
+    "note": "note",
+    "unknown": "not tried",
+    "warning": "WARNING",
+    "error": "ERROR",
+}
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command."""
+    app.command()(doctor)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What `doctor` found.
+
+    Attributes:
+        severity: the worst finding's: `error`, `warning`, else `ok`.
+        findings: one or more for each check, by place.
+    """
+
+    severity: Severity
+    findings: tuple[Finding, ...]
+
+
+def doctor(
+    url: UrlArgument = None,
+    spool: SpoolOption = None,
+    config: ConfigOption = None,
+    key_file: KeyFileOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Try what a daemon and its trainers will need: the spool, the machine, every tier, and the time to end.
+
+    Run it as the account that trains. Exit code 10: there are warnings; 11: something will fail."""
+    found = asyncio.run(_examine(url, spool, config, key_file))
+    answer = Diagnosis(worst(found), tuple(found))
+    if json:
+        print_json(answer)
+    else:
+        out = console()
+        out.print(_shown(found))
+        out.print(_sum(found))
+    if answer.severity != "ok":
+        raise typer.Exit(_EXITS[answer.severity])
+
+
+def _shown(found: Sequence[Finding]) -> Table:
+    rows: list[tuple[str, str, str, str]] = []
+    for one in found:
+        rows.append((one.place, one.check, _WORDS[one.severity], one.found))
+        rows.append(("", "", "", one.why))
+        if one.do:
+            rows.append(("", "", "", f"-> {one.do}"))
+    return table(None, ("WHERE", "CHECK", "", "FOUND, WHY IT MATTERS, WHAT TO DO"), rows)
+
+
+def _sum(found: Sequence[Finding]) -> str:
+    counts = Counter(one.severity for one in found)
+    return ", ".join(f"{counts[severity]} {word}" for severity, word in _WORDS.items() if counts[severity])
+
+
+async def _examine(
+    urls: list[str] | None, spool: Path | None, file: Path | None, key_file: Path | None
+) -> list[Finding]:
+    config, root = _named(urls, spool, file, key_file)
+    found, subjects = [], list[Subject]()
+    async with AsyncExitStack() as stack:
+        for tier in config.tier if config else ():
+            key, judged = _key(tier)
+            found += judged
+            url = parse_url(tier.url)
+            store = open_store(url, key=key, attempts=_ATTEMPTS)
+            stack.push_async_callback(store.aclose)
+            subjects.append(Subject(tier.name, url, store, root))
+        retention = (config.retention if config else None) or RetentionPolicy()
+        drain_s = seconds(config.drain if config else _DRAIN)
+        examined = await examine(Examined(root, retention.keep_last, drain_s, subjects))
+    return [*examined, *found]
+
+
+def _named(
+    urls: list[str] | None, spool: Path | None, file: Path | None, key_file: Path | None
+) -> tuple[Config | None, Path | None]:
+    """Return the configuration and the spool's path, which may be absent as yet. Raises `ConfigError`."""
+    if file is not None:
+        if spool or urls or key_file:
+            raise ConfigError("--config names the spool, the tiers and their keys itself; leave the others out")
+        config = load_config(file)
+        return config, Path(config.spool)
+    if spool is None and not urls:
+        raise ConfigError("nothing to try: give --config FILE, --spool DIR, or a tier's URL")
+    if key_file and not urls:
+        raise ConfigError("--key-file is for tiers that are named by their URLs; name one")
+    root = spool.absolute() if spool else None
+    key = str(key_file.absolute()) if key_file else None
+    return (from_urls(str(root or "/"), urls, key_file=key, where="URL") if urls else None), root
+
+
+def _key(tier: TierConfig) -> tuple[Key | None, list[Finding]]:
+    """Return a tier's key, and the finding about it, if it is to have one."""
+    if tier.key_file is None:
+        return None, []
+    try:
+        key = read_key(Path(tier.key_file))
+    except ConfigError as error:
+        return None, [finding(tier.name, "key unusable", str(error))]
+    return key, [finding(tier.name, "key read", f"{tier.key_file}, key {key.id}")]

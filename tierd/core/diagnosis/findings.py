@@ -1,0 +1,221 @@
+"""The table of `tierd doctor`: every check with its reason, and every possible finding with its severity and remedy.
+
+Invariant: a severity stands in this table only. The modules beside this one choose a finding by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["ok", "note", "unknown", "warning", "error"]
+NODE, SYSTEM = "local", "system"  # places beside the tiers; `local` is the spool's name wherever a tier's can stand
+
+# Each check, and why it matters.
+CHECKS: dict[str, str] = {
+    "spool": "Trainers save into this directory.",
+    "file system": "The spool holds what no tier has yet, so it has to be a local disk that survives a reboot.",
+    "O_DIRECT": "Saves bypass the page cache, so that they take neither memory nor time from training.",
+    "rename": "One rename makes a checkpoint visible, whole or not at all.",
+    "fsync": "A checkpoint counts as durable when the disk has confirmed it.",
+    "owner and mode": "A spool holds model weights. A daemon serves only its owner, and trusts nobody else's files.",
+    "space": "The spool holds keep_last checkpoints and the one that is being written.",
+    "memfd": "A trainer hands its snapshot to the daemon as shared memory.",
+    "memory": "A snapshot takes one state's size of memory, and the daemon up to 0.5 GiB.",
+    "limits": "The daemon uses a thread for each connection of a trainer, and up to 64 for each tier.",
+    "daemon": "Client and daemon have to understand each other.",
+    "directory": "A tier has to survive the loss of the node's disk.",
+    "key": "Everything on the tier is encrypted with this key.",
+    "DNS": "Every request begins with the server's address.",
+    "TLS": "Uploads are not signed, so only TLS protects them on a network that is not your own.",
+    "clock": "An S3 server refuses requests whose time is off by more than 15 minutes.",
+    "credentials": "They sign every request, also in some hours' time.",
+    "operations": "A flush puts and reads back, an observation lists, and retention deletes.",
+    "checksums": "Where the server verifies checksums, the daemon need not read back what it has put.",
+    "throughput": "A flush should take less time than passes between two saves.",
+    "lifecycle": "A rule of the bucket that deletes or archives by age knows nothing of retention: newer checkpoints "
+    "share chunks of older ones.",
+    "object lock": "Retention deletes checkpoints, and under a lock their bytes stay as old versions.",
+    "versioning": "In a bucket with versions a deletion frees no space.",
+    "multipart": "Unfinished multipart uploads cost money and no listing shows them. tierd makes none.",
+    "stop timeout": "After SIGTERM the daemon flushes for up to `drain`; systemd kills it after TimeoutStopSec.",
+    "SLURM": "At a job's time limit SLURM sends SIGTERM, and SIGKILL after KillWait.",
+    "Kubernetes": "Kubernetes sends SIGTERM, and SIGKILL after terminationGracePeriodSeconds.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One row of the table.
+
+    Attributes:
+        check: the check that finds it.
+        severity: `ok`; `note`: worth knowing; `unknown`: it could not be tried; `warning`: it works, at a cost or a
+            risk; `error`: something that tierd needs will fail.
+        do: what to do; empty: nothing.
+    """
+
+    check: str
+    severity: Severity
+    do: str = ""
+
+
+_LOCAL_DISK = "Put the spool on a local disk: ext4, XFS or Btrfs on NVMe."
+_CHAIN = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the node a role."
+_DRAIN = "Set it to more than `drain`, or lower `drain` in tierd.toml."
+_ALLOW = "To have it checked, allow the credentials {}; or look at the bucket yourself."
+
+FINDINGS: dict[str, Kind] = {
+    "spool found": Kind("spool", "ok"),
+    "spool absent": Kind("spool", "note", "Nothing: the first daemon or trainer makes it."),
+    "spool unusable": Kind("spool", "error", "Name another directory, or give this account the right to write there."),
+    "local disk": Kind("file system", "ok"),
+    "in memory": Kind("file system", "warning", _LOCAL_DISK),
+    "container's layer": Kind(
+        "file system", "warning", f"Mount a volume there: it ends with the container. {_LOCAL_DISK}"
+    ),
+    "network file system": Kind("file system", "warning", f"{_LOCAL_DISK} A network file system can be a tier."),
+    "read-only": Kind("file system", "error", "Mount it writable, or name another directory."),
+    "other file system": Kind("file system", "note"),
+    "direct": Kind("O_DIRECT", "ok"),
+    "not direct": Kind("O_DIRECT", "warning", _LOCAL_DISK),
+    "renames": Kind("rename", "ok"),
+    "rename fails": Kind("rename", "error", _LOCAL_DISK),
+    "syncs": Kind("fsync", "ok"),
+    "slow sync": Kind("fsync", "warning", "Use a faster disk, or one that fewer programs write to."),
+    "sync fails": Kind("fsync", "error", "The disk or its quota refuses; look at the kernel's log."),
+    "private": Kind("owner and mode", "ok"),
+    "readable by others": Kind("owner and mode", "warning", "chmod 700; else the next daemon does that itself."),
+    "writable by others": Kind("owner and mode", "error", "Look through it, then chmod 700."),
+    "replaceable": Kind("owner and mode", "warning", "Take away others' right to write to the directory above."),
+    "another's": Kind("owner and mode", "error", "Run trainer, daemon and doctor as the account that owns the spool."),
+    "room": Kind("space", "ok"),
+    "room short": Kind("space", "warning", "Free space there, or saves may find the disk full."),
+    "room too small": Kind("space", "error", "Use a larger disk, or a lower keep_last for the spool."),
+    "state unknown": Kind("space", "unknown", "Run doctor again after the first save, which tells the state's size."),
+    "shared memory": Kind("memfd", "ok"),
+    "no shared memory": Kind("memfd", "error", "Allow memfd_create(2) with sealing: a seccomp filter may forbid it."),
+    "memory": Kind("memory", "ok"),
+    "memory short": Kind("memory", "warning", "Raise the limit; else a save blocks while it streams the state out."),
+    "memory too small": Kind(
+        "memory", "error", "Give the daemon 1 GiB at least, and 3 GiB for chunks of other writers."
+    ),
+    "limits": Kind("limits", "ok"),
+    "low limits": Kind("limits", "warning", "Raise them: ulimit, LimitNOFILE= and TasksMax=, or the container's."),
+    "file size limit": Kind("limits", "error", "Raise RLIMIT_FSIZE: a tensor file is as large as a rank's state."),
+    "daemon answers": Kind("daemon", "ok"),
+    "no daemon": Kind("daemon", "note", "Start one (tierd run), or let a trainer start it (to=[...])."),
+    "other version": Kind("daemon", "note", "Nothing: they work together. Restart the daemon to end an upgrade."),
+    "versions apart": Kind("daemon", "error", "Upgrade the older of the two; the daemon first."),
+    "silent daemon": Kind("daemon", "error", "Look at its log and at its state; a stopped one wants SIGCONT."),
+    "own disk": Kind("directory", "ok"),
+    "the spool's disk": Kind("directory", "warning", "Mount another disk or server there, or add a tier elsewhere."),
+    "tier in memory": Kind("directory", "warning", "Mount a disk or server there: a reboot empties it."),
+    "key read": Kind("key", "ok"),
+    "key unusable": Kind("key", "error", "Restore the key: without it nothing on the tier can be read."),
+    "resolves": Kind("DNS", "ok"),
+    "does not resolve": Kind("DNS", "error", "Check the endpoint in the URL, and /etc/resolv.conf."),
+    "by proxy": Kind("DNS", "unknown", "Nothing: the proxy resolves the name and connects. `operations` tries it."),
+    "encrypted": Kind("TLS", "ok"),
+    "not encrypted": Kind("TLS", "warning", "Write endpoint=https://... if the server speaks TLS."),
+    "plain on loopback": Kind("TLS", "ok"),
+    "no TLS": Kind(
+        "TLS", "error", "Check host, port and scheme of the endpoint; AWS_CA_BUNDLE names your own authority."
+    ),
+    "certificate expires": Kind("TLS", "warning", "Have the server's certificate renewed."),
+    "in time": Kind("clock", "ok"),
+    "clock off": Kind("clock", "warning", "Run NTP on this node (chrony, systemd-timesyncd)."),
+    "clock too far off": Kind("clock", "error", "Run NTP on this node (chrony, systemd-timesyncd), or on the server."),
+    "clock unknown": Kind("clock", "unknown"),
+    "credentials": Kind("credentials", "ok"),
+    "credentials expire": Kind(
+        "credentials", "warning", "Use a role or a profile that renews them: these end for good."
+    ),
+    "no credentials": Kind("credentials", "error", _CHAIN),
+    "credentials unknown": Kind(
+        "credentials", "error", "Its source failed: see ~/.aws/config, or the metadata service."
+    ),
+    "read-write": Kind("operations", "ok"),
+    "append-only": Kind(
+        "operations", "warning", "Nothing, if it is meant. Else allow deletions, or nothing is pruned."
+    ),
+    "takes nothing": Kind("operations", "error", "Allow puts below the prefix; docs/howto/s3.md has the policy."),
+    "no answer": Kind("operations", "error", "See the error, and the findings above."),
+    "verifies": Kind("checksums", "ok"),
+    "verifies none": Kind(
+        "checksums", "note", "Nothing: the daemon reads back what it puts, which takes its download."
+    ),
+    "measured": Kind("throughput", "ok"),
+    "slow": Kind("throughput", "warning", "Ask `tierd advise` how often to save over such a link."),
+    "not measured": Kind("throughput", "unknown"),
+    "no rules": Kind("lifecycle", "ok"),
+    "expires": Kind(
+        "lifecycle", "error", "Take the prefix out of that rule: checkpoints that are kept become corrupt."
+    ),
+    "archives": Kind("lifecycle", "error", "Take the prefix out of that rule: archived objects cannot be read."),
+    "rules unknown": Kind("lifecycle", "unknown", _ALLOW.format("s3:GetLifecycleConfiguration")),
+    "no lock": Kind("object lock", "ok"),
+    "lock by default": Kind("object lock", "warning", "Nothing, if it is meant. Else remove the default retention."),
+    "lock unknown": Kind("object lock", "unknown", _ALLOW.format("s3:GetBucketObjectLockConfiguration")),
+    "no versions": Kind("versioning", "ok"),
+    "old versions expire": Kind("versioning", "ok"),
+    "old versions stay": Kind("versioning", "warning", "Add a lifecycle rule with NoncurrentVersionExpiration."),
+    "versioning unknown": Kind("versioning", "unknown", _ALLOW.format("s3:GetBucketVersioning")),
+    "no uploads": Kind("multipart", "ok"),
+    "leftover uploads": Kind(
+        "multipart", "warning", "Abort them; a lifecycle rule can (AbortIncompleteMultipartUpload)."
+    ),
+    "uploads unknown": Kind("multipart", "unknown", _ALLOW.format("s3:ListBucketMultipartUploads")),
+    "stops in time": Kind("stop timeout", "ok"),
+    "stopped too soon": Kind("stop timeout", "error", _DRAIN),
+    "no unit": Kind("stop timeout", "unknown", "Nothing, if systemd does not run the daemon."),
+    "job ends in time": Kind("SLURM", "ok"),
+    "job ends too soon": Kind("SLURM", "warning", "Drain earlier: --signal=TERM@SECONDS with more than `drain`."),
+    "job's end unknown": Kind("SLURM", "unknown", "Compare KillWait of `scontrol show config` with `drain`."),
+    "pod ends in time": Kind("Kubernetes", "ok"),
+    "pod ends too soon": Kind("Kubernetes", "error", "Set terminationGracePeriodSeconds to more than `drain`."),
+    "pod's grace unknown": Kind(
+        "Kubernetes",
+        "warning",
+        "Set terminationGracePeriodSeconds to more than `drain`, and the same in TIERD_GRACE_PERIOD (120s) of the "
+        "pod's environment, where doctor can see it.",
+    ),
+    "not answered": Kind("operations", "unknown", "Try again, and look at that place by hand."),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found in one place.
+
+    Attributes:
+        place: `local` for the spool and this machine, `system` for its service manager, else the tier's name.
+        check: the check.
+        finding: its name in the table of findings.
+        severity: `ok`, `note`, `unknown`, `warning` or `error`.
+        found: the observation.
+        why: why it matters.
+        do: what to do; empty: nothing.
+    """
+
+    place: str
+    check: str
+    finding: str
+    severity: Severity
+    found: str
+    why: str
+    do: str
+
+
+def finding(place: str, name: str, found: str, check: str = "") -> Finding:
+    """Make the finding called `name`; `check` is for a finding that any check may have."""
+    kind = FINDINGS[name]
+    check = check or kind.check
+    return Finding(place, check, name, kind.severity, found, CHECKS[check], kind.do)
+
+
+def worst(findings: Iterable[Finding]) -> Severity:
+    """The severity of a whole examination: `error`, `warning` or `ok`; notes and unknown findings count as `ok`."""
+    found = {one.severity for one in findings}
+    return "error" if "error" in found else "warning" if "warning" in found else "ok"

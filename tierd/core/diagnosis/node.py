@@ -1,0 +1,170 @@
+"""Which finding the observations of a spool and of its machine amount to."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from tierd.core.diagnosis.findings import NODE, Finding, finding
+
+_IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
+_LAYERS = {"overlay", "aufs", "fuse-overlayfs", "fuse.fuse-overlayfs"}
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "beegfs", "ceph", "gpfs", "9p", "virtiofs", "glusterfs", "afs"}
+_LOCAL = {"ext4", "ext3", "xfs", "btrfs", "zfs", "f2fs", "bcachefs"}
+_SLOW_SYNC_S = 1.0  # a commit waits for four syncs or more
+_DAEMON = 512 << 20  # bytes that the daemon's budgets keep it below
+_FILES = 1024  # descriptors: 128 connections, 64 of each tier, and files
+_THREADS = 2048  # as TasksMax= in systemd/tierd.service
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A mounted file system, as the kernel names it.
+
+    Attributes:
+        kind: its type, `ext4`.
+        source: its device or server.
+        read_only: whether it or its mount is read-only.
+    """
+
+    kind: str
+    source: str
+    read_only: bool = False
+
+
+def is_in_memory(mount: Mount) -> bool:
+    """Whether a reboot empties it."""
+    return mount.kind in _IN_MEMORY
+
+
+def file_system(mount: Mount | None) -> Finding:
+    """Judge the file system of the spool; None: the kernel did not say."""
+    if mount is None:
+        return finding(NODE, "other file system", "its type is not known here")
+    text = f"{mount.kind} on {mount.source}"
+    if mount.read_only:
+        return finding(NODE, "read-only", f"{text}, mounted read-only")
+    if is_in_memory(mount):
+        return finding(NODE, "in memory", f"{text}: a reboot empties it, and it takes memory from training")
+    if mount.kind in _LAYERS:
+        return finding(NODE, "container's layer", f"{text}: the layer of a container, or of a live system")
+    if mount.kind in _NETWORK or mount.kind.startswith("fuse."):
+        return finding(NODE, "network file system", f"{text}: a network file system, or one in a process")
+    return finding(NODE, "local disk" if mount.kind in _LOCAL else "other file system", text)
+
+
+def written(direct: bool, rate: float) -> Finding:
+    """Judge the write of some MB past the page cache; `rate` is in bytes a second."""
+    speed = f"{rate / 1e6:,.0f} MB/s over 16 MiB"
+    if direct:
+        return finding(NODE, "direct", f"accepted; {speed}")
+    return finding(NODE, "not direct", f"refused: writes take the page cache; {speed}")
+
+
+def synced(seconds: float) -> Finding:
+    """Judge how long fsync took for a small file and its directory."""
+    return finding(NODE, "syncs" if seconds < _SLOW_SYNC_S else "slow sync", f"{1000 * seconds:.1f} ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Who owns the spool's directory, and who may write there.
+
+    Attributes:
+        owner, user: uids of the directory's owner and of this process.
+        mode: the directory's permission bits.
+        filled: whether it has any entry.
+        above: the permission bits of the directory above, with the sticky bit.
+    """
+
+    owner: int
+    user: int
+    mode: int
+    filled: bool
+    above: int
+
+
+def ownership(found: Ownership) -> Finding:
+    text = f"uid {found.owner}, mode {found.mode:03o}"
+    if found.owner != found.user:
+        return finding(NODE, "another's", f"{text}; this is uid {found.user}")
+    if found.mode & stat.S_IWOTH and found.filled:
+        return finding(NODE, "writable by others", f"{text}: what lies there may be others'")
+    if found.above & stat.S_IWOTH and not found.above & stat.S_ISVTX:
+        return finding(NODE, "replaceable", f"{text}; everybody may rename what is in the directory above it")
+    return finding(NODE, "readable by others" if found.mode & 0o077 else "private", text)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Room on the spool's disk, in bytes.
+
+    Attributes:
+        free, total: of the file system, for this account.
+        used: by the checkpoints of the run with the largest state, which retention will delete.
+        state: the state's size of all of this node's ranks together; None: the spool has no checkpoint yet.
+        run: the run with that state.
+        keep_last: how many checkpoints the spool keeps.
+    """
+
+    free: int
+    total: int
+    used: int
+    state: int | None
+    run: str
+    keep_last: int
+
+
+def space(found: Space) -> Finding:
+    free = f"{_size(found.free)} of {_size(found.total)} free"
+    if found.state is None:
+        return finding(NODE, "state unknown", f"{free}; the spool has no checkpoint yet")
+    count = found.keep_last + 1
+    needed = count * found.state
+    text = f"{free}; {count} states of {_size(found.state)} (run {found.run}) need {_size(needed)}"
+    if found.total < needed:
+        return finding(NODE, "room too small", text)
+    if found.free + found.used < needed:
+        return finding(NODE, "room short", f"{text}, and its checkpoints have {_size(found.used)}")
+    return finding(NODE, "room", text)
+
+
+def memory(total: int, available: int, limit: int | None, state: int | None) -> Finding:
+    """Judge the memory of the machine and of this process's control group.
+
+    Args:
+        total: of the machine, bytes.
+        available: what the kernel would grant now, bytes.
+        limit: of the control group; None: none.
+        state: the state's size; None: not known.
+    """
+    text = f"{_size(available)} of {_size(total)} available"
+    text += f"; the control group's limit is {_size(limit)}" if limit is not None else "; no control group limits it"
+    most = min(total, limit) if limit is not None else total
+    if most < _DAEMON:
+        return finding(NODE, "memory too small", text)
+    if state is not None and most < 2 * state + _DAEMON:
+        return finding(NODE, "memory short", f"{text}; training and one snapshot need {_size(2 * state)} together")
+    return finding(NODE, "memory", text)
+
+
+def limits(found: Mapping[str, int | None]) -> Finding:
+    """Judge the soft limits of this process, by name (`files`, `threads`, `address space`, `file size`); None: none."""
+    text = ", ".join(f"{name} {'unlimited' if most is None else most}" for name, most in found.items())
+    if found.get("file size") is not None:
+        return finding(NODE, "file size limit", text)
+    return finding(NODE, "low limits" if any(_low(found)) else "limits", text)
+
+
+def _low(found: Mapping[str, int | None]) -> Iterator[bool]:
+    least = {"files": _FILES, "threads": _THREADS, "address space": 64 << 30}
+    for name, most in found.items():
+        yield most is not None and most < least.get(name, 0)
+
+
+def _size(count: float) -> str:
+    for unit, length in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if count >= length:
+            return f"{count / length:.1f} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,136 @@
+"""Which finding the observations of a tier amount to. Facts of S3 are from the Amazon S3 API reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tierd.core.diagnosis.findings import Finding, finding
+
+_DAY_S = 86400.0
+_SKEW_S, _MOST_SKEW_S = 60.0, 900.0  # S3 answers RequestTimeTooSkewed beyond 15 minutes
+_EXPIRES_S = 14 * _DAY_S  # a certificate; most are renewed 30 days before
+_SOON_S = 3600.0  # temporary credentials that nobody renews
+_SLOW = 5e5  # bytes/s: one small object shows mostly the latency, and a flush sends several at a time
+_ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")  # not GLACIER_IR, whose objects can be read at once
+
+
+def skew(place: str, seconds: float | None) -> Finding:
+    """Judge how far this node's clock is ahead of the server's; None: the server did not say its time."""
+    if seconds is None:
+        return finding(place, "clock unknown", "the server did not say its time")
+    text = f"{abs(seconds):.0f} s {'ahead of' if seconds >= 0 else 'behind'} the server"
+    if abs(seconds) >= _MOST_SKEW_S:
+        return finding(place, "clock too far off", text)
+    return finding(place, "clock off" if abs(seconds) >= _SKEW_S else "in time", text)
+
+
+def certificate(place: str, version: str, left_s: float | None) -> Finding:
+    """Judge a TLS handshake that succeeded; `left_s` are the seconds until the certificate expires."""
+    if left_s is None:
+        return finding(place, "encrypted", f"{version}; the certificate verifies")
+    text = f"{version}; the certificate verifies, for {left_s / _DAY_S:.0f} days more"
+    return finding(place, "certificate expires" if left_s < _EXPIRES_S else "encrypted", text)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What is known of credentials without showing them.
+
+    Attributes:
+        source: the link of the AWS chain that gave them, `env`.
+        temporary: whether they are a session's.
+        renewed: whether that link renews them.
+        left_s: seconds until they expire, if that is known.
+    """
+
+    source: str
+    temporary: bool
+    renewed: bool
+    left_s: float | None = None
+
+
+def credentials(place: str, found: Credentials | None) -> Finding:
+    """Judge the credentials that the chain gives; None: it gives none."""
+    if found is None:
+        return finding(place, "no credentials", "no link of the AWS chain has any")
+    end = "no end is known" if found.left_s is None else f"{found.left_s / 60:.0f} minutes left"
+    if not found.temporary:
+        return finding(place, "credentials", f"from {found.source}; long-lived")
+    if found.renewed:
+        return finding(place, "credentials", f"from {found.source}; temporary, renewed by themselves; {end}")
+    return finding(place, "credentials expire", f"from {found.source}; temporary, and nothing renews them; {end}")
+
+
+@dataclass(frozen=True, slots=True)
+class LifecycleRule:
+    """One enabled rule of a bucket's lifecycle.
+
+    Attributes:
+        name: its id.
+        prefix: the keys that it concerns.
+        tagged: whether it only concerns objects with a tag, which tierd's have not.
+        expires: whether it deletes current objects.
+        moves_to: the storage classes to which it moves current objects.
+        old_versions: whether it deletes objects that were replaced or deleted.
+    """
+
+    name: str
+    prefix: str = ""
+    tagged: bool = False
+    expires: bool = False
+    moves_to: tuple[str, ...] = ()
+    old_versions: bool = False
+
+
+def concerns(rule: LifecycleRule, base: str) -> bool:
+    """Whether a rule concerns keys below `base`, the tier's prefix with its '/'."""
+    return not rule.tagged and (base.startswith(rule.prefix) or rule.prefix.startswith(base))
+
+
+def lifecycle(place: str, rules: Sequence[LifecycleRule], base: str) -> Finding:
+    """Judge the rules of the bucket of a tier whose keys begin with `base`."""
+    ours = [rule for rule in rules if concerns(rule, base)]
+    for rule in ours:
+        if rule.expires:
+            return finding(place, "expires", f"rule {rule.name!r} (prefix {rule.prefix!r}) deletes objects by age")
+        if archive := next((one for one in rule.moves_to if one in _ARCHIVES), None):
+            return finding(place, "archives", f"rule {rule.name!r} (prefix {rule.prefix!r}) moves objects to {archive}")
+    return finding(place, "no rules", f"{len(rules)} rules, none deletes or archives what lies below {base!r}")
+
+
+def versioning(place: str, status: str, rules: Sequence[LifecycleRule], base: str) -> Finding:
+    """Judge a bucket's versioning: `Enabled`, `Suspended`, or empty."""
+    if status != "Enabled":
+        return finding(place, "no versions", status.lower() or "off")
+    if any(rule.old_versions for rule in rules if concerns(rule, base)):
+        return finding(place, "old versions expire", "on, and a lifecycle rule deletes old versions")
+    return finding(place, "old versions stay", "on: what is pruned stays as an old version, for good")
+
+
+def object_lock(place: str, mode: str, period: str) -> Finding:
+    """Judge a bucket's default retention; an empty mode: it has none."""
+    if not mode:
+        return finding(place, "no lock", "no default retention")
+    return finding(place, "lock by default", f"{mode}, {period}: what is pruned takes space until then")
+
+
+def uploads(place: str, count: int, oldest: str, base: str) -> Finding:
+    """Judge the unfinished multipart uploads below `base`; `oldest` is when the oldest began."""
+    if not count:
+        return finding(place, "no uploads", "none")
+    return finding(place, "leftover uploads", f"{count} or more below {base!r}, the oldest of {oldest}")
+
+
+def verified_by(place: str, checksum: str) -> Finding:
+    """Judge the checksum with which the server verified an upload; empty: none."""
+    if checksum:
+        return finding(place, "verifies", f"{checksum}: it refused a wrong one")
+    return finding(place, "verifies none", "no checksum of an upload is verified by the store")
+
+
+def throughput(place: str, size: int, put_s: float, get_s: float) -> Finding:
+    """Judge how long a put and a get of `size` bytes took."""
+    up, down = size / max(put_s, 1e-6), size / max(get_s, 1e-6)
+    text = f"one object of {size >> 20} MiB: put {up / 1e6:,.1f} MB/s, get {down / 1e6:,.1f} MB/s"
+    return finding(place, "slow" if min(up, down) < _SLOW else "measured", text)

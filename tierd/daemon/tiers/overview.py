@@ -1,0 +1,178 @@
+"""One line for each run of a tier: its newest verified checkpoint, and what is newer and not complete.
+
+Invariant: nothing is read but the manifests of the newest verified checkpoint of each run, because a tier may hold a
+hundred thousand. Names alone show everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import datetime
+
+from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound
+from tierd.core.ids import OWN_KEYS, CheckpointId, PartId, manifests_prefix
+from tierd.core.manifest import Manifest
+from tierd.core.planning.copies import complete_world_sizes
+from tierd.daemon.transfer.concurrency import each, together
+from tierd.daemon.transfer.replicas import read_manifest
+from tierd.stores.base import Store, directories, listed_names
+
+_AT_ONCE = 8  # runs, and of each run manifests
+_MOST_RANKS = 64  # whose manifests are read for the size; of a larger checkpoint only rank 0's
+
+
+@dataclass(frozen=True, slots=True)
+class RunOverview:
+    """What one tier shows of one run.
+
+    Attributes:
+        run: the run.
+        tier: the tier's name.
+        checkpoints: the number of checkpoints of which it has any part.
+        step: the step of the newest verified checkpoint, by launch, then by step; None: none is complete there.
+        attempt: the launch that wrote it.
+        world_size: the number of its ranks; without a verified checkpoint, of the newest one's.
+        created: when it was made, RFC 3339 in UTC.
+        age_s: seconds since then, by this node's clock.
+        newest_step: the step of the newest checkpoint that any place named shows any part of.
+        lag_steps: by how many steps that one is ahead of the verified one.
+        missing_ranks: of the tier's newest checkpoint, the ranks whose parts are not there; empty: it is complete.
+        size: bytes before compression, of the ranks in `read`.
+        stored_size: bytes as stored, of the ranks in `read`.
+        read: of how many ranks the manifests were read.
+    """
+
+    run: str
+    tier: str
+    checkpoints: int
+    step: int | None
+    attempt: str | None
+    world_size: int
+    created: str | None
+    age_s: float | None
+    newest_step: int
+    lag_steps: int | None
+    missing_ranks: tuple[int, ...]
+    size: int
+    stored_size: int
+    read: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One run on one tier.
+
+    Attributes:
+        checkpoints: every checkpoint that has a name there, newest first.
+        verified: the newest one that is complete and whose manifests are usable, with those that were read.
+        ranks: of the newest one, the ranks that are there, by world size.
+    """
+
+    checkpoints: tuple[CheckpointId, ...]
+    verified: tuple[CheckpointId, tuple[Manifest, ...]] | None
+    ranks: Mapping[int, frozenset[int]]
+
+
+async def observe(store: Store) -> dict[str, Seen]:
+    """Observe every run of a tier that has a checkpoint there.
+
+    Raises:
+        StoreUnavailable, StoreRefused: the tier failed to answer a request.
+    """
+    found: dict[str, Seen] = {}
+
+    async def look(run: str) -> None:
+        if seen := await _look(store, run):
+            found[run] = seen
+
+    await each(_AT_ONCE, look, sorted(await _names(store, "") - OWN_KEYS))
+    return dict(sorted(found.items()))
+
+
+async def _look(store: Store, run: str) -> Seen | None:
+    names = await _names(store, manifests_prefix(run))
+    newest = sorted((one for name in names if (one := CheckpointId.parse(run, name))), reverse=True)
+    there: list[CheckpointId] = []
+    first: Mapping[int, frozenset[int]] = {}
+    for number, checkpoint in enumerate(newest):
+        ranks = await _ranks(store, checkpoint)
+        if not ranks:
+            continue  # pruned a moment ago
+        if not there:
+            first = ranks
+        there.append(checkpoint)
+        if sizes := complete_world_sizes(ranks):
+            manifests = await _manifests(store, checkpoint, min(sizes))
+            if manifests:
+                return Seen((*there, *newest[number + 1 :]), (checkpoint, manifests), first)
+    return Seen(tuple(there), None, first) if there else None
+
+
+async def _names(store: Store, prefix: str) -> set[str]:
+    found = await directories(store, prefix)
+    return await listed_names(store, prefix) if found is None else set(found)
+
+
+async def _ranks(store: Store, checkpoint: CheckpointId) -> dict[int, frozenset[int]]:
+    found: dict[int, set[int]] = {}
+    async with aclosing(store.scan(f"{manifests_prefix(checkpoint.run)}{checkpoint.name}/")) as listing:
+        async for info in listing:
+            if part := PartId.parse_key(info.key):
+                found.setdefault(part.world, set()).add(part.rank)
+    return {world: frozenset(ranks) for world, ranks in found.items()}
+
+
+async def _manifests(store: Store, checkpoint: CheckpointId, world: int) -> tuple[Manifest, ...]:
+    """Read the manifests that tell a checkpoint's time and size; none if one of them is missing or not usable."""
+    ranks = range(world if world <= _MOST_RANKS else 1)
+    try:
+        parts = [read_manifest(store, PartId(checkpoint, rank, world)) for rank in ranks]
+        return tuple(await together(_AT_ONCE, parts))
+    except (ObjectNotFound, ManifestError, FormatTooNew):
+        return ()
+
+
+def overview(
+    tiers: Mapping[str, Mapping[str, Seen]], local: Iterable[CheckpointId], now: datetime
+) -> tuple[RunOverview, ...]:
+    """Compare what each tier shows of each run.
+
+    Args:
+        tiers: by tier's name and run, what was observed.
+        local: the newest checkpoint of each run in the spool.
+        now: the time, in UTC.
+
+    Returns:
+        A line for each run and tier, by run and in the order of the tiers.
+    """
+    ahead: dict[str, CheckpointId] = {}
+    for one in (*local, *(seen.checkpoints[0] for runs in tiers.values() for seen in runs.values())):
+        ahead[one.run] = max(one, ahead.get(one.run, one))
+    runs = sorted({run for found in tiers.values() for run in found})
+    return tuple(
+        _line(tier, found[run], ahead[run], now) for run in runs for tier, found in tiers.items() if run in found
+    )
+
+
+def _line(tier: str, seen: Seen, ahead: CheckpointId, now: datetime) -> RunOverview:
+    checkpoint, manifests = seen.verified or (None, ())
+    worlds = complete_world_sizes(seen.ranks) or [max(seen.ranks)]
+    missing = set(range(min(worlds))) - seen.ranks[min(worlds)]
+    return RunOverview(
+        run=ahead.run,
+        tier=tier,
+        checkpoints=len(seen.checkpoints),
+        step=checkpoint.step if checkpoint else None,
+        attempt=checkpoint.attempt if checkpoint else None,
+        world_size=manifests[0].world_size if manifests else min(worlds),
+        created=manifests[0].created if manifests else None,
+        age_s=(now - manifests[0].created_at).total_seconds() if manifests else None,
+        newest_step=ahead.step,
+        lag_steps=max(0, ahead.step - checkpoint.step) if checkpoint else None,
+        missing_ranks=tuple(sorted(missing)),
+        size=sum(one.size for one in manifests),
+        stored_size=sum(one.stored_size for one in manifests),
+        read=len(manifests),
+    )

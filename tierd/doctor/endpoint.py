@@ -1,0 +1,120 @@
+"""Try the way to a server: its name, its certificate, and its clock."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC
+from email.utils import parsedate_to_datetime
+from urllib.parse import urlsplit
+
+from tierd.core.diagnosis import tier
+from tierd.core.diagnosis.findings import Finding, finding
+
+_HEAD = 16 << 10  # bytes of an answer that are read for its Date
+_LINGER_S = 1.0  # seconds for the end of a connection
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a server is.
+
+    Attributes:
+        place: the tier's name.
+        url: `http(s)://host[:port]`.
+        authorities: the file of CA certificates.
+    """
+
+    place: str
+    url: str
+    authorities: str
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or ""
+
+    @property
+    def encrypted(self) -> bool:
+        return urlsplit(self.url).scheme == "https"
+
+    @property
+    def port(self) -> int:
+        return urlsplit(self.url).port or (443 if self.encrypted else 80)
+
+
+async def examine(where: Endpoint) -> AsyncIterator[Finding]:
+    """Yield the findings about the way to a server, as far as it goes."""
+    place, loop = where.place, asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        yield finding(place, "does not resolve", f"{where.host}: {getattr(error, 'strerror', None) or error}")
+        return
+    addresses = sorted({str(one[4][0]) for one in found})
+    yield finding(place, "resolves", f"{where.host} is {', '.join(addresses[:4])}{' ...' * (len(addresses) > 4)}")
+    try:
+        context = ssl.create_default_context(cafile=where.authorities) if where.encrypted else None
+        name = where.host if context else None
+        reader, writer = await asyncio.open_connection(where.host, where.port, ssl=context, server_hostname=name)
+    except ssl.SSLError as error:
+        yield finding(place, "no TLS", f"{where.host}:{where.port}: {_reason(error)}")
+        return
+    except OSError as error:
+        yield finding(place, "no TLS", f"{where.host}:{where.port}: no connection: {error.strerror or error}")
+        return
+    try:
+        yield _encryption(where, writer, addresses)
+        yield tier.skew(place, await _skew(where, reader, writer))
+    finally:
+        writer.close()
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                await writer.wait_closed()
+
+
+def _reason(error: ssl.SSLError) -> str:
+    """Describe an error of TLS by OpenSSL's own words, which repeat nothing of ours."""
+    return getattr(error, "verify_message", "") or error.reason or type(error).__name__
+
+
+def _encryption(where: Endpoint, writer: asyncio.StreamWriter, addresses: list[str]) -> Finding:
+    held = writer.get_extra_info("ssl_object")
+    if held is None:
+        near = all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in addresses)
+        text = f"http://{where.host}: " + ("this machine only" if near else "whoever is on the way reads and changes")
+        return finding(where.place, "plain on loopback" if near else "not encrypted", text)
+    ends = (held.getpeercert() or {}).get("notAfter")
+    left_s = ssl.cert_time_to_seconds(str(ends)) - time.time() if ends else None
+    return tier.certificate(where.place, str(held.version()), left_s)
+
+
+async def _skew(where: Endpoint, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> float | None:
+    """Ask the server for its time, by a request that needs no credentials; None if it does not say it.
+
+    The answer's Date has whole seconds, so half a second is added. Half of the time that the answer took is subtracted.
+    """
+    began = time.time()
+    writer.write(f"HEAD / HTTP/1.1\r\nHost: {where.host}\r\nConnection: close\r\n\r\n".encode())
+    try:
+        await writer.drain()
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.LimitOverrunError:
+        head = await reader.read(_HEAD)
+    except asyncio.IncompleteReadError as error:
+        head = error.partial
+    except OSError:
+        return None
+    ended = time.time()
+    for line in head.decode("latin-1").split("\r\n"):
+        name, _, value = line.partition(":")
+        if name.strip().lower() == "date":
+            with suppress(ValueError, OverflowError):
+                date = parsedate_to_datetime(value.strip()).replace(tzinfo=UTC).timestamp() + 0.5
+                return (began + ended) / 2 - date
+    return None

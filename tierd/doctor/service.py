@@ -1,0 +1,73 @@
+"""Observe the spool's daemon, and what ends it: its systemd unit, its SLURM job, its pod."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tierd import __version__
+from tierd.core.diagnosis import ending
+from tierd.core.diagnosis.findings import NODE, Finding, finding
+from tierd.core.errors import DaemonAbsent, TierdError, VersionMismatch
+from tierd.core.retention.policy import seconds
+from tierd.doctor.bounded import output
+from tierd.ipc import messages
+from tierd.ipc.client import Link
+from tierd.spool.spool import Spool
+
+UNIT = "tierd.service"
+GRACE = "TIERD_GRACE_PERIOD"  # what a pod's manifest may tell, because Kubernetes tells a pod nothing of it
+
+
+def daemon(root: Path) -> tuple[Finding, int]:
+    """Return the finding about the spool's daemon, and its process id; 0 if none answers."""
+    if not (root / ".tierd").is_dir():
+        return finding(NODE, "no daemon", f"none has run: this is tierd {__version__}"), 0
+    try:
+        with Link(Spool(root, write=False)) as link:
+            status = messages.read_member(link.ask(messages.Status()), "status", dict[str, Any])
+    except DaemonAbsent:
+        return finding(NODE, "no daemon", f"none runs; this is tierd {__version__}"), 0
+    except VersionMismatch as error:
+        return finding(NODE, "versions apart", str(error)), 0
+    except (TierdError, TimeoutError) as error:
+        return finding(NODE, "silent daemon", str(error)), 0
+    version, pid = str(status.get("version", "of an unknown version")), int(status.get("pid", 0))
+    name = "daemon answers" if version == __version__ else "other version"
+    return finding(NODE, name, f"tierd {version} answers (pid {pid}); this is tierd {__version__}"), pid
+
+
+def endings(pid: int, drain_s: float) -> Iterator[Finding]:
+    """Yield the findings about everything that may end the daemon with process id `pid` (0: none runs) too soon."""
+    name = unit_of(pid)
+    yield ending.unit(name, _stop_s(name), drain_s)
+    if os.environ.get("SLURM_JOB_ID"):
+        yield ending.job(ending.kill_wait_s(output(["scontrol", "show", "config"])), drain_s)
+    if os.environ.get("KUBERNETES_SERVICE_HOST"):
+        try:
+            grace_s = seconds(os.environ[GRACE])
+        except (KeyError, ValueError):
+            grace_s = None
+        yield ending.pod(grace_s, drain_s)
+
+
+def unit_of(pid: int, groups: str = "") -> str:
+    """Return the unit that a process belongs to, by the name of its control group; else the unit that tierd ships."""
+    try:
+        groups = groups or Path(f"/proc/{pid}/cgroup").read_text()
+    except OSError:
+        return UNIT
+    found = re.search(r"/(tierd[\w@.:\\-]*\.service)$", groups, re.MULTILINE)
+    return found[1] if found else UNIT
+
+
+def _stop_s(unit: str) -> float | None:
+    if shutil.which("systemctl") is None:
+        return None
+    shown = output(["systemctl", "show", "--property=LoadState,TimeoutStopUSec", unit])
+    members = dict(line.partition("=")[::2] for line in shown.splitlines())
+    return ending.span_s(members.get("TimeoutStopUSec", "")) if members.get("LoadState") == "loaded" else None

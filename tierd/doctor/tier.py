@@ -1,0 +1,179 @@
+"""Try one tier: its directory or its server, its credentials, every operation, and how its bucket is set up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierd.core.diagnosis import node, tier
+from tierd.core.diagnosis.findings import Finding, finding
+from tierd.core.errors import TierdError
+from tierd.core.ids import CHECK_KEY, README_KEY
+from tierd.core.urls import StoreUrl
+from tierd.daemon.tiers.reach import Reach, reach
+from tierd.daemon.transfer.flush import introduction
+from tierd.doctor import endpoint
+from tierd.doctor.bounded import in_thread
+from tierd.doctor.disk import nearest
+from tierd.doctor.machine import mount_of
+from tierd.stores.base import Store, clear
+
+_PROBE = 1 << 20  # bytes of the object that is timed
+_DIRECTORY_S = 10.0  # seconds for the mount of a tier's directory to answer
+_CLEAN_S = 5.0  # seconds for the deletion of the timed object
+_MODES = {"read-write": "read-write", "append-only": "append-only", "read-only": "takes nothing", None: "no answer"}
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A tier to be tried.
+
+    Attributes:
+        place: the tier's name.
+        url: where it is.
+        store: the open store.
+        spool: the spool's directory, which may be absent; None: no spool was named.
+    """
+
+    place: str
+    url: StoreUrl
+    store: Store
+    spool: Path | None
+
+
+async def directory(of: Subject) -> AsyncIterator[Finding]:
+    """Yield the findings about the directory of a file tier, then about its operations.
+
+    A directory that does not answer is not touched again, because a thread that hangs in it would keep this process.
+    """
+    path = Path(of.url.path)
+
+    def look() -> Finding | None:
+        try:
+            found, mount = path.stat(), mount_of(path)
+        except OSError:
+            return None  # the operations say what is wrong
+        text = f"{path}, {mount.kind} on {mount.source}" if mount else str(path)
+        if mount and node.is_in_memory(mount):
+            return finding(of.place, "tier in memory", text)
+        if of.spool and found.st_dev == nearest(of.spool).stat().st_dev:
+            return finding(of.place, "the spool's disk", f"{text}: the file system on which the spool lies")
+        return finding(of.place, "own disk", text)
+
+    if found := await in_thread(look, _DIRECTORY_S):
+        yield found
+    async for one in operations(of):
+        yield one
+
+
+async def operations(of: Subject) -> AsyncIterator[Finding]:
+    """Yield the findings of put, get, list and delete, of checksums, and of the time that one object takes."""
+    tried = await reach(of.store)
+    yield _allowed(of.place, tried)
+    if tried.mode == "read-write":
+        async for one in _timed(of):
+            yield one
+        return
+    if tried.mode == "append-only":  # the README is put again, because nothing else may be left there
+        yield tier.verified_by(of.place, await of.store.put(README_KEY, introduction()))
+    if tried.mode is not None:
+        yield finding(of.place, "not measured", "nothing may be put there that could not be deleted again")
+
+
+def _allowed(place: str, tried: Reach) -> Finding:
+    name = _MODES[tried.mode]
+    text = (
+        "put, get, list and delete work" if tried.mode == "read-write" else f"{tried.mode or 'none works'}: {tried.why}"
+    )
+    return finding(place, name, text)
+
+
+async def _timed(of: Subject) -> AsyncIterator[Finding]:
+    data = os.urandom(_PROBE)
+    try:
+        began = time.monotonic()
+        checksum = await of.store.put(CHECK_KEY, data)
+        put = time.monotonic()
+        found = await of.store.get(CHECK_KEY)
+        got = time.monotonic()
+    except TierdError as error:
+        yield finding(of.place, "not measured", str(error))
+        return
+    finally:
+        with suppress(TimeoutError, TierdError):
+            async with asyncio.timeout(_CLEAN_S):
+                await clear(of.store, [CHECK_KEY])
+    yield tier.verified_by(of.place, checksum)
+    if memoryview(found).nbytes == _PROBE:
+        yield tier.throughput(of.place, _PROBE, put - began, got - put)
+    else:  # the object of another node
+        yield finding(of.place, "not measured", "another node tries this tier at the same moment; try again")
+
+
+async def server(of: Subject) -> AsyncIterator[Finding]:
+    """Yield the findings about the way to the server of an S3 tier."""
+    from tierd.stores.s3.bucket import Bucket, authorities, is_proxied
+
+    bucket = Bucket(of.url)
+    try:
+        url = await bucket.endpoint()
+        if is_proxied(url):
+            yield finding(of.place, "by proxy", f"{url} is reached through a proxy of the environment")
+            return
+        async for one in endpoint.examine(endpoint.Endpoint(of.place, url, await authorities())):
+            yield one
+    except TierdError as error:
+        yield finding(of.place, "no TLS", str(error))
+    finally:
+        await bucket.aclose()
+
+
+async def credentials(of: Subject) -> AsyncIterator[Finding]:
+    """Yield the finding about the credentials of an S3 tier."""
+    from tierd.stores.s3.bucket import credentials as found
+
+    try:
+        yield tier.credentials(of.place, await found(of.url))
+    except TierdError as error:
+        yield finding(of.place, "credentials unknown", str(error))
+
+
+async def bucket(of: Subject) -> AsyncIterator[Finding]:
+    """Yield the findings about the rules by which an S3 bucket keeps and deletes objects."""
+    from tierd.stores.s3.bucket import Bucket
+
+    asked, place = Bucket(of.url), of.place
+
+    async def lifecycle() -> Finding:
+        return tier.lifecycle(place, await asked.rules(), asked.base)
+
+    async def lock() -> Finding:
+        return tier.object_lock(place, *await asked.lock())
+
+    async def versions() -> Finding:
+        status = await asked.versions()
+        rules = await asked.rules() if status == "Enabled" else []
+        return tier.versioning(place, status, rules, asked.base)
+
+    async def uploads() -> Finding:
+        return tier.uploads(place, *await asked.uploads(), asked.base)
+
+    questions: dict[str, Callable[[], Awaitable[Finding]]] = {
+        "rules unknown": lifecycle,
+        "lock unknown": lock,
+        "versioning unknown": versions,
+        "uploads unknown": uploads,
+    }
+    try:
+        for unknown, ask in questions.items():
+            try:
+                yield await ask()
+            except TierdError as error:
+                yield finding(place, unknown, str(error))
+    finally:
+        await asked.aclose()
