@@ -31,10 +31,11 @@ from tierd.cli.inspect import Inspections
 from tierd.cli.read import Check
 from tierd.cli.space import Removal, Usages
 from tierd.client.saving.save import Stats
-from tierd.core.config import Config, NotifyConfig, TierConfig
+from tierd.core.config import Config, HttpConfig, NotifyConfig, TierConfig
 from tierd.core.event_kinds import KINDS, Event
 from tierd.core.report import Checkpoint, Report
 from tierd.core.retention.policy import Best, RetentionPolicy
+from tierd.daemon.http.families import FAMILIES, samples
 from tierd.daemon.status import COUNTERS, Status
 from tierd.daemon.transfer.export import Exported
 
@@ -169,6 +170,15 @@ def counters() -> str:
     return table(("counter", "meaning"), ((f"`{name}`", means) for name, means in COUNTERS.items()))
 
 
+def families() -> str:
+    """The metrics of `/metrics`, by the names of their samples."""
+    rows = []
+    for name, family in FAMILIES.items():
+        shown = ", ".join(f"`{one}`" for one in samples(name))
+        rows.append((shown, family.kind, ", ".join(f"`{label}`" for label in family.labels), family.means))
+    return table(("metric", "type", "labels", "meaning"), rows)
+
+
 def stats() -> str:
     means = attributes(Stats)
     return table(("member", "meaning"), ((f"`{it.name}`", means[it.name]) for it in dataclasses.fields(Stats)))
@@ -177,7 +187,7 @@ def stats() -> str:
 def configuration() -> str:
     """Every key, dotted, with its default."""
     rows = []
-    for kind in (Config, TierConfig, NotifyConfig, RetentionPolicy, Best):
+    for kind in (Config, TierConfig, NotifyConfig, HttpConfig, RetentionPolicy, Best):
         means, hints, prefix = attributes(kind), typing.get_type_hints(kind), _prefix(kind)
         for field in msgspec.structs.fields(kind):
             default = "required" if field.required else _default(field)
@@ -369,6 +379,7 @@ KINDS_OF_TABLE: dict[str, Callable[..., str]] = {
     "codes": exit_codes,
     "events": events,
     "counters": counters,
+    "families": families,
     "stats": stats,
     "configuration": configuration,
     "cli": cli,

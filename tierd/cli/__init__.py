@@ -49,6 +49,8 @@ EXIT_CODES: dict[int, str] = {
     EXIT_HELD: "another daemon holds the spool",
     check.EXIT_NOT_EXACT: "`check-resume`: the killed run differs from the uninterrupted one",
     ending.EXIT_UNFINISHED: "`run` after SIGTERM, `drain`: some tier still lacks a part that it wants",
+    status.EXIT_WARNING: "`status --check`: a warning, and no alert",
+    status.EXIT_ALERT: "`status --check`: an alert: somebody has to act, or checkpoints may be lost",
 }
 _CODES: dict[type[errors.TierdError], int] = {
     errors.CheckpointNotFound: 4,

@@ -174,7 +174,7 @@ class Reconciler:
         self._sent: dict[str, Sent] = {}  # by tier
         # Caches, each with its inventory. They are reset here because they depend on the configuration.
         self._planned: tuple[Inventory | None, frozenset[tuple[PartId, str]]] = None, frozenset()
-        self._given_up: tuple[Inventory | None, Counter[str]] = None, Counter()
+        self._given_up: tuple[Inventory | None, dict[str, Counter[str]]] = None, {}
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -305,6 +305,11 @@ class Reconciler:
             why, refused = (str(error), isinstance(error, StoreRefused)) if error else (None, False)
             tiers[name] = TierTrouble(reached=place is not None, error=why, refused=refused)
         return Unflushed(left=self.remaining(), tiers=tiers, paused=self.pause.until)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the spool was observed, and the daemon is not ending."""
+        return self._looks_ended > 0 and not self._draining
 
     def describe_remaining(self) -> str:
         """Describe `remaining` in one sentence."""
@@ -807,23 +812,26 @@ class Reconciler:
             return False  # it is first repaired or quarantined
         return (part, tier) not in self._flushes(self.inventory())
 
-    def pending_prunes(self, tier: str) -> int:
-        """How many copies retention has given up that are still on the tier, as last observed."""
+    def pending_prunes(self, tier: str) -> Counter[str]:
+        """By run, how many copies retention has given up that are still on the tier, as last observed."""
         inventory = self.inventory()
         if inventory != self._given_up[0]:
             actions = self._planner.plan(inventory, self.config, {}, 0.0)
-            found = Counter(one.tier for one in actions if isinstance(one, Prune))
+            prunes = [one for one in actions if isinstance(one, Prune)]
+            found = {name: Counter(one.checkpoint.run for one in prunes if one.tier == name) for name in self.stores}
             self._given_up = inventory, found
-        return self._given_up[1][tier]
+        return self._given_up[1].get(tier, Counter())
 
-    def backlog(self, tier: str) -> tuple[int, int]:
-        """Return `(parts, bytes)` that this daemon can send and that the tier, as last observed, lacks and wants."""
+    def backlog(self, tier: str) -> dict[PartId, int]:
+        """Return the parts that this daemon can send and that the tier, as last observed, lacks and wants, each with
+        its size in bytes.
+        """
         inventory, place = self.inventory(), self.tiers.places[tier]
         found = {part for run in self._runs() for part in pending(self._place, place or Place(), run)}
         if place is not None:
             sent = {part for part, name in self._flushes(inventory) if name == tier}
             found = (found & self._busy.keys()) | sent
-        return len(found), sum(inventory.size_bytes(part) for part in found)
+        return {part: inventory.size_bytes(part) for part in found}
 
 
 def _parts_of(place: Place, one: CheckpointId) -> Mapping[int, frozenset[int]] | None:
