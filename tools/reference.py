@@ -36,6 +36,7 @@ from tierd.core.event_kinds import KINDS, Event
 from tierd.core.report import Checkpoint, Report
 from tierd.core.retention.policy import Best, RetentionPolicy
 from tierd.daemon.http.families import FAMILIES, samples
+from tierd.daemon.http.views import Runs
 from tierd.daemon.status import COUNTERS, Status
 from tierd.daemon.transfer.export import Exported
 
@@ -67,6 +68,7 @@ SHAPES: dict[str, Any] = {
     "check-resume": Checked,
     "advise": Advised,
     "bench overhead": {"result": Result, "verdicts": list[TargetVerdict]},
+    "/runs": Runs,  # over HTTP alone
     "--version": {"version": str, "protocol": str, "format": int},
 }
 # Members that mean the same in every class.

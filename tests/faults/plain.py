@@ -14,6 +14,7 @@ from faults.shards import SHARDS
 from faults.space import SPACE
 from faults.supply import SUPPLY
 from faults.transfer import TRANSFER
+from faults.web import WEB
 from faults.writers import WRITERS
 
 _TRUST, _SECRETS, _FILE = (
@@ -2315,6 +2316,7 @@ PLAIN = (
     + _CROWDS
     + _WAKING
     + WRITERS
+    + WEB
     + IDENTITY
     + SUPPLY
     + INSPECTING

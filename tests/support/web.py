@@ -60,7 +60,7 @@ async def serving(spool: Spool, tier: Path, *, http: str = 'listen = "127.0.0.1:
     """A whole daemon over a spool and a tier, as `tierd run` has it; its HTTP server."""
     tier.mkdir(exist_ok=True)
     text = f'spool = "{spool.root}"\nrescan = "60s"\ndrain = "5s"\nscrub = "0s"\n[http]\n{http}\n'
-    text += f'[[tier]]\nname = "disk"\nurl = "file://{tier}"\n'
+    text += f'[[tier]]\nname = "disk"\nurl = "file://{tier}"\nretention = {{ keep_last = 100 }}\n'
     made: list[HttpServer] = []
     real = HttpServer.__init__
 

@@ -12,7 +12,7 @@ function make(name, attributes, ...children) {
   const drawn = ["svg", "g", "circle", "line", "path", "rect", "text", "title"].includes(name);
   const element = drawn ? document.createElementNS(SVG, name) : document.createElement(name);
   for (const [key, value] of Object.entries(attributes || {})) element.setAttribute(key, String(value));
-  for (const child of children.flat()) if (child !== null && child !== undefined) element.append(child);
+  for (const child of children.flat(3)) if (child !== null && child !== undefined) element.append(child);
   return element;
 }
 
@@ -108,11 +108,11 @@ function kindOf(checkpoint) {
   return checkpoint.complete ? "" : "warning";
 }
 
-function copyChip(copy) {
+function copyChip(copy, world) {
   const kind = { verified: "good", corrupt: "alert", quarantined: "alert", incomplete: "warning", unreadable: "warning" }[copy.state];
   const why = copy.reasons.length ? copy.reasons.join("; ") : "no rule was given";
   const verdict = copy.keep ? `kept: ${why}` : `to be pruned: ${why}`;
-  const words = `${copy.place}: ${copy.state}, ${copy.ranks.length} ranks, ${bytes(copy.stored_size || copy.size)}, ${verdict}`;
+  const words = `${copy.place}: ${copy.state}, ${copy.ranks.length} of ${world} ranks, ${bytes(copy.stored_size || copy.size)}, ${verdict}`;
   return make("div", {}, chip(words, kind), copy.defects.map((one) => chip(one, "alert")));
 }
 
@@ -149,15 +149,16 @@ function attemptsOf(checkpoints) {
   return all;
 }
 
-function describe(attempt, number) {
+function describe(attempt) {
   const last = attempt.steps[attempt.steps.length - 1].step;
   const how = attempt.from ? `resumed from step ${attempt.from.step}` : "from the beginning";
-  const lost = attempt.lost ? `; rolled back past ${attempt.lost} saved steps` : "";
-  return `attempt ${number} (${attempt.name}): ${how}, to step ${last}${lost}`;
+  const lost = attempt.lost ? `; rolled back by ${attempt.lost} steps` : "";
+  return `launch ${attempt.name}: ${how}, to step ${last}${lost}`;
 }
 
 function timeline(attempts) {
-  const lane = 26, width = 720, left = 12, right = 12;
+  const width = Math.max(260, document.getElementById("runs").clientWidth - 30); // so that its text keeps its size
+  const lane = 26, left = 12, right = 12;
   const steps = attempts.flatMap((one) => [...one.steps.map((it) => it.step), ...(one.from ? [one.from.step] : [])]);
   const low = Math.min(...steps), high = Math.max(...steps);
   const x = (step) => left + ((step - low) / Math.max(1, high - low)) * (width - left - right);
@@ -179,7 +180,7 @@ function timeline(attempts) {
   }
   const height = 14 + attempts.length * lane + 10;
   drawn.push(make("text", { x: left, y: height - 4 }, `step ${low}`), make("text", { x: width - right, y: height - 4, "text-anchor": "end" }, `step ${high}`));
-  return make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "timeline of attempts" }, drawn);
+  return make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "timeline of launches" }, drawn);
 }
 
 function showRun(name, checkpoints) {
@@ -187,11 +188,11 @@ function showRun(name, checkpoints) {
   const shown = whole.has(name) ? checkpoints : checkpoints.slice(0, SHOWN);
   const rows = shown.map((one) => make("tr", {},
     make("td", {}, make("strong", { class: "number" }, `step ${one.step}`), make("div", { class: "soft" }, age(one.created))),
-    make("td", {}, one.copies.map(copyChip)), make("td", {}, moving(one))));
+    make("td", {}, one.copies.map((copy) => copyChip(copy, one.world_size))), make("td", {}, moving(one))));
   const newest = checkpoints.find((one) => one.copies.some((copy) => copy.state === "verified"));
   const safe = newest ? chip(`step ${newest.step} is on a tier`, "good") : chip("on no tier", "warning");
   const card = make("div", { class: "card" }, make("div", { class: "head" }, make("h3", {}, name), safe),
-    timeline(attempts), make("ul", { class: "soft" }, attempts.map((one, at) => make("li", {}, describe(one, at + 1)))),
+    timeline(attempts), make("ul", { class: "soft" }, attempts.map((one) => make("li", {}, describe(one)))),
     make("table", {}, make("thead", {}, make("tr", {}, ["checkpoint", "copies, and why they are kept", "now"].map((it) => make("th", {}, it)))),
       make("tbody", {}, rows)));
   if (checkpoints.length > SHOWN) {

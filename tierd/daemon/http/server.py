@@ -137,8 +137,7 @@ class HttpServer:
             return _plain(500, "internal error")
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
-        hosts = request.headers.getall("Host", [])
-        if not self._access.is_for_us(hosts[0] if len(hosts) == 1 else None):
+        if not self._access.is_for_us(request.headers.get("Host")):  # aiohttp refuses a second one
             return _plain(421, "this server listens on loopback: name it 127.0.0.1 or localhost")
         if request.method not in ("GET", "HEAD"):
             return _plain(405, "only GET and HEAD", Allow="GET, HEAD")
