@@ -58,11 +58,11 @@ WEB = (
         f"{_ACCESS} -k certificate_that_cannot",
     ),
     Mutant(
-        "http: a silent client keeps its connection",
+        "http: a client that reads nothing keeps its connection",
         _SERVER,
         "async with asyncio.timeout(_LIFETIME_S):",
         "async with asyncio.timeout(None):",
-        f"{_ACCESS} -k silent_clients",
+        f"{_ACCESS} -k reads_nothing",
     ),
     Mutant(
         "http: any number of connections is served",

@@ -256,6 +256,21 @@ def test_silent_clients_take_all_connections_for_a_moment_only(spool, tmp_path, 
     asyncio.run(work())
 
 
+def test_a_client_that_reads_nothing_is_cut_off(spool, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(server, "_LIFETIME_S", 0.5)
+    monkeypatch.setattr(server, "_MOST", 1)
+    monkeypatch.setattr(server, "PAGE", bytes(50_000_000))  # more than the kernel takes for a client
+
+    async def work() -> None:
+        async with serving(spool, tmp_path / "tier") as http:
+            _, writer = await asyncio.open_connection(*http.address)
+            writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert (await get(http.address, "/healthz")).status == 200
+            writer.transport.abort()
+
+    asyncio.run(work())
+
+
 async def _end(reader: asyncio.StreamReader) -> bytes:
     try:
         return (await reader.read()).partition(b"\r\n\r\n")[2]
