@@ -24,7 +24,8 @@ from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.status import Status
 
 log = logging.getLogger("tierd.daemon")
-_silent = logging.getLogger("tierd.daemon.http.requests")  # aiohttp's own lines, which quote requests
+# For aiohttp's own lines, which quote requests.
+_silent = logging.getLogger("tierd.daemon.http.requests")
 _silent.disabled = True
 
 _MOST = 32  # connections at a time; further ones wait in the kernel's queue
