@@ -5,6 +5,7 @@ from __future__ import annotations
 from faults.rounds import Mutant
 
 _ACCESS, _ANSWERS = "pytest tests/daemon/http/test_access.py", "pytest tests/daemon/http/test_answers.py"
+_METRICS = "pytest tests/daemon/http/test_metrics.py"
 _RULES, _SERVER = "tierd/daemon/http/access.py", "tierd/daemon/http/server.py"
 
 WEB = (
@@ -97,14 +98,14 @@ WEB = (
         "tierd/daemon/http/metrics.py",
         "        self._tally.keep(runs)\n",
         "",
-        f"{_ANSWERS} -k only_runs_in_the_spool",
+        f"{_METRICS} -k only_runs_in_the_spool",
     ),
     Mutant(
         "http: a node exports any number of runs",
         "tierd/daemon/http/metrics.py",
         "reverse=True)[:_MOST_RUNS]",
         "reverse=True)",
-        f"{_ANSWERS} -k only_runs_in_the_spool",
+        f"{_METRICS} -k only_runs_in_the_spool",
     ),
     Mutant(
         "http: every request is computed anew",
