@@ -72,7 +72,8 @@ lowest: $(READY)
 	  > $$(echo $(VENV)/lowest/lib/python3*/site-packages)/rest.pth
 	$(VENV)/lowest/bin/python -m tools.locked
 	$(VENV)/lowest/bin/python -m pytest -n 2 -q -m 'not system and not slow' tests/core/test_ids.py tests/core/test_manifest.py \
-	  tests/core/test_config.py tests/wire tests/stores/s3/test_s3_store.py tests/stores/test_file.py tests/cli/test_cli.py tests/codec/test_codec.py
+	  tests/core/test_config.py tests/wire tests/stores/s3/test_s3_store.py tests/stores/test_file.py tests/cli/test_cli.py tests/codec/test_codec.py \
+	  tests/daemon/http
 
 system: $(READY)
 	$(BIN)/python -m pytest -m system

@@ -74,7 +74,7 @@ def test_everything_that_pyproject_names_is_pinned_in_a_version_that_it_allows()
 
 
 def test_the_oldest_versions_are_those_of_pyproject() -> None:
-    parts = ("the base install", "torch", "daemon", "s3", "crypt")
+    parts = ("the base install", "torch", "daemon", "s3", "crypt", "metrics")
     wanted = [Requirement(it) for part in parts for it in named(PROJECT)[part]]
     oldest = {it.name: next(iter(it.specifier)).version for it in wanted if it.name != "torch"}
     pinned = {pin.name: pin.version for pin in locked.read(LOWEST).values() if pin.name not in ("botocore", "click")}

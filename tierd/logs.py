@@ -18,6 +18,7 @@ from tierd.core.printable import printable, printable_json, printable_lines
 LOGGERS = (
     "tierd",
     "tierd.daemon",
+    "tierd.daemon.http.requests",
     "tierd.stores.retry",
     "tierd.stores.s3.s3_store",
 )  # each of them, because a logger's filter does not see the lines of its child loggers

@@ -33,11 +33,13 @@ from tierd.cli.read import Check
 from tierd.cli.runs import Overviews
 from tierd.cli.space import Removal, Usages
 from tierd.client.saving.save import Stats
-from tierd.core.config import Config, NotifyConfig, TierConfig
+from tierd.core.config import Config, HttpConfig, NotifyConfig, TierConfig
 from tierd.core.diagnosis.findings import CHECKS, FINDINGS
 from tierd.core.event_kinds import KINDS, Event
 from tierd.core.report import Checkpoint, Report
 from tierd.core.retention.policy import Best, RetentionPolicy
+from tierd.daemon.http.families import FAMILIES, samples
+from tierd.daemon.http.views import Runs
 from tierd.daemon.status import COUNTERS, Status
 from tierd.daemon.transfer.export import Exported
 from tierd.reading.commands import Delivery
@@ -75,6 +77,7 @@ SHAPES: dict[str, Any] = {
     "check-resume": Checked,
     "advise": Advised,
     "bench overhead": {"result": Result, "verdicts": list[TargetVerdict]},
+    "/runs": Runs,  # over HTTP alone
     "--version": {"version": str, "protocol": str, "format": int},
 }
 # Members that mean the same in every class.
@@ -187,6 +190,15 @@ def counters() -> str:
     return table(("counter", "meaning"), ((f"`{name}`", means) for name, means in COUNTERS.items()))
 
 
+def families() -> str:
+    """The metrics of `/metrics`, by the names of their samples."""
+    rows = []
+    for name, family in FAMILIES.items():
+        shown = ", ".join(f"`{one}`" for one in samples(name))
+        rows.append((shown, family.kind, ", ".join(f"`{label}`" for label in family.labels), family.means))
+    return table(("metric", "type", "labels", "meaning"), rows)
+
+
 def stats() -> str:
     means = attributes(Stats)
     return table(("member", "meaning"), ((f"`{it.name}`", means[it.name]) for it in dataclasses.fields(Stats)))
@@ -195,7 +207,7 @@ def stats() -> str:
 def configuration() -> str:
     """Every key, dotted, with its default."""
     rows = []
-    for kind in (Config, TierConfig, NotifyConfig, RetentionPolicy, Best):
+    for kind in (Config, TierConfig, NotifyConfig, HttpConfig, RetentionPolicy, Best):
         means, hints, prefix = attributes(kind), typing.get_type_hints(kind), _prefix(kind)
         for field in msgspec.structs.fields(kind):
             default = "required" if field.required else _default(field)
@@ -388,6 +400,7 @@ KINDS_OF_TABLE: dict[str, Callable[..., str]] = {
     "events": events,
     "counters": counters,
     "findings": findings,
+    "families": families,
     "stats": stats,
     "configuration": configuration,
     "cli": cli,

@@ -11,7 +11,7 @@ from support.world import Daemon
 
 from tierd import __version__
 from tierd.cli import run
-from tierd.cli.doctor import EXIT_ERROR, EXIT_WARNING
+from tierd.cli.status import EXIT_ALERT, EXIT_WARNING
 from tierd.core.diagnosis.findings import CHECKS, Finding, finding
 from tierd.doctor import disk, examine, service
 from tierd.spool.spool import Spool
@@ -22,7 +22,7 @@ def asked(capsys: pytest.CaptureFixture[str], *command: str) -> tuple[int, dict[
     """The exit code, and each finding by place and check."""
     code = run(["doctor", *command, "--json"])
     answer = json.loads(capsys.readouterr().out)
-    assert {0: "ok", EXIT_WARNING: "warning", EXIT_ERROR: "error"}[code] == answer["severity"]
+    assert {0: "ok", EXIT_WARNING: "warning", EXIT_ALERT: "error"}[code] == answer["severity"]
     return code, {(one["place"], one["check"]): one for one in answer["findings"]}
 
 
@@ -58,14 +58,14 @@ def test_the_exit_code_is_the_worst_severity(tmp_path: Path, capsys, alone) -> N
     code, found = asked(capsys, "--spool", str(spool))
     assert (code, found["local", "owner and mode"]["severity"]) == (EXIT_WARNING, "warning")
     code, found = asked(capsys, "--spool", str(spool), str(tmp_path / "none"))
-    assert (code, found["file", "operations"]["severity"]) == (EXIT_ERROR, "error")
+    assert (code, found["file", "operations"]["severity"]) == (EXIT_ALERT, "error")
 
 
 def test_a_person_reads_what_was_found_why_it_matters_and_what_to_do(
     tmp_path: Path, capsys, alone, monkeypatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert run(["doctor", str(tmp_path / "none")]) == EXIT_ERROR
+    assert run(["doctor", str(tmp_path / "none")]) == EXIT_ALERT
     shown = " ".join(capsys.readouterr().out.split())
     for text in ("ERROR", "does not exist: mount it", CHECKS["operations"], "-> See the error", "1 ERROR"):
         assert text in shown
@@ -76,7 +76,7 @@ def test_a_key_that_cannot_be_used_is_a_finding(tmp_path: Path, capsys, alone) -
     (tmp_path / "key").write_text("5e" * 31)
     (tmp_path / "key").chmod(0o600)
     code, found = asked(capsys, str(tmp_path / "tier"), "--key-file", str(tmp_path / "key"))
-    assert (code, found["file", "key"]["finding"]) == (EXIT_ERROR, "key unusable")
+    assert (code, found["file", "key"]["finding"]) == (EXIT_ALERT, "key unusable")
     assert "5e5e" not in str(found)
     (tmp_path / "key").write_text("5e" * 32)
     code, found = asked(capsys, str(tmp_path / "tier"), "--key-file", str(tmp_path / "key"))

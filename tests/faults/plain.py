@@ -16,6 +16,7 @@ from faults.shards import SHARDS
 from faults.space import SPACE
 from faults.supply import SUPPLY
 from faults.transfer import TRANSFER
+from faults.web import WEB
 from faults.writers import WRITERS
 
 _TRUST, _SECRETS, _FILE = (
@@ -715,8 +716,8 @@ _DEATHS = (
     Mutant(
         "the daemon drops the snapshot of a trainer that is gone",
         "tierd/daemon/handoff.py",
-        "        part, arena = message.part, line.arenas.get(message.slot)",
-        "        part, arena = message.part, None if line.hung_up else line.arenas.get(message.slot)",
+        "message.part, line.arenas.get(message.slot)",
+        "message.part, None if line.hung_up else line.arenas.get(message.slot)",
         f"{_HANDED} -k every_slot",
     ),
     Mutant(
@@ -2360,6 +2361,7 @@ PLAIN = (
     + _CROWDS
     + _WAKING
     + WRITERS
+    + WEB
     + IDENTITY
     + SUPPLY
     + INSPECTING

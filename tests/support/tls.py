@@ -37,6 +37,12 @@ class Authority:
 
     def server(self, host: str, begins: datetime.timedelta = -_DAY, ends: datetime.timedelta = _DAY) -> ssl.SSLContext:
         """What a server at `host` needs, with a certificate that holds from `begins` to `ends`, counted from today."""
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(self.chain(host, begins, ends))
+        return context
+
+    def chain(self, host: str, begins: datetime.timedelta = -_DAY, ends: datetime.timedelta = _DAY) -> Path:
+        """A file with such a certificate and its key."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host)])
         try:
@@ -51,9 +57,8 @@ class Authority:
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
         path.write_bytes(self._signed(builder) + secret)
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(path)
-        return context
+        path.chmod(0o600)
+        return path
 
     def _builder(
         self, name: x509.Name, key: ec.EllipticCurvePrivateKey, begins: datetime.timedelta, ends: datetime.timedelta

@@ -91,7 +91,10 @@ def read(spool: Spool, which: PartId) -> dict[str, bytes]:
 
 def listing(spool: Spool) -> list[str]:
     """Everything below the spool but what a daemon keeps for itself, and the marks of who saves here."""
-    own, marks = ("lock", "control.sock", "daemon.log"), {spool.control / "saved", spool.control / "alive"}
+    own, marks = (
+        ("lock", "control.sock", "daemon.log", "status.json"),
+        {spool.control / "saved", spool.control / "alive"},
+    )
     found = (path for path in spool.root.rglob("*") if path.name not in own and marks.isdisjoint(path.parents))
     return sorted(str(path.relative_to(spool.root)) for path in found)
 

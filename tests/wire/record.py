@@ -59,6 +59,7 @@ CONTROL: dict[str, wire.Request | bytes] = {
     "failed": wire.Failed(part=NEW, why="the disk is full"),
     "leaked": wire.Leaked(part=NEW, why="4 samples of step 7 came twice in epoch 1"),
     "fell-back": wire.FellBack(checkpoint=OLD.checkpoint, skipped=("run step 2: corrupt",)),
+    "restored": wire.Restored(part=OLD, place="tier", seconds=1.5),
     "launches": wire.Launches(run="run"),
     "notes": wire.Notes(run="run", launch="0" * 32),
     "notes.all": wire.Notes(

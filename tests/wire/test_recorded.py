@@ -134,8 +134,13 @@ def test_what_was_in_an_answer_is_in_it_today(path, today):
         assert nullable or kind == "list", f"{member} is no {kind} any more"
 
 
+# Members that were added since, and that a daemon which does not know them ignores without harm.
+ADDED = {"handoff/persist.request": frozenset({"asked_s", "blocked_s"})}
+
+
 @pytest.mark.parametrize("path", [path for path in REQUESTS if path.parts[-3] == "v1"], ids=name)
 def test_what_is_sent_today_is_what_was_sent(path, today):
     """A daemon one minor version behind knows these members, and perhaps no others."""
     sent = json.loads(today[f"{path.parent.name}/{path.name}"])
-    assert sent.keys() == json.loads(path.read_bytes()).keys()
+    added = ADDED.get(f"{path.parent.name}/{path.name}", frozenset())
+    assert sent.keys() == json.loads(path.read_bytes()).keys() | added

@@ -16,6 +16,7 @@ import typer
 from rich.table import Table
 
 from tierd.cli.options import ConfigOption, JsonOption, KeyFileOption, SpoolOption, UrlArgument, load_config
+from tierd.cli.status import EXIT_ALERT, EXIT_WARNING
 from tierd.cli.tables import console, print_json, table
 from tierd.core.config import Config, TierConfig, from_urls
 from tierd.core.diagnosis.findings import Finding, Severity, finding, worst
@@ -27,8 +28,7 @@ from tierd.doctor.tier import Subject
 from tierd.stores.keys import Key, read_key
 from tierd.stores.open import open_store
 
-EXIT_WARNING, EXIT_ERROR = 10, 11
-_EXITS: dict[Severity, int] = {"warning": EXIT_WARNING, "error": EXIT_ERROR}
+_EXITS: dict[Severity, int] = {"warning": EXIT_WARNING, "error": EXIT_ALERT}
 _DRAIN = Config(spool="/", tier=(TierConfig(name="t", url="/t"),)).drain  # the default
 _ATTEMPTS = 2  # of each request, because a single failure proves little and somebody waits
 _WORDS: dict[Severity, str] = {

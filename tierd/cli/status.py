@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from datetime import UTC, datetime
+from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.table import Table
 
 from tierd.cli.options import ConfigOption, JsonOption, SpoolOption, places
-from tierd.cli.tables import complain, console, disagreements, paused, print_json, size, table
-from tierd.core.errors import ConfigError, VersionMismatch
+from tierd.cli.tables import complain, console, disagreements, paused, print_json, print_lines, size, table
+from tierd.core.errors import ConfigError, DaemonAbsent, DaemonUnavailable, VersionMismatch
 from tierd.core.timeline.launches import Lease, Rival, held, warning
+from tierd.daemon import last_status
 from tierd.events.alerts import BACKLOG
 from tierd.ipc import messages
 from tierd.ipc.client import Link
@@ -30,15 +32,65 @@ def register(app: typer.Typer) -> None:
     app.command()(status)
 
 
-def status(spool: SpoolOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
-    """How the node's daemon does: each tier's backlog, failures and last events."""
+EXIT_WARNING, EXIT_ALERT = 10, 11
+CheckOption = Annotated[
+    bool, typer.Option("--check", help="Print only what is wrong, and exit with 10 for a warning, 11 for an alert.")
+]
+
+
+def status(
+    spool: SpoolOption = None, config: ConfigOption = None, check: CheckOption = False, json: JsonOption = False
+) -> None:
+    """How the node's daemon does: each tier's backlog, failures and last events. Without a daemon: how it last did."""
     found = places(spool, None, config)
     if found.spool is None:
         raise ConfigError("the spool that --config names is not there yet: no daemon has run")
-    answer = _ask(found.spool)
+    answer = _answer(found.spool, last=not check)
     if json:
         print_json(answer)
-        return
+    elif not check:
+        _show(answer)
+    if check:
+        _check(answer, aloud=not json)
+
+
+def _answer(spool: Spool, *, last: bool) -> Members:
+    """Return the daemon's status; with `last` and without a daemon, the last one that was recorded."""
+    try:
+        return _ask(spool)
+    except DaemonAbsent:
+        recorded = last_status.read(spool.control) if last else None
+        if recorded is None:
+            raise
+        complain(f"no daemon runs; this is the last known state, {_age(recorded.get('at'))}")
+        return recorded
+
+
+def _age(at: object) -> str:
+    """Format the age of a moment in RFC 3339."""
+    try:
+        seconds = (datetime.now(UTC) - datetime.fromisoformat(str(at))).total_seconds()
+    except (ValueError, TypeError):
+        return "of unknown age"
+    unit, name = next(((n, name) for n, name in ((86400, "d"), (3600, "h"), (60, "min")) if seconds >= n), (1, "s"))
+    return f"{max(seconds, 0) / unit:.0f} {name} old ({str(at)[:19]})"
+
+
+def _check(answer: Members, *, aloud: bool) -> None:
+    if "problems" not in answer:
+        raise DaemonUnavailable("the daemon is of an older version of tierd, which does not judge itself: restart it")
+    found = answer["problems"]
+    if aloud:
+        for one in found:
+            print_lines(f"{one['severity'].upper()} {one['place']}: {one['why']}")
+        if not found:
+            print_lines(f"OK: daemon {answer['pid']} on {answer['spool']}")
+    severities = {one["severity"] for one in found}
+    if severities:
+        raise typer.Exit(EXIT_ALERT if "alert" in severities else EXIT_WARNING)
+
+
+def _show(answer: Members) -> None:
     out = console()
     missing = []
     for section in SECTIONS:
@@ -66,7 +118,8 @@ def _ask(spool: Spool) -> Members:
 
 def _daemon(answer: Members) -> Iterator[str]:
     version = f"tierd {answer['version']}, protocol {answer['protocol']}" if "version" in answer else "version unknown"
-    yield f"daemon {answer['pid']}, {version}"
+    ended = "" if answer.get("running", True) else ", not running"
+    yield f"daemon {answer['pid']}, {version}{ended}"
 
 
 def _spool(answer: Members) -> Iterator[str]:

@@ -278,6 +278,7 @@ class Checkpointer:
         self.stats.saves += 1
         blocked = time.perf_counter() - begun
         self.stats.blocked_s += blocked
+        save.blocked_s = blocked
         self.stats.first_blocked_s = self.stats.first_blocked_s or blocked
         return save
 

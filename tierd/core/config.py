@@ -5,6 +5,7 @@ Invariant: an unknown key, a wrong type or an unusable value is refused with the
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import tomllib
 from collections.abc import Sequence
@@ -69,6 +70,37 @@ class NotifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     timeout_s: Annotated[float, Meta(gt=0, le=600)] = 10.0
 
 
+class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The daemon's HTTP server for metrics, probes and the page. Without a `[http]` table there is none.
+
+    Attributes:
+        listen: `ADDRESS:PORT` with an IP address, as in `127.0.0.1:9464` or `[::1]:9464`; port 0 is any free port,
+            which the log names. Any address but loopback needs `token_file` or `cert_file`.
+        token_file: the absolute path of a file with the token that a client sends, as `Authorization: Bearer TOKEN` or
+            as the password of HTTP Basic; `/healthz` and `/readyz` need none. None: no token.
+        cert_file: the absolute path of the certificate chain for TLS, PEM; None: no TLS.
+        key_file: the absolute path of the certificate's private key, PEM.
+    """
+
+    listen: str
+    token_file: Annotated[str, Meta(pattern="^/")] | None = None
+    cert_file: Annotated[str, Meta(pattern="^/")] | None = None
+    key_file: Annotated[str, Meta(pattern="^/")] | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The IP address and the port of `listen`. Raises `ValueError`."""
+        match = re.fullmatch(r"(?:([0-9.]{1,15})|\[([0-9a-fA-F:.]{2,45})\]):([0-9]{1,5})", self.listen, re.ASCII)
+        if match is None or int(match[3]) > 65535:
+            raise ValueError("ADDRESS:PORT with an IP address, as in 127.0.0.1:9464 or [::1]:9464")
+        return str(ipaddress.ip_address(match[1] or match[2])), int(match[3])
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only processes of this machine can connect. Raises `ValueError`."""
+        return ipaddress.ip_address(self.address[0]).is_loopback
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole configuration of a daemon.
 
@@ -90,6 +122,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             was found.
         scrub_rate: how fast the scrub reads, in each place.
         notify: the receivers of events, each a `[[notify]]`.
+        http: the HTTP server, a `[http]`; None: there is none.
     """
 
     spool: Annotated[str, Meta(pattern=r"^/[^\x00]*\Z")]
@@ -103,6 +136,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scrub: Duration = "30d"
     scrub_rate: Rate = "20MB/s"
     notify: tuple[NotifyConfig, ...] = ()
+    http: HttpConfig | None = None
 
     def named(self, name: str) -> TierConfig:
         """The tier called `name`."""
@@ -193,7 +227,23 @@ def _checked(config: Config, where: str) -> Config:
         urls[url] = tier.name
     for index, receiver in enumerate(config.notify):
         _check_receiver(receiver, f"{where}: notify[{index}]")
+    if config.http is not None:
+        _check_http(config.http, f"{where}: http")
     return config
+
+
+def _check_http(http: HttpConfig, where: str) -> None:
+    try:
+        open_to_all = not http.is_loopback
+    except ValueError as error:
+        raise ConfigError(f"{where}.listen: {http.listen!r}: {error}") from error
+    if (http.cert_file is None) != (http.key_file is None):
+        raise ConfigError(f"{where}: give cert_file and key_file together")
+    if open_to_all and http.token_file is None and http.cert_file is None:
+        raise ConfigError(
+            f"{where}.listen: {http.listen!r} is open to other machines: give token_file, or cert_file and key_file; "
+            "or listen on 127.0.0.1"
+        )
 
 
 def _check_receiver(receiver: NotifyConfig, where: str) -> None:

@@ -49,6 +49,7 @@ KINDS: dict[str, EventKind] = {
     "repaired": EventKind("a tier's copy was repaired from another place"),
     "quarantined": EventKind("a corrupt copy was quarantined, because no place had the right bytes", "error"),
     "fell back": EventKind("a restore returned an older checkpoint, because the newest could not be used", "error"),
+    "restored": EventKind("a rank read and verified its part of the checkpoint that every rank loads", usual=False),
     "pruned": EventKind("retention deleted a copy of a checkpoint"),
     "append only": EventKind(
         "a tier refuses deletions, so the daemon prunes nothing there; sent once, until the tier deletes"
@@ -99,7 +100,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         stored_bytes: the size on the tier, in bytes.
         sent_bytes: the part of `stored_bytes` that had to be sent now.
         chunks: how many chunks were repaired.
-        seconds: how long it took. In `durable`, the time since this daemon observed the checkpoint in the spool; in
+        blocked_s: in `persisted`, the time for which `save` blocked training, in seconds.
+        seconds: how long it took. In `persisted`, the time since the call of `save`; in `durable`, the time since this
+            daemon observed the checkpoint in the spool; in
             `failing` and `works again`, the time since the first failure.
         doing: the action that fails: `save`, `flush`, `prune`, `mend`, `discard`, `look` or `notify`.
         tries: how often the action failed in a row.
@@ -121,6 +124,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stored_bytes: int | None = None
     sent_bytes: int | None = None
     chunks: int | None = None
+    blocked_s: float | None = None
     seconds: float | None = None
     doing: str | None = None
     tries: int | None = None

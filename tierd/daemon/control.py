@@ -47,7 +47,7 @@ from tierd.daemon.peers import Peers, unknown
 from tierd.daemon.rank_notes import RankNotes
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.remove import remove_from_spool
-from tierd.daemon.status import status
+from tierd.daemon.status import Status, status
 from tierd.daemon.tier_worker import TierWorker
 from tierd.events.notifier import Notifier
 from tierd.ipc import messages
@@ -101,6 +101,11 @@ class Control:
             await asyncio.gather(*self._connections, return_exceptions=True)
             with suppress(OSError):  # so that a failing disk does not prevent an orderly end
                 spool.socket.unlink(missing_ok=True)
+
+    def status(self) -> Status:
+        """Describe the daemon."""
+        handed_over, notified = self._handoff.handed_over_bytes(), self.notifier.status()
+        return status(self._reconciler, self.trainers, handed_over, notified)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -186,8 +191,7 @@ class Control:
                 tiers = {tier.name: tier.url for tier in self._reconciler.config.tier}
                 return {"pid": os.getpid(), "tiers": tiers, "keep_last": await self._keep_last(run)}
             case messages.Status():
-                handed_over, notified = self._handoff.handed_over_bytes(), self.notifier.status()
-                return {"status": status(self._reconciler, self.trainers, handed_over, notified)}
+                return {"status": self.status()}
             case messages.Report(run=run):
                 await self._look(run)
                 return {"report": report(self._reconciler.inventory(), self._reconciler.config, run)}
@@ -219,13 +223,17 @@ class Control:
             case messages.Pin(checkpoint=checkpoint, pinned=pinned):
                 return await self._pin(checkpoint, pinned)
             case messages.Failed(part=part, why=why):
-                self._reconciler.given_up(part, why)
+                self._reconciler.save_events.given_up(part, why)
                 return {}
             case messages.Leaked(part=part, why=why):
                 self._reconciler.journal.tell("samples leaked", SPOOL, part, why)
                 return {}
             case messages.FellBack(checkpoint=checkpoint, skipped=skipped):
-                self._reconciler.journal.tell("fell back", SPOOL, checkpoint, f"passed over: {'; '.join(skipped)}")
+                self._reconciler.save_events.fell_back(checkpoint, skipped)
+                return {}
+            case messages.Restored(part=part, place=place, seconds=took):
+                known = place if place in self._reconciler.stores else SPOOL
+                self._reconciler.save_events.restored(part, known, took)
                 return {}
             case messages.Launches(run=run):
                 return {"launches": beside(self._reconciler.inventory(), run, time.time())}
@@ -241,7 +249,7 @@ class Control:
                 return await self._pause(self._reconciler.pause.end())
 
     def _progress(self, request: messages.AnyRequest) -> dict[str, Any]:
-        at = self._reconciler.repairs.progress(request.part) if isinstance(request, messages.Fetch) else None
+        at = self._reconciler.repairs.under_way.get(request.part) if isinstance(request, messages.Fetch) else None
         return {"done": at.done, "total": at.total, "tiers": at.tiers} if at else {}
 
     async def _keep_last(self, run: str | None) -> int:

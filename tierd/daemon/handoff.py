@@ -268,7 +268,7 @@ class HandoffServer:
         return True
 
     def _persist(self, line: TrainerConnection, message: messages.Persist, box: Arena) -> dict[str, object]:
-        part, arena = message.part, line.arenas.get(message.slot)
+        began, part, arena = time.monotonic(), message.part, line.arenas.get(message.slot)
         if arena is None or message.tensors > arena.size or message.manifest + message.tree > box.size:
             raise ValueError(f"{part}: its snapshot lies outside what was lent")
         manifest = decode(bytes(box.view[: message.manifest]), part)
@@ -294,7 +294,9 @@ class HandoffServer:
             return messages.error_reply(error)
         written = work.result()
         line.last = HandedOverSnapshot(message, arena, box)
-        self._told(part, replace(written, metrics=manifest.numbers))
+        durable_s = None if message.asked_s is None else message.asked_s + time.monotonic() - began
+        told = replace(written, metrics=manifest.numbers, blocked_s=message.blocked_s, durable_s=durable_s)
+        self._told(part, told)
         return {"ok": True, "direct": written.direct, "recycled": written.recycled}
 
     def _recall(self, line: TrainerConnection, part: PartId) -> None:

@@ -77,6 +77,7 @@ class Reconciler:
         room: frees space in the spool.
         pause: whether the tiers are paused.
         journal: the events, alerts and counters.
+        save_events: reports what becomes of saves and restores.
 
     Args:
         config: the desired policies, tiers and limits.
@@ -107,7 +108,7 @@ class Reconciler:
             self.wake,
             lambda inventory: evictable(inventory, self.config),
         )
-        self._save_events = SaveEvents(self.journal)
+        self.save_events = SaveEvents(self.journal)
         self._moved = asyncio.Condition()  # notified after every observation and every action
         self._phase = Phase()
         self._planner = Planner()
@@ -146,7 +147,7 @@ class Reconciler:
             requests=self.requests,
             planner=self._planner,
             journal=self.journal,
-            save_events=self._save_events,
+            save_events=self.save_events,
             pause=self.pause,
             phase=self._phase,
             wake=self.wake,
@@ -233,12 +234,13 @@ class Reconciler:
 
     def taken(self, part: PartId, outcome: CommittedPart | Exception) -> None:
         """Report that a part was committed from a trainer's memory, or that the commit failed."""
-        self._save_events.taken(part, outcome)
+        self.save_events.taken(part, outcome)
         self.wake()
 
-    def given_up(self, part: PartId, why: str) -> None:
-        """Report that a trainer gave up a save."""
-        self._save_events.given_up(part, why)
+    @property
+    def is_ready(self) -> bool:
+        """Whether the spool was observed, and the daemon is not ending."""
+        return self._live.was_observed and not self._phase.draining
 
     def inventory(self) -> Inventory:
         """Return the latest observation of all places, with holds, writers and busy parts."""
@@ -268,7 +270,7 @@ class Reconciler:
                 self._failed(worker, action, error)
             finally:
                 worker.doing = None
-                self._save_events.append_only(worker.name, self.tiers.refusal(worker.name))
+                self.save_events.append_only(worker.name, self.tiers.refusal(worker.name))
             async with self._moved:
                 self._moved.notify_all()
             if not self._phase.halted.is_set() and (action is None or worker.last_error):
@@ -308,9 +310,9 @@ class Reconciler:
             await tiers.look(name, self._live.runs() | self.requests.interest, self._live.place.ranks)
             if tiers is not self.tiers:  # the configuration changed meanwhile
                 return
-            self._save_events.durable(name, self._live.place, tiers.places)
-            self._save_events.launches(self.inventory())
-            self._save_events.unvouched(name, self.inventory())
+            self.save_events.durable(name, self._live.place, tiers.places)
+            self.save_events.launches(self.inventory())
+            self.save_events.unvouched(name, self.inventory())
             if tiers.places[name] != before:
                 self._live.changed_at = time.monotonic()
                 self.workers[SPOOL].wake.set()  # because a tier's contents decide which local copies may be deleted
@@ -319,10 +321,10 @@ class Reconciler:
         """Report what an observation of the spool shows, and wake the workers if parts came or went."""
         place = self._live.place
         self.requests.lose_interest(self._live.runs(), seconds(self.config.finished))
-        self._save_events.came(place)
-        self._save_events.launches(self.inventory())
+        self.save_events.came(place)
+        self.save_events.launches(self.inventory())
         for name in self.tiers.places:
-            self._save_events.durable(name, place, self.tiers.places)
+            self.save_events.durable(name, place, self.tiers.places)
         if changed:
             self.wake()
 

@@ -74,6 +74,8 @@ class Reload:
         config = self._reread()
         if config.spool != reconciler.config.spool:
             raise ConfigError(f"spool: {config.spool!r}: another spool needs a restart")
+        if config.http != reconciler.config.http:
+            raise ConfigError("http: a change needs a restart")
         async with AsyncExitStack() as fresh:
             stores, notifier = await self._open_all(config, fresh)
             opened, self._opened = self._opened, fresh.pop_all()

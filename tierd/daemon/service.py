@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tierd.core.config import Config
 from tierd.core.event_kinds import Event
@@ -20,9 +21,11 @@ from tierd.core.planning.unflushed import Remaining
 from tierd.core.rate import rate
 from tierd.core.retention.policy import seconds
 from tierd.core.urls import parse_url
+from tierd.daemon import last_status
 from tierd.daemon.control import Control
 from tierd.daemon.fs_events import watching
 from tierd.daemon.handoff import HandoffServer
+from tierd.daemon.http.start import server_of
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.reload import Reload
 from tierd.daemon.systemd import feed_watchdog, notify
@@ -35,6 +38,9 @@ from tierd.stores.base import Store
 from tierd.stores.directory_overlap import check_apart
 from tierd.stores.keys import read_key
 from tierd.stores.open import open_store
+
+if TYPE_CHECKING:
+    from tierd.daemon.http.server import HttpServer
 
 log = logging.getLogger("tierd.daemon")
 
@@ -63,11 +69,12 @@ async def open_all(config: Config, stack: AsyncExitStack) -> tuple[dict[str, Sto
     """Open all that a configuration refers to. A check of a configuration does the same, so it predicts a start.
 
     Raises:
-        ConfigError: a tier's URL cannot be opened; its key or a file or command of a `[[notify]]` cannot be used; or a
-            tier's directory overlaps with the spool's or another tier's.
+        ConfigError: a tier's URL cannot be opened; its key, a file or command of a `[[notify]]`, or a file of `[http]`
+            cannot be used; or a tier's directory overlaps with the spool's or another tier's.
     """
     await check_apart(config)
     notifier = Notifier(config.notify, config.spool)
+    server_of(config.http)
     return await open_tiers(config, stack), notifier
 
 
@@ -110,10 +117,13 @@ async def serve(
         stack.enter_context(spool.lock())
         opened = await stack.enter_async_context(AsyncExitStack())
         stores, notifier = await open_all(config, opened)
+        http = server_of(config.http)
         reload = Reload(reread or (lambda: config), open_all, opened, notifier)
 
         def heard(event: Event) -> None:
             reload.notifier.offer(event)
+            if http is not None:
+                http.heard(event)
             if told is not None:
                 told(event)
 
@@ -131,6 +141,8 @@ async def serve(
         stack.enter_context(handoff.listening(seconds(config.drain)))
         await stack.enter_async_context(control.listening())
         work = asyncio.ensure_future(reconciler.run())
+        recording = asyncio.ensure_future(last_status.keep(spool.control, control.status))
+        answering = asyncio.ensure_future(_answer(http, reconciler, control))
         life = asyncio.ensure_future(feed_watchdog())
         rest = _idle(reconciler, control, handoff, await_trainer) if until_idle else asyncio.Event().wait()
         idle = asyncio.ensure_future(rest)
@@ -152,14 +164,24 @@ async def serve(
                 log.info("stopping: flushes in hand have %s", reconciler.config.drain)
                 left = await _drain(reconciler, seconds(reconciler.config.drain))
         finally:
-            tasks = (work, life, idle, stopped, reloading)
+            tasks = (work, life, idle, stopped, reloading, recording, answering)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.to_thread(last_status.write, spool.control, control.status())
         if work.done() and not work.cancelled() and (failure := work.exception()):
             raise failure
         log.info("ended")
     return left
+
+
+async def _answer(http: HttpServer | None, reconciler: Reconciler, control: Control) -> None:
+    """Answer HTTP requests until cancelled. A failure ends only this, because training needs the rest."""
+    try:
+        if http is not None:
+            await http.run(reconciler, control.status)
+    except Exception:
+        log.exception("http: ended")
 
 
 async def _drain(reconciler: Reconciler, timeout_s: float) -> tuple[Remaining, ...]:

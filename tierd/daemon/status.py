@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from typing import Literal
 
 from tierd.core.event_kinds import Event
 from tierd.core.ids import retention_key
 from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import SPOOL
 from tierd.core.retention.policies import disagreeing
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.launches import Lease, Rival, beside, leases
@@ -18,7 +20,7 @@ from tierd.core.urls import parse_url
 from tierd.daemon.peers import THIS
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.scrub.scrubber import ScrubStatus
-from tierd.events.journal import AlertStatus
+from tierd.events.journal import AlertStatus, now
 from tierd.events.notifier import NotifyStatus
 
 
@@ -90,6 +92,9 @@ class Status:
     """The whole daemon.
 
     Attributes:
+        at: when this was observed, RFC 3339 in UTC.
+        running: false in the record of a daemon that has ended, or that was killed.
+        problems: what is wrong, the worst first.
         pid: its process.
         version: its version of tierd.
         protocol: its protocol number.
@@ -110,6 +115,9 @@ class Status:
         notify: the receivers of events.
     """
 
+    at: str
+    running: bool
+    problems: tuple[Problem, ...]
     pid: int
     version: str
     protocol: str
@@ -136,7 +144,10 @@ def status(
     """Describe a running reconciler."""
     inventory = reconciler.inventory()
     counted = {"delivered": sum(one.delivered for one in notify), "dropped": sum(one.dropped for one in notify)}
-    return Status(
+    found = Status(
+        at=now(),
+        running=True,
+        problems=(),
         pid=os.getpid(),
         version=THIS.version,
         protocol=str(THIS.protocol),
@@ -156,6 +167,57 @@ def status(
         alerts=reconciler.journal.alerts(),
         notify=notify,
     )
+    return replace(found, problems=problems(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is wrong now.
+
+    Attributes:
+        severity: `alert`: somebody has to act, or checkpoints may be lost; `warning`: look at it in working hours.
+        place: `local`, a tier, or a receiver of events.
+        why: for people.
+    """
+
+    severity: Literal["alert", "warning"]
+    place: str
+    why: str
+
+
+_SCARCE, _LOW = 0.02, 0.05  # free shares of the spool's disk: saves fail soon; local copies are deleted early
+
+
+def problems(found: Status) -> tuple[Problem, ...]:
+    """Return what is wrong by a status, alerts first."""
+    alerts = [
+        Problem("alert", one.place, f"{one.doing} {one.subject} failed {one.tries} times in a row: {one.why}")
+        for one in found.alerts
+    ]
+    runs = sorted({one.run for one in found.launches})
+    alerts += [Problem("alert", SPOOL, f"several launches of run {run} save at the same time") for run in runs]
+    free = f"{found.spool_free:.0%} of the spool's disk is free"
+    if found.spool_free < _SCARCE:
+        alerts.append(Problem("alert", SPOOL, f"{free}: saves fail soon"))
+    warnings = [Problem("warning", SPOOL, free)] if _SCARCE <= found.spool_free < _LOW else []
+    alerted = {one.place for one in alerts}
+    for tier in found.tiers:
+        if tier.name not in alerted and (tier.failures or not tier.reached):
+            why = tier.last_error or "it has not answered a listing yet"
+            warnings.append(Problem("warning", tier.name, why))
+    warnings += [
+        Problem("warning", one.tier, f"the policies of run {one.run} disagree, or one cannot be read: {one.key}")
+        for one in found.policies
+        if one.disagrees
+    ]
+    if found.paused:
+        warnings.append(Problem("warning", SPOOL, f"paused: {found.paused}"))
+    if found.scrub.due:
+        warnings.append(Problem("warning", SPOOL, f"{found.scrub.due} copies are overdue to be verified again"))
+    if count := found.counters["quarantined"]:
+        warnings.append(Problem("warning", SPOOL, f"{count} copies were quarantined since the daemon's start"))
+    warnings += [Problem("warning", one.name, one.last_error) for one in found.notify if one.last_error]
+    return (*alerts, *warnings)
 
 
 def _policies(inventory: Inventory) -> Iterator[PolicyStatus]:
@@ -181,7 +243,7 @@ def _policies(inventory: Inventory) -> Iterator[PolicyStatus]:
 
 def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
     worker = reconciler.workers[name]
-    parts, size = reconciler.backlog.of(name)
+    backlog = reconciler.backlog.of(name)
     left, asked = worker.retry_at - worker.now(), reconciler.tiers.asked_s(name)
     return TierStatus(
         name=name,
@@ -189,9 +251,9 @@ def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
         doing=worker.doing,
         compression=reconciler.tiers.throughput.compression(name).why,
         reached=reconciler.inventory().tiers[name] is not None,
-        pending_parts=parts,
-        pending_bytes=size,
-        pending_prunes=reconciler.backlog.prunes(name),
+        pending_parts=len(backlog),
+        pending_bytes=sum(backlog.values()),
+        pending_prunes=reconciler.backlog.prunes(name).total(),
         append_only=bool(reconciler.tiers.refusal(name)),
         failures=worker.failures,
         retry_in_s=round(left, 1) if left > 0 else None,
@@ -218,5 +280,7 @@ COUNTERS = {
     "alerts": "actions that failed three times in a row",
     "delivered": "events that receivers took, counted once for each receiver",
     "dropped": "events that receivers did not get: held back, no room in the queue, or given up",
+    "restores": "parts that ranks read and verified, to load them",
+    "fallbacks": "restores that passed over newer checkpoints",
     "errors": "listings and actions that failed and were tried again",
 }

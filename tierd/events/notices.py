@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tierd.core.event_kinds import metrics_of
-from tierd.core.ids import PartId
+from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL, Place
 from tierd.core.timeline.launches import beside, disowning, unvouched, warning
@@ -46,7 +46,18 @@ class SaveEvents:
             self._journal.counters["persisted"] += 1
             how = "past the page cache" if outcome.direct else "through the page cache"
             if self._news.take(part):
-                self._saved(part, outcome.size, f", {how}", outcome.metrics)
+                times = {"blocked_s": _rounded(outcome.blocked_s), "seconds": _rounded(outcome.durable_s)}
+                self._saved(part, outcome.size, f", {how}", outcome.metrics, **times)
+
+    def restored(self, part: PartId, place: str, seconds: float) -> None:
+        """Record that a rank read and verified its part of the checkpoint that all ranks load."""
+        self._journal.counters["restores"] += 1
+        self._journal.tell("restored", place, part, "read and verified", seconds=round(seconds, 3))
+
+    def fell_back(self, checkpoint: CheckpointId, skipped: Sequence[str]) -> None:
+        """Record that a restore passed over newer checkpoints."""
+        self._journal.counters["fallbacks"] += 1
+        self._journal.tell("fell back", SPOOL, checkpoint, f"passed over: {'; '.join(skipped)}")
 
     def given_up(self, part: PartId, why: str) -> None:
         """Record that a trainer gave a save up. A failure that the trainer learned from the daemon is reported once."""
@@ -142,7 +153,11 @@ class SaveEvents:
         self._journal.tell("persist failed", SPOOL, part, why)
         self._journal.failed((SAVES, part.writer), "save", SPOOL, part, why)
 
-    def _saved(self, part: PartId, size: int, how: str, metrics: Mapping[str, float]) -> None:
+    def _saved(self, part: PartId, size: int, how: str, metrics: Mapping[str, float], **times: float | None) -> None:
         told = metrics_of(metrics)
-        self._journal.tell("persisted", SPOOL, part, f"{size} bytes{how}", raw_bytes=size, metrics=told)
+        self._journal.tell("persisted", SPOOL, part, f"{size} bytes{how}", raw_bytes=size, metrics=told, **times)
         self._journal.saved(part)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

@@ -42,6 +42,7 @@ Index = Annotated[int, Meta(ge=0, le=1 << 32)]  # of a chunk in its file
 MAX_TOLD = 1000  # characters of a reason
 MOST_TOLD = 16  # reasons in a request
 Told = Annotated[str, Meta(max_length=MAX_TOLD)]
+Measured = Annotated[float, Meta(ge=0, le=1e9)]  # seconds
 Ranges = tuple[tuple[Index, Index], ...]  # (first, end) of ranges of chunks; `end` is exclusive
 
 
@@ -193,6 +194,20 @@ class FellBack(Request, frozen=True, kw_only=True, tag="fell-back"):
     skipped: Annotated[tuple[Told, ...], Meta(min_length=1, max_length=MOST_TOLD)]
 
 
+class Restored(Request, frozen=True, kw_only=True, tag="restored"):
+    """A rank read and verified its part, and every rank loads this checkpoint. Answer: `ok` only.
+
+    Attributes:
+        part: the part that was read.
+        place: the place from which its bytes came.
+        seconds: how long the search and the reading took; not the loading into the state.
+    """
+
+    part: PartId
+    place: Annotated[str, Meta(max_length=64)]
+    seconds: Measured
+
+
 class Pause(Request, frozen=True, kw_only=True, tag="pause"):
     """Leave the tiers as they are for `for_s` seconds, or until resumed. Answer: `paused`, as in `status`."""
 
@@ -269,6 +284,9 @@ class Persist(Request, frozen=True, kw_only=True, tag="persist"):
         tensors: the size of the tensor file, in bytes.
         manifest: the size of the manifest, in bytes.
         tree: the size of the state tree, in bytes.
+        blocked_s: the time for which `save` blocked training, in seconds; until now if it has not returned. None: not
+            measured.
+        asked_s: the time since `save` was called, in seconds; None: not measured.
     """
 
     part: PartId
@@ -276,6 +294,8 @@ class Persist(Request, frozen=True, kw_only=True, tag="persist"):
     tensors: Annotated[int, Meta(ge=1)]
     manifest: Annotated[int, Meta(ge=1, le=MAX_MANIFEST_SIZE)]
     tree: Annotated[int, Meta(ge=0)]
+    blocked_s: Measured | None = None
+    asked_s: Measured | None = None
 
 
 class Recall(Request, frozen=True, kw_only=True, tag="recall"):
@@ -305,6 +325,7 @@ AnyRequest = (
     | Pin
     | Failed
     | FellBack
+    | Restored
     | Leaked
     | Launches
     | Notes
@@ -359,7 +380,7 @@ def decode_request(line: bytes) -> Hello | AnyRequest:
                 check_run(run)
             case Fetch(wanted=wanted) if not all(_in_order(runs) for runs in (wanted or {}).values()):
                 raise ConfigError("runs of chunks are not in order, or one ends before it begins")
-            case Fetch(part=part) | Wait(part=part) | Failed(part=part) | Leaked(part=part):
+            case Fetch(part=part) | Wait(part=part) | Failed(part=part) | Leaked(part=part) | Restored(part=part):
                 _check_checkpoint(part.checkpoint)
                 check_rank(part.rank, part.world)
             case Pin(checkpoint=checkpoint) | FellBack(checkpoint=checkpoint):

@@ -56,12 +56,16 @@ class CommittedPart:
         direct: whether the part's largest file was written past the page cache.
         recycled: whether the largest file overwrote the blocks of a removed file.
         metrics: the save's metrics, if the caller reports them.
+        blocked_s: the time for which the save blocked training, in seconds; None: not known.
+        durable_s: the time from the call of `save` until the commit, in seconds; None: not known.
     """
 
     size: int
     direct: bool
     recycled: bool
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
+    blocked_s: float | None = field(default=None, compare=False)
+    durable_s: float | None = field(default=None, compare=False)
 
 
 def write_part(

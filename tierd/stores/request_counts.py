@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
@@ -15,13 +16,13 @@ class CountedStore:
     are not counted.
 
     Attributes:
-        requests: the number so far of puts, gets, pages of listings, and deletions of up to 1,000 keys.
+        kinds: the number so far of each kind: `put`, `get`, `list` (pages), `delete` (of up to 1,000 keys each).
         encrypts: the same as `inner.encrypts`.
     """
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
-        self.requests = 0
+        self.kinds = Counter(put=0, get=0, list=0, delete=0)
         self.encrypts = is_authentic(inner)
 
     def __repr__(self) -> str:
@@ -32,26 +33,31 @@ class CountedStore:
         """The same as `inner.asked_s`."""
         return asked_s(self._inner)
 
+    @property
+    def requests(self) -> int:
+        """The number of all requests so far."""
+        return self.kinds.total()
+
     async def put(self, key: str, data: Buffer) -> str:
-        self.requests += 1
+        self.kinds["put"] += 1
         return await self._inner.put(key, data)
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
-        self.requests += 1
+        self.kinds["get"] += 1
         return await self._inner.get(key, into)
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        self.requests += 1
+        self.kinds["list"] += 1
         shown = 0
         async with aclosing(self._inner.scan(prefix, after)) as listing:
             async for info in listing:
                 if shown >= FIRST_PAGE and (shown - FIRST_PAGE) % PAGE == 0:
-                    self.requests += 1
+                    self.kinds["list"] += 1
                 shown += 1
                 yield info
 
     async def delete(self, keys: Sequence[str]) -> None:
-        self.requests += -(-len(keys) // PAGE)
+        self.kinds["delete"] += -(-len(keys) // PAGE)
         await self._inner.delete(keys)
 
     async def aclose(self) -> None:

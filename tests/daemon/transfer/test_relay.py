@@ -85,7 +85,7 @@ def test_a_tier_slower_than_the_saves_comes_to_have_all_that_it_wants(spool, eve
             for _ in range(100):
                 slow.room.release()
             await settle(node)
-            assert not node.backlog.parts() and node.backlog.of("s3") == (0, 0)
+            assert not node.backlog.parts() and node.backlog.of("s3") == {}
             on = {name: await contents(store.inner) for name, store in (("nfs", fast), ("s3", slow))}
         return on, node
 

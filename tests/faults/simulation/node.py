@@ -180,7 +180,7 @@ class Node:
     def _about_to_cut(self) -> Path:
         truth = self.world.truth
         # What is being fetched is in its place, perhaps, and not durable there yet.
-        coming = {number(part) for part in self.daemon.scrubber._repairer.fetching} if self.up else set()
+        coming = {number(part) for part in self.daemon.repairs.under_way} if self.up else set()
         self._required = (truth.acked & truth.in_spool(self.root, self.disk.version)) - coming
         return self._place()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from tierd.core.save_policy import Goal
 from tierd.core.timeline.candidates import Candidate, own_part
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Request
+from tierd.ipc.messages import Restored as ReportRestored
 from tierd.spool.arena import Arena
 from tierd.spool.spool import Spool
 
@@ -132,6 +134,7 @@ class Restorer(Search):
             StateMismatch: the checkpoint was written by another number of ranks, or does not fit another rank's state.
             FormatTooNew: the newest checkpoint was written by a newer tierd.
         """
+        began = time.monotonic()
         try:
             for candidate in self.candidates(
                 step, attempt, everything=False, best=best, at_least=at_least, only=self._only
@@ -140,6 +143,8 @@ class Restorer(Search):
                 found, error, unfit = self._try(candidate, fits)
                 if self.settle(candidate, error, unfit=unfit).load:
                     assert found is not None
+                    took = time.monotonic() - began
+                    self._tell(ReportRestored(part=found.part, place=found.tier[:64], seconds=took))
                     return found if self._keep else replace(found, hold=self.source.hand_over())
                 del found, error  # release this memory before the next candidate is read
             return None

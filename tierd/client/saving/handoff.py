@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 
 from tierd.client.saving.packets import Ended, Silent, opened, receive, send
+from tierd.client.saving.save import Save
 from tierd.core.errors import DaemonUnavailable, ObjectNotFound, TierdError, VersionMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE, Manifest, encode
@@ -141,12 +142,15 @@ class HandoffClient:
             return None
         return _Ungreeted(connection, time.monotonic())
 
-    def give(self, slot: int, arena: Arena, manifest: Manifest, tensors: int, tree: bytes) -> PendingHandoff | None:
+    def give(
+        self, slot: int, arena: Arena, manifest: Manifest, tensors: int, tree: bytes, save: Save | None = None
+    ) -> PendingHandoff | None:
         """Hand the snapshot in `arena` over to the daemon; None if there is no daemon, or it accepts nothing.
 
         Args:
             manifest: without files.
             tensors: size of the tensor file at the beginning of the arena, in bytes.
+            save: tells the daemon how long the save has taken so far, for its metrics.
         """
         try:
             head = encode(manifest)
@@ -154,7 +158,17 @@ class HandoffClient:
         except MemoryError:
             return None
         box.view[: len(head) + len(tree)] = head + tree
-        persist = Persist(part=manifest.part, slot=slot, tensors=tensors, manifest=len(head), tree=len(tree))
+        asked_s = None if save is None else time.perf_counter() - save.begun_s
+        blocked_s = asked_s if save is None or save.blocked_s is None else save.blocked_s
+        persist = Persist(
+            part=manifest.part,
+            slot=slot,
+            tensors=tensors,
+            manifest=len(head),
+            tree=len(tree),
+            blocked_s=blocked_s,
+            asked_s=asked_s,
+        )
         try:
             for _ in range(2):  # the second time for a daemon that started after the first had ended
                 patience_s = 0.0 if self._silences else _GREETING

@@ -197,7 +197,9 @@ class Pipeline:
             snapshot.capture.check(snapshot.tree)
         given = None
         if self._line is not None:
-            given = self._line.give(slot.number, slot.arena, snapshot.manifest, layout.size, snapshot.tree)
+            given = self._line.give(
+                slot.number, slot.arena, snapshot.manifest, layout.size, snapshot.tree, snapshot.save
+            )
         snapshot.done()
         files = {TENSORS: slot.image(layout), TREE: memoryview(snapshot.tree)}
         self._persister.give(lambda: self._persist(snapshot, slot, given, files))

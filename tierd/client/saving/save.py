@@ -58,6 +58,8 @@ class Save:
     def __init__(self, part: PartId, spool: Spool) -> None:
         self.part = part
         self._spool = spool
+        self.begun_s = time.perf_counter()
+        self.blocked_s: float | None = None  # inside `save`; None until it returns
         self._ended = Latch()
         self._error: Exception | None = None
         # Called in the thread of a caller of `done` or `wait`; may wait.

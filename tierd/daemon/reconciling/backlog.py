@@ -23,7 +23,7 @@ class Backlog:
         self._setup = setup
         # Caches, each with its inventory.
         self._planned: tuple[Inventory | None, frozenset[tuple[PartId, str]]] = None, frozenset()
-        self._given_up: tuple[Inventory | None, Counter[str]] = None, Counter()
+        self._given_up: tuple[Inventory | None, dict[str, Counter[str]]] = None, {}
 
     def parts(self) -> set[PartId]:
         """Return the parts that some tier lacks and wants and that this daemon sends to it.
@@ -73,21 +73,23 @@ class Backlog:
             return False  # it is first repaired or quarantined
         return (part, tier) not in self.flushes(live.inventory())
 
-    def prunes(self, tier: str) -> int:
-        """How many copies retention has given up that are still on the tier."""
+    def prunes(self, tier: str) -> Counter[str]:
+        """By run, how many copies retention has given up that are still on the tier."""
         inventory = self._setup.live.inventory()
         if inventory != self._given_up[0]:
             actions = self._setup.planner.plan(inventory, self._setup.config, {}, 0.0)
-            found = Counter(one.tier for one in actions if isinstance(one, Prune))
+            prunes = [one for one in actions if isinstance(one, Prune)]
+            names = self._setup.stores
+            found = {name: Counter(one.checkpoint.run for one in prunes if one.tier == name) for name in names}
             self._given_up = inventory, found
-        return self._given_up[1][tier]
+        return self._given_up[1].get(tier, Counter())
 
-    def of(self, tier: str) -> tuple[int, int]:
-        """Return `(parts, bytes)` that this daemon can send and that the tier lacks and wants."""
+    def of(self, tier: str) -> dict[PartId, int]:
+        """Return the parts that this daemon can send and that the tier lacks and wants, each with its size in bytes."""
         live, place = self._setup.live, self._setup.tiers.places[tier]
         inventory = live.inventory()
         found = {part for run in live.runs() for part in pending(live.place, place or Place(), run)}
         if place is not None:
             sent = {part for part, name in self.flushes(inventory) if name == tier}
             found = (found & live.busy.keys()) | sent
-        return len(found), sum(inventory.size_bytes(part) for part in found)
+        return {part: inventory.size_bytes(part) for part in found}

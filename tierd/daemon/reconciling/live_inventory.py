@@ -98,6 +98,11 @@ class LiveInventory:
     def _is_silent(self, tier: str) -> bool:
         return time.monotonic() - self._tiers.mute.get(tier, math.inf) > seconds(self._config.hold_for)
 
+    @property
+    def was_observed(self) -> bool:
+        """Whether the spool was observed at least once."""
+        return self._looks_ended > 0
+
     def runs(self) -> set[str]:
         """Return the runs that the spool has, or that were saved there."""
         return self.place.runs.keys() | self.place.launches.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 
 from tierd.core.errors import CorruptChunk, DeleteRefused, ObjectNotFound, TierdError
 from tierd.core.ids import PartId
@@ -65,9 +66,10 @@ class Repairs:
             self._setup.live.doubt(part.checkpoint)  # its manifest may have been replaced
             self._setup.wake()
 
-    def progress(self, part: PartId) -> Progress | None:
-        """Return the progress of a part's fetch or repair; None if there is none."""
-        return self._repairer.fetching.get(part)
+    @property
+    def under_way(self) -> Mapping[PartId, Progress]:
+        """By part, the progress of repairs and fetches that run now."""
+        return self._repairer.fetching
 
     def hold(self, part: PartId) -> None:
         """Keep all parts of the part's checkpoint in the spool until `release`, for a restore from the part."""

@@ -115,6 +115,10 @@ class Tiers:
         """How many requests observations, flushes and prunes have made to a tier; scrubs and restores do not count."""
         return self._stores[tier].requests if tier in self._stores else 0
 
+    def requests_by_kind(self, tier: str) -> dict[str, int]:
+        """As `requests`, by kind: `put`, `get`, `list`, `delete`."""
+        return dict(self._stores[tier].kinds) if tier in self._stores else {}
+
     def refusal(self, tier: str) -> str:
         """The reason that a tier gave last for refusing deletions; empty if it is not known to refuse them."""
         return self._guards[tier].refused if tier in self._guards else ""

@@ -1,0 +1,153 @@
+"""`tierd status --check`, and `tierd status` after the daemon has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from support.doubles import Double
+from support.web import serving
+from support.world import Daemon, commit, part, reconciler
+
+from tierd.cli import run
+from tierd.cli.status import EXIT_ALERT, EXIT_WARNING
+from tierd.core.timeline.launches import Rival
+from tierd.daemon import last_status
+from tierd.daemon.scrub.scrubber import ScrubStatus
+from tierd.daemon.status import Status, problems, status
+from tierd.events.journal import AlertStatus
+from tierd.spool.spool import Spool
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    return Spool(tmp_path / "spool")
+
+
+@pytest.fixture
+def calm(spool: Spool) -> Status:
+    """The status of a daemon that nothing is wrong with."""
+    found = status(reconciler(spool, {"tier": Double()}), 0, 0)
+    return replace(found, spool_free=0.5, tiers=tuple(replace(one, reached=True) for one in found.tiers))
+
+
+# -- severities -------------------------------------------------------------------------------------------------------
+
+
+def told(found: Status) -> list[tuple[str, str]]:
+    return [(one.severity, one.place) for one in problems(found)]
+
+
+def test_nothing_is_wrong_with_a_calm_daemon(calm: Status) -> None:
+    assert problems(calm) == ()
+
+
+def test_each_problem_has_its_severity(calm: Status) -> None:
+    (tier,) = calm.tiers
+    alert = AlertStatus("tier", "flush", "run step 1", "", 3, "refused")
+    rivals = tuple(Rival("run", attempt, "local", (1,), "") for attempt in "ab")
+    assert told(replace(calm, alerts=(alert,))) == [("alert", "tier")]
+    assert told(replace(calm, launches=rivals)) == [("alert", "local")]
+    assert told(replace(calm, tiers=(replace(tier, reached=False),))) == [("warning", "tier")]
+    assert told(replace(calm, tiers=(replace(tier, failures=1, last_error="why"),))) == [("warning", "tier")]
+    assert told(replace(calm, tiers=(replace(tier, failures=9),), alerts=(alert,))) == [("alert", "tier")]  # once
+    assert told(replace(calm, spool_free=0.01)) == [("alert", "local")]
+    assert told(replace(calm, spool_free=0.04)) == [("warning", "local")]
+    assert told(replace(calm, paused="until resumed")) == [("warning", "local")]
+    assert told(replace(calm, scrub=ScrubStatus(None, 2, None))) == [("warning", "local")]
+    assert told(replace(calm, counters={**calm.counters, "quarantined": 1})) == [("warning", "local")]
+    both = replace(calm, paused="until resumed", alerts=(alert,))
+    assert told(both) == [("alert", "tier"), ("warning", "local")]  # the worst first
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_check_exits_by_severity(spool: Spool, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--spool", str(spool.root)]
+    with Daemon(spool.root, {"tier": Double()}) as daemon:
+        daemon.settle()
+        assert run(["status", "--check", *where]) == 0
+        assert capsys.readouterr().out == f"OK: daemon {os.getpid()} on {spool.root}\n"
+        daemon.reconciler.journal.counters["quarantined"] += 1
+        assert run(["status", "--check", *where]) == EXIT_WARNING
+        assert capsys.readouterr().out == "WARNING local: 1 copies were quarantined since the daemon's start\n"
+        for _ in range(3):
+            daemon.reconciler.journal.failed(("lane", "x"), "prune", "tier", "backlog", "refused")
+        assert run(["status", "--check", *where]) == EXIT_ALERT
+        assert capsys.readouterr().out.startswith("ALERT tier: prune backlog failed 3 times in a row: refused\nWARNING")
+        assert run(["status", "--check", "--json", *where]) == EXIT_ALERT
+        assert [one["severity"] for one in json.loads(capsys.readouterr().out)["problems"]] == ["alert", "warning"]
+        assert run(["status", *where]) == 0  # without --check the state is shown, and nothing is judged
+
+
+def test_after_the_daemon_has_ended_its_last_state_is_shown(
+    spool: Spool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit(spool, part(3))
+
+    async def work() -> None:
+        async with serving(spool, tmp_path / "tier") as http:
+            async with asyncio.timeout(30):
+                while "durable" not in [one.what for one in http._views._reconciler.journal.events]:
+                    await asyncio.sleep(0.05)
+
+    asyncio.run(work())
+    where = ["--spool", str(spool.root)]
+    assert run(["status", *where]) == 0
+    shown = capsys.readouterr()
+    assert "no daemon runs; this is the last known state, " in shown.err and " s old (20" in shown.err
+    assert ", not running" in shown.out and "durable" in shown.out and "disk" in shown.out
+    assert run(["status", "--json", *where]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["running"] is False and found["spool_parts"] == 1
+    assert abs(datetime.fromisoformat(found["at"]) - datetime.now(UTC)) < timedelta(minutes=5)
+    assert run(["status", "--check", *where]) == 6  # a state of the past is no check
+
+
+def test_without_a_last_state_the_absent_daemon_is_an_error(spool: Spool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["status", "--spool", str(spool.root)]) == 6
+    assert "no daemon" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, None])
+def test_a_damaged_last_state_is_none(spool: Spool, damage: bytes | None, tmp_path: Path) -> None:
+    path = spool.control / last_status.LAST_STATUS
+    if damage is None:  # a link that leads out of the spool
+        (tmp_path / "secret").write_text('{"pid": 1}')
+        path.symlink_to(tmp_path / "secret")
+    else:
+        path.write_bytes(damage)
+    assert last_status.read(spool.control) is None
+    assert run(["status", "--spool", str(spool.root)]) == 6
+
+
+def test_the_age_of_a_last_state(spool: Spool, calm: Status, capsys: pytest.CaptureFixture[str]) -> None:
+    for seconds, age in ((5, "5 s old"), (125, "2 min old"), (7300, "2 h old"), (3 * 86400, "3 d old")):
+        at = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat()
+        last_status.write(spool.control, replace(calm, at=at))
+        assert run(["status", "--spool", str(spool.root)]) == 0
+        assert age in capsys.readouterr().err
+    last_status.write(spool.control, replace(calm, at="never"))
+    assert run(["status", "--spool", str(spool.root)]) == 0
+    assert "of unknown age" in capsys.readouterr().err
+
+
+def test_a_last_state_is_private_and_replaced_whole(spool: Spool, calm: Status) -> None:
+    path = spool.control / last_status.LAST_STATUS
+    last_status.write(spool.control, calm)
+    first = path.stat()
+    last_status.write(spool.control, calm)
+    assert first.st_mode & 0o777 == 0o600 and path.stat().st_ino != first.st_ino
+    assert [one.name for one in spool.control.glob("status*")] == [last_status.LAST_STATUS]
+
+
+def test_a_disk_that_takes_no_state_changes_nothing_else(spool: Spool, calm: Status) -> None:
+    (spool.control / f"{last_status.LAST_STATUS}.new").mkdir()
+    last_status.write(spool.control, calm)
+    assert last_status.read(spool.control) is None

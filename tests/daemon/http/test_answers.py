@@ -1,0 +1,139 @@
+"""What a daemon answers over HTTP: probes, JSON, and the page's headers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+import subprocess
+import sys
+
+import msgspec
+from support.web import get, serving
+from support.world import attempt, commit, part, until
+
+# -- JSON, probes, page -----------------------------------------------------------------------------------------------
+
+
+def test_status_and_runs(spool, tmp_path) -> None:
+    commit(spool, part(1))
+    commit(spool, part(2, launch=2), origin=part(1).checkpoint)
+
+    async def work() -> None:
+        async with serving(spool, tmp_path / "tier") as http:
+            async with asyncio.timeout(30):
+                while True:
+                    found = await get(http.address, "/runs")
+                    runs = json.loads(found.body)
+                    if [len(one["copies"]) for one in runs["checkpoints"]] == [2, 2]:
+                        break
+                    await asyncio.sleep(0.2)
+            assert found.headers["content-type"] == "application/json"
+            newest, oldest = runs["checkpoints"]
+            assert newest["resumed_from"] == f"000000000001.{attempt(1)}" and oldest["resumed_from"] is None
+            assert [(one["place"], one["state"]) for one in newest["copies"]] == [
+                ("local", "committed"),
+                ("disk", "verified"),
+            ]
+            assert runs["held"] == runs["in_flight"] == runs["unreached"] == []
+            status = json.loads((await get(http.address, "/status")).body)
+            assert status["running"] and status["problems"] == [] and status["spool"] == str(spool.root)
+            assert [one["name"] for one in status["tiers"]] == ["disk"]
+            head = await get(http.address, "/status", method="HEAD")
+            assert (head.status, head.body) == (200, b"") and int(head.headers["content-length"]) > 100
+
+    asyncio.run(work())
+
+
+def test_probes(spool, tmp_path, monkeypatch) -> None:
+    async def work() -> None:
+        async with serving(spool, tmp_path / "tier") as http:
+            assert (await get(http.address, "/healthz")).body == b"ok\n"
+            async with asyncio.timeout(20):
+                while (await get(http.address, "/readyz")).status != 200:
+                    await asyncio.sleep(0.05)
+            assert http._views is not None
+            http._views._reconciler._draining = True
+            found = await get(http.address, "/readyz")
+            assert (found.status, found.body) == (503, b"not ready\n")
+            http._views._reconciler._draining = False
+            assert (await get(http.address, "/other")).status == 404
+
+    asyncio.run(work())
+
+
+def test_answers_are_shared(spool, tmp_path) -> None:
+    """However many ask, an answer is computed once a second."""
+
+    async def work() -> None:
+        async with serving(spool, tmp_path / "tier") as http:
+            await until(lambda: http._views is not None)
+            calls = 0
+            real = http._views._status
+
+            def counted():
+                nonlocal calls
+                calls += 1
+                return real()
+
+            http._views._status = counted
+            await asyncio.gather(*(http._views.status.get() for _ in range(50)))
+            assert calls == 1
+
+    asyncio.run(work())
+
+
+def test_the_page_runs_only_its_own_script(spool, tmp_path) -> None:
+    async def work() -> None:
+        async with serving(spool, tmp_path / "tier") as http:
+            found = await get(http.address, "/")
+        page, policy = found.body.decode(), found.headers["content-security-policy"]
+        (script,), (style,) = (
+            re.findall(r"<script>(.*?)</script>", page, re.S),
+            re.findall(r"<style>(.*?)</style>", page, re.S),
+        )
+        for kind, text in (("script-src", script), ("style-src", style)):
+            digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+            assert f"{kind} 'sha256-{digest}'" in policy
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+        assert found.headers["x-frame-options"] == "DENY" and found.headers["cache-control"] == "no-store"
+        assert not re.search(r"\bon[a-z]+=|style=|(src|href)=\"(https?:)?//", page)
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", script)
+
+    asyncio.run(work())
+
+
+# -- what is loaded ---------------------------------------------------------------------------------------------------
+
+
+def test_the_server_s_packages_are_loaded_only_if_it_is_configured() -> None:
+    script = """
+import sys
+for name in ("prometheus_client", "aiohttp"):
+    sys.modules[name] = None
+import tierd.daemon.service
+from tierd.daemon.http import start
+from tierd.core.config import HttpConfig
+from tierd.core.errors import ConfigError
+assert start.server_of(None) is None
+try:
+    start._loaded()
+except ImportError as error:
+    print(error)
+try:
+    start.server_of(HttpConfig(listen="127.0.0.1:0"))
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    line = "the HTTP server needs the package aiohttp: pip install 'tierd[metrics]'"
+    assert done.stdout.splitlines() == [line, f"http: {line}"]
+
+
+def test_the_status_of_a_daemon_is_json() -> None:
+    """`/status` has the form of `tierd status --json`: both are made of one class."""
+    from tierd.daemon.status import Problem
+
+    assert msgspec.json.encode(Problem("alert", "s3", "why")) == b'{"severity":"alert","place":"s3","why":"why"}'

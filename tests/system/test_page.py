@@ -1,0 +1,156 @@
+"""The daemon's page in a headless Chromium, over a live daemon: what it shows, how wide, what it may do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.browser import Browser, browsing, driver
+from support.daemon_fixtures import quick  # noqa: F401
+from support.web import serving
+from support.world import commit, part, wait_until
+
+from tierd.daemon.http.server import HttpServer
+from tierd.spool.spool import Spool
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+MARKUP = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>&amp;"
+_CONTRAST = """
+const light = (text) => {
+  const [r, g, b] = text.match(/[\\d.]+/g).slice(0, 3).map((it) => it / 255)
+    .map((it) => (it <= 0.04045 ? it / 12.92 : ((it + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const ground = (element) => {
+  for (let at = element; at; at = at.parentElement) {
+    const found = getComputedStyle(at).backgroundColor;
+    if (!found.startsWith("rgba(0, 0, 0, 0")) return found;
+  }
+  return "rgb(255, 255, 255)";
+};
+const texts = document.querySelectorAll("p, h1, h2, h3, dt, dd, li, td, th, .chip, time, button");
+const least = [...texts].map((element) => {
+  const [a, b] = [light(getComputedStyle(element).color), light(ground(element))].sort((x, y) => y - x);
+  return [(a + 0.05) / (b + 0.05), element.className || element.tagName];
+});
+return least.sort((x, y) => x[0] - y[0])[0];
+"""
+
+
+class Live:
+    """A daemon in a thread of this process; `http` is its server."""
+
+    def __init__(self, spool: Spool, tier: Path) -> None:
+        self.http: HttpServer | None = None
+        self._spool, self._tier = spool, tier
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+
+    async def serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        async with serving(self._spool, self._tier) as http:
+            self.http = http
+            await self._stop.wait()
+
+    def call(self, what) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the daemon has ended
+            self._loop.call_soon_threadsafe(what)
+
+    def end(self) -> None:
+        self.call(self._stop.set)
+
+    @property
+    def journal(self):
+        assert self.http is not None and self.http._views is not None
+        return self.http._views._reconciler.journal
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with driver() as found:
+        yield found
+
+
+def fill(spool: Spool) -> None:
+    for step in (10, 20, 30):
+        commit(spool, part(step))
+    commit(spool, part(20, launch=2), origin=part(10).checkpoint)
+    commit(spool, part(7, launch=3, run="half", world=2))
+
+
+def look(live: Live, spool: Spool, address: str, failures: list[BaseException]) -> None:
+    """What a browser sees. The daemon handles signals, so its loop has the main thread, and this another one."""
+    try:
+        wait_until(lambda: live.http is not None and live.http.address)
+        assert live.http is not None and live.http.address is not None
+        url = f"http://127.0.0.1:{live.http.address[1]}/"
+        live.call(lambda: live.journal.tell("corrupt", "disk", part(10), MARKUP))
+        for width in (1200, 390):
+            with browsing(address, width) as browser:
+                seen(browser, url, width)
+                if width == 390:
+                    lives(browser, live, spool)
+    except BaseException as error:
+        failures.append(error)
+    finally:
+        live.end()
+
+
+def seen(browser: Browser, url: str, width: int) -> None:
+    browser.open(url)
+    wait_until(lambda: "step 30 is on a tier" in browser.text() or "step 20 is on a tier" in browser.text(), 60)
+    wait_until(lambda: "disk: verified, 1 of 1 ranks" in browser.text(), 60)
+    text = browser.text()
+    assert MARKUP in text and browser.run("return document.title") == "tierd"
+    assert "[object" not in text and "undefined" not in text and "NaN" not in text
+    for words in ("resumed from step 10", "rolled back by 20 steps", "kept: ", "incomplete: not all of 2 ranks",
+                  "pending", "answers", "flushed", "durable"):  # fmt: skip
+        assert words in text, words
+    assert browser.run("return document.querySelectorAll('circle').length") == 5
+    assert browser.run("return [document.documentElement.scrollWidth, innerWidth]") == [width, width]
+    hosts = browser.run("return [...new Set(performance.getEntriesByType('resource').map((one) => one.name))].sort()")
+    assert hosts == [f"{url}runs", f"{url}status"]
+    for dark in (False, True):
+        browser.dark(dark)
+        contrast, where = browser.run(_CONTRAST)
+        assert contrast >= 4.5, (dark, contrast, where)
+        if folder := os.environ.get("TIERD_SCREENSHOTS"):
+            (Path(folder) / f"page-{width}-{'dark' if dark else 'light'}.png").write_bytes(browser.screenshot())
+    assert browser.errors() == []
+
+
+def lives(browser: Browser, live: Live, spool: Spool) -> None:
+    """What changes shows without a reload, and so does a daemon that ends."""
+    commit(spool, part(40, launch=2), origin=part(10).checkpoint)
+    wait_until(lambda: "step 40 is on a tier" in browser.text(), 60)
+    for _ in range(3):
+        live.call(lambda: live.journal.failed(("lane", "disk"), "prune", "disk", "backlog", "503 Slow Down"))
+    wait_until(lambda: "failed 3 times in a row: 503 Slow Down" in browser.text(), 60)
+    live.end()
+    wait_until(lambda: "The daemon does not answer for" in browser.text(), 60)
+    assert "step 40 is on a tier" in browser.text()
+
+
+def test_the_page(tmp_path: Path, address: str) -> None:
+    spool = Spool(tmp_path / "spool")
+    fill(spool)
+    live, failures = Live(spool, tmp_path / "tier"), []
+    looking = threading.Thread(target=look, args=(live, spool, address, failures))
+
+    async def work() -> None:
+        looking.start()
+        await live.serve()
+
+    try:
+        asyncio.run(work())
+    finally:
+        looking.join(120)
+    if failures:
+        raise failures[0]

@@ -1,0 +1,245 @@
+
+"use strict";
+// Every text goes into the document as text, never as markup: names come from buckets that others can write to.
+const SVG = "http://www.w3.org/2000/svg";
+const SHOWN = 12; // checkpoints of a run before "show all"
+const DRAWN = 400; // checkpoints in a timeline
+const MINUTES = 30; // of throughput
+const whole = new Set(); // runs of which all checkpoints are shown
+let status = null, runs = null, answered = 0;
+
+function make(name, attributes, ...children) {
+  const drawn = ["svg", "g", "circle", "line", "path", "rect", "text", "title"].includes(name);
+  const element = drawn ? document.createElementNS(SVG, name) : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes || {})) element.setAttribute(key, String(value));
+  for (const child of children.flat(3)) if (child !== null && child !== undefined) element.append(child);
+  return element;
+}
+
+function put(id, ...children) {
+  document.getElementById(id).replaceChildren(...children.flat());
+}
+
+function chip(text, kind, title) {
+  return make("span", { class: `chip ${kind || ""}`, ...(title ? { title } : {}) }, text);
+}
+
+function bytes(count) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let at = 0;
+  while (count >= 1024 && at < units.length - 1) { count /= 1024; at += 1; }
+  return `${count.toFixed(at && count < 100 ? 1 : 0)} ${units[at]}`;
+}
+
+function age(at) {
+  if (!at) return "unknown";
+  const seconds = Math.max(0, (Date.parse(status.at) - Date.parse(at)) / 1000);
+  const [unit, name] = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]].find(([size]) => seconds >= size) || [1, "s"];
+  return `${Math.round(seconds / unit)} ${name} ago`;
+}
+
+function clock(at) { return make("time", { datetime: at, class: "soft" }, at.slice(0, 19).replace("T", " ")); }
+
+// -- the node ----------------------------------------------------------------------------------------------------------
+
+function showDaemon() {
+  const trainers = status.trainers === 1 ? "1 trainer" : `${status.trainers} trainers`;
+  const free = `${Math.round(status.spool_free * 100)} % of the spool's disk is free`;
+  put("daemon", `tierd ${status.version}, pid ${status.pid}, ${status.spool}: ${trainers}, ${status.spool_parts} parts, ${free}`);
+}
+
+function showProblems() {
+  const list = status.problems.map((one) => make("li", {}, chip(one.severity, one.severity), `${one.place}: ${one.why}`));
+  put("problems", make("div", { class: "card" }, list.length ? make("ul", {}, list) : chip("none", "good")));
+}
+
+function rates(tier) {
+  const now = Date.parse(status.at), found = new Array(MINUTES).fill(0);
+  for (const event of status.events) {
+    const minute = Math.floor((now - Date.parse(event.at)) / 60000);
+    if (event.what === "flushed" && event.place === tier && minute >= 0 && minute < MINUTES) {
+      found[MINUTES - 1 - minute] += event.sent_bytes || 0;
+    }
+  }
+  return found;
+}
+
+function throughput(tier) {
+  const sent = rates(tier), most = Math.max(...sent), width = 300, height = 34;
+  const words = most ? `at most ${bytes(most / 60)}/s in a minute` : "nothing was sent";
+  const bars = sent.map((count, at) => {
+    const tall = most ? (count / most) * (height - 4) : 0;
+    return make("rect", { class: "bar", x: at * (width / MINUTES), y: height - tall, width: width / MINUTES - 2, height: tall });
+  });
+  const line = make("line", { class: "axis", x1: 0, x2: width, y1: height, y2: height });
+  const label = `sent in the last ${MINUTES} minutes: ${words}`;
+  return [make("svg", { viewBox: `0 0 ${width} ${height + 1}`, role: "img", "aria-label": label }, bars, line),
+    make("p", { class: "soft" }, label)];
+}
+
+function showTier(tier) {
+  const alert = status.alerts.some((one) => one.place === tier.name);
+  const state = !tier.reached || alert ? chip(tier.reached ? "alert" : "does not answer", "alert") : chip("answers", "good");
+  const doing = tier.doing || (tier.retry_in_s ? `again in ${Math.round(tier.retry_in_s)} s` : "idle");
+  const facts = [["doing", doing], ["pending", `${tier.pending_parts} parts, ${bytes(tier.pending_bytes)}`],
+    ["to prune", tier.append_only ? "append-only" : String(tier.pending_prunes)], ["compression", tier.compression]];
+  if (tier.last_error) facts.push(["last error", tier.last_error]);
+  return make("div", { class: "card" }, make("div", { class: "head" }, make("h3", {}, tier.name), state, make("span", { class: "soft" }, tier.url)),
+    throughput(tier.name), make("dl", {}, facts.map(([name, value]) => [make("dt", {}, name), make("dd", {}, value)])));
+}
+
+function showEvents() {
+  const list = status.events.slice(-60).reverse().map((one) => {
+    const kind = { failing: "alert", "persist failed": "alert", corrupt: "alert", quarantined: "alert", "given up": "alert",
+      "two launches": "alert", "rolled back": "alert", "fell back": "warning", durable: "good" }[one.what];
+    return make("li", {}, clock(one.at), " ", chip(one.what, kind), `${one.place} `, make("strong", {}, one.subject), one.why ? `: ${one.why}` : "");
+  });
+  put("events", make("div", { class: "card" }, list.length ? make("ul", {}, list) : "none yet"));
+}
+
+// -- runs --------------------------------------------------------------------------------------------------------------
+
+function identity(one) { return `${one.run}/${String(one.step).padStart(12, "0")}.${one.attempt}`; }
+
+function kindOf(checkpoint) {
+  const states = checkpoint.copies.map((copy) => copy.state);
+  if (states.some((state) => state === "corrupt" || state === "quarantined")) return "alert";
+  if (checkpoint.copies.some((copy) => copy.state === "verified")) return "good";
+  return checkpoint.complete ? "" : "warning";
+}
+
+function copyChip(copy, world) {
+  const kind = { verified: "good", corrupt: "alert", quarantined: "alert", incomplete: "warning", unreadable: "warning" }[copy.state];
+  const why = copy.reasons.length ? copy.reasons.join("; ") : "no rule was given";
+  const verdict = copy.keep ? `kept: ${why}` : `to be pruned: ${why}`;
+  const words = `${copy.place}: ${copy.state}, ${copy.ranks.length} of ${world} ranks, ${bytes(copy.stored_size || copy.size)}, ${verdict}`;
+  return make("div", {}, chip(words, kind), copy.defects.map((one) => chip(one, "alert")));
+}
+
+function moving(checkpoint) {
+  const found = runs.in_flight.filter((one) => identity(one) === identity(checkpoint)).map((one) => {
+    const share = one.total ? ` ${Math.round((100 * one.done) / one.total)} %` : "";
+    return chip(`in flight: ${one.doing} of rank ${one.rank}${share}`, "warning");
+  });
+  if (runs.held.includes(identity(checkpoint))) found.push(chip("held by a restore", "warning"));
+  if (checkpoint.pinned) found.push(chip("pinned"));
+  if (checkpoint.resumes) found.push(chip("a restore tries this first", "good"));
+  if (!checkpoint.complete) found.push(chip(`incomplete: not all of ${checkpoint.world_size} ranks`, "warning"));
+  return found;
+}
+
+function attemptsOf(checkpoints) {
+  const found = new Map();
+  for (const one of checkpoints) {
+    const attempt = found.get(one.attempt) || { name: one.attempt, origin: null, steps: [] };
+    attempt.steps.push(one);
+    attempt.origin = attempt.origin || one.resumed_from;
+    found.set(one.attempt, attempt);
+  }
+  const all = [...found.values()].sort((a, b) => (a.name < b.name ? -1 : 1));
+  for (const attempt of all) {
+    attempt.steps.sort((a, b) => a.step - b.step);
+    if (!attempt.origin) continue;
+    const dot = attempt.origin.indexOf(".");
+    attempt.from = { step: Number(attempt.origin.slice(0, dot)), attempt: attempt.origin.slice(dot + 1) };
+    const before = found.get(attempt.from.attempt);
+    const last = before ? Math.max(...before.steps.map((one) => one.step)) : attempt.from.step;
+    attempt.lost = Math.max(0, last - attempt.from.step);
+  }
+  return all;
+}
+
+function describe(attempt) {
+  const last = attempt.steps[attempt.steps.length - 1].step;
+  const how = attempt.from ? `resumed from step ${attempt.from.step}` : "from the beginning";
+  const lost = attempt.lost ? `; rolled back by ${attempt.lost} steps` : "";
+  return `launch ${attempt.name}: ${how}, to step ${last}${lost}`;
+}
+
+function timeline(attempts) {
+  const width = Math.max(260, document.getElementById("runs").clientWidth - 30); // so that its text keeps its size
+  const lane = 26, left = 12, right = 12;
+  const steps = attempts.flatMap((one) => [...one.steps.map((it) => it.step), ...(one.from ? [one.from.step] : [])]);
+  const low = Math.min(...steps), high = Math.max(...steps);
+  const x = (step) => left + ((step - low) / Math.max(1, high - low)) * (width - left - right);
+  const y = new Map(attempts.map((one, at) => [one.name, 14 + at * lane]));
+  const drawn = [];
+  for (const one of attempts) {
+    const at = y.get(one.name), first = one.from ? one.from.step : one.steps[0].step;
+    if (one.from && y.has(one.from.attempt)) {
+      const path = `M ${x(one.from.step)} ${y.get(one.from.attempt)} L ${x(one.from.step)} ${at}`;
+      drawn.push(make("path", { class: "rollback", d: path }));
+    }
+    drawn.push(make("line", { class: "lane", x1: x(first), x2: x(one.steps[one.steps.length - 1].step), y1: at, y2: at }));
+  }
+  for (const one of attempts) {
+    for (const it of one.steps) {
+      const title = `step ${it.step}: ${it.copies.map((copy) => `${copy.place} ${copy.state}`).join(", ") || "no copy"}`;
+      drawn.push(make("circle", { class: `dot ${kindOf(it)}`, cx: x(it.step), cy: y.get(one.name), r: 6 }, make("title", {}, title)));
+    }
+  }
+  const height = 14 + attempts.length * lane + 10;
+  drawn.push(make("text", { x: left, y: height - 4 }, `step ${low}`), make("text", { x: width - right, y: height - 4, "text-anchor": "end" }, `step ${high}`));
+  return make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "timeline of launches" }, drawn);
+}
+
+function showRun(name, checkpoints) {
+  const attempts = attemptsOf(checkpoints.slice(0, DRAWN));
+  const shown = whole.has(name) ? checkpoints : checkpoints.slice(0, SHOWN);
+  const rows = shown.map((one) => make("tr", {},
+    make("td", {}, make("strong", { class: "number" }, `step ${one.step}`), make("div", { class: "soft" }, age(one.created))),
+    make("td", {}, one.copies.map((copy) => copyChip(copy, one.world_size))), make("td", {}, moving(one))));
+  const newest = checkpoints.find((one) => one.copies.some((copy) => copy.state === "verified"));
+  const safe = newest ? chip(`step ${newest.step} is on a tier`, "good") : chip("on no tier", "warning");
+  const card = make("div", { class: "card" }, make("div", { class: "head" }, make("h3", {}, name), safe),
+    timeline(attempts), make("ul", { class: "soft" }, attempts.map((one) => make("li", {}, describe(one)))),
+    make("table", {}, make("thead", {}, make("tr", {}, ["checkpoint", "copies, and why they are kept", "now"].map((it) => make("th", {}, it)))),
+      make("tbody", {}, rows)));
+  if (checkpoints.length > SHOWN) {
+    const words = whole.has(name) ? `show the newest ${SHOWN}` : `show all ${checkpoints.length}`;
+    const button = make("button", { type: "button" }, words);
+    button.addEventListener("click", () => { whole.has(name) ? whole.delete(name) : whole.add(name); showRuns(); });
+    card.append(button);
+  }
+  return card;
+}
+
+function showRuns() {
+  const found = new Map();
+  for (const one of runs.checkpoints) found.set(one.run, [...(found.get(one.run) || []), one]);
+  const cards = [...found].map(([name, checkpoints]) => showRun(name, checkpoints));
+  if (runs.unreached.length) cards.unshift(make("p", {}, chip(`not known, because these tiers do not answer: ${runs.unreached.join(", ")}`, "warning")));
+  put("runs", cards.length ? cards : make("div", { class: "card" }, "none in the spool"));
+}
+
+// -- live --------------------------------------------------------------------------------------------------------------
+
+async function fetched(path) {
+  const answer = await fetch(path, { cache: "no-store" });
+  if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
+  return answer.json();
+}
+
+async function refresh() {
+  const line = document.getElementById("daemon");
+  try {
+    [status, runs] = await Promise.all([fetched("/status"), fetched("/runs")]);
+    answered = Date.now();
+    line.classList.remove("stale");
+    showDaemon();
+    showProblems();
+    put("tiers", make("div", { class: "grid" }, status.tiers.map(showTier)));
+    showRuns();
+    showEvents();
+  } catch (error) {
+    line.classList.add("stale");
+    const since = answered ? ` for ${Math.round((Date.now() - answered) / 1000)} s; below is what it said last` : "";
+    line.textContent = `The daemon does not answer${since} (${error.message})`;
+  }
+}
+
+async function live() {
+  if (!document.hidden || !answered) await refresh();
+  setTimeout(live, 2000);
+}
+live();

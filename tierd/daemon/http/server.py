@@ -1,0 +1,212 @@
+"""The HTTP server: a bounded number of short connections, each with one GET or HEAD.
+
+Invariant: a client costs the daemon at most one of `_MOST` connections for `_LIFETIME_S`, whatever it sends or does not
+send, reads or does not read. What a client sent is never logged or sent back, because it may hold a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+
+from aiohttp import web
+
+from tierd.core.config import HttpConfig
+from tierd.core.event_kinds import Event
+from tierd.daemon.http.access import access_of, tls_of
+from tierd.daemon.http.metrics import CONTENT_TYPE, Exposition
+from tierd.daemon.http.page import PAGE, POLICY
+from tierd.daemon.http.tally import Tally
+from tierd.daemon.http.views import Views
+from tierd.daemon.reconcile import Reconciler
+from tierd.daemon.status import Status
+
+log = logging.getLogger("tierd.daemon")
+# For aiohttp's own lines, which quote requests.
+_silent = logging.getLogger("tierd.daemon.http.requests")
+_silent.disabled = True
+
+_MOST = 32  # connections at a time; further ones wait in the kernel's queue
+_LIFETIME_S = 15.0
+_LONGEST_LINE = 2048  # bytes of a request line; a header line may have 8 KiB, because browsers send cookies
+_REBIND_S = 30.0  # seconds until a port that was taken is tried again
+_OPEN = ("/healthz", "/readyz")  # tell nothing of any run, and probes have no token
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Server": "tierd",
+}
+
+
+class HttpServer:
+    """Serves one `[http]` table.
+
+    Args:
+        http: the table.
+
+    Attributes:
+        tally: gets every event.
+        address: where the server listens; None: nowhere yet.
+
+    Raises:
+        ConfigError: the token, the certificate or its key cannot be used.
+    """
+
+    def __init__(self, http: HttpConfig) -> None:
+        self._http, self._access, self._tls = http, access_of(http), tls_of(http)
+        self.tally = Tally()
+        self.address: tuple[str, int] | None = None
+        self._views: Views | None = None
+
+    async def run(self, reconciler: Reconciler, status: Callable[[], Status]) -> None:
+        """Listen and answer until cancelled. A port that is taken is tried again, because training matters more."""
+        self._views = Views(reconciler, status, Exposition(reconciler, self.tally).render)
+        loop, slots = asyncio.get_running_loop(), asyncio.Semaphore(_MOST)
+        manager = web.Server(self._handle)
+        serving: set[asyncio.Task[None]] = set()
+        listener = await self._bind()
+
+        def ended(task: asyncio.Task[None]) -> None:
+            serving.discard(task)
+            slots.release()
+
+        try:
+            while True:
+                await slots.acquire()
+                try:
+                    connection, _ = await loop.sock_accept(listener)
+                except OSError as error:  # for example no descriptor is left
+                    slots.release()
+                    log.warning("http: %s", error)
+                    await asyncio.sleep(1)
+                    continue
+                task = loop.create_task(self._serve(connection, manager))
+                serving.add(task)
+                task.add_done_callback(ended)
+        finally:
+            listener.close()
+            for task in list(serving):
+                task.cancel()
+            await asyncio.gather(*serving, return_exceptions=True)
+
+    async def _bind(self) -> socket.socket:
+        host, port = self._http.address
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        told = False
+        while True:
+            try:
+                listener = socket.create_server((host, port), family=family, backlog=_MOST)
+            except OSError as error:
+                if not told:
+                    log.error("http: %s: %s; tried again every %.0f s", self._http.listen, error.strerror, _REBIND_S)
+                told = True
+                await asyncio.sleep(_REBIND_S)
+                continue
+            listener.setblocking(False)
+            self.address = listener.getsockname()[:2]
+            shown = f"[{self.address[0]}]" if ":" in host else self.address[0]
+            log.info("http: %s://%s:%d/", "https" if self._tls else "http", shown, self.address[1])
+            return listener
+
+    async def _serve(self, connection: socket.socket, manager: web.Server) -> None:
+        loop = asyncio.get_running_loop()
+        protocol = _Connection(manager, loop)
+        transport: asyncio.BaseTransport | None = None
+        try:
+            async with asyncio.timeout(_LIFETIME_S):
+                transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls)
+                await protocol.ended
+        except OSError:  # also a client that was too slow, or that speaks no TLS
+            pass
+        finally:
+            if isinstance(transport, asyncio.Transport):
+                transport.abort()
+            else:
+                connection.close()
+
+    async def _handle(self, request: web.BaseRequest) -> web.Response:
+        try:
+            return await self._answer(request)
+        except Exception as error:  # a bug; the client learns nothing of it
+            log.error("http: %s failed", request.path if request.path in _PATHS else "a request", exc_info=error)
+            return _plain(500, "internal error")
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        if not self._access.is_for_us(request.headers.get("Host")):  # aiohttp refuses a second one
+            return _plain(421, "this server listens on loopback: name it 127.0.0.1 or localhost")
+        if request.method not in ("GET", "HEAD"):
+            return _plain(405, "only GET and HEAD", Allow="GET, HEAD")
+        if request.path not in _OPEN and not self._access.is_permitted(request.headers.get("Authorization")):
+            return _plain(401, "a token is needed", **{"WWW-Authenticate": 'Basic realm="tierd", charset="UTF-8"'})
+        assert self._views is not None
+        match request.path:
+            case "/":
+                return _response(200, PAGE, "text/html; charset=utf-8", **{"Content-Security-Policy": POLICY})
+            case "/metrics":
+                return _response(200, await self._views.metrics.get(), CONTENT_TYPE)
+            case "/status":
+                return _response(200, await self._views.status.get(), "application/json")
+            case "/runs":
+                return _response(200, await self._views.runs.get(), "application/json")
+            case "/healthz":
+                return _plain(200, "ok")
+            case "/readyz":
+                return _plain(200, "ready") if self._views.is_ready else _plain(503, "not ready")
+        return _plain(404, f"there are {', '.join(_PATHS)}")
+
+    def heard(self, event: Event) -> None:
+        """Add an event to the metrics."""
+        self.tally.add(event)
+
+
+_PATHS = ("/", "/metrics", "/status", "/runs", *_OPEN)
+
+
+class _Connection(web.RequestHandler):
+    """One connection.
+
+    Attributes:
+        ended: done when the connection is closed.
+    """
+
+    def __init__(self, manager: web.Server, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(
+            manager,
+            loop=loop,
+            keepalive_timeout=_LIFETIME_S,
+            logger=_silent,
+            access_log=_silent,
+            max_line_size=_LONGEST_LINE,
+        )
+        self.ended: asyncio.Future[None] = loop.create_future()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what is no request, without a word of it."""
+        return _plain(status, "not understood")
+
+
+def _plain(status: int, text: str, **headers: str) -> web.Response:
+    return _response(status, f"{text}\n".encode(), "text/plain; charset=utf-8", **headers)
+
+
+def _response(status: int, body: bytes, content_type: str, **headers: str) -> web.Response:
+    response = web.Response(status=status, body=body, headers={**_HEADERS, "Content-Type": content_type, **headers})
+    response.force_close()
+    return response
