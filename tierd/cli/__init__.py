@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tierd import __version__
-from tierd.cli import act, advise, bench, check, disown, ending, inspect, pause, read, space, status
+from tierd.cli import act, advise, bench, check, disown, ending, inspect, pause, read, restore, space, status, watch
 from tierd.cli.tables import complain, print_json
 from tierd.core import errors, manifest
 from tierd.ipc.messages import EXIT_HELD
@@ -37,6 +37,8 @@ advise.register(app)
 bench.register(app)
 check.register(app)
 inspect.register(app)
+watch.register(app)
+restore.register(app)
 
 EXIT_CODES: dict[int, str] = {
     0: "done; nothing wrong was found",
