@@ -12,7 +12,22 @@ from typing import Annotated
 import typer
 
 from tierd import __version__
-from tierd.cli import act, advise, bench, check, disown, ending, inspect, pause, read, restore, space, status, watch
+from tierd.cli import (
+    act,
+    advise,
+    bench,
+    check,
+    disown,
+    ending,
+    inspect,
+    pause,
+    prepare,
+    read,
+    restore,
+    space,
+    status,
+    watch,
+)
 from tierd.cli.tables import complain, print_json
 from tierd.core import errors, manifest
 from tierd.ipc.messages import EXIT_HELD
@@ -39,6 +54,7 @@ check.register(app)
 inspect.register(app)
 watch.register(app)
 restore.register(app)
+prepare.register(app)
 
 EXIT_CODES: dict[int, str] = {
     0: "done; nothing wrong was found",

@@ -24,6 +24,7 @@ from tierd.daemon.transfer.export import Exported, export
 from tierd.spool.file_io import remove, sync_directory
 from tierd.stores.base import Store
 from tierd.watching.pointers import Pointer, pointers
+from tierd.watching.programs import SHARDED
 from tierd.watching.unit_file import MAX_SIZE, UNIT_NAME, UnitFile, decode_unit
 
 RESTORED = ".tierd-restored"  # where a restore assembles a checkpoint, in the program's directory
@@ -158,7 +159,8 @@ def _files(home: Path, about: UnitFile) -> list[str]:
 
 def _names(about: UnitFile, files: Sequence[str]) -> list[str]:
     """Return what is renamed: the unit's directory, or its files in the order in which a program writes them."""
-    if any(path.startswith(f"{about.path}/") for path in files):
+    inside = any(path.startswith(f"{about.path}/") for path in files)
+    if inside and about.program != SHARDED.program:  # a model's directory may hold others' checkpoints, too
         return [about.path]
     return sorted(files, key=lambda path: (path.endswith(_LAST), path))
 
@@ -220,10 +222,10 @@ def _exchange(one: Path, other: Path) -> bool:
 def _write_pointer(directory: Path, pointer: Pointer) -> bool:
     path = _way(directory, pointer.path)
     try:
-        there = str(path.readlink()) if pointer.link else path.read_text().strip()
+        there = str(path.readlink()) if pointer.link else path.read_text().split("\n")[0].strip()
     except (OSError, ValueError):
         there = None
-    if there == pointer.text.strip():
+    if there == pointer.text.split("\n")[0]:
         return False
     fresh = path.with_name(f".tierd-{secrets.token_hex(8)}")
     try:
