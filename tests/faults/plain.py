@@ -14,6 +14,7 @@ from faults.shards import SHARDS
 from faults.space import SPACE
 from faults.supply import SUPPLY
 from faults.transfer import TRANSFER
+from faults.watched import WATCHED
 from faults.writers import WRITERS
 
 _TRUST, _SECRETS, _FILE = (
@@ -2318,4 +2319,5 @@ PLAIN = (
     + IDENTITY
     + SUPPLY
     + INSPECTING
+    + WATCHED
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from collections.abc import Callable
@@ -152,10 +153,10 @@ def grow(root: Path) -> None:
 
 def replace(root: Path) -> None:
     path = root / "step-100" / "__0_0.distcp"
-    data, before = path.read_bytes(), path.stat()
-    path.unlink()
-    path.write_bytes(data)
-    os.utime(path, ns=(0, before.st_mtime_ns))
+    fresh = root / "fresh"
+    fresh.write_bytes(path.read_bytes())
+    os.utime(fresh, ns=(0, path.stat().st_mtime_ns))
+    fresh.replace(path)
 
 
 @pytest.mark.parametrize("act", [rewrite, rotate, grow, replace])
@@ -168,7 +169,7 @@ def test_a_unit_that_changes_while_it_is_taken_is_not_kept(act, root: Path, spoo
     assert list((spool.control / "stage").iterdir()) == []
     for now_s in (10.0, 20.0, 30.0):
         watch.look(History(), now_s)
-    assert len(reported.parts) == (act in (rewrite, replace))
+    assert len(reported.parts) == (act is rewrite)  # else a part of it is not of the save that its index is of
 
 
 def test_a_damaged_unit_is_reported_once(root: Path, spool: Spool) -> None:
@@ -278,12 +279,12 @@ def test_a_watch_that_cannot_be_used_is_refused(text: str, why: str) -> None:
 
 
 @pytest.mark.parametrize(("spool", "tier"), [("out/spool", "tier"), ("spool", "out/tier"), ("spool", "out")])
-async def test_nothing_of_tierd_lies_in_a_watched_directory(spool: str, tier: str, root: Path) -> None:
+def test_nothing_of_tierd_lies_in_a_watched_directory(spool: str, tier: str, root: Path) -> None:
     home = root.parent
     watch = [WatchConfig(directory=str(root), run=RUN)]
     config = from_urls(str(home / spool), [str(home / tier)], watch=watch)
     with pytest.raises(ConfigError, match="nothing is written to a watched directory"):
-        await check_apart(config)
+        asyncio.run(check_apart(config))
 
 
 def test_a_history_has_what_the_spool_has(root: Path, spool: Spool) -> None:
