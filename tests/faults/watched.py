@@ -16,7 +16,7 @@ WATCHED = (
         _UNIT_WATCH,
         "            if not is_unchanged(due, after):\n",
         "            if False:\n",
-        f"{_WATCH} 'changes_while and rotate'",
+        f"{_WATCH} 'changes_while and rewrite-4'",
     ),
     Mutant(
         "a damaged unit is taken",

@@ -324,6 +324,8 @@ def config_check(
         for tier in found.tier:
             key = f"encrypted with key {keys[tier.name].id}  " if tier.name in keys else ""
             out.print(f"  {tier.name}  {parse_url(tier.url)}  {key}{_describe_reach(reached.get(tier.name))}")
+        for index, watch in enumerate(found.watch):
+            out.print(f"  watch[{index}]  {watch.directory} as run {watch.run}")
         for index, receiver in enumerate(without_addresses(found).notify):
             out.print(f"  notify[{index}]  {receiver.url or (receiver.command or ('',))[0]}")
     if any(one.mode in (None, "read-only") for one in reached.values()):

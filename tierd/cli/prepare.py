@@ -44,7 +44,7 @@ def prepare(
 
 def _show(found: Prepared) -> None:
     out = console()
-    rows = [(one.path, "" if one.step is None else str(one.step), one.verdict, _done(one)) for one in found.units]
+    rows = [(one.path, str(one.step), one.verdict, _done(one)) for one in found.units]
     out.print(table(None, ("PATH", "STEP", "FOUND", "DONE"), rows))
     for one in found.units:
         if one.why:

@@ -18,6 +18,7 @@ import xxhash
 
 from tierd.core.ids import LATEST_MS, CheckpointId, is_attempt, next_attempt
 from tierd.core.planning.inventory import Inventory
+from tierd.watching.describe import Described
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -72,6 +73,11 @@ def history(inventory: Inventory, run: str) -> History:
 def made_at(modified_ns: int) -> datetime:
     """Convert a file's time to the time of a checkpoint, in microseconds; a time out of range to 1970."""
     return _EPOCH + timedelta(microseconds=modified_ns // 1000 if 0 <= modified_ns < LATEST_MS * 1_000_000 else 0)
+
+
+def step_of(described: Described, made: datetime) -> int:
+    """Return a unit's step. A unit that has none is numbered by the second in which it was finished."""
+    return int(made.timestamp()) if described.step is None else described.step
 
 
 def name_unit(run: str, path: str, step: int, made: datetime, known: History) -> Named:

@@ -39,7 +39,7 @@ from tierd.watching.files import Tree
 from tierd.watching.inspect import Changed, inspect_unit
 from tierd.watching.layouts import Unit, units
 from tierd.watching.listing import Listing
-from tierd.watching.naming import History, history, made_at
+from tierd.watching.naming import History, history, made_at, step_of
 from tierd.watching.unit_file import UNIT_NAME
 
 _CHANGING = "a program still writes to it"
@@ -53,6 +53,7 @@ class PreparedUnit:
 
     Attributes:
         path: its path in the directory.
+        step: its step; if it has none, the second of its last write.
         verdict: `verified`: each byte is the recorded one; `sound`: no place has it, and its structure is right;
             `damaged`, `unfinished`: it was moved; `unknown`: it cannot be checked, and was left; `missing`: the newest
             checkpoint was not there.
@@ -62,7 +63,7 @@ class PreparedUnit:
     """
 
     path: str
-    step: int | None
+    step: int
     verdict: Verdict
     why: str = ""
     moved: tuple[str, ...] = ()
@@ -87,7 +88,7 @@ class _Judged:
     """A unit, and what is known of it so far."""
 
     unit: Unit
-    step: int | None
+    step: int
     made: datetime
     verdict: Verdict = "unknown"
     why: str = ""
@@ -147,7 +148,7 @@ async def prepare(
 def _described(tree: Tree, unit: Unit, listing: Listing) -> _Judged:
     described = describe(unit, lambda path: tree.opened(path, listing.entries[path]))
     made = made_at(max((listing.entries[path].mtime_ns for path in unit.files), default=0))
-    return _Judged(unit, described.step, made)
+    return _Judged(unit, step_of(described, made), made)
 
 
 def _recorded(one: _Judged, known: History, listing: Listing) -> CheckpointId | None:
@@ -232,10 +233,9 @@ async def _replace(
     own = {*one.unit.files, *one.unit.strange}
     whole = {path for path in inside if path.startswith(f"{one.unit.path}/")} == own
     moved: tuple[str, ...] = ()
-    if one.step is not None:
-        with suppress(CheckpointNotFound, ConfigError):
-            put = await put_back(stores, run, directory, one.step, None, progress, point=False)
-            one.replaced, moved = put.path == one.unit.path, put.moved
+    with suppress(CheckpointNotFound, ConfigError):
+        put = await put_back(stores, run, directory, one.step, None, progress, point=False)
+        one.replaced, moved = put.path == one.unit.path, put.moved
     if not one.replaced:
         left = await to_the_end(set_aside, directory, [one.unit.path] if whole else sorted(own))
         moved = (*moved, *left)

@@ -28,7 +28,7 @@ from tierd.watching.describe import Described, describe
 from tierd.watching.files import Tree
 from tierd.watching.inspect import Changed, Inspected, Opener, inspect_unit
 from tierd.watching.listing import Listing
-from tierd.watching.naming import History, Named, made_at, name_unit
+from tierd.watching.naming import History, Named, made_at, name_unit, step_of
 from tierd.watching.settle import Due, Settling, is_unchanged
 
 log = logging.getLogger("tierd.daemon")
@@ -138,11 +138,9 @@ class UnitWatch:
         self._take(tree, due, described, named, made)
 
     def _step(self, due: Due, described: Described, made: datetime) -> int | None:
-        """Return a unit's step. A unit without one has the second in which it was finished, if all units have none."""
-        if described.step is not None:
-            return described.step
-        if not self._settling.has_steps:
-            return int(made.timestamp())
+        """Return a unit's step; None for a unit that has none while others have one."""
+        if described.step is not None or not self._settling.has_steps:
+            return step_of(described, made)
         if due.unit.path not in self._stepless:
             self._stepless.add(due.unit.path)
             log.info("%s: not taken: it has no step, and other checkpoints there have one", due.unit.path)
