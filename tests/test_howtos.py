@@ -108,6 +108,31 @@ def test_a_command_of_a_how_to_does_what_it_says(page: str, command: str, node, 
         assert run(["resume", "--spool", f"{home}/spool"]) == 0
 
 
+def test_the_commands_of_the_page_about_watching_do_what_they_say(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    """A checkpoint of another program is taken, damaged, made right before a launch, and put back elsewhere."""
+    layouts = pytest.importorskip("support.layouts")
+    for name in ("out", "tier"):
+        (tmp_path / name).mkdir()
+    optimizer = layouts.trainer(tmp_path / "out") / "optimizer.pt"
+    right = optimizer.read_bytes()
+    watch, restore, prepare = (one for one in typed("watch") if " DIR " in f"{one} " and "EMPTY" not in one)
+    words = {"DIR": f"{tmp_path}/out", "RUN": "r", "URL": f"{tmp_path}/tier"}
+
+    def typed_in(command: str) -> int:
+        for word, value in words.items():
+            command = re.sub(rf"(?<![\w/]){word}(?![\w/])", value, command)
+        return run(shlex.split(command)[1:])
+
+    assert typed_in(f"{watch} --until-idle") == 0
+    optimizer.write_bytes(right[:-20])
+    assert typed_in(f"{prepare} --json") == 0
+    (unit,) = json.loads(capsys.readouterr().out)["units"]
+    assert (unit["verdict"], unit["replaced"]) == ("damaged", True) and optimizer.read_bytes() == right
+    words["DIR"] = f"{tmp_path}/back"
+    assert typed_in(restore) == 0
+    assert (tmp_path / "back" / "checkpoint-500" / "optimizer.pt").read_bytes() == right
+
+
 def test_the_key_that_the_how_to_makes_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = (HOWTO / "encryption.md").read_text().splitlines()
     (make,) = [line.strip() for line in lines if "openssl rand" in line]

@@ -33,13 +33,15 @@ from tierd.cli.read import Check
 from tierd.cli.runs import Overviews
 from tierd.cli.space import Removal, Usages
 from tierd.client.saving.save import Stats
-from tierd.core.config import Config, HttpConfig, NotifyConfig, TierConfig
+from tierd.core.config import Config, HttpConfig, NotifyConfig, TierConfig, WatchConfig
 from tierd.core.diagnosis.findings import CHECKS, FINDINGS
 from tierd.core.event_kinds import KINDS, Event
 from tierd.core.report import Checkpoint, Report
 from tierd.core.retention.policy import Best, RetentionPolicy
 from tierd.daemon.http.families import FAMILIES, samples
 from tierd.daemon.http.views import Runs
+from tierd.daemon.intake.in_place import PutBack
+from tierd.daemon.intake.prepare import Prepared
 from tierd.daemon.status import COUNTERS, Status
 from tierd.daemon.transfer.export import Exported
 from tierd.reading.commands import Delivery
@@ -62,6 +64,9 @@ SHAPES: dict[str, Any] = {
     "show": {"checkpoint": Checkpoint, "manifests": list[dict[str, Any]]},
     "verify": {"checks": list[Check], "unreached": list[str]},
     "restore": Exported,
+    "restore --into": PutBack,
+    "prepare": Prepared,
+    "watch": Event,
     "export": StateExport,
     "follow": Delivery,
     "prune": {"verdicts": list[Judged]},
@@ -207,7 +212,7 @@ def stats() -> str:
 def configuration() -> str:
     """Every key, dotted, with its default."""
     rows = []
-    for kind in (Config, TierConfig, NotifyConfig, HttpConfig, RetentionPolicy, Best):
+    for kind in (Config, TierConfig, NotifyConfig, HttpConfig, WatchConfig, RetentionPolicy, Best):
         means, hints, prefix = attributes(kind), typing.get_type_hints(kind), _prefix(kind)
         for field in msgspec.structs.fields(kind):
             default = "required" if field.required else _default(field)

@@ -145,8 +145,8 @@ INSPECTING = (
     Mutant(
         "a unit counts as taken though it changed meanwhile",
         _SETTLE,
-        "if found is None or found.missing is not None or shape_of(found, after.entries) != due.shape:",
-        "if found is None:",
+        "return found is not None and found.missing is None and shape_of(found, after.entries) == due.shape",
+        "return found is not None",
         f"{_SETTLING} 'changes_while or never_due'",
     ),
     Mutant(

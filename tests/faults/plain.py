@@ -16,6 +16,7 @@ from faults.shards import SHARDS
 from faults.space import SPACE
 from faults.supply import SUPPLY
 from faults.transfer import TRANSFER
+from faults.watched import WATCHED
 from faults.web import WEB
 from faults.writers import WRITERS
 
@@ -2366,4 +2367,5 @@ PLAIN = (
     + SUPPLY
     + INSPECTING
     + ELSEWHERE
+    + WATCHED
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -90,7 +91,7 @@ def _planted(mutant: Mutant, tree: Path) -> Iterator[None]:
 
 def _reds(by: str, told: str, tree: Path) -> bool:
     """Whether what `by` names fails in `tree`, because of what it found there, and says `told` of it."""
-    what, *arguments = by.split()
+    what, *arguments = shlex.split(by)  # `-k 'one or another'` is one argument
     plain = what == "pytest"
     command = [*("pytest", "-q", "-x", "-p", "no:cacheprovider"), *arguments] if plain else ["faults", what, *arguments]
     done = subprocess.run(

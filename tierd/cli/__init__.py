@@ -24,10 +24,13 @@ from tierd.cli import (
     follow,
     inspect,
     pause,
+    prepare,
     read,
+    restore,
     runs,
     space,
     status,
+    watch,
 )
 from tierd.cli.tables import complain, print_json
 from tierd.core import errors, manifest
@@ -57,6 +60,9 @@ check.register(app)
 inspect.register(app)
 follow.register(app)
 export.register(app)
+watch.register(app)
+restore.register(app)
+prepare.register(app)
 
 EXIT_CODES: dict[int, str] = {
     0: "done; nothing wrong was found",

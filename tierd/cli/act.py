@@ -1,4 +1,4 @@
-"""Commands that change something: run, restore, prune, pin, unpin; and `config check`, which writes a probe."""
+"""Commands that change something: run, prune, pin, unpin; and `config check`, which writes a probe."""
 
 from __future__ import annotations
 
@@ -16,27 +16,24 @@ from tierd.cli.ending import EXIT_UNFINISHED
 from tierd.cli.known import answering
 from tierd.cli.options import (
     AttemptOption,
-    BestOption,
     ConfigOption,
     JsonOption,
     KeyFileOption,
-    ModeOption,
     Places,
     RunArgument,
     RunOption,
     SpoolOption,
     StepArgument,
-    StepOption,
     UrlArgument,
     load_config,
     places,
 )
 from tierd.cli.read import choose
-from tierd.cli.tables import console, print_json, progress, size, table
+from tierd.cli.tables import console, print_json, table
 from tierd.core.config import Config, from_urls, without_addresses
 from tierd.core.errors import ConfigError, DaemonUnavailable, StoreUnavailable
 from tierd.core.event_kinds import Event
-from tierd.core.ids import CheckpointId, check_run, pin_key, pruning_prefix
+from tierd.core.ids import CheckpointId, pin_key, pruning_prefix
 from tierd.core.planning.demand import Demand
 from tierd.core.planning.inventory import Inventory, runs
 from tierd.core.planning.pruning import MOST_CHECKPOINTS
@@ -44,7 +41,6 @@ from tierd.core.planning.verdicts import judge
 from tierd.core.printable import printable_json
 from tierd.core.retention.policies import known_policy, unknown
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.core.save_policy import Goal, check_goal
 from tierd.core.timeline.candidates import agree
 from tierd.core.timeline.run_view import RunView
 from tierd.core.urls import parse_url
@@ -54,14 +50,11 @@ from tierd.daemon.tiers.observe import look_around
 from tierd.daemon.tiers.prune import prune as prune_tier
 from tierd.daemon.tiers.reach import Reach
 from tierd.daemon.tiers.reach import reach as try_out
-from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.export import Exported, export
 from tierd.ipc import messages
 from tierd.ipc.client import Link
 from tierd.ipc.messages import read_member
 from tierd.logs import LogFormat
 from tierd.logs import use as use_format
-from tierd.priority import hasten
 from tierd.spool.spool import Spool
 from tierd.stores.deletions import DeletionGuard
 from tierd.stores.keys import read_key
@@ -69,7 +62,7 @@ from tierd.stores.keys import read_key
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
-    for command in (run, restore, prune, pin, unpin):
+    for command in (run, prune, pin, unpin):
         app.command()(command)
     config = typer.Typer(help="The configuration file.", no_args_is_help=True)
     config.callback()(lambda: None)
@@ -103,13 +96,14 @@ def run(
     """Run the daemon: flush, verify, retain; until SIGTERM. With --json, each event is a line on stdout."""
     use_format(log_format)
     where = _daemon_config(spool, to, config, keep_last, key_file)
-    told = _tell if json else None
+    told = tell if json else None
     reread = (lambda: load_config(config)) if config is not None else None
     if asyncio.run(serve(where, until_idle=until_idle, await_trainer=await_trainer, reread=reread, told=told)):
         raise typer.Exit(EXIT_UNFINISHED)  # the log says what is left
 
 
-def _tell(event: Event) -> None:
+def tell(event: Event) -> None:
+    """Print an event as a line of JSON."""
     sys.stdout.write(printable_json(msgspec.json.encode(event).decode()) + "\n")
     sys.stdout.flush()
 
@@ -128,56 +122,6 @@ def _daemon_config(
     key = str(key_file.absolute()) if key_file else None
     retention = RetentionPolicy(keep_last=keep_last) if keep_last else None
     return from_urls(str(spool.absolute()), to or [], retention, key)
-
-
-def restore(
-    url: UrlArgument = None,
-    name: Annotated[str, typer.Option("--run", metavar="RUN", help="The run.")] = "",
-    to: Annotated[Path | None, typer.Option("--to", metavar="DIR", help="An empty or absent directory.")] = None,
-    config: ConfigOption = None,
-    step: StepOption = None,
-    attempt: AttemptOption = None,
-    best: BestOption = None,
-    mode: ModeOption = "min",
-    key_file: KeyFileOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Copy the newest verified checkpoint, or the best, out of the tiers, one directory a rank. Needs no daemon."""
-    if not name or to is None:
-        raise ConfigError("restore needs --run RUN and --to DIR")
-    if best is not None and step is not None:
-        raise ConfigError("--best and --step: one of the two")
-    goal = check_goal(Goal(best, mode)) if best is not None else None
-    where = places(None, url, config, key_file=key_file)
-    assert where.config is not None
-    moved = Progress()
-    with answering(where, check_run(name)):
-        found = asyncio.run(_restore(where.config, name, to, step, attempt, goal, moved))
-    if json:
-        print_json(found)
-        return
-    for text in found.skipped:
-        console().print(f"skipped {text}")
-    source = f"from {', '.join(found.tiers)}, " if found.tiers else ""
-    console().print(
-        f"restored {found.run} step {found.step} (attempt {found.attempt}), {size(found.size)} verified, {source}in:"
-    )
-    for directory in found.directories:
-        console().print(f"  {directory}")
-    if moved.kept:
-        console().print(f"  {size(moved.kept)} of it were there from a restore that was interrupted")
-
-
-async def _restore(
-    config: Config, run: str, to: Path, step: int | None, attempt: str | None, best: Goal | None, moved: Progress
-) -> Exported:
-    async with AsyncExitStack() as stack:
-        stores = await open_tiers(config, stack)
-        hasten()
-        with progress("restoring") as bar:
-            task = bar.add_task("", total=None)
-            moved.told = lambda at: bar.update(task, completed=at.done, total=at.total)
-            return await export(stores, run, to, step, attempt, moved, best=best)
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +333,8 @@ def config_check(
         for tier in found.tier:
             key = f"encrypted with key {keys[tier.name].id}  " if tier.name in keys else ""
             out.print(f"  {tier.name}  {parse_url(tier.url)}  {key}{_describe_reach(reached.get(tier.name))}")
+        for index, watch in enumerate(found.watch):
+            out.print(f"  watch[{index}]  {watch.directory} as run {watch.run}")
         for index, receiver in enumerate(without_addresses(found).notify):
             out.print(f"  notify[{index}]  {receiver.url or (receiver.command or ('',))[0]}")
     if any(one.mode in (None, "read-only") for one in reached.values()):

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from tierd.core.errors import ConfigError
 from tierd.core.event_kinds import CHOICES
+from tierd.core.ids import check_run
 from tierd.core.rate import Rate, rate
 from tierd.core.retention.policy import Duration, RetentionPolicy, seconds
 from tierd.core.urls import parse_url
@@ -101,6 +102,18 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return ipaddress.ip_address(self.address[0]).is_loopback
 
 
+class WatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A directory of another program, whose checkpoints the daemon takes.
+
+    Attributes:
+        directory: the absolute path of the directory below which the program writes; it is never written to.
+        run: the name of the run that they become; no trainer and no other `[[watch]]` saves to it.
+    """
+
+    directory: Annotated[str, Meta(pattern=r"^/[^\x00]*\Z")]
+    run: str
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole configuration of a daemon.
 
@@ -123,6 +136,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         scrub_rate: how fast the scrub reads, in each place.
         notify: the receivers of events, each a `[[notify]]`.
         http: the HTTP server, a `[http]`; None: there is none.
+        watch: the directories of other programs, each a `[[watch]]`.
     """
 
     spool: Annotated[str, Meta(pattern=r"^/[^\x00]*\Z")]
@@ -137,6 +151,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scrub_rate: Rate = "20MB/s"
     notify: tuple[NotifyConfig, ...] = ()
     http: HttpConfig | None = None
+    watch: tuple[WatchConfig, ...] = ()
 
     def named(self, name: str) -> TierConfig:
         """The tier called `name`."""
@@ -182,6 +197,7 @@ def from_urls(
     retention: RetentionPolicy | None = None,
     key_file: str | None = None,
     where: str = "--to",
+    watch: Sequence[WatchConfig] = (),
 ) -> Config:
     """Make the configuration of ``tierd run --spool DIR --to URL``. Tiers are named after their URL's scheme.
 
@@ -191,6 +207,7 @@ def from_urls(
         retention: the policy in every place; None: each run's own.
         key_file: the absolute path of the key that encrypts every tier; None: no encryption.
         where: the beginning of error messages.
+        watch: the directories of other programs.
 
     Raises:
         ConfigError: there is no URL, or one cannot be used.
@@ -203,7 +220,7 @@ def from_urls(
         taken = sum(tier.name.split("-")[0] == scheme for tier in tiers)
         name = scheme if not taken else f"{scheme}-{taken + 1}"
         tiers.append(TierConfig(name=name, url=url, retention=retention, key_file=key_file))
-    return _checked(Config(spool=spool, tier=tuple(tiers), retention=retention), where)
+    return _checked(Config(spool=spool, tier=tuple(tiers), retention=retention, watch=tuple(watch)), where)
 
 
 def _checked(config: Config, where: str) -> Config:
@@ -229,6 +246,17 @@ def _checked(config: Config, where: str) -> Config:
         _check_receiver(receiver, f"{where}: notify[{index}]")
     if config.http is not None:
         _check_http(config.http, f"{where}: http")
+    watched: set[str] = set()
+    for index, watch in enumerate(config.watch):
+        try:
+            check_run(watch.run)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: watch[{index}].run: {error}") from error
+        if watch.run in watched:
+            raise ConfigError(
+                f"{where}: watch[{index}].run: {watch.run!r} is taken; each directory is a run of its own"
+            )
+        watched.add(watch.run)
     return config
 
 

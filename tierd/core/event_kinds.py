@@ -37,6 +37,11 @@ KINDS: dict[str, EventKind] = {
     "persist failed": EventKind("the trainer or the daemon could not make a save durable, and gave it up", "error"),
     "flushed": EventKind("a part is on a tier, and each of its bytes was verified there", usual=False),
     "durable": EventKind("a tier now holds every rank's part of a checkpoint, verified"),
+    "not taken": EventKind(
+        "a checkpoint in a watched directory is damaged, has no format that can be checked, or changed each time while "
+        "it was taken",
+        "error",
+    ),
     "failing": EventKind(
         "the same action failed three times in a row, or the backlog of prunes grew for ten minutes; repeated at "
         "growing intervals while that lasts",

@@ -26,6 +26,7 @@ from tierd.daemon.control import Control
 from tierd.daemon.fs_events import watching
 from tierd.daemon.handoff import HandoffServer
 from tierd.daemon.http.start import server_of
+from tierd.daemon.intake.intake import Intake
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.reload import Reload
 from tierd.daemon.systemd import feed_watchdog, notify
@@ -140,11 +141,13 @@ async def serve(
         stack.enter_context(watching(spool, reconciler.wake))
         stack.enter_context(handoff.listening(seconds(config.drain)))
         await stack.enter_async_context(control.listening())
+        intake = Intake(reconciler, lambda: handoff.room)
         work = asyncio.ensure_future(reconciler.run())
         recording = asyncio.ensure_future(last_status.keep(spool.control, control.status))
         answering = asyncio.ensure_future(_answer(http, reconciler, control))
+        taking = asyncio.ensure_future(intake.run())
         life = asyncio.ensure_future(feed_watchdog())
-        rest = _idle(reconciler, control, handoff, await_trainer) if until_idle else asyncio.Event().wait()
+        rest = _idle(reconciler, control, handoff, intake, await_trainer) if until_idle else asyncio.Event().wait()
         idle = asyncio.ensure_future(rest)
         reloading = asyncio.ensure_future(reload.run(hup, reconciler, control))
         notify("READY=1")
@@ -158,13 +161,14 @@ async def serve(
             await asyncio.wait([stopped, work, idle], return_when=asyncio.FIRST_COMPLETED)
             if stopped.done():
                 notify("STOPPING=1")
+                taking.cancel()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_RELOADING):
                         await reload.turn.acquire()  # let a reload under way end, and prevent another
                 log.info("stopping: flushes in hand have %s", reconciler.config.drain)
                 left = await _drain(reconciler, seconds(reconciler.config.drain))
         finally:
-            tasks = (work, life, idle, stopped, reloading, recording, answering)
+            tasks = (work, taking, life, idle, stopped, reloading, recording, answering)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -201,8 +205,10 @@ async def _drain(reconciler: Reconciler, timeout_s: float) -> tuple[Remaining, .
     return left
 
 
-async def _idle(reconciler: Reconciler, control: Control, handoff: HandoffServer, await_trainer: bool) -> None:
-    """Return when every trainer has left, none is expected back, and nothing is left to flush."""
+async def _idle(
+    reconciler: Reconciler, control: Control, handoff: HandoffServer, intake: Intake, await_trainer: bool
+) -> None:
+    """Return when every trainer has left, none is expected back, and nothing is left to take or to flush."""
     loop = asyncio.get_running_loop()
     end = loop.time() + _FIRST
     while await_trainer and not control.seen and loop.time() < end:
@@ -212,6 +218,6 @@ async def _idle(reconciler: Reconciler, control: Control, handoff: HandoffServer
     quiet = 0.0
     while quiet < (_GRACE if control.seen else 0.2):
         await asyncio.sleep(0.2)
-        busy = control.trainers or handoff.busy or reconciler.backlog.parts()
+        busy = control.trainers or handoff.busy or intake.busy or reconciler.backlog.parts()
         quiet = 0.0 if busy else quiet + 0.2
     log.info("no trainer is left and everything is flushed")

@@ -23,6 +23,24 @@ def looks_like_pickle(head: bytes) -> bool:
     return len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5
 
 
+def find_int(data: bytes, key: str) -> int | None:
+    """Return the integer that follows a string in a pickle, as the first value of this key; None if there is none.
+
+    The opcodes are read one by one, and none is executed.
+    """
+    found = False
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name in ("MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"):
+                continue
+            if found and isinstance(argument, int) and "INT" in opcode.name:
+                return argument
+            found = argument == key
+    except (ValueError, IndexError, struct.error, OverflowError):
+        pass
+    return None
+
+
 def check_pickle(source: ByteSource) -> Sound:
     """Check a pickle.
 

@@ -97,6 +97,22 @@ def check_zip(source: ByteSource) -> Sound:
     return Sound("zip", f"{bare} of {len(spans)} records have no CRC" if bare else None)
 
 
+def read_record(source: ByteSource, ending: str, most: int) -> bytes | None:
+    """Return the content of the first uncompressed record whose name has this ending; None if there is none.
+
+    A record of more than `most` bytes counts as none. The content is not checked (see `check_zip`).
+
+    Raises:
+        Damaged, Unchecked: as `check_zip`.
+    """
+    directory = _find_directory(source)
+    for record in _records(source, directory):
+        if record.name.endswith(ending.encode()) and record.method == _STORED and record.size <= most:
+            begin, _ = _check_header(source, record, directory.offset)
+            return source.read(begin, record.size)
+    return None
+
+
 def _find_directory(source: ByteSource) -> _Directory:
     """Find the directory through the end record, which is last in the file except for a comment."""
     tail_at = max(0, source.size - _END_RECORD.size - _MAX_COMMENT)

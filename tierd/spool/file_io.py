@@ -172,7 +172,12 @@ def _open_spare(path: Path) -> int | None:
 
 
 def describe_file(
-    path: Path, name: str, chunk_size: int = CHUNK_SIZE, *, written: tuple[int, str] | None = None
+    path: Path,
+    name: str,
+    chunk_size: int = CHUNK_SIZE,
+    *,
+    written: tuple[int, str] | None = None,
+    going: Callable[[], None] = lambda: None,
 ) -> File:
     """Digest and sync a file that another library wrote.
 
@@ -184,6 +189,7 @@ def describe_file(
         chunk_size: the size of the largest chunk, in bytes.
         written: size in bytes and digest of everything that was written to the file, taken from the writer's memory.
             The file must be synced; its bytes are then verified from the writer's memory on.
+        going: called before each chunk; what it raises ends the work.
 
     Raises:
         CorruptChunk: the file differs from what was written, or changed meanwhile.
@@ -198,6 +204,7 @@ def describe_file(
         memory = memory_for(max(sizes, default=0) + PAGE)
         whole = xxhash.xxh3_128()
         for length in sizes:
+            going()
             data = _read(fd, memory, length, offset, path)
             chunks.append(Chunk(size=length, xxh3_128=digest(data)))
             whole.update(data if written else b"")

@@ -11,6 +11,7 @@ rename its directory.
     <spool>/.tierd/fetch/<run>.<checkpoint>.<part>/    a fetch in progress, or an interrupted one
     <spool>/.tierd/{saved, retention, timeline}/       records of runs (`records`)
     <spool>/.tierd/alive/                              locks of living trainers (`leases`)
+    <spool>/.tierd/watched/<run>.json                  units taken from a watched directory (daemon/intake/taken.py)
     <spool>/.tierd/meetings/<launch>/                  messages between ranks of a launch (client/ranks/meeting.py)
 """
 

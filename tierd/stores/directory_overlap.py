@@ -52,16 +52,21 @@ class _Directory:
 
 
 async def check_apart(config: Config) -> None:
-    """Refuse file tiers that overlap the spool or each other. Changes nothing.
+    """Refuse file tiers and watched directories that overlap the spool or each other. Changes nothing.
 
     Raises:
-        ConfigError: two directories overlap. The message names the tier's URL, both paths, and the remedy.
+        ConfigError: two directories overlap. The message names the key, both paths, and the remedy.
     """
     places = list(_places(config))
     found = await asyncio.gather(*(_resolved(path) for _, _, path in places))
     for number, here in enumerate(found):
         for other, there in enumerate(found[:number]):
             if how := here.relation(there):
+                if places[number][0].startswith("watch"):
+                    raise ConfigError(
+                        f"{places[number][0]}: {here} {how} the directory of {places[other][1]}, {there}, and nothing "
+                        f"is written to a watched directory: put {places[other][1]} beside it"
+                    )
                 raise ConfigError(
                     f"{places[number][0]}: {here} {how} the directory of {places[other][1]}, {there}, and each would "
                     "delete what is the other's: give the tier a directory of its own, beside that one"
@@ -75,6 +80,8 @@ def _places(config: Config) -> Iterator[tuple[str, str, str]]:
         url = parse_url(tier.url)
         if url.scheme == "file":
             yield f"tier[{index}].url", f"tier {tier.name!r}", url.path
+    for index, watch in enumerate(config.watch):
+        yield f"watch[{index}].directory", f"the watched directory of run {watch.run!r}", watch.directory
 
 
 async def _resolved(path: str) -> _Directory:

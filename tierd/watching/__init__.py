@@ -8,6 +8,10 @@ file's structure is sound.
 - `layouts`: the units in a listing; pure.
 - `inspect`: checks a unit's files with `formats`, and against each other; reads only through its `Opener`.
 - `settle`: the units that are ready to be taken, from successive listings; pure.
+- `describe`: a unit's step, metrics and number of ranks, from its files.
+- `naming`: the checkpoint that a unit becomes; pure.
+- `unit_file`: the description of a unit inside its part.
+- `pointers`: the files by which programs find their newest checkpoint; pure.
 - `files`: the only module that touches a file system; it never writes.
 
 Invariant: nothing below a watched directory is written, moved, loaded or unpickled, and no symbolic link is followed.

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tierd.core.errors import ConfigError, StoreRefused
-from tierd.formats.byte_source import ByteSource
 from tierd.watching.inspect import Changed
 from tierd.watching.listing import MARKERS, MAX_MARKER, Kind, ListedEntry, Listing, joined
 
 MAX_NAMES = 1_000_000  # names below one directory, at most
+OWN = ".tierd-"  # what `restore --into` and `prepare` make in the directory begins with this, and is not listed
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
@@ -80,6 +80,8 @@ class Tree:
         directories = []
         with self._opened(path, _DIRECTORY) as descriptor:
             for name in _names(descriptor):
+                if not path and name.startswith(OWN):
+                    continue
                 try:
                     entry = self._entry(descriptor, name)
                 except FileNotFoundError:
@@ -135,7 +137,7 @@ class Tree:
             os.close(found)
 
     @contextmanager
-    def opened(self, path: str, listed: ListedEntry) -> Iterator[ByteSource]:
+    def opened(self, path: str, listed: ListedEntry) -> Iterator[OpenFile]:
         """Open a listed file for reading.
 
         Raises:
@@ -147,7 +149,7 @@ class Tree:
             with self._opened(path, _FILE) as descriptor:
                 _compare(listed, descriptor)
                 try:
-                    yield _File(descriptor, listed.size)
+                    yield OpenFile(descriptor, listed.size)
                 finally:
                     _compare(listed, descriptor)
                     self._compare_name(path, listed)
@@ -183,16 +185,16 @@ def _compare(listed: ListedEntry, descriptor: int) -> None:
         raise Changed("it was written to meanwhile")
 
 
-class _File:
-    """An open file as a source of a fixed size."""
+class OpenFile:
+    """An open file as a source of a fixed size. `descriptor` is open for reading while the file is."""
 
     def __init__(self, descriptor: int, size: int) -> None:
-        self._descriptor, self.size = descriptor, size
+        self.descriptor, self.size = descriptor, size
 
     def read(self, offset: int, length: int) -> bytes:
-        data = os.pread(self._descriptor, length, offset)
+        data = os.pread(self.descriptor, length, offset)
         while len(data) < length:
-            more = os.pread(self._descriptor, length - len(data), offset + len(data))
+            more = os.pread(self.descriptor, length - len(data), offset + len(data))
             if not more:
                 raise Changed(f"it had {self.size} bytes, and ends at {offset + len(data)}")
             data += more

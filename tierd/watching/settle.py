@@ -79,10 +79,12 @@ class Settling:
     def __init__(self, settle_s: float) -> None:
         self._settle_s = settle_s
         self._seen: dict[str, _Seen] = {}
+        self.has_steps = False  # whether a unit of the last listing has a step in its name
 
     def look(self, listing: Listing, now_s: float) -> list[Due]:
         """Process a listing, and return the due units, the newest first. `now_s` is any monotonic clock."""
         found = {unit.path: unit for unit in units(listing)}
+        self.has_steps = any(unit.step is not None for unit in found.values())
         for path in self._seen.keys() - found.keys():
             del self._seen[path]
         due = []
@@ -99,6 +101,16 @@ class Settling:
                 due.append(Due(unit, shape, seen.tries))
         return sorted(due, key=lambda one: max((entry.mtime_ns for _, entry in one.shape), default=0), reverse=True)
 
+    @property
+    def paths(self) -> set[str]:
+        """The paths of the units in the last listing."""
+        return set(self._seen)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a unit of the last listing was neither taken nor refused yet, complete or not."""
+        return any(not seen.judged for seen in self._seen.values())
+
     def _wait_s(self, seen: _Seen) -> float:
         return float(self._settle_s * 2 ** min(seen.tries, _MOST_DOUBLINGS))
 
@@ -113,15 +125,20 @@ class Settling:
             "taken" or "refused" if nothing changed meanwhile; the unit is due again only after a change. "changed" if
             something did; the read bytes are then void, and the unit is due again when it has settled.
         """
-        found = next((unit for unit in units(after) if unit.path == due.unit.path), None)
         seen = self._seen.get(due.unit.path)
-        if found is None or found.missing is not None or shape_of(found, after.entries) != due.shape:
+        if not is_unchanged(due, after):
             if seen is not None:
                 seen.tries += 1
             return "changed"
         if seen is not None and seen.shape == due.shape:
             seen.judged, seen.tries = True, 0
         return "taken" if sound else "refused"
+
+
+def is_unchanged(due: Due, after: Listing) -> bool:
+    """Whether a later listing shows a unit as it was when it was due."""
+    found = next((unit for unit in units(after) if unit.path == due.unit.path), None)
+    return found is not None and found.missing is None and shape_of(found, after.entries) == due.shape
 
 
 def _is_one_save(unit: Unit, entries: Mapping[str, ListedEntry], former: Mapping[str, ListedEntry]) -> bool:

@@ -22,6 +22,7 @@ from tierd.daemon.transfer.buffers import Buffers
 from tierd.daemon.transfer.concurrency import to_the_end, together
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.daemon.transfer.replicas import Replicas
+from tierd.spool.adopt import unshare
 from tierd.spool.direct_io import LARGE, PAGE, PIECE, memory_for, reserve, set_direct, write_all
 from tierd.spool.file_io import Buffer, flat, make_private, private, read_chunk, remove, sync_directory
 
@@ -207,6 +208,8 @@ class _Download:
     def _target(self, number: int, file: File) -> _Target:
         path = self._home / file.path
         make_way(self._home, file.path)
+        if self._committed:
+            unshare(path)  # a part of a watched run may be a link to the program's own file
         try:
             size = path.lstat().st_size
         except FileNotFoundError:

@@ -1,0 +1,64 @@
+"""A watched directory whose units were taken into a spool and flushed to a tier, without waiting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.world import Daemon
+
+from tierd.core.ids import PartId
+from tierd.core.planning.inventory import Inventory
+from tierd.daemon.intake.unit_watch import UnitWatch
+from tierd.daemon.spool_observer import SpoolObserver
+from tierd.spool.commit import CommittedPart
+from tierd.spool.spool import Spool
+from tierd.stores.file import FileStore
+from tierd.watching.naming import History, history
+
+RUN = "r"
+
+
+class Reported:
+    """What a watch reported."""
+
+    def __init__(self) -> None:
+        self.parts: list[PartId] = []
+        self.failures: list[Exception] = []
+        self.reasons: dict[str, str] = {}
+
+    def taken(self, part: PartId, outcome: CommittedPart | Exception) -> None:
+        if isinstance(outcome, Exception):
+            self.failures.append(outcome)
+        else:
+            self.parts.append(part)
+
+    def not_taken(self, path: str, why: str) -> None:
+        self.reasons[path] = why
+
+
+def observed(spool: Spool) -> History:
+    """What a daemon that starts anew knows of the run."""
+    return history(Inventory(SpoolObserver(spool).look(), {}), RUN)
+
+
+def take(spool: Spool, root: Path) -> Reported:
+    """Take every unit that is there."""
+    reported = Reported()
+    watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
+    for now_s in (1.0, 2.0):
+        watch.look(observed(spool), now_s)
+    return reported
+
+
+def flush(spool: Spool, tier: Path) -> None:
+    """Have a daemon flush what the spool has."""
+    tier.mkdir(exist_ok=True)
+    with Daemon(spool.root, lambda: {"file": FileStore(tier)}) as daemon:
+        daemon.settle()
+
+
+def files(root: Path) -> dict[str, bytes]:
+    """Every file below a directory but tierd's own."""
+    found = (path for path in root.rglob("*") if path.is_file() and not path.is_symlink())
+    names = {str(path.relative_to(root)): path for path in found}
+    return {name: path.read_bytes() for name, path in names.items() if not name.startswith(".tierd-")}

@@ -1,0 +1,87 @@
+"""The names of checkpoints of watched runs: from steps and times alone, the same on every node."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+from tierd.core.ids import CheckpointId
+from tierd.watching.naming import History, made_at, name_unit
+
+RUN = "r"
+
+
+def at(second: int) -> datetime:
+    return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=second)
+
+
+def taken(*units: tuple[int, int], known: History | None = None) -> tuple[History, list[CheckpointId]]:
+    """Take units, each a step and a time, in this order."""
+    known, names = known or History(), []
+    for step, second in units:
+        named = name_unit(RUN, f"checkpoint-{step}", step, at(second), known)
+        assert named.checkpoint not in known.made
+        known = known.with_one(named.checkpoint, at(second), named.origin)
+        names.append(named.checkpoint)
+    return known, names
+
+
+def test_a_program_that_goes_on_has_one_attempt() -> None:
+    known, names = taken((100, 10), (200, 20), (300, 30))
+    assert len({one.attempt for one in names}) == 1
+    assert known.origins == {names[0].attempt: None}
+
+
+def test_what_lay_there_before_is_of_the_same_attempt_in_any_order() -> None:
+    _, names = taken((300, 30), (100, 10), (200, 20))
+    assert len({one.attempt for one in names}) == 1
+
+
+def test_a_program_that_went_back_begins_an_attempt_from_the_checkpoint_below() -> None:
+    known, names = taken((100, 10), (200, 20), (300, 30), (300, 50), (400, 60))
+    assert names[3].attempt == names[4].attempt > names[0].attempt
+    assert known.origins[names[3].attempt] == names[1]
+    assert max(names) == names[4]
+
+
+def test_a_program_that_began_anew_has_no_origin() -> None:
+    known, names = taken((200, 20), (300, 30), (100, 50))
+    assert names[2].attempt > names[0].attempt and known.origins[names[2].attempt] is None
+
+
+def test_going_back_twice_follows_the_timeline() -> None:
+    known, names = taken((100, 10), (200, 20), (200, 30), (150, 40))
+    assert known.origins[names[2].attempt] == names[0]
+    assert known.origins[names[3].attempt] == names[0]
+    assert sorted(names) == [names[0], names[1], names[2], names[3]]
+
+
+def test_an_older_launch_that_is_found_later_is_no_newer_one() -> None:
+    known, names = taken((100, 100), (200, 200), (700, 50))
+    assert names[2].attempt < names[0].attempt
+    assert max(names) == names[1] and known.origins[names[2].attempt] is None
+
+
+def test_equal_times_are_of_one_attempt() -> None:
+    _, names = taken((100, 10), (200, 10), (50, 10))
+    assert len({one.attempt for one in names}) == 1
+
+
+def test_two_nodes_give_the_same_names() -> None:
+    assert taken((100, 10), (200, 20), (100, 30)) == taken((100, 10), (200, 20), (100, 30))
+
+
+def test_a_name_of_which_nothing_is_read_is_not_given_again() -> None:
+    known, names = taken((100, 10))
+    unread = CheckpointId(RUN, names[0].attempt, 200)
+    other = name_unit(RUN, "checkpoint-200", 200, at(20), History(known.made, known.origins, frozenset({unread})))
+    assert other.checkpoint != unread
+
+
+def test_the_same_unit_is_known_by_its_step_and_time() -> None:
+    known, _ = taken((100, 10))
+    assert known.has(100, at(10)) and not known.has(100, at(11)) and not known.has(101, at(10))
+
+
+def test_a_time_keeps_its_microseconds_and_one_out_of_range_is_1970() -> None:
+    assert made_at(1_767_225_600_123_456_789).isoformat() == "2026-01-01T00:00:00.123456+00:00"
+    assert made_at((1 << 63) - 1).year == made_at(-1).year == 1970

@@ -1,0 +1,297 @@
+"""A watch: what it takes how, what it refuses, and that it leaves the watched directory and its files alone."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support import layouts
+from support.watched_run import RUN, Reported, files, flush, observed, take
+from support.world import Daemon, wait_until
+
+from tierd.core.config import WatchConfig, from_toml, from_urls
+from tierd.core.errors import ConfigError, SpoolFull
+from tierd.daemon.intake import intake, taking, unit_watch
+from tierd.daemon.intake.intake import Intake
+from tierd.daemon.intake.unit_watch import UnitWatch
+from tierd.spool import adopt
+from tierd.spool.adopt import is_open_for_writing, unshare
+from tierd.spool.spool import Spool
+from tierd.stores.directory_overlap import check_apart
+from tierd.stores.file import FileStore
+from tierd.watching.naming import History
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    return Spool(tmp_path / "spool")
+
+
+def stored(spool: Spool) -> dict[str, bytes]:
+    (part,) = spool.parts(RUN)
+    return {path: bytes(data) for path, data in spool.read(part, spool.manifest(part)).items() if path != "unit.json"}
+
+
+@pytest.mark.parametrize("way", ["link", "reflink", "copy"])
+def test_a_unit_is_taken_by_every_way_alike(way: str, root: Path, spool: Spool, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    layouts.torchtitan(root)
+    torch.save({"w": torch.rand(5_000_000)}, root / "step-100" / "large.pt")
+    if way == "reflink":  # as a file system that has them: the clone has blocks of its own
+
+        def clone(fd: int, path: Path) -> bool:
+            path.write_bytes(os.pread(fd, os.fstat(fd).st_size, 0))
+            return True
+
+        monkeypatch.setattr(adopt, "_clone", clone)
+    if way == "copy":
+        monkeypatch.setattr(adopt, "_linked", lambda fd, path: False)
+    before = {path: path.stat() for path in root.rglob("*")}
+    assert len(take(spool, root).parts) == 1
+    assert stored(spool) == files(root)
+    links = {path.stat().st_nlink for path in root.rglob("*") if path.is_file()}
+    assert links == ({2} if way == "link" else {1})
+    assert all(path.stat().st_mtime_ns == was.st_mtime_ns for path, was in before.items())
+    assert before.keys() == set(root.rglob("*"))
+
+
+def test_a_name_without_a_step_is_never_linked(root: Path, spool: Spool) -> None:
+    layouts.safetensors(root)
+    take(spool, root)
+    assert (root / "model.safetensors").stat().st_nlink == 1 and stored(spool) == files(root)
+
+
+def test_a_repair_never_writes_to_the_programs_file(root: Path, spool: Spool, tmp_path: Path) -> None:
+    layouts.torch_save(root)
+    take(spool, root)
+    flush(spool, tmp_path / "tier")
+    right, path = files(root), root / "model_step100.pt"
+    with path.open("r+b") as file:  # the program rewrites it, and so the bytes that it shares with the spool
+        file.seek(700)
+        file.write(b"other bytes")
+    rewritten = files(root)
+    (part,) = spool.parts(RUN)
+    with Daemon(spool.root, lambda: {"file": FileStore(tmp_path / "tier")}) as daemon:
+        daemon.call(daemon.reconciler.repairs.fetch(part))
+    assert files(root) == rewritten
+    assert stored(spool) == right
+
+
+def test_a_file_of_its_own_is_not_copied_by_unshare(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"data")
+    inode = path.stat().st_ino
+    unshare(path)
+    assert path.stat().st_ino == inode
+    os.link(path, tmp_path / "other")
+    unshare(path)
+    assert path.stat().st_ino != inode and path.read_bytes() == b"data" and len(list(tmp_path.iterdir())) == 2
+    unshare(tmp_path / "missing")
+
+
+def test_a_file_that_is_open_for_writing_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"data")
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        assert not is_open_for_writing(fd)
+        with path.open("ab"):
+            assert is_open_for_writing(fd)
+        assert not is_open_for_writing(fd)
+    finally:
+        os.close(fd)
+
+
+def test_a_unit_that_is_open_for_writing_waits(root: Path, spool: Spool) -> None:
+    layouts.torch_save(root)
+    reported = Reported()
+    watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
+    with (root / "model_step100.pt").open("ab"):
+        for now_s in (1.0, 2.0, 3.0):
+            watch.look(History(), now_s)
+        assert reported.parts == [] and watch.waiting
+    watch.look(History(), 4.0)
+    assert reported.parts == []
+    watch.look(History(), 8.0)
+    assert len(reported.parts) == 1 and not watch.waiting
+
+
+def meddled(act: Callable[[Path], None], when: int, root: Path, spool: Spool) -> tuple[UnitWatch, Reported]:
+    """A watch beside a program that acts once: as the first of two files is checked (1), or the last is taken (4)."""
+    reported, calls = Reported(), [0]
+
+    def going() -> None:
+        calls[0] += 1
+        if calls[0] == when:
+            act(root)
+
+    return UnitWatch(spool, root, RUN, reported, going=going, settle_s=0.0), reported
+
+
+def rewrite(root: Path) -> None:
+    data = (root / "step-100" / ".metadata").read_bytes()
+    (root / "step-100" / ".metadata").write_bytes(data)
+
+
+def rotate(root: Path) -> None:
+    (root / "step-100").rename(root.parent / "rotated")
+
+
+def grow(root: Path) -> None:
+    with (root / "step-100" / "__0_0.distcp").open("ab") as file:
+        file.write(b"more")
+
+
+def replace(root: Path) -> None:
+    path = root / "step-100" / "__0_0.distcp"
+    fresh = root / "fresh"
+    fresh.write_bytes(path.read_bytes())
+    os.utime(fresh, ns=(0, path.stat().st_mtime_ns))
+    fresh.replace(path)
+
+
+@pytest.mark.parametrize("when", [1, 4])
+@pytest.mark.parametrize("act", [rewrite, rotate, grow, replace])
+def test_a_unit_that_changes_while_it_is_taken_is_not_kept(act, when: int, root: Path, spool: Spool) -> None:  # type: ignore[no-untyped-def]
+    layouts.torchtitan(root)
+    watch, reported = meddled(act, when, root, spool)
+    for now_s in (1.0, 2.0):
+        watch.look(History(), now_s)
+    assert reported.parts == [] and spool.parts() == [] and reported.failures == []
+    assert list((spool.control / "stage").iterdir()) == []
+    for now_s in (10.0, 20.0, 30.0):
+        watch.look(History(), now_s)
+    assert len(reported.parts) == (act is rewrite)  # else a part of it is not of the save that its index is of
+
+
+def test_a_damaged_unit_is_reported_once(root: Path, spool: Spool) -> None:
+    path = layouts.torch_save(root)
+    path.write_bytes(path.read_bytes()[:-50])
+    reported = take(spool, root)
+    assert reported.parts == [] and "damaged" in reported.reasons["model_step100.pt"]
+
+
+def test_a_full_disk_is_reported_and_tried_again(root: Path, spool: Spool, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    layouts.torch_save(root)
+    full = [True]
+    stage_unit = taking.stage_unit
+
+    def once(*arguments: object) -> object:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return stage_unit(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(unit_watch, "stage_unit", once)
+    reported = Reported()
+    watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
+    for now_s in (1.0, 2.0, 3.0):
+        watch.look(History(), now_s)
+    assert len(reported.failures) == 1 and isinstance(reported.failures[0], SpoolFull)
+    full.clear()
+    watch.look(History(), 70.0)
+    assert len(reported.parts) == 1
+
+
+def test_what_retention_deleted_is_not_taken_again(root: Path, spool: Spool) -> None:
+    layouts.torch_save(root)
+    (part,) = take(spool, root).parts
+    spool.remove([part])
+    assert take(spool, root).parts == []
+
+
+def test_two_nodes_that_see_one_directory_give_a_tier_one_checkpoint(root: Path, tmp_path: Path) -> None:
+    layouts.torchtitan(root)
+    nodes = [Spool(tmp_path / name) for name in ("one", "two")]
+    assert len({take(spool, root).parts[0] for spool in nodes}) == 1
+    manifests = [spool.manifest(spool.parts()[0]) for spool in nodes]
+    assert manifests[0] == manifests[1]
+    for spool in nodes:
+        flush(spool, tmp_path / "tier")
+    assert len(list((tmp_path / "tier" / RUN / "manifests").rglob("*.json"))) == 1
+
+
+def test_unchanged_chunks_are_sent_once(root: Path, spool: Spool, tmp_path: Path) -> None:
+    frozen = torch.rand(2_000_000)
+    for step in (1, 2):
+        torch.save({"frozen": frozen, "trained": torch.rand(300)}, root / f"model_step{step}.pt")
+        os.utime(root / f"model_step{step}.pt", ns=(0, step * 10**9))
+    assert len(take(spool, root).parts) == 2
+    flush(spool, tmp_path / "tier")
+    sent = sum(path.stat().st_size for path in (tmp_path / "tier").rglob("*") if path.is_file())
+    assert sent < 1.2 * frozen.nbytes
+
+
+def test_a_daemon_takes_and_flushes_and_follows_its_configuration(root: Path, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(intake, "_LOOK_S", 0.02)
+    monkeypatch.setattr(unit_watch.UnitWatch.__init__, "__defaults__", (None, lambda: None, 0.05))
+    (tmp_path / "tier").mkdir()
+    watch = WatchConfig(directory=str(root), run=RUN)
+    with Daemon(tmp_path / "spool", lambda: {"file": FileStore(tmp_path / "tier")}, watch=(watch,)) as daemon:
+
+        async def begin() -> None:
+            daemon.intake = Intake(daemon.reconciler, lambda: None)  # type: ignore[attr-defined]
+            daemon.task = daemon.loop.create_task(daemon.intake.run())  # type: ignore[attr-defined]
+
+        async def end() -> None:
+            daemon.task.cancel()  # type: ignore[attr-defined]
+
+        daemon.call(begin())
+        layouts.torchtitan(root)
+        path = layouts.torch_save(root)
+        path.write_bytes(path.read_bytes()[:-50])
+        wait_until(lambda: daemon.reconciler.journal.counters["flushed"] == 1, 60)
+        wait_until(lambda: not daemon.intake.busy)  # type: ignore[attr-defined]
+        events = {event.what for event in daemon.reconciler.journal.events}
+        daemon.call(end())
+    assert {"persisted", "durable", "not taken"} <= events
+
+
+# -- the configuration ------------------------------------------------------------------------------------------------
+
+TIER = 'spool = "/spool"\n[[tier]]\nname = "t"\nurl = "file:///tier"\n'
+
+
+def test_a_watch_is_read_from_the_configuration() -> None:
+    found = from_toml(f'{TIER}[[watch]]\ndirectory = "/out"\nrun = "r"\n', "tierd.toml")
+    assert found.watch == (WatchConfig(directory="/out", run="r"),)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('[[watch]]\ndirectory = "out"\nrun = "r"\n', r"watch\[0\]"),
+        ('[[watch]]\ndirectory = "/out"\nrun = "../r"\n', r"watch\[0\].run"),
+        ('[[watch]]\ndirectory = "/out"\n', "run"),
+        (2 * '[[watch]]\ndirectory = "/out"\nrun = "r"\n', r"watch\[1\].run: 'r' is taken"),
+    ],
+)
+def test_a_watch_that_cannot_be_used_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        from_toml(TIER + text, "tierd.toml")
+
+
+@pytest.mark.parametrize(("spool", "tier"), [("out/spool", "tier"), ("spool", "out/tier"), ("spool", "out")])
+def test_nothing_of_tierd_lies_in_a_watched_directory(spool: str, tier: str, root: Path) -> None:
+    home = root.parent
+    watch = [WatchConfig(directory=str(root), run=RUN)]
+    config = from_urls(str(home / spool), [str(home / tier)], watch=watch)
+    with pytest.raises(ConfigError, match="nothing is written to a watched directory"):
+        asyncio.run(check_apart(config))
+
+
+def test_a_history_has_what_the_spool_has(root: Path, spool: Spool) -> None:
+    layouts.torchtitan(root)
+    (part,) = take(spool, root).parts
+    assert observed(spool).made.keys() == {part.checkpoint} and observed(spool).origins == {
+        part.checkpoint.attempt: None
+    }

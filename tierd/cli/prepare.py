@@ -1,0 +1,58 @@
+"""`tierd prepare`: a program's directory is right before the program starts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from tierd.cli.options import JsonOption, KeyFileOption, SpoolOption
+from tierd.cli.restore import with_tiers
+from tierd.cli.tables import console, print_json, table
+from tierd.cli.watch import DirectoryArgument, ToOption, default_spool
+from tierd.core.config import from_urls
+from tierd.core.ids import check_run
+from tierd.daemon.intake.prepare import Prepared, PreparedUnit
+from tierd.daemon.intake.prepare import prepare as prepare_directory
+from tierd.daemon.transfer.download import Progress
+from tierd.spool.spool import Spool
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command."""
+    app.command("prepare")(prepare)
+
+
+def prepare(
+    directory: DirectoryArgument,
+    name: Annotated[str, typer.Option("--run", metavar="RUN", help="The run as which it is watched.")],
+    to: ToOption = None,
+    spool: SpoolOption = None,
+    key_file: KeyFileOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Before a launch: verify every checkpoint below DIR, move damaged and unfinished ones to DIR/.tierd-quarantine,
+    and fetch replacements."""
+    where, run, moved = directory.absolute(), check_run(name), Progress()
+    home = (spool or default_spool(where)).absolute()
+    own = Spool(home, write=False) if (home / ".tierd").is_dir() else None
+    config = from_urls(str(home), to or [], None, str(key_file.absolute()) if key_file else None)
+    found = asyncio.run(with_tiers(config, moved, lambda stores: prepare_directory(where, run, own, stores, moved)))
+    print_json(found) if json else _show(found)
+
+
+def _show(found: Prepared) -> None:
+    out = console()
+    rows = [(one.path, str(one.step), one.verdict, _done(one)) for one in found.units]
+    out.print(table(None, ("PATH", "STEP", "FOUND", "DONE"), rows))
+    for one in found.units:
+        if one.why:
+            out.print(f"{one.path}: {one.why}", soft_wrap=True)
+    for path in found.pointers:
+        out.print(f"{path}: corrected")
+
+
+def _done(one: PreparedUnit) -> str:
+    moved = f"moved to {', '.join(one.moved[:2])}" if one.moved else ""
+    return "; ".join(text for text in (moved, "a verified copy is in its place" if one.replaced else "") if text)

@@ -1,0 +1,120 @@
+"""`tierd restore`: a checkpoint out of the tiers, into an empty directory or back into its program's directory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from tierd.cli.known import answering
+from tierd.cli.options import (
+    AttemptOption,
+    BestOption,
+    ConfigOption,
+    JsonOption,
+    KeyFileOption,
+    ModeOption,
+    StepOption,
+    UrlArgument,
+    places,
+)
+from tierd.cli.tables import console, print_json, progress, size
+from tierd.core.config import Config
+from tierd.core.errors import ConfigError
+from tierd.core.ids import check_run
+from tierd.core.save_policy import Goal, check_goal
+from tierd.daemon.intake.in_place import PutBack, put_back
+from tierd.daemon.service import open_tiers
+from tierd.daemon.transfer.download import Progress
+from tierd.daemon.transfer.export import Exported, export
+from tierd.priority import hasten
+from tierd.stores.base import Store
+
+T = TypeVar("T")
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command."""
+    app.command("restore")(restore)
+
+
+def restore(
+    url: UrlArgument = None,
+    name: Annotated[str, typer.Option("--run", metavar="RUN", help="The run.")] = "",
+    to: Annotated[Path | None, typer.Option("--to", metavar="DIR", help="An empty or absent directory.")] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option("--into", metavar="DIR", help="Of a watched run: the directory in which its program looks."),
+    ] = None,
+    config: ConfigOption = None,
+    step: StepOption = None,
+    attempt: AttemptOption = None,
+    best: BestOption = None,
+    mode: ModeOption = "min",
+    key_file: KeyFileOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Copy the newest verified checkpoint, or the best, out of the tiers: one directory a rank, or back in place. Needs
+    no daemon."""
+    if not name or (to is None) == (into is None):
+        raise ConfigError("restore needs --run RUN, and either --to DIR or --into DIR")
+    if best is not None and step is not None:
+        raise ConfigError("--best and --step: one of the two")
+    goal = check_goal(Goal(best, mode)) if best is not None else None
+    where = places(None, url, config, key_file=key_file)
+    assert where.config is not None
+    moved, run = Progress(), check_run(name)
+    if into is not None:
+        directory = into.absolute()
+        with answering(where, run):
+            put = asyncio.run(
+                with_tiers(where.config, moved, lambda it: put_back(it, run, directory, step, attempt, moved, goal))
+            )
+        print_json(put) if json else _show_put(put, into)
+        return
+    assert to is not None
+    target = to
+    with answering(where, run):
+        found = asyncio.run(
+            with_tiers(where.config, moved, lambda it: export(it, run, target, step, attempt, moved, best=goal))
+        )
+    print_json(found) if json else _show(found, moved)
+
+
+async def with_tiers(config: Config, moved: Progress, work: Callable[[Mapping[str, Store]], Awaitable[T]]) -> T:
+    """Open the tiers for `work`, and show its progress; a person waits for it."""
+    async with AsyncExitStack() as stack:
+        stores = await open_tiers(config, stack)
+        hasten()
+        with progress("restoring") as bar:
+            task = bar.add_task("", total=None)
+            moved.told = lambda at: bar.update(task, completed=at.done, total=at.total)
+            return await work(stores)
+
+
+def _show(found: Exported, moved: Progress) -> None:
+    for text in found.skipped:
+        console().print(f"skipped {text}")
+    source = f"from {', '.join(found.tiers)}, " if found.tiers else ""
+    console().print(
+        f"restored {found.run} step {found.step} (attempt {found.attempt}), {size(found.size)} verified, {source}in:"
+    )
+    for directory in found.directories:
+        console().print(f"  {directory}")
+    if moved.kept:
+        console().print(f"  {size(moved.kept)} of it were there from a restore that was interrupted")
+
+
+def _show_put(put: PutBack, into: Path) -> None:
+    out = console()
+    for text in put.skipped:
+        out.print(f"skipped {text}")
+    out.print(f"put back {into / put.path}: {put.run} step {put.step}, {size(put.size)} verified")
+    for one in put.moved:
+        out.print(f"  what was there lies in {into / one}")
+    for one in put.pointers:
+        out.print(f"  {into / one} names it")

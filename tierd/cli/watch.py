@@ -1,0 +1,65 @@
+"""`tierd watch`: a daemon that takes the checkpoints of an unmodified program."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierd.cli.act import tell
+from tierd.cli.ending import EXIT_UNFINISHED
+from tierd.cli.options import JsonOption, KeyFileOption, SpoolOption
+from tierd.core.config import WatchConfig, from_urls
+from tierd.core.errors import ConfigError
+from tierd.core.retention.policy import RetentionPolicy
+from tierd.daemon.service import serve
+
+DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The directory below which the program writes.")]
+ToOption = Annotated[
+    list[str] | None, typer.Option("--to", metavar="URL", help="A tier; again for more, in order.", show_default=False)
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command."""
+    app.command("watch")(watch)
+
+
+def watch(
+    directory: DirectoryArgument,
+    name: Annotated[str, typer.Option("--run", metavar="RUN", help="The run that the checkpoints become.")],
+    to: ToOption = None,
+    spool: SpoolOption = None,
+    keep_last: Annotated[
+        int | None,
+        typer.Option("--keep-last", min=1, help="Checkpoints to keep in each place; not given: the run's own policy."),
+    ] = None,
+    until_idle: Annotated[
+        bool, typer.Option("--until-idle", help="End when every checkpoint there is taken and flushed.")
+    ] = False,
+    key_file: KeyFileOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Take the checkpoints that another program writes below DIR, until SIGTERM. DIR is never written to. The spool is
+    `.NAME.tierd` beside DIR unless you name another. With --json, each event is a line on stdout."""
+    where = directory.absolute()
+    if not where.is_dir():
+        raise ConfigError(f"{directory}: not a directory; make it, or name the one that the program writes to")
+    key = str(key_file.absolute()) if key_file else None
+    config = from_urls(
+        str((spool or default_spool(where)).absolute()),
+        to or [],
+        RetentionPolicy(keep_last=keep_last) if keep_last else None,
+        key,
+        watch=[WatchConfig(directory=str(where), run=name)],
+    )
+    if asyncio.run(serve(config, until_idle=until_idle, told=tell if json else None)):
+        raise typer.Exit(EXIT_UNFINISHED)  # the log says what is left
+
+
+def default_spool(directory: Path) -> Path:
+    """Return the spool of a watched directory: beside it, because links need the same file system."""
+    real = directory.resolve()
+    return real.parent / f".{real.name or 'root'}.tierd"

@@ -1,0 +1,14 @@
+"""Take checkpoints of other programs into the spool, and put them back where the programs look for them.
+
+- `unit_watch`: one watched directory: takes each unit that is due; synchronous.
+- `taking`: one unit's files into a stage.
+- `taken`: the record of what was taken, beside the spool's other records.
+- `intake`: the watches of a daemon, each in a thread of its own.
+- `in_place`: a checkpoint from the tiers back into a directory.
+- `prepare`: verifies a directory before a launch, and replaces what is damaged.
+
+Invariant: a watch never writes to its directory. A unit counts as taken only if a listing after its last byte was read
+shows it unchanged.
+
+`service` and `cli` import this package.
+"""

@@ -1,0 +1,244 @@
+"""Put a checkpoint of a watched run back into its program's directory, where the program looks for it.
+
+Invariant: what is put in place was verified, and one rename for each file or directory makes it visible. If the kernel
+can exchange two names, nothing is ever missing in between. What was there before is moved to `.tierd-quarantine/`, and
+is never deleted. A pointer names a checkpoint only after that is in place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierd.core.errors import ConfigError, ManifestError
+from tierd.core.save_policy import Goal
+from tierd.daemon.transfer.concurrency import to_the_end
+from tierd.daemon.transfer.download import Progress
+from tierd.daemon.transfer.export import Exported, export
+from tierd.spool.file_io import remove, sync_directory
+from tierd.stores.base import Store
+from tierd.watching.pointers import Pointer, pointers
+from tierd.watching.programs import SHARDED
+from tierd.watching.unit_file import MAX_SIZE, UNIT_NAME, UnitFile, decode_unit
+
+RESTORED = ".tierd-restored"  # where a restore assembles a checkpoint, in the program's directory
+QUARANTINE = ".tierd-quarantine"
+_LAST = (".index", ".index.json")  # a file that names others is put in place after them
+_RENAME_EXCHANGE = 2  # linux/fs.h
+_AT_FDCWD = -100
+
+
+@dataclass(frozen=True, slots=True)
+class PutBack:
+    """A checkpoint that was put back in place.
+
+    Attributes:
+        path: its path in the directory.
+        program: the program whose layout it has.
+        size: its size, in bytes.
+        tiers: the tiers from which its bytes came.
+        skipped: newer checkpoints that could not be used, and why.
+        moved: what was in its place before, as paths in the directory, in `.tierd-quarantine/`.
+        pointers: the files that name it now.
+    """
+
+    run: str
+    step: int
+    attempt: str
+    path: str
+    program: str
+    size: int
+    tiers: tuple[str, ...]
+    skipped: tuple[str, ...]
+    moved: tuple[str, ...]
+    pointers: tuple[str, ...]
+
+
+async def put_back(
+    stores: Mapping[str, Store],
+    run: str,
+    directory: Path,
+    step: int | None,
+    attempt: str | None,
+    progress: Progress,
+    best: Goal | None = None,
+    *,
+    point: bool = True,
+) -> PutBack:
+    """Restore the newest verified checkpoint of a watched run, or the best one, into its program's directory.
+
+    Args:
+        stores: the tiers.
+        run: the run.
+        directory: the program's directory; it is made if it does not exist.
+        step: this step only; None for any.
+        attempt: this attempt only; None for any.
+        progress: updated during the restore.
+        best: restore the best checkpoint by this goal, not the newest one.
+        point: also write the pointers that the program follows.
+
+    Raises:
+        ConfigError: the run was not watched, or the directory cannot be used.
+        CheckpointNotFound, StoreUnavailable, SpoolFull: as `export` raises them.
+        ManifestError: the description in the checkpoint is unsafe.
+    """
+    target = directory / RESTORED
+    await to_the_end(_clear, directory, target)
+    exported = await export(stores, run, target, step, attempt, progress, best=best)
+    return await to_the_end(place, directory, target, exported, point=point)
+
+
+def place(directory: Path, target: Path, exported: Exported, *, point: bool) -> PutBack:
+    """Put a verified checkpoint that lies in `target` in place, and remove `target`; raises as `put_back`."""
+    home = Path(exported.directories[0])
+    about = _described(home, exported)
+    files = _files(home, about)
+    moved = [was for name in (_names(about, files)) if (was := _swap_in(home / name, directory, name)) is not None]
+    written = point_to(directory, about.program, about.path, files) if point else []
+    remove(target)
+    return PutBack(
+        *(exported.run, exported.step, exported.attempt, about.path, about.program),
+        *(exported.size, exported.tiers, exported.skipped, tuple(moved), tuple(written)),
+    )
+
+
+def point_to(directory: Path, program: str, path: str, files: Sequence[str]) -> list[str]:
+    """Write the pointers to a unit, each by one rename, if they do not name it yet; return their paths."""
+    return [one.path for one in pointers(program, path, files) if _write_pointer(directory, one)]
+
+
+def set_aside(directory: Path, paths: Iterable[str]) -> list[str]:
+    """Move files or directories to `.tierd-quarantine/`; return their new paths in the directory."""
+    moved = []
+    for path in paths:
+        with suppress(FileNotFoundError):
+            aside = _free_name(directory, path)
+            (directory / path).rename(aside)
+            sync_directory((directory / path).parent)
+            sync_directory(aside.parent)
+            moved.append(str(aside.relative_to(directory)))
+    return moved
+
+
+def _clear(directory: Path, target: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    if target.is_symlink() or target.exists():
+        remove(target)  # what an interrupted command had not put in place yet
+
+
+def _described(home: Path, exported: Exported) -> UnitFile:
+    where = f"run {exported.run!r} step {exported.step}"
+    try:
+        data = (home / UNIT_NAME).read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"{where}: no `tierd watch` took it, so it has no place in a directory; use --to") from None
+    if len(exported.directories) > 1 or len(data) > MAX_SIZE:
+        raise ManifestError(f"{where}: {UNIT_NAME} is not what `tierd watch` writes")
+    return decode_unit(data, f"{where}: {UNIT_NAME}")
+
+
+def _files(home: Path, about: UnitFile) -> list[str]:
+    """Return the paths of a unit's files, with their times set; all lie in its directory, or beside each other."""
+    own = {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file() and path.parent != home}
+    own |= {path.name for path in home.iterdir() if path.is_file()} - {UNIT_NAME, "manifest.json"}
+    parent = about.path.rpartition("/")[0]
+    inside = all(path.startswith(f"{about.path}/") for path in own)
+    if own != set(about.modified_ns) or not (inside or all(path.rpartition("/")[0] == parent for path in own)):
+        raise ManifestError(f"{home / UNIT_NAME}: it describes other files than its checkpoint has")
+    for path in own:
+        modified_ns = about.modified_ns[path]
+        os.utime(home / path, ns=(modified_ns, modified_ns))  # so that a watch knows it again
+    return sorted(own)
+
+
+def _names(about: UnitFile, files: Sequence[str]) -> list[str]:
+    """Return what is renamed: the unit's directory, or its files in the order in which a program writes them."""
+    inside = any(path.startswith(f"{about.path}/") for path in files)
+    if inside and about.program != SHARDED.program:  # a model's directory may hold others' checkpoints, too
+        return [about.path]
+    return sorted(files, key=lambda path: (path.endswith(_LAST), path))
+
+
+def _swap_in(fresh: Path, directory: Path, name: str) -> str | None:
+    """Put `fresh` in place; return where what was there before lies now, if anything was."""
+    final = _way(directory, name)
+    if not final.is_symlink() and not final.exists():
+        fresh.rename(final)
+        sync_directory(final.parent)
+        return None
+    aside = _free_name(directory, name)
+    if _exchange(fresh, final):
+        fresh.rename(aside)
+    else:
+        final.rename(aside)
+        fresh.rename(final)
+    sync_directory(final.parent)
+    sync_directory(aside.parent)
+    return str(aside.relative_to(directory))
+
+
+def _way(directory: Path, name: str) -> Path:
+    """Make the directories above a path, and return the path. A link among them would lead elsewhere."""
+    here = directory
+    *above, last = name.split("/")
+    for piece in above:
+        here /= piece
+        if here.is_symlink():
+            raise ConfigError(f"{here}: a symbolic link; name the directory to which it leads")
+        here.mkdir(exist_ok=True)
+    return here / last
+
+
+def _free_name(directory: Path, name: str) -> Path:
+    aside = _way(directory, f"{QUARANTINE}/{name}")
+    number = 0
+    while aside.is_symlink() or aside.exists():
+        number += 1
+        aside = aside.with_name(f"{Path(name).name}.{number}")
+    return aside
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step; False if the file system or the C library cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    at = ctypes.c_int(_AT_FDCWD)
+    if not rename(at, os.fsencode(one), at, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE)):
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def _write_pointer(directory: Path, pointer: Pointer) -> bool:
+    path = _way(directory, pointer.path)
+    try:
+        there = str(path.readlink()) if pointer.link else path.read_text().split("\n")[0].strip()
+    except (OSError, ValueError):
+        there = None
+    if there == pointer.text.split("\n")[0]:
+        return False
+    fresh = path.with_name(f".tierd-{secrets.token_hex(8)}")
+    try:
+        if pointer.link:
+            fresh.symlink_to(pointer.text)
+        else:
+            with fresh.open("x") as file:
+                file.write(pointer.text)
+                file.flush()
+                os.fsync(file.fileno())
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+    return True

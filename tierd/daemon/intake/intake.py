@@ -1,0 +1,179 @@
+"""The watches of a daemon: one thread for each `[[watch]]`, at idle priority.
+
+Invariant: a watch that fails delays nothing else; it is tried again. Its thread has ended when `run` has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from tierd.core.config import WatchConfig
+from tierd.core.errors import ConfigError, StoreRefused
+from tierd.core.ids import PartId
+from tierd.core.planning.place import SPOOL
+from tierd.daemon.intake.unit_watch import UnitWatch
+from tierd.daemon.reconcile import Reconciler
+from tierd.priority import lower
+from tierd.spool.commit import CommittedPart, Room
+from tierd.watching.naming import history
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+log = logging.getLogger("tierd.daemon")
+
+_LOOK_S = 3.0  # seconds between two listings
+_SHARE = 20  # a listing takes at most one part in this many of the time, because it may be of a network file system
+_PATIENCE_S = 60.0  # seconds for which a watch waits for the first observation of a tier
+_RETRY_S = 30.0  # seconds until a directory that cannot be listed is tried again
+
+
+class _Stopped(Exception):
+    """The daemon ends, or the watch was removed from its configuration."""
+
+
+@dataclass(slots=True)
+class _Watching:
+    """A watch at work.
+
+    Attributes:
+        ending: whether its thread has to end soon.
+        idle: whether its last listing left nothing to take.
+    """
+
+    watch: WatchConfig
+    ending: bool = False
+    idle: bool = False
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    def going(self) -> None:
+        if self.ending:
+            raise _Stopped
+
+
+class Intake:
+    """Takes units from every directory that the reconciler's configuration names.
+
+    Args:
+        reconciler: the reconciler, whose configuration may change.
+        room: frees disk space when a commit finds the disk full, as for `HandoffServer`.
+    """
+
+    def __init__(self, reconciler: Reconciler, room: Callable[[], Room | None]) -> None:
+        self._reconciler, self._room = reconciler, room
+        self._watching: dict[WatchConfig, _Watching] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a directory holds a unit that may still be taken."""
+        configured = self._reconciler.config.watch
+        return any(one not in self._watching or not self._watching[one].idle for one in configured)
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        try:
+            while True:
+                wanted = self._reconciler.config.watch
+                for watch in self._watching.keys() - set(wanted):
+                    await self._end(self._watching.pop(watch))
+                for watch in wanted:
+                    if watch not in self._watching:
+                        one = self._watching[watch] = _Watching(watch)
+                        one.task = asyncio.ensure_future(self._watch(one))
+                await asyncio.sleep(1.0)
+        finally:
+            for one in self._watching.values():
+                one.ending = True
+            for one in self._watching.values():
+                await self._end(one)
+
+    async def _end(self, one: _Watching) -> None:
+        one.ending = True
+        if one.task is not None:
+            one.task.cancel()
+            await asyncio.gather(one.task, return_exceptions=True)
+
+    async def _watch(self, one: _Watching) -> None:
+        run = one.watch.run
+        reports = _ToReconciler(self._reconciler, run)
+        await self._observe(run)
+        watch: UnitWatch | None = None
+        with ThreadPoolExecutor(1, thread_name_prefix="tierd-watch", initializer=lower) as pool:
+            log.info("watching %s as run %s", one.watch.directory, run)
+            while True:
+                began = time.monotonic()
+                self._stay_interested(run)
+                known = history(self._reconciler.inventory(), run)
+                rest_s = _RETRY_S
+                try:
+                    if watch is None:
+                        watch = await _run(pool, one, self._make, one, reports)
+                    await _run(pool, one, watch.look, known, began)
+                    one.idle = not watch.waiting
+                    rest_s = max(_LOOK_S, _SHARE * watch.listing_s)
+                except (OSError, StoreRefused, ConfigError) as error:
+                    self._reconciler.journal.failed(("watch", run), "look", SPOOL, one.watch.directory, str(error))
+                    log.warning("%s: it cannot be watched now: %s", one.watch.directory, error)
+                else:
+                    self._reconciler.journal.worked(("watch", run))
+                await asyncio.sleep(rest_s)
+
+    def _make(self, one: _Watching, reports: _ToReconciler) -> UnitWatch:
+        directory = Path(one.watch.directory)
+        return UnitWatch(self._reconciler.spool, directory, one.watch.run, reports, self._find_room, one.going)
+
+    def _find_room(self, part: PartId, size_bytes: int, quota: bool) -> bool:
+        room = self._room()
+        return room is not None and room(part, size_bytes, quota)
+
+    async def _observe(self, run: str) -> None:
+        """Wait for the tiers to be observed, because they show what is taken already, but not for a dead tier."""
+        self._stay_interested(run)
+        for name in list(self._reconciler.workers):
+            try:
+                async with asyncio.timeout(_PATIENCE_S):
+                    await self._reconciler.look(name)
+            except Exception as error:  # its worker reports it
+                log.info("%s: %s is watched without it: %s", name, run, error or type(error).__name__)
+
+    def _stay_interested(self, run: str) -> None:
+        self._reconciler.requests.interest.add(run)
+        self._reconciler.requests.presence.asked(run)
+
+
+async def _run(pool: ThreadPoolExecutor, one: _Watching, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a call in the watch's thread. If cancelled, have the call end, and wait for that."""
+    work = asyncio.get_running_loop().run_in_executor(pool, functools.partial(call, *args, **kwargs))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        one.ending = True
+        await asyncio.wait([work])
+        if not work.cancelled():
+            work.exception()  # retrieved, so that asyncio does not warn
+        raise
+
+
+class _ToReconciler:
+    """Passes a watch's reports on to the event loop."""
+
+    def __init__(self, reconciler: Reconciler, run: str) -> None:
+        self._reconciler, self._run = reconciler, run
+        self._loop = asyncio.get_running_loop()
+
+    def taken(self, part: PartId, outcome: CommittedPart | Exception) -> None:
+        self._loop.call_soon_threadsafe(self._reconciler.taken, part, outcome)
+
+    def not_taken(self, path: str, why: str) -> None:
+        def tell() -> None:
+            self._reconciler.journal.tell("not taken", SPOOL, path, why, run=self._run)
+
+        self._loop.call_soon_threadsafe(tell)

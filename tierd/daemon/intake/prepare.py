@@ -1,0 +1,278 @@
+"""Make a directory right before a launch, so that the program's own resume finds what is whole.
+
+Invariant: only proven damage and unfinished units are moved, and into `.tierd-quarantine/`; nothing is deleted. A unit
+that a place has verified is compared with its digests, and each of its bytes is read once. A store that does not answer
+proves nothing, and ends the work before anything is moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from tierd.core.errors import (
+    CheckpointNotFound,
+    ConfigError,
+    ManifestError,
+    ObjectNotFound,
+    StoreUnavailable,
+    TierdError,
+)
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import Manifest
+from tierd.core.planning.inventory import Inventory
+from tierd.core.timeline.candidates import restore_candidates
+from tierd.daemon.intake.in_place import PutBack, point_to, put_back, set_aside
+from tierd.daemon.tiers.observe import look_around
+from tierd.daemon.transfer.concurrency import to_the_end
+from tierd.daemon.transfer.download import Progress
+from tierd.daemon.transfer.replicas import read_manifest
+from tierd.spool.file_io import digest
+from tierd.spool.spool import Spool
+from tierd.stores.base import Store
+from tierd.watching.describe import describe
+from tierd.watching.files import Tree
+from tierd.watching.inspect import Changed, inspect_unit
+from tierd.watching.layouts import Unit, units
+from tierd.watching.listing import Listing
+from tierd.watching.naming import History, history, made_at, step_of
+from tierd.watching.unit_file import UNIT_NAME
+
+_CHANGING = "a program still writes to it"
+_NEVER = datetime(1, 1, 1, tzinfo=UTC)
+Verdict: TypeAlias = Literal["verified", "sound", "damaged", "unfinished", "unknown", "missing"]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedUnit:
+    """What was found about a checkpoint in the directory, and done.
+
+    Attributes:
+        path: its path in the directory.
+        step: its step; if it has none, the second of its last write.
+        verdict: `verified`: each byte is the recorded one; `sound`: no place has it, and its structure is right;
+            `damaged`, `unfinished`: it was moved; `unknown`: it cannot be checked, and was left; `missing`: the newest
+            checkpoint was not there.
+        why: the reason, for people.
+        moved: where it lies now, as paths in the directory.
+        replaced: whether a verified copy is in its place now.
+    """
+
+    path: str
+    step: int
+    verdict: Verdict
+    why: str = ""
+    moved: tuple[str, ...] = ()
+    replaced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The answer of `tierd prepare`.
+
+    Attributes:
+        units: the checkpoints, by path.
+        pointers: the program's pointers that were corrected.
+    """
+
+    units: tuple[PreparedUnit, ...]
+    pointers: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Judged:
+    """A unit, and what is known of it so far."""
+
+    unit: Unit
+    step: int
+    made: datetime
+    verdict: Verdict = "unknown"
+    why: str = ""
+    moved: tuple[str, ...] = ()
+    replaced: bool = False
+
+    @property
+    def is_good(self) -> bool:
+        return self.verdict in ("verified", "sound") or self.replaced
+
+    def shown(self) -> PreparedUnit:
+        return PreparedUnit(self.unit.path, self.step, self.verdict, self.why, self.moved, self.replaced)
+
+
+async def prepare(
+    directory: Path, run: str, spool: Spool | None, stores: Mapping[str, Store], progress: Progress
+) -> Prepared:
+    """Verify every unit below a directory, move damaged and unfinished ones away, and fetch replacements.
+
+    Args:
+        directory: the program's directory; it is made if it does not exist.
+        run: the run as which it is watched.
+        spool: the run's spool, if this node has one; its manifests are used, too.
+        stores: the tiers.
+        progress: updated while a checkpoint is fetched.
+
+    Raises:
+        ConfigError: a program still writes below the directory.
+        StoreUnavailable: a tier did not answer. Nothing was moved.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    inventory = await look_around(spool, stores, run, chunks=False)
+    if silent := [name for name, place in inventory.tiers.items() if place is None]:
+        raise StoreUnavailable(f"not every tier could be asked: {', '.join(silent)}; nothing was moved")
+    known = history(inventory, run)
+    with Tree(directory) as tree:
+        listing = await to_the_end(tree.listing)
+        judged = await to_the_end(lambda: [_described(tree, unit, listing) for unit in units(listing)])
+        for one in judged:
+            recorded = _recorded(one, known, listing)
+            manifest = await _manifest(recorded, spool, stores) if recorded else None
+            await to_the_end(_judge, tree, one, listing, manifest)
+    if busy := [one.unit.path for one in judged if one.why == _CHANGING]:
+        raise ConfigError(f"{directory / busy[0]}: {_CHANGING}; stop the program first. Nothing was moved")
+    for one in judged:
+        if one.verdict in ("damaged", "unfinished"):
+            await _replace(one, directory, listing, run, stores, progress)
+    missing = await _newest(judged, directory, inventory, run, known, stores, progress)
+    pointers = await to_the_end(_point, directory, judged)
+    shown = [*(one.shown() for one in judged)]
+    if missing is not None:
+        shown.append(PreparedUnit(missing.path, missing.step, "missing", "", missing.moved, replaced=True))
+        pointers += missing.pointers
+    return Prepared(tuple(shown), tuple(dict.fromkeys(pointers)))
+
+
+def _described(tree: Tree, unit: Unit, listing: Listing) -> _Judged:
+    described = describe(unit, lambda path: tree.opened(path, listing.entries[path]))
+    made = made_at(max((listing.entries[path].mtime_ns for path in unit.files), default=0))
+    return _Judged(unit, step_of(described, made), made)
+
+
+def _recorded(one: _Judged, known: History, listing: Listing) -> CheckpointId | None:
+    """Return the checkpoint that a unit should be byte for byte: it was taken as this one.
+
+    A unit whose files are partly newer than the checkpoint of its step is no later save, because a save writes all
+    files anew. Such a file was changed after the save.
+    """
+    same = [(made, checkpoint) for checkpoint, made in known.made.items() if checkpoint.step == one.step]
+    exact = [checkpoint for made, checkpoint in same if made == one.made]
+    if exact:
+        return max(exact)
+    oldest = made_at(min((listing.entries[path].mtime_ns for path in one.unit.files), default=0))
+    mixed = [(made, checkpoint) for made, checkpoint in same if oldest <= made < one.made]
+    return max(mixed)[1] if mixed else None
+
+
+async def _manifest(checkpoint: CheckpointId, spool: Spool | None, stores: Mapping[str, Store]) -> Manifest | None:
+    """Return the manifest of a watched checkpoint, from the first place that has it right."""
+    part = PartId(checkpoint, 0, 1)
+    if spool is not None:
+        with suppress(TierdError, OSError):
+            return await to_the_end(spool.manifest, part)
+    for store in stores.values():
+        with suppress(ObjectNotFound, ManifestError):
+            return await read_manifest(store, part)
+    return None
+
+
+def _judge(tree: Tree, one: _Judged, listing: Listing, manifest: Manifest | None) -> None:
+    """Decide whether a unit is whole: by its digests if it was taken, otherwise by its structure."""
+    recorded = manifest is not None and any(file.path == UNIT_NAME for file in manifest.files)
+    if manifest is not None and recorded:
+        try:
+            why = next(_differences(tree, listing, manifest), "")
+        except (Changed, OSError) as error:
+            _judge_error(one, error)
+            return
+        one.verdict, one.why = ("damaged", why) if why else ("verified", "")
+        return
+    if one.unit.missing is not None:
+        one.verdict, one.why = "unfinished", one.unit.missing
+        return
+    sizes = {path: listing.entries[path].size for path in one.unit.files}
+    found = inspect_unit(one.unit, sizes, lambda path: tree.opened(path, listing.entries[path]))
+    if found.status == "changing":
+        one.why = _CHANGING
+        return
+    verdicts: dict[str, Verdict] = {"sound": "sound", "damaged": "damaged", "incomplete": "unfinished"}
+    one.verdict = verdicts.get(found.status, "unknown")
+    one.why = "; ".join(f"{finding.file}: {finding.reason}" for finding in found.findings[:2])
+
+
+def _judge_error(one: _Judged, error: Exception) -> None:
+    one.why = _CHANGING if isinstance(error, Changed) else f"it cannot be read: {error}"
+
+
+def _differences(tree: Tree, listing: Listing, manifest: Manifest) -> Iterator[str]:
+    """Yield where a unit differs from its manifest; each byte is read once."""
+    for file in manifest.files:
+        entry = listing.entries.get(file.path)
+        if file.path == UNIT_NAME:
+            continue
+        if entry is None or entry.kind != "file":
+            yield f"{file.path} is not there"
+        elif entry.size != file.size:
+            yield f"{file.path} has {entry.size} bytes, and had {file.size} when it was taken"
+        else:
+            with tree.opened(file.path, entry) as source:
+                offset = 0
+                for chunk in file.chunks:
+                    if digest(source.read(offset, chunk.size)) != chunk.xxh3_128:
+                        yield f"{file.path}: bytes {offset}..{offset + chunk.size} are not those that were taken"
+                    offset += chunk.size
+
+
+async def _replace(
+    one: _Judged, directory: Path, listing: Listing, run: str, stores: Mapping[str, Store], progress: Progress
+) -> None:
+    """Put the verified checkpoint of a unit's step in its place; without one, move the unit away."""
+    inside = {path for path, entry in listing.entries.items() if entry.kind != "directory"}
+    own = {*one.unit.files, *one.unit.strange}
+    whole = {path for path in inside if path.startswith(f"{one.unit.path}/")} == own
+    moved: tuple[str, ...] = ()
+    with suppress(CheckpointNotFound, ConfigError):
+        put = await put_back(stores, run, directory, one.step, None, progress, point=False)
+        one.replaced, moved = put.path == one.unit.path, put.moved
+    if not one.replaced:
+        left = await to_the_end(set_aside, directory, [one.unit.path] if whole else sorted(own))
+        moved = (*moved, *left)
+    one.moved = moved
+
+
+async def _newest(
+    judged: list[_Judged],
+    directory: Path,
+    inventory: Inventory,
+    run: str,
+    known: History,
+    stores: Mapping[str, Store],
+    progress: Progress,
+) -> PutBack | None:
+    """Fetch the newest verified checkpoint if it is newer than every whole unit of the directory."""
+    order = restore_candidates(inventory, run)
+    there = [one.made for one in judged if one.is_good]
+    newer = [one for one in order.candidates if all(known.made.get(one.checkpoint, _NEVER) > made for made in there)]
+    on_tiers = [
+        one for one in newer if any(place and one.checkpoint in place.checkpoints for place in inventory.tiers.values())
+    ]
+    if not on_tiers:
+        return None
+    newest = on_tiers[0].checkpoint
+    if any(one.replaced and one.step == newest.step for one in judged):
+        return None
+    try:
+        return await put_back(stores, run, directory, newest.step, newest.attempt, progress)
+    except CheckpointNotFound:
+        return None
+
+
+def _point(directory: Path, judged: list[_Judged]) -> list[str]:
+    """Have each program's pointers name its newest whole unit."""
+    newest: dict[tuple[str, str], _Judged] = {}
+    for one in sorted((one for one in judged if one.is_good), key=lambda one: one.made):
+        newest[one.unit.layout.program, one.unit.path.rpartition("/")[0]] = one
+    found = (point_to(directory, key[0], one.unit.path, one.unit.files) for key, one in newest.items())
+    return [path for paths in found for path in paths]

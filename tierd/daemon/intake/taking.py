@@ -1,0 +1,86 @@
+"""One unit's files into a stage: linked or copied, digested, and compared with the listing before and after.
+
+Invariant: each file is opened once, and what was opened is what is staged. If its size, its time of change, its inode
+or its name differ from the listing before or after, nothing of the unit is kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tierd.core.manifest import File, check_path
+from tierd.spool.adopt import How, adopt, is_open_for_writing
+from tierd.spool.file_io import make_private, write_file
+from tierd.spool.stage import Stage
+from tierd.watching.files import Tree
+from tierd.watching.inspect import Changed
+from tierd.watching.layouts import Unit
+from tierd.watching.listing import ListedEntry
+from tierd.watching.unit_file import UNIT_NAME, UnitFile
+
+
+class Busy(Exception):
+    """A process has a file of the unit open for writing, so the unit is not finished whatever its times say."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedUnit:
+    """A unit in a stage.
+
+    Attributes:
+        files: the descriptions for the manifest, `unit.json` included.
+        how: how many files were cloned, linked and copied.
+    """
+
+    files: tuple[File, ...]
+    how: Mapping[How, int]
+
+
+def stage_unit(
+    tree: Tree,
+    unit: Unit,
+    entries: Mapping[str, ListedEntry],
+    ranks: int,
+    stage: Stage,
+    going: Callable[[], None],
+) -> StagedUnit:
+    """Bring a unit's files into a stage.
+
+    Args:
+        tree: the watched directory.
+        unit: the unit.
+        entries: its files as listed.
+        ranks: how many ranks wrote it.
+        stage: the part's stage.
+        going: called before each chunk; what it raises ends the work.
+
+    Raises:
+        Busy, Changed: the program still writes to the unit, or deletes it.
+        ManifestError: a file's name cannot stand in a manifest.
+        CorruptChunk, OSError: as `adopt` raises them.
+    """
+    described, hows = [], Counter[How]()
+    for path in unit.files:
+        check_path(path, stage.part.checkpoint.run)
+        target = stage.path / path
+        make_private(target.parent)
+        with tree.opened(path, entries[path]) as source:
+            if is_open_for_writing(source.descriptor):
+                raise Busy(f"{path}: a process has it open for writing")
+            # A name with a step is used for one save. A name without one is written again, and a link would change.
+            link = unit.step is not None
+            file, how = adopt(source.descriptor, source.size, target, path, link=link, going=going)
+            if is_open_for_writing(source.descriptor):
+                raise Changed(f"{path}: a process has opened it for writing")
+        described.append(file)
+        hows[how] += 1
+    about = UnitFile(
+        path=unit.path,
+        program=unit.layout.program,
+        ranks=ranks,
+        modified_ns={path: max(0, entries[path].mtime_ns) for path in unit.files},
+    )
+    described.append(write_file(stage.path / UNIT_NAME, UNIT_NAME, about.encode()))
+    return StagedUnit(tuple(sorted(described, key=lambda file: file.path)), hows)

@@ -1,0 +1,242 @@
+"""One watched directory: each unit that is complete, sound and at rest becomes a checkpoint of the run.
+
+Invariant: nothing is written to the directory. What is committed is byte for byte a unit that the program had finished:
+it was sound, and it did not change from before its first byte was read until after the last one.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+from tierd import __version__
+from tierd.core.errors import CorruptChunk, ManifestError, StepRefused
+from tierd.core.ids import PartId
+from tierd.core.manifest import VERSION, Manifest, Origin, metrics_to_json
+from tierd.daemon.intake.taken import TakenUnits
+from tierd.daemon.intake.taking import Busy, StagedUnit, stage_unit
+from tierd.formats.byte_source import ByteSource
+from tierd.spool.commit import CommittedPart, Room
+from tierd.spool.conditions import condition, is_full
+from tierd.spool.spool import Spool
+from tierd.watching.describe import Described, describe
+from tierd.watching.files import Tree
+from tierd.watching.inspect import Changed, Inspected, Opener, inspect_unit
+from tierd.watching.listing import Listing
+from tierd.watching.naming import History, Named, made_at, name_unit, step_of
+from tierd.watching.settle import Due, Settling, is_unchanged
+
+log = logging.getLogger("tierd.daemon")
+
+SETTLE_S = 10.0  # seconds for which a unit has to be unchanged
+_AGAIN_S = 60.0  # seconds until a unit that could not be read or written is tried again
+_OPEN_S = 5.0  # seconds until a unit that a process has open for writing is tried again
+_MANY = 3  # tries in which a unit changed, until that is reported
+
+
+class Reports(Protocol):
+    """What a watch reports. The methods are called in the thread of `UnitWatch.look`."""
+
+    def taken(self, part: PartId, outcome: CommittedPart | Exception) -> None:
+        """A unit was committed as this part, or the spool did not take it."""
+        ...
+
+    def not_taken(self, path: str, why: str) -> None:
+        """A unit is not taken unless it changes."""
+        ...
+
+
+class UnitWatch:
+    """A watched directory.
+
+    Args:
+        spool: the spool to commit to.
+        directory: the directory below which the program writes.
+        run: the run to save the units as.
+        reports: where to report.
+        room: frees disk space when a commit finds the disk full.
+        going: called before each chunk; what it raises ends `look`.
+        settle_s: as for `Settling`.
+
+    Attributes:
+        listing_s: how long the last listing took, in seconds.
+    """
+
+    def __init__(
+        self,
+        spool: Spool,
+        directory: Path,
+        run: str,
+        reports: Reports,
+        room: Room | None = None,
+        going: Callable[[], None] = lambda: None,
+        settle_s: float = SETTLE_S,
+    ) -> None:
+        self._spool, self._directory, self._run, self._reports = spool, directory, run, reports
+        self._room, self._going = room, going
+        self._settling = Settling(settle_s)
+        self._taken = TakenUnits(spool, run)
+        self._off: dict[str, float] = {}  # by unit, until when it is not tried
+        self._known = History()
+        self._now_s = self.listing_s = 0.0
+        self._stepless: set[str] = set()  # units without a step that were reported
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a unit of the last listing was neither taken nor refused yet."""
+        return self._settling.waiting
+
+    def look(self, known: History, now_s: float) -> None:
+        """List the directory, and take every unit that is due.
+
+        Args:
+            known: the run's checkpoints in all places.
+            now_s: any monotonic clock, in seconds.
+
+        Raises:
+            OSError: the directory cannot be opened.
+            StoreRefused, ConfigError: it cannot be listed.
+        """
+        self._known, self._now_s = self._known.merged(known), now_s
+        with Tree(self._directory) as tree:
+            began = time.monotonic()
+            listing = tree.listing()
+            self.listing_s = time.monotonic() - began
+            for due in self._settling.look(listing, now_s):
+                if now_s >= self._off.get(due.unit.path, now_s):
+                    self._consider(tree, due, listing)
+        self._taken.keep(self._settling.paths)
+
+    def _consider(self, tree: Tree, due: Due, listing: Listing) -> None:
+        path, entries = due.unit.path, dict(due.shape)
+        if self._taken.has(path, due.shape):
+            self._settling.finish(due, True, listing)
+            return
+
+        def opener(name: str) -> AbstractContextManager[ByteSource]:
+            return tree.opened(name, entries[name])
+
+        made = made_at(max((entry.mtime_ns for _, entry in due.shape), default=0))
+        described = describe(due.unit, opener)
+        step = self._step(due, described, made)
+        if step is None:
+            self._settling.finish(due, False, listing)
+            return
+        if self._known.has(step, made):
+            self._finish(tree, due)
+            return
+        found = self._inspect(due, opener)
+        if found.status != "sound":
+            self._refuse(tree, due, found)
+            return
+        named = name_unit(self._run, path, step, made, self._known)
+        self._take(tree, due, described, named, made)
+
+    def _step(self, due: Due, described: Described, made: datetime) -> int | None:
+        """Return a unit's step; None for a unit that has none while others have one."""
+        if described.step is not None or not self._settling.has_steps:
+            return step_of(described, made)
+        if due.unit.path not in self._stepless:
+            self._stepless.add(due.unit.path)
+            log.info("%s: not taken: it has no step, and other checkpoints there have one", due.unit.path)
+        return None
+
+    def _inspect(self, due: Due, opener: Opener) -> Inspected:
+        sizes = {path: entry.size for path, entry in due.shape}
+
+        def open_next(path: str) -> AbstractContextManager[ByteSource]:
+            self._going()
+            return opener(path)
+
+        return inspect_unit(due.unit, sizes, open_next)
+
+    def _refuse(self, tree: Tree, due: Due, found: Inspected) -> None:
+        path = due.unit.path
+        if found.status == "changing":
+            self._changed(due, found.findings[0].reason)
+        elif found.status == "unreadable":
+            self._off[path] = self._now_s + _AGAIN_S
+            log.warning("%s: it cannot be read: %s", path, found.findings[0].reason)
+        elif self._settling.finish(due, False, tree.listing()) == "refused":
+            why = "; ".join(f"{one.file}: {one.reason}" for one in found.findings[:3])
+            self._reports.not_taken(path, f"it is {found.status}: {why or 'no format that can be checked'}")
+
+    def _changed(self, due: Due, why: str) -> None:
+        """Wait longer each time, because a unit changed while it was read; report it after some tries."""
+        self._settling.finish(due, False, Listing({}))
+        if due.tries + 1 == _MANY:
+            again = f"it changed {_MANY} times while it was taken, and is tried again: {why}"
+            self._reports.not_taken(due.unit.path, again)
+
+    def _finish(self, tree: Tree, due: Due) -> None:
+        if self._settling.finish(due, True, tree.listing()) == "taken":
+            self._taken.add(due.unit.path, due.shape)
+
+    def _take(self, tree: Tree, due: Due, described: Described, named: Named, made: datetime) -> None:
+        path, part = due.unit.path, PartId(named.checkpoint, 0, 1)
+        try:
+            try:
+                self._commit(tree, due, described, named, made)
+            except OSError as error:
+                if not self._has_room(part, due, error):
+                    raise
+                self._commit(tree, due, described, named, made)
+        except Busy as error:
+            self._off[path] = self._now_s + _OPEN_S
+            log.info("%s", error)
+        except (Changed, CorruptChunk) as error:
+            self._changed(due, str(error))
+        except StepRefused:  # it was committed since the spool was observed
+            self._finish(tree, due)
+        except ManifestError as error:
+            self._settling.finish(due, False, tree.listing())
+            self._reports.not_taken(path, str(error))
+        except OSError as error:
+            self._off[path] = self._now_s + _AGAIN_S
+            self._reports.taken(part, condition(error, f"spool {self._spool.root}"))
+
+    def _has_room(self, part: PartId, due: Due, error: OSError) -> bool:
+        """Free disk space if an error says that there is none; return whether a second try can succeed."""
+        if not is_full(error) or self._room is None:
+            return False
+        return self._room(part, sum(entry.size for _, entry in due.shape), error.errno == errno.EDQUOT)
+
+    def _commit(self, tree: Tree, due: Due, described: Described, named: Named, made: datetime) -> None:
+        part, entries = PartId(named.checkpoint, 0, 1), dict(due.shape)
+        with self._spool.stage(part) as stage:
+            staged = stage_unit(tree, due.unit, entries, described.ranks, stage, self._going)
+            after = tree.listing()
+            if not is_unchanged(due, after):
+                raise Changed("it was written to, renamed or deleted")
+            stage.commit(self._manifest(part, named, described, made, staged))
+        self._settling.finish(due, True, after)
+        self._known = self._known.with_one(named.checkpoint, made, named.origin)
+        self._taken.add(due.unit.path, due.shape)
+        how = ", ".join(f"{count} by {name}" for name, count in sorted(staged.how.items()))
+        log.info("%s: taken as %s: %s", due.unit.path, named.checkpoint, how)
+        size = sum(file.size for file in staged.files)
+        self._reports.taken(part, CommittedPart(size, direct=False, recycled=False, metrics=dict(described.metrics)))
+
+    def _manifest(
+        self, part: PartId, named: Named, described: Described, made: datetime, staged: StagedUnit
+    ) -> Manifest:
+        origin = named.origin
+        return Manifest(
+            version=VERSION,
+            run=self._run,
+            step=part.checkpoint.step,
+            attempt=part.checkpoint.attempt,
+            resumed_from=Origin(step=origin.step, attempt=origin.attempt) if origin else None,
+            rank=0,
+            world_size=1,
+            created=made.isoformat(),
+            writer=f"tierd {__version__}",
+            metrics=metrics_to_json(described.metrics),
+            files=staged.files,
+        )

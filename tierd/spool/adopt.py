@@ -1,0 +1,139 @@
+"""Take a file that another program wrote into a stage: by reflink, by hard link, or by a copy.
+
+Invariant: the other program's file is never written. A hard link shares its blocks with the program, so a file of the
+spool that has a second name is replaced before it is repaired (`unshare`). The digests are taken from bytes that were
+read once: of the clone or the link in the stage, or from the memory that a copy is written from.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from tierd.core.chunking import cut
+from tierd.core.errors import CorruptChunk
+from tierd.core.manifest import CHUNK_SIZE, Chunk, File
+from tierd.spool.direct_io import PAGE, memory_for, read_into, write_all
+from tierd.spool.file_io import describe_file, digest, sync_directory
+
+How: TypeAlias = Literal["reflink", "link", "copy"]
+_FICLONE = 0x40049409  # linux/fs.h
+# The file system or the kernel's rules do not allow a link or a clone between the two paths.
+_NOT_HERE = (
+    *(errno.EXDEV, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ENOSYS),
+    *(errno.EMLINK, errno.ETXTBSY),
+)
+
+
+def adopt(fd: int, size: int, path: Path, name: str, *, link: bool, going: Callable[[], None]) -> tuple[File, How]:
+    """Put an open file of another program at `path`, durably, and describe it.
+
+    Args:
+        fd: the other program's file, open for reading.
+        size: its size in bytes.
+        path: a path that does not exist, in a stage.
+        name: the file's path inside its part, for the manifest.
+        link: a hard link is allowed, because the program will not write to this file again.
+        going: called before each chunk; what it raises ends the work.
+
+    Raises:
+        CorruptChunk: the file changed meanwhile.
+        OSError: as the system reports it.
+    """
+    how: How = "reflink" if _clone(fd, path) else "link" if link and _linked(fd, path) else "copy"
+    if how == "copy":
+        return _copied(fd, size, path, name, going), how
+    file = describe_file(path, name, going=going)
+    if file.size != size:
+        raise CorruptChunk(f"{path}: it had {size} bytes, and has {file.size}")
+    return file, how
+
+
+def is_open_for_writing(fd: int) -> bool:
+    """Whether a process on this machine has an open file open for writing, or maps it so.
+
+    The kernel grants a read lease only if none has. It grants leases only on our own files, and only on some file
+    systems; where it does not, the result is False. The lease is released at once.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # a writer in between signals us; SIGIO, the default, would kill
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError as error:
+        return error.errno == errno.EAGAIN
+    return False
+
+
+def unshare(path: Path) -> None:
+    """Replace a file that has a second name by a copy, so that writing to it changes no other program's file."""
+    try:
+        if path.lstat().st_nlink < 2 or not path.is_file() or path.is_symlink():
+            return
+    except FileNotFoundError:
+        return
+    fresh = path.with_name(f".{secrets.token_hex(8)}")
+    try:
+        shutil.copyfile(path, fresh)
+        fresh.chmod(0o600)
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def _clone(fd: int, path: Path) -> bool:
+    made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.ioctl(made, _FICLONE, fd)
+        return True
+    except OSError as error:
+        path.unlink()
+        if error.errno in _NOT_HERE:
+            return False
+        raise
+    finally:
+        os.close(made)
+
+
+def _linked(fd: int, path: Path) -> bool:
+    """Link the open file itself, not whatever has its name by now."""
+    if os.fstat(fd).st_uid != os.geteuid():
+        return False  # its owner could change it, or take it away from us
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.link(f"/proc/self/fd/{fd}", path.name, dst_dir_fd=directory, follow_symlinks=True)
+    except OSError as error:
+        if error.errno in (*_NOT_HERE, errno.ENOENT):  # ENOENT: deleted meanwhile, or /proc is not there
+            return False
+        raise
+    finally:
+        os.close(directory)
+    return True
+
+
+def _copied(fd: int, size: int, path: Path, name: str, going: Callable[[], None]) -> File:
+    sizes = cut(lambda offset, length: os.pread(fd, length, offset), size, CHUNK_SIZE)
+    memory = memory_for(max(sizes, default=0) + PAGE)
+    made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        chunks, offset = [], 0
+        for length in sizes:
+            going()
+            if read_into(fd, memory, length, offset) < length:
+                raise CorruptChunk(f"{path}: it became shorter than its {size} bytes")
+            data = memory[:length]
+            chunks.append(Chunk(size=length, xxh3_128=digest(data)))
+            write_all(made, data, offset)
+            offset += length
+        os.fsync(made)
+    finally:
+        os.close(made)
+    return File(path=name, size=size, chunks=tuple(chunks))

@@ -1,0 +1,91 @@
+"""Read a unit's step, metrics and number of ranks from its files; reads only through its `Opener`.
+
+Invariant: what is read is untrusted and only describes. Nothing is loaded or unpickled, and a file that cannot be read
+so leaves a gap, never an error. The unit was inspected before, so that no error here hides damage.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from posixpath import basename
+from typing import Any
+
+from tierd.core.ids import MAX_STEP
+from tierd.core.manifest import MAX_METRICS, is_metric_name
+from tierd.formats.byte_source import Damaged, Unchecked
+from tierd.formats.pickles import find_int
+from tierd.formats.texts import read_json
+from tierd.formats.zips import read_record
+from tierd.watching.inspect import Changed, Opener
+from tierd.watching.layouts import Unit
+from tierd.watching.programs import LIGHTNING
+
+_STATE = "trainer_state.json"
+_MAX_PICKLE = 16 << 20  # bytes of a pickle in which a step is looked for
+# The rank in names of files that each rank writes: HF, Accelerate, DCP, DeepSpeed, torch_checkpointing, Composer.
+_RANKED = re.compile(
+    r"(?:rng_state_|random_states_|(?:bf16_)?zero_pp_rank_|.+-rank|__)(\d{1,5})(?:\.pth|\.pkl|_mp_rank_.*|\.pt|_\d+\.distcp)"
+)
+_NAMED = re.compile(r"([A-Za-z][\w/.]*?)=(-?\d+\.\d+(?:e[+-]?\d+)?)(?=[-_.]|$)")  # Lightning's `val_loss=0.25`
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What a unit's files say about it.
+
+    Attributes:
+        step: the step at which it was saved; None if nothing says it.
+        metrics: the last value of each metric.
+        ranks: how many ranks wrote it, as far as names of files show it.
+    """
+
+    step: int | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    ranks: int = 1
+
+
+def describe(unit: Unit, opener: Opener) -> Described:
+    """Describe a unit."""
+    step, metrics = unit.step, _named(basename(unit.path))
+    state = next((path for path in unit.files if basename(path) == _STATE), None)
+    if state is not None and isinstance(told := _read(opener, state, read_json), dict):
+        step = _step(told.get("global_step"), step)
+        metrics |= _logged(told.get("log_history"))
+    elif step is None and unit.layout is LIGHTNING and len(unit.files) == 1:
+        data = _read(opener, unit.files[0], lambda source: read_record(source, "/data.pkl", _MAX_PICKLE))
+        step = _step(find_int(data, "global_step") if data else None, None)
+    found = (_RANKED.fullmatch(basename(path)) for path in unit.files)
+    ranks = max((int(match[1]) + 1 for match in found if match), default=1)
+    kept = dict(list(metrics.items())[:MAX_METRICS])
+    return Described(_step(step, None), kept, ranks)
+
+
+def _read(opener: Opener, path: str, read: Any) -> Any:
+    try:
+        with opener(path) as source:
+            return read(source)
+    except (Changed, OSError, Damaged, Unchecked):
+        return None
+
+
+def _step(found: object, otherwise: int | None) -> int | None:
+    is_one = isinstance(found, int) and not isinstance(found, bool) and 0 <= found <= MAX_STEP
+    return found if is_one else otherwise  # type: ignore[return-value]  # `is_one` says that it is an int
+
+
+def _named(name: str) -> dict[str, float]:
+    return {match[1]: float(match[2]) for match in _NAMED.finditer(name)}
+
+
+def _logged(history: object) -> dict[str, float]:
+    """Return the last value of each number in a Trainer's log; its step and epoch are no metrics."""
+    found: dict[str, float] = {}
+    for entry in history if isinstance(history, list) else ():
+        for name, value in entry.items() if isinstance(entry, dict) else ():
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if number and is_metric_name(name) and name not in ("step", "epoch"):
+                found[name] = float(value)
+    return found

@@ -1,0 +1,63 @@
+"""`unit.json`: the description of a unit inside its part, from which it is put back in place.
+
+Invariant: a description from a tier is untrusted: every path in it is checked before it is used.
+
+A part of a watched run holds the unit's files at their paths below the watched directory, and this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tierd.core.errors import ManifestError
+from tierd.core.manifest import check_path
+
+UNIT_NAME = "unit.json"
+MAX_SIZE = 64 << 20  # bytes
+_Time = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class UnitFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The description of a unit.
+
+    Attributes:
+        path: the unit's path below the watched directory.
+        program: the program whose layout it has.
+        ranks: how many ranks wrote it.
+        modified_ns: each file's path, and when its content last changed, in ns since 1970.
+    """
+
+    version: Literal[1] = 1
+    path: str
+    program: str
+    ranks: Annotated[int, Meta(ge=1)]
+    modified_ns: Mapping[str, _Time]
+
+    def encode(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+
+def decode_unit(data: bytes | memoryview, where: str) -> UnitFile:
+    """Decode and check a description.
+
+    Args:
+        data: the file's bytes.
+        where: the file, for messages.
+
+    Raises:
+        ManifestError: it is no description, or a path in it is unsafe.
+    """
+    try:
+        found = _decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ManifestError(f"{where}: {error}") from error
+    for path in (found.path, *found.modified_ns):
+        check_path(path, where)
+    return found
+
+
+_decoder = msgspec.json.Decoder(UnitFile)
