@@ -935,6 +935,20 @@ _POLICIES = (
         f"{_OWNED} -k cannot_be_read",
     ),
     Mutant(
+        "a damaged policy waits for the run's janitor, who is another node now",
+        "tierd/daemon/tiers/run_policies.py",
+        "(janitor or (given in own and own[given][0] is None))",
+        "janitor",
+        f"{_OWNED} -k repairs_its_own_damaged",
+    ),
+    Mutant(
+        "a node that does not prune a run any more records its policy",
+        "tierd/daemon/tiers/run_policies.py",
+        "(janitor or (given in own and own[given][0] is None))",
+        "True",
+        f"{_OWNED} -k records_no_policy",
+    ),
+    Mutant(
         "a daemon without a configuration goes by its default",
         _WHICH,
         "    return merged(given) or merged(",
