@@ -937,16 +937,23 @@ _POLICIES = (
     Mutant(
         "a damaged policy waits for the run's janitor, who is another node now",
         "tierd/daemon/tiers/run_policies.py",
-        "(janitor or (given in own and own[given][0] is None))",
+        "(janitor or given in damaged)",
         "janitor",
         f"{_OWNED} -k repairs_its_own_damaged",
     ),
     Mutant(
         "a node that does not prune a run any more records its policy",
         "tierd/daemon/tiers/run_policies.py",
-        "(janitor or (given in own and own[given][0] is None))",
+        "(janitor or given in damaged)",
         "True",
         f"{_OWNED} -k records_no_policy",
+    ),
+    Mutant(
+        "a damaged default that nobody needs any more stays",
+        "tierd/daemon/tiers/run_policies.py",
+        'if "default" in damaged or (not wanted',
+        "if (not wanted",
+        f"{_OWNED} -k repairs_the_default",
     ),
     Mutant(
         "a daemon without a configuration goes by its default",

@@ -274,6 +274,19 @@ def test_a_node_repairs_its_own_damaged_policy_though_another_node_prunes_now(tr
     assert steps(trained) == list(range(3, 13))
 
 
+def test_a_node_repairs_the_default_that_it_recorded_though_somebody_gives_a_policy_now(spool, tmp_path):
+    store, other, key = MemoryStore(), Spool(tmp_path / "moved"), retention_key(RUN, node(spool.root), "default")
+    save(spool, 1, 2, 3)
+    asyncio.run(converge(spool, {"tier": store}, keep=None))
+    save(other, *range(4, 8), launch=2)
+    asyncio.run(store.put(key, b"garbage"))
+    asyncio.run(converge(other, {"tier": store}, keep=2))
+    asyncio.run(converge(spool, {"tier": store}, keep=None))
+    assert policies(store)[key.split("/")[2]].retention == RetentionPolicy()
+    asyncio.run(converge(other, {"tier": store}, keep=2))
+    assert steps(store) == [6, 7]
+
+
 def test_a_node_that_does_not_prune_records_no_policy_and_changes_none(trained, spool, tmp_path):
     other = Spool(tmp_path / "moved")
     save(other, 9, launch=2)

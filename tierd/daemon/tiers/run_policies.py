@@ -19,7 +19,6 @@ from tierd.core.ids import parse_retention, retention_key
 from tierd.core.planning.inventory import Inventory, Place
 from tierd.core.planning.plan import is_janitor
 from tierd.core.retention.policies import DEFAULT, known_policy, own_policies
-from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.retention.stored import MAX_SIZE, StoredRetention, decode, encode, unreadable
 from tierd.stores.base import ObjectInfo, Store
 
@@ -80,16 +79,16 @@ def unrecorded(inventory: Inventory, config: Config, tier: str, place: Place, ru
         isinstance(why, WrongKey) for other, why in place.defects() if other.checkpoint.run == run
     ):
         return []
-    wanted: dict[str, RetentionPolicy] = own_policies(inventory, config, run, tier)
-    if not wanted and known_policy(inventory, config, run, tier) is None:
-        wanted = {"default": DEFAULT}
     own = {one.given: (one.retention, one.tiers) for one in there if one.by == inventory.who}
-    janitor = is_janitor(inventory, place, run)
+    damaged = {given for given, (policy, _) in own.items() if policy is None}
+    janitor, wanted = is_janitor(inventory, place, run), own_policies(inventory, config, run, tier)
+    if "default" in damaged or (not wanted and known_policy(inventory, config, run, tier) is None):
+        wanted["default"] = DEFAULT
     tiers, host, now = tuple(inventory.tiers), socket.gethostname(), datetime.now(UTC).isoformat()
     return [
         StoredRetention(run, inventory.who, given, host, now, policy, tiers=tiers)
         for given, policy in wanted.items()
-        if own.get(given) != (policy, tiers) and (janitor or (given in own and own[given][0] is None))
+        if own.get(given) != (policy, tiers) and (janitor or given in damaged)
     ]
 
 
@@ -102,7 +101,7 @@ async def record(store: Store, tier: str, one: StoredRetention) -> None:
     await store.put(retention_key(one.run, one.by, one.given), encode(one))
     if one.given == "default":
         log.warning(
-            "%s: nobody configured what run %s keeps, so it keeps the last %d; recorded beside its manifests. To keep "
+            "%s: if nobody configured what run %s keeps, it keeps the last %d; recorded beside its manifests. To keep "
             "more: retention in a configuration, --keep-last, or Checkpointer(retention=tierd.Retention(…))",
             tier,
             one.run,
