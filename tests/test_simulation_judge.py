@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from faults.simulation.keeper import Keeper
-from faults.simulation.rules import Rules, Saved
+from faults.simulation.rules import Rules, Saved, is_on
 from faults.simulation.store import Bucket
 
 DAY = 86400.0
@@ -24,11 +24,13 @@ class Region:
         self.keeper.spools = lambda: {"A": home}
         self.keeper.started("A", configured=configured)
 
-    def save(self, step: int, *tiers: Bucket, node: str = "A") -> None:
-        self.keeper.begun(Saved("run", 1, step, None, node, float(step), float(step)))
-        self.keeper.acked.add(("run", 1, step))
+    def save(
+        self, step: int, *tiers: Bucket, node: str = "A", launch: int = 1, origin: tuple[int, int] | None = None
+    ) -> None:
+        self.keeper.begun(Saved("run", launch, step, origin, node, float(step), float(step)))
+        self.keeper.acked.add(("run", launch, step))
         for tier in tiers:
-            key = f"run/manifests/{step:012}.{1:012x}-{1:08x}/00000-of-00001.json"
+            key = f"run/manifests/{step:012}.{launch:012x}-{launch:08x}/00000-of-00001.json"
             tier.put(key, json.dumps({"run": "run", "files": []}).encode(), "A")
 
     def silence(self, tier: Bucket) -> None:
@@ -86,3 +88,19 @@ def test_what_a_tier_that_answers_has_must_be_sent_before_the_run_leaves(tmp_pat
     region.now += DAY
     region.keeper.departs("A", "run")
     assert [wrong for wrong in region.keeper.at_rest() if wrong.startswith("far holds")]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_launch_that_only_a_head_tells_of_decides_what_a_restore_gives(tmp_path: Path, told: bool) -> None:
+    """FORMAT.md: the newest attempt is the newest in any manifest or head, also if nothing of it can be read. Seed
+    1000105: B restored where only A's spool had the newest launch, and a head on the tier told of it."""
+    region = Region(tmp_path, configured=True)
+    region.save(2, region.near)
+    region.save(5, region.near)
+    region.save(3, node="B", launch=3, origin=(1, 2))
+    if told:
+        launches = {f"{one:012x}-{one:08x}": {} for one in (1, 3)}
+        region.near.put("run/timeline/00000000.json", json.dumps({"launches": launches}).encode(), "B")
+    reach = region.keeper.reach("A")
+    assert region.keeper.offered("A", "run", reach, 0.0) == ("run", 1, 2 if told else 5)
+    assert is_on(region.keeper.passed("A", "run"), ("run", 1, 5)) is not told

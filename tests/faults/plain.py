@@ -939,6 +939,27 @@ _POLICIES = (
         f"{_OWNED} -k cannot_be_read",
     ),
     Mutant(
+        "a damaged policy waits for the run's janitor, who is another node now",
+        "tierd/daemon/tiers/run_policies.py",
+        "(janitor or given in damaged)",
+        "janitor",
+        f"{_OWNED} -k repairs_its_own_damaged",
+    ),
+    Mutant(
+        "a node that does not prune a run any more records its policy",
+        "tierd/daemon/tiers/run_policies.py",
+        "(janitor or given in damaged)",
+        "True",
+        f"{_OWNED} -k records_no_policy",
+    ),
+    Mutant(
+        "a damaged default that nobody needs any more stays",
+        "tierd/daemon/tiers/run_policies.py",
+        'if "default" in damaged or (not wanted',
+        "if (not wanted",
+        f"{_OWNED} -k repairs_the_default",
+    ),
+    Mutant(
         "a daemon without a configuration goes by its default",
         _WHICH,
         "    return merged(given) or merged(",

@@ -260,6 +260,45 @@ def test_while_a_policy_cannot_be_read_nothing_of_the_run_is_pruned(trained, spo
     assert len(steps(trained)) == (10 if keep is None else 1)
 
 
+def test_a_node_repairs_its_own_damaged_policy_though_another_node_prunes_now(trained, spool, tmp_path):
+    """The simulation's seed 433: the policy was spoiled on its way to the tier, and before the next observation the job
+    moved to another node. Nobody wrote it again, so nothing was ever deleted there."""
+    other, key = Spool(tmp_path / "moved"), retention_key(RUN, node(spool.root), "configuration")
+    save(other, *range(9, 13), launch=2)
+    asyncio.run(trained.put(key, b"garbage"))
+    asyncio.run(converge(other, {"tier": trained}, keep=2))
+    assert steps(trained) == list(range(1, 13))
+    asyncio.run(converge(spool, {"tier": trained}, keep=10))
+    assert policies(trained)[key.split("/")[2]].retention == TEN
+    asyncio.run(converge(other, {"tier": trained}, keep=2))
+    assert steps(trained) == list(range(3, 13))
+
+
+def test_a_node_repairs_the_default_that_it_recorded_though_somebody_gives_a_policy_now(spool, tmp_path):
+    store, other, key = MemoryStore(), Spool(tmp_path / "moved"), retention_key(RUN, node(spool.root), "default")
+    save(spool, 1, 2, 3)
+    asyncio.run(converge(spool, {"tier": store}, keep=None))
+    save(other, *range(4, 8), launch=2)
+    asyncio.run(store.put(key, b"garbage"))
+    asyncio.run(converge(other, {"tier": store}, keep=2))
+    asyncio.run(converge(spool, {"tier": store}, keep=None))
+    assert policies(store)[key.split("/")[2]].retention == RetentionPolicy()
+    asyncio.run(converge(other, {"tier": store}, keep=2))
+    assert steps(store) == [6, 7]
+
+
+def test_a_node_that_does_not_prune_records_no_policy_and_changes_none(trained, spool, tmp_path):
+    other = Spool(tmp_path / "moved")
+    save(other, 9, launch=2)
+    asyncio.run(converge(other, {"tier": trained}, keep=10))
+    before = asyncio.run(contents(trained, policies=True))
+    asyncio.run(converge(spool, {"tier": trained}, keep=4))
+    assert asyncio.run(contents(trained, policies=True)) == before
+    asyncio.run(trained.delete([retention_key(RUN, node(spool.root), "configuration")]))  # as a person may
+    asyncio.run(converge(spool, {"tier": trained}, keep=4))
+    assert len(policies(trained)) == 1
+
+
 def test_a_damaged_trainers_policy_in_the_spool_keeps_everything_on_the_tier(spool):
     store = MemoryStore()
     save(spool, *range(1, 6))

@@ -547,7 +547,7 @@ class Trial:
                     continue
                 if "/timeline/" in key:
                     if key in truth.hurt[bucket.name] and not is_sealed(bucket.objects[key][0]):
-                        continue  # the trial has spoiled what another node wrote
+                        continue  # the trial, or a line, has spoiled what another node wrote
                     heads += 1
                     launches = json.loads(bucket.objects[key][0])["launches"]
                     if launches[max(launches)]["newest"] != steps[-1]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.rounds import Lost
-from faults.simulation.rules import Rules, Saved, Which, timeline
+from faults.simulation.rules import Rules, Saved, Which, is_on, timeline
 from faults.simulation.store import Bucket
 
 HOLD_FOR = 7 * 86400.0  # seconds
@@ -52,6 +52,15 @@ def _chunks(manifest: bytes) -> dict[str, int] | None:
         return None
     stored = [chunk["stored"] for file in parsed["files"] for chunk in file["chunks"]]
     return {f"{parsed['run']}/{one['key']}": one["size"] for one in stored}
+
+
+@lru_cache(maxsize=8192)
+def _launches(head: bytes) -> frozenset[int]:
+    """The launches that a head tells of; none if it cannot be read."""
+    try:
+        return frozenset(int(attempt[-8:], 16) for attempt in json.loads(head)["launches"])
+    except ValueError:
+        return frozenset()
 
 
 def committed(spool: Path) -> dict[Which, Path]:
@@ -225,13 +234,23 @@ class Keeper:
         """What lies in each place that a node may restore from."""
         return {node: set(committed(self.spools()[node]))} | {one.name: self.on_tier(one) for one in self.buckets}
 
+    def passed(self, node: str, run: str) -> dict[int, float]:
+        """The timeline of a run, for a node that restores: each launch with its last step that counts. The newest
+        launch is the newest that a manifest or a head tells of, though nothing of it lies where the node can read."""
+        spool = self.spools()[node]
+        place, kept = f"{run}/timeline/", spool / ".tierd" / "timeline" / f"{run}.json"
+        heads = [one.objects[key][0] for one in self.buckets for key in one.keys if key.startswith(place)]
+        heads += [kept.read_bytes()] if kept.exists() else []
+        told = set().union(*(_launches(head) for head in heads))
+        known = self._known(run, [spool]).values()
+        return timeline([*known, *(one for one in self.saved.values() if one.run == run and one.launch in told)])
+
     def offered(self, node: str, run: str, reach: dict[str, set[Which]], since: float) -> Which | None:
         """What a restore on a node that began then, with this in reach, gives, or something newer: the newest of the
         timeline in any place that answered all the while."""
-        known = self._known(run, [self.spools()[node]])
-        passed = timeline(known.values())
+        known, passed = self._known(run, [self.spools()[node]]), self.passed(node, run)
         there = set().union(*(held for name, held in reach.items() if self._answers(name, since)))
-        return max((one for one in there if one in known and one[2] <= passed.get(one[1], -1)), default=None)
+        return max((one for one in there if one in known and is_on(passed, one)), default=None)
 
     def down(self, tier: str) -> None:
         """A tier answers nobody any more."""

@@ -66,7 +66,7 @@ class Rules:
         if not ordered:
             return set()
         passed = timeline(known)
-        path = [one for one in ordered if one.step <= passed.get(one.launch, -1)]
+        path = [one for one in ordered if is_on(passed, one.which)]
         newest = ordered[-1]
         found = {one.which for one in (*ordered[-self.last :], *path[-self.last :])}
         if self.within:
@@ -95,3 +95,8 @@ def timeline(known: Collection[Saved]) -> dict[int, float]:
         found[launch] = limit
         launch, limit = origins.get(launch) or (None, 0.0)
     return found
+
+
+def is_on(passed: dict[int, float], one: Which) -> bool:
+    """Whether a checkpoint is on a timeline."""
+    return one[2] <= passed.get(one[1], -1)

@@ -15,7 +15,7 @@ from faults.simulation.keeper import committed
 from faults.simulation.loop import EPOCH, Life
 from faults.simulation.node import Caller, _Meeting, _Ranks
 from faults.simulation.region import Region, Site, which
-from faults.simulation.rules import Saved, Which
+from faults.simulation.rules import Saved, Which, is_on
 from support.world import CHUNK, commit, part
 
 from tierd.client.ranks.launch import Clock
@@ -44,7 +44,7 @@ SIZE = 5 * CHUNK  # bytes that one takes in a spool, with its manifest, and a li
 async def restored(site: Site, life: Life, run: str, asked: Which | None = None) -> Which | None:
     """What a restore on this node gives, verified; raises as the client does."""
     keeper = site.keeper
-    begun, reach = site.region.loop.now, keeper.reach(site.name)
+    begun, reach, passed = site.region.loop.now, keeper.reach(site.name), keeper.passed(site.name, run)
 
     def work() -> Which | None:
         spool = Spool(site.root, write=False)
@@ -85,6 +85,8 @@ async def restored(site: Site, life: Life, run: str, asked: Which | None = None)
     offered = keeper.offered(site.name, run, reach, begun) if asked is None else asked
     if offered is not None and (given is None or given[1:] < offered[1:]):
         raise Lost(f"a restore on {site.name} gave {given}, and {offered} was right there")
+    if asked is None and given and not any(is_on(path, given) for path in (passed, keeper.passed(site.name, run))):
+        raise Lost(f"a restore on {site.name} gave {given}, which was abandoned: {keeper.lie(run)}")
     return given
 
 

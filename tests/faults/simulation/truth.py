@@ -107,7 +107,8 @@ class Truth:
     Attributes:
         origins: launch -> the checkpoint that it resumed from.
         acked: parts that the trainer was told are durable.
-        hurt: keys on tiers that are not as they were put, by the trial's doing, until they are put again or deleted.
+        hurt: keys on tiers that are not as they were put, by the trial's or a line's doing, until they are put again or
+            deleted.
         excused: copies, by place and part, that may be lost for that, or be set aside though somebody was faster and
             put them right: until then, or until all is at rest. `scarred`: the launches that ever had one. `harms`: by
             copy, how many injuries came before the last one that hurt it.
@@ -228,6 +229,9 @@ class Truth:
             self.deleted[bucket.name].add(key)
         whose = part_of(key)
         if whose is None:
+            if "/timeline/" in key:
+                hurt = self.hurt[bucket.name]
+                (hurt.add if new is not None and "spoiled" in who else hurt.discard)(key)
             if "/chunks/" in key:
                 self.hurt[bucket.name].discard(key)
                 self.doomed[bucket.name].discard(key)

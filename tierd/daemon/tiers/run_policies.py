@@ -1,7 +1,7 @@
 """The retention policies of runs on a tier: read them, and record this node's own.
 
-Invariant: only the run's janitor records, only its own node's policies, and only new content. An unreadable policy is
-reported as such.
+Invariant: only the run's janitor records, only its own node's policies, and only new content; but every node that saved
+the run repairs its own damaged record. An unreadable policy is reported as such.
 
 Nothing is put next to an object that is encrypted with another key, or not encrypted where a key is required. The nodes
 that read such objects could not read this node's policy, and would then delete nothing of the run any more.
@@ -20,7 +20,6 @@ from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.janitor import is_janitor
 from tierd.core.planning.place import Place
 from tierd.core.retention.policies import DEFAULT, known_policy, own_policies
-from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.retention.stored import MAX_SIZE, StoredRetention, decode, encode, unreadable
 from tierd.stores.base import ObjectInfo, Store
 
@@ -72,25 +71,25 @@ def unrecorded(inventory: Inventory, config: Config, tier: str, place: Place, ru
     """Return the policies that this node should record on a tier.
 
     These are the policies that this node gives `run`, where the tier has another one or none; or the default, where no
-    node gives one. The result is empty unless this node is the run's janitor and can read the objects there with its
-    key.
+    node gives one. A node that is not the run's janitor only replaces its own record that cannot be read, because the
+    tier would delete nothing of the run any more. The result is empty unless this node can read the objects there with
+    its key.
     """
-    if not is_janitor(inventory, place, run):
-        return []
     there = place.policies.get(run, ())
     if any(one.alien for one in there) or any(
         isinstance(why, WrongKey) for other, why in place.defects() if other.checkpoint.run == run
     ):
         return []
-    wanted: dict[str, RetentionPolicy] = own_policies(inventory, config, run, tier)
-    if not wanted and known_policy(inventory, config, run, tier) is None:
-        wanted = {"default": DEFAULT}
     own = {one.given: (one.retention, one.tiers) for one in there if one.by == inventory.who}
+    damaged = {given for given, (policy, _) in own.items() if policy is None}
+    janitor, wanted = is_janitor(inventory, place, run), own_policies(inventory, config, run, tier)
+    if "default" in damaged or (not wanted and known_policy(inventory, config, run, tier) is None):
+        wanted["default"] = DEFAULT
     tiers, host, now = tuple(inventory.tiers), socket.gethostname(), datetime.now(UTC).isoformat()
     return [
         StoredRetention(run, inventory.who, given, host, now, policy, tiers=tiers)
         for given, policy in wanted.items()
-        if own.get(given) != (policy, tiers)
+        if own.get(given) != (policy, tiers) and (janitor or given in damaged)
     ]
 
 
@@ -103,7 +102,7 @@ async def record(store: Store, tier: str, one: StoredRetention) -> None:
     await store.put(retention_key(one.run, one.by, one.given), encode(one))
     if one.given == "default":
         log.warning(
-            "%s: nobody configured what run %s keeps, so it keeps the last %d; recorded beside its manifests. To keep "
+            "%s: if nobody configured what run %s keeps, it keeps the last %d; recorded beside its manifests. To keep "
             "more: retention in a configuration, --keep-last, or Checkpointer(retention=tierd.Retention(…))",
             tier,
             one.run,
