@@ -293,23 +293,27 @@ class Keeper:
         what = f"{bucket.name}: {who} deleted {_name(which)}"
         if run not in self.savers[who]:
             raise Lost(f"{what}, and never saved anything of that run: reading deletes")
-        # A tier that has not answered for longer than anything is held counts as absent.
+        # A tier that has not answered for longer than anything is held counts as absent until it answers again, and the
+        # deletion may have been decided before or after.
         silent = [one.name for one in self.buckets if one is not bucket and self._is_silent(one.name, who)]
-        known = self._known(run, [self.spools()[who]], silent)
-        known[which] = self.saved[which]
-        here = [known[one] for one in self.on_tier(bucket) | {which} if one in known]
-        if all(self._wants(rules, which, here, known) for rules in self._own(bucket.name, run, who)):
+        views = [self._known(run, [self.spools()[who]], without) for without in ((), silent)]
+        for known in views:
+            known[which] = self.saved[which]
+
+        def wanted(rules: Rules, tier: Bucket | None = None) -> bool:
+            there = (self.on_tier(tier) | {which} if tier else known for known in views)
+            seen = ([known[one] for one in some if one in known] for known, some in zip(views, there, strict=True))
+            return all(self._wants(rules, which, here, known) for known, here in zip(views, seen, strict=True))
+
+        if all(wanted(rules, bucket) for rules in self._own(bucket.name, run, who)):
             raise Lost(f"{what}, which its own rules want: {self._own(bucket.name, run, who)}; {self.lie(run)}")
-        if self._wants(self.rules[bucket.name], which, here, known):
+        if wanted(self.rules[bucket.name], bucket):
             self.conceded.add(which)
         for other in self.buckets:
-            if other is bucket or which in self.on_tier(other):
-                continue
-            everything = list(known.values())
-            if not self._wants(self.rules[other.name], which, everything, known):
+            if other is bucket or which in self.on_tier(other) or not wanted(self.rules[other.name]):
                 continue
             own = self._own(other.name, run, who)
-            if not all(self._wants(rules, which, everything, known) for rules in own):
+            if not all(wanted(rules) for rules in own):
                 self.conceded.add(which)
             elif not self._is_silent(other.name, who):
                 raise Lost(f"{what}, which {other.name} wants and lacks: {own}; {self.lie(run)}")
