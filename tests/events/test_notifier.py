@@ -365,10 +365,10 @@ def test_saves_that_fail_three_times_in_a_row_are_an_alert_and_a_later_launch_en
         async with telling(spool, {"tier": MemoryStore()}) as (daemon, _):
             for step in (1, 2, 3):
                 daemon.taken(part(step), StoreUnavailable("no room"))
-                daemon.given_up(part(step), "as its trainer says, too")
+                daemon.save_events.given_up(part(step), "as its trainer says, too")
             kinds = [event.what for event in daemon.journal.events]
             assert kinds == ["persist failed", "persist failed", "persist failed", "failing"]
-            daemon.given_up(part(3), "the same step, tried again, by its trainer")
+            daemon.save_events.given_up(part(3), "the same step, tried again, by its trainer")
             assert daemon.journal.counters["persist_failures"] == 4 and len(daemon.journal.alerts()) == 1
             commit(spool, part(1, launch=2, rank=1, world=2))
             await settle(daemon)

@@ -30,7 +30,7 @@ from tierd.watching.programs import DEEPSPEED, MEGATRON
 from tierd.watching.unit_file import UNIT_NAME
 
 RUN = "watched"
-TRIALS = int(os.environ.get("TIERD_WATCHED", "30"))
+TRIALS = int(os.environ.get("TIERD_WATCHED", "60"))
 
 
 @pytest.fixture(scope="module")

@@ -55,10 +55,10 @@ def test_probes(spool, tmp_path, monkeypatch) -> None:
                 while (await get(http.address, "/readyz")).status != 200:
                     await asyncio.sleep(0.05)
             assert http._views is not None
-            http._views._reconciler._draining = True
+            http._views._reconciler._phase.draining = True
             found = await get(http.address, "/readyz")
             assert (found.status, found.body) == (503, b"not ready\n")
-            http._views._reconciler._draining = False
+            http._views._reconciler._phase.draining = False
             assert (await get(http.address, "/other")).status == 404
 
     asyncio.run(work())
