@@ -63,25 +63,36 @@ def test_what_a_save_or_a_restore_waits_for_is_normal_and_a_flush_is_low(tmp_pat
         from tierd.core.config import from_urls
         from tierd.daemon import handoff, service
         from tierd.daemon.transfer import chunk_source, replicas
+        from tierd.ipc.client import Link
+        from tierd.ipc.messages import Status
+        from tierd.spool.spool import Spool
         noting(handoff, "write_part")
         noting(chunk_source, "read_chunk")
         noting(replicas, "decode")
 
+        def answers():
+            try:
+                with Link(Spool(Path({str(tmp_path / "spool")!r}), write=False)) as link:
+                    return link.ask(Status(), 10)
+            except (tierd.core.errors.TierdError, OSError):
+                return None
+
         def train():
-            for step in range(4):
+            try:
                 for _ in range(400):
-                    try:
-                        with tierd.Checkpointer({str(tmp_path / "spool")!r}, run="r", attempt=None) as ckpt:
-                            ckpt.save(step, {{"weights": torch.arange(1000.0) + step}}).wait("file", timeout=60)
-                            notes.setdefault("handed over", []).append(ckpt.stats.handed_over)
-                            break
-                    except tierd.core.errors.DaemonUnavailable:
-                        threading.Event().wait(0.05)
-            for file in Path({str(tmp_path / "spool" / "r")!r}).glob("*/*/*.safetensors"):
-                file.write_bytes(b"rotten")
-            with tierd.Checkpointer({str(tmp_path / "spool")!r}, run="r") as ckpt:
-                notes["restored"] = [ckpt.restore({{"weights": torch.zeros(1000)}}).tier]
-            os.kill(os.getpid(), signal.SIGTERM)
+                    if answers():
+                        break
+                    threading.Event().wait(0.05)
+                for step in range(4):
+                    with tierd.Checkpointer({str(tmp_path / "spool")!r}, run="r", attempt=None) as ckpt:
+                        ckpt.save(step, {{"weights": torch.arange(1000.0) + step}}).wait("file", timeout=60)
+                        notes.setdefault("handed over", []).append(ckpt.stats.handed_over)
+                for file in Path({str(tmp_path / "spool" / "r")!r}).glob("*/*/*.safetensors"):
+                    file.write_bytes(b"rotten")
+                with tierd.Checkpointer({str(tmp_path / "spool")!r}, run="r") as ckpt:
+                    notes["restored"] = [ckpt.restore({{"weights": torch.zeros(1000)}}).tier]
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
 
         trainer = threading.Thread(target=train)
         trainer.start()

@@ -111,7 +111,7 @@ def test_the_recipe_works_as_written_and_the_service_is_reloaded_and_stopped(mac
     machine.until("test $(find /mnt/checkpoints/tierd -path '*/manifests/*' -type f | wc -l) = 1")
     edit(machine, "colour = 'red'")
     machine.run("systemctl reload tierd")
-    machine.until("journalctl -u tierd | grep 'ERROR the configuration is not reloaded.*colour'")
+    machine.until("journalctl -u tierd -p err | grep 'the configuration is not reloaded.*colour'")
     assert (machine.show("tierd", "MainPID"), machine.show("tierd", "ActiveState")) == (pid, "active")
     edit(machine, config)
 
