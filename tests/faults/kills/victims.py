@@ -430,8 +430,8 @@ def _watch_giving(given: set[tuple[str, int]]) -> None:
     """Note which snapshots the daemon was told of: there is no other sign that it holds one (P11)."""
     real = giving.HandoffClient.give
 
-    def watched(self: Any, slot: int, arena: Any, manifest: Any, tensors: int, tree: bytes) -> Any:
-        answer = real(self, slot, arena, manifest, tensors, tree)
+    def watched(self: Any, slot: int, arena: Any, manifest: Any, *more: Any) -> Any:
+        answer = real(self, slot, arena, manifest, *more)
         if answer is not None:
             given.add((manifest.attempt, manifest.step))
         return answer
