@@ -38,7 +38,7 @@ def collect() -> tuple[Mutant, ...]:
 MUTANTS: tuple[Mutant, ...] = ()
 MET = tuple(f"by {kind}" for kind in (*KITS, "pytest"))
 GATE = len(collect())
-SHORT = GATE // 32  # five minutes
+SHORT = GATE // 64  # two minutes
 
 
 def missing() -> str | None:
