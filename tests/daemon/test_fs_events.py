@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import time
 import pytest
 from support.doubles import Double
 from support.world import RUN, commit, config, part, reconciler, running, settle, until, wait_until
+from watchdog.observers.api import BaseObserver
 
 from tierd.core.config import Config, from_urls
 from tierd.core.errors import StoreUnavailable
@@ -218,3 +220,24 @@ def test_an_idle_daemon_stays_while_something_is_left_to_flush(spool, monkeypatc
 def test_wait_until_can_fail():
     with pytest.raises(AssertionError):
         wait_until(lambda: False, 0.05)
+
+
+def test_what_the_observer_says_of_its_own_end_is_not_logged(tmp_path, monkeypatch, caplog) -> None:
+    """Its thread logs an error where it is stopped between two events, and people asked what was wrong."""
+    spool = Spool(tmp_path / "spool")
+    stop = BaseObserver.stop
+
+    def stopped(observer: BaseObserver) -> None:
+        logging.getLogger("watchdog.observers.inotify").error("called when the thread is inactive")
+        stop(observer)
+
+    monkeypatch.setattr(BaseObserver, "stop", stopped)
+
+    async def work() -> None:
+        with watching(spool, lambda: None):
+            pass
+
+    asyncio.run(work())
+    assert not caplog.records
+    logging.getLogger("watchdog.observers.inotify").error("another one's")
+    assert [one.message for one in caplog.records] == ["another one's"]
