@@ -199,6 +199,7 @@ def jobs(draw: st.DrawFn) -> Costs:
     return Costs(blocked, durable, restart, mtbf, flush, node_loss=draw(st.just(0.0) | st.floats(0, 1)))
 
 
+@example(Costs(blocked_s=0.0, durable_s=0.5, restart_s=0.0, mtbf_s=1.0, flush_s=5e-324, node_loss=1.0), 1.0)
 @given(jobs(), times)
 def test_shares_are_shares(costs: Costs, interval: float) -> None:
     found = choice(interval, costs)

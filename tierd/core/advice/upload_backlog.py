@@ -35,6 +35,9 @@ class Times(Protocol):
     def node_loss(self) -> float: ...
 
 
+_MOST_COPIES = 1e15
+
+
 class _Tier(NamedTuple):
     """A tier's state at a moment. Saves are counted from the start of a life, so that older ones are negative.
 
@@ -91,7 +94,8 @@ class _Life:
         if begins > time:
             return _Tier(newest, newest)
         save = self.saved(begins)
-        copies = math.floor((time - begins) / flush)  # copies that have ended, if each begins when the one before ends
+        # Copies that have ended, if each begins when the one before ends. A flush of no time would give infinitely many.
+        copies = math.floor(min((time - begins) / flush, _MOST_COPIES))
         if flush > period:
             if copies:
                 newest = self.saved(begins + (copies - 1) * flush)
