@@ -94,7 +94,7 @@ class _Life:
         if begins > time:
             return _Tier(newest, newest)
         save = self.saved(begins)
-        # Copies that have ended, if each begins when the one before ends. A flush of no time would give infinitely many.
+        # Copies that have ended, if each begins when the one before ends. With no flush time they would be infinite.
         copies = math.floor(min((time - begins) / flush, _MOST_COPIES))
         if flush > period:
             if copies:
