@@ -16,7 +16,7 @@ from watchdog.observers import Observer
 from tierd.spool.spool import Spool
 
 log = logging.getLogger("tierd.daemon")
-_OF_WATCHDOG = logging.getLogger("watchdog.observers.inotify")
+_OF_WATCHDOG = "watchdog.observers.inotify"  # its logger
 
 
 class _Waker(FileSystemEventHandler):
@@ -54,10 +54,10 @@ def watching(spool: Spool, wake: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         # The observer's thread logs an error if it is stopped between two events, which is nobody's concern.
-        _OF_WATCHDOG.addFilter(_drop)
+        logging.getLogger(_OF_WATCHDOG).addFilter(_drop)
         observer.stop()
         observer.join(timeout=5)
-        _OF_WATCHDOG.removeFilter(_drop)
+        logging.getLogger(_OF_WATCHDOG).removeFilter(_drop)
 
 
 def _drop(record: logging.LogRecord) -> bool:
