@@ -911,6 +911,20 @@ _POLICIES = (
         "pytest tests/daemon/test_spool_space.py -k last_copy_went",
     ),
     Mutant(
+        "a tier that fails hides that another holds what a full disk asks for",
+        "tierd/daemon/tiers/holders.py",
+        "                    failure = error\n                    continue\n",
+        "                    raise error\n",
+        "pytest tests/daemon/test_spool_space.py -k 'first_of and fails'",
+    ),
+    Mutant(
+        "a tier that stalls hides that another holds what a full disk asks for",
+        "tierd/daemon/tiers/holders.py",
+        "timeout=_NEXT if later else None",
+        "timeout=None",
+        "pytest tests/daemon/test_spool_space.py -k 'first_of and stalls'",
+    ),
+    Mutant(
         "who saved a run deletes nothing of it once its last copy went",
         "tierd/core/planning/janitor.py",
         "    if known and _saved_first(inventory, run) >= max(known):\n",
