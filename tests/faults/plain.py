@@ -1799,7 +1799,14 @@ _LAUNCHES = (
         "tierd/core/retention/policy.py",
         "            if alone.keep:",
         "            if False:",
-        f"{_BESIDE} -k keeps_what_it_would_keep_alone",
+        f"{_BESIDE} -k says_why_it_stays",
+    ),
+    Mutant(
+        "the quick answer forgets the launches that live beside a later one",
+        "tierd/core/retention/policy.py",
+        "return frozenset(found).union(*(alone.kept for alone in self._alone.values()))",
+        "return frozenset(found)",
+        "pytest tests/core/planning/test_planner.py -k what_each_verdict_keeps",
     ),
     Mutant(
         "a tier lacks what a launch that lives has saved beside a later one",
