@@ -29,6 +29,7 @@ from tierd.daemon.http.start import server_of
 from tierd.daemon.intake.intake import Intake
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.reload import Reload
+from tierd.daemon.reports.own_log import bounded
 from tierd.daemon.systemd import feed_watchdog, notify
 from tierd.events.notifier import Notifier
 from tierd.priority import spare_address_space
@@ -116,6 +117,7 @@ async def serve(
         loop.add_signal_handler(signal.SIGHUP, hup.set)
     async with AsyncExitStack() as stack:
         stack.enter_context(spool.lock())
+        stack.enter_context(bounded(spool.control))
         opened = await stack.enter_async_context(AsyncExitStack())
         stores, notifier = await open_all(config, opened)
         http = server_of(config.http)
