@@ -16,6 +16,7 @@ from tierd.core.ids import PartId
 log = logging.getLogger("tierd")
 
 _STALLED = 600.0  # seconds without a byte; well above the time that a tier gets for one chunk
+_EVERY = 60.0  # seconds between two lines of the log
 
 
 class Fetching:
@@ -27,6 +28,8 @@ class Fetching:
 
     def __init__(self, part: PartId) -> None:
         self._part, self._at, self._since = part, -1, time.monotonic()
+        self._began: tuple[float, int] | None = None  # when the first size came, and what was there
+        self._logged = -_EVERY
 
     def __call__(self, progress: dict[str, Any]) -> None:
         done, total, now = int(progress.get("done", -1)), int(progress.get("total", 0)), time.monotonic()
@@ -37,6 +40,13 @@ class Fetching:
                 f"{self._part}: no byte came from a tier for {_STALLED:.0f} s; restoring again goes on from "
                 f"{max(done, 0)} of {total} bytes"
             )
-        if total:
-            tiers = ", ".join(progress.get("tiers", ())) or "the tiers"
-            log.info("fetching %s from %s: %.1f of %.1f GB", self._part, tiers, done / 1e9, total / 1e9)
+        if not total:
+            return
+        began, before = self._began = self._began or (now, done)
+        if now - self._logged < _EVERY and done < total:
+            return
+        self._logged = now
+        tiers = ", ".join(progress.get("tiers", ())) or "the tiers"
+        rate = (done - before) / (now - began) if done > before and now > began else 0.0
+        pace = f", {rate / 1e9:.2f} GB/s, {(total - done) / rate:.0f} s left" if rate else ""
+        log.info("fetching %s from %s: %.1f of %.1f GB%s", self._part, tiers, done / 1e9, total / 1e9, pace)

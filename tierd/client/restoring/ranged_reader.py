@@ -200,7 +200,7 @@ class Files(PartRanges):
             return
         if self._alone:
             raise DaemonUnavailable(
-                f"{part} is not whole in the spool ({why}), and whether a tier has it right cannot be asked: "
+                f"{part} cannot be read from the spool ({why}), and whether a tier has it right cannot be asked: "
                 f"{self._alone}"
             ) from why
         if not self._spool.has(part):
