@@ -15,6 +15,7 @@ from faults.rounds import Mutant
 from faults.shards import SHARDS
 from faults.space import SPACE
 from faults.supply import SUPPLY
+from faults.terminals import TERMINALS
 from faults.transfer import TRANSFER
 from faults.watched import WATCHED
 from faults.web import WEB
@@ -1669,8 +1670,8 @@ _SHOWN = (
     Mutant(
         "tables show names as they are",
         _TABLES,
-        "        made.add_row(*map(printable, row))",
-        "        made.add_row(*row)",
+        "[[*map(printable, row)] for row in rows]",
+        "[[*row] for row in rows]",
         f"{_PLANTED} -k no_command",
     ),
     Mutant(
@@ -2389,4 +2390,5 @@ PLAIN = (
     + INSPECTING
     + ELSEWHERE
     + WATCHED
+    + TERMINALS
 )

@@ -30,6 +30,7 @@ from tierd.cli import (
     runs,
     space,
     status,
+    top,
     watch,
 )
 from tierd.cli.tables import complain, print_json
@@ -42,13 +43,13 @@ app = typer.Typer(
     name="tierd",
     help="Async tiered checkpoint storage: verified, retained, restored.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 act.register(app)
 read.register(app)
 runs.register(app)
 status.register(app)
+top.register(app)
 doctor.register(app)
 pause.register(app)
 space.register(app)

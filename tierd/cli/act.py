@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from tierd.cli.ending import EXIT_UNFINISHED
-from tierd.cli.known import answering
+from tierd.cli.known import answering, no_such, note_unknown
 from tierd.cli.options import (
     AttemptOption,
     ConfigOption,
@@ -167,6 +167,8 @@ def prune(
     which does both by itself."""
     where = places(None, url, config, keep_last, key_file)
     judged = asyncio.run(_prune(where, run, dry_run=dry_run))
+    if run and not judged:
+        note_unknown(where, run)
     if json:
         print_json({"verdicts": judged})
         return
@@ -289,11 +291,11 @@ def _pin_by_daemon(where: Places, run: str, step: int, attempt: str | None, *, p
             f"no daemon holds spool {where.spool.root}, and it alone is not every place: name the tiers' URLs too"
         ) from None
     with link:
-        found = agree(
-            [read_member(link.ask(messages.Candidates(run=run)), "sight", RunView)], run, step, attempt
-        ).candidates
+        view = read_member(link.ask(messages.Candidates(run=run)), "sight", RunView)
+        order = agree([view], run, step, attempt)
+        found = order.candidates
         if not found:
-            raise ConfigError(f"run {run!r} has no complete checkpoint of step {step}")
+            raise no_such(run, step, [one.step for one in order.whole], attempt)
         checkpoint = found[0].checkpoint
         link.ask(messages.Pin(checkpoint=checkpoint, pinned=pinned))
         return checkpoint

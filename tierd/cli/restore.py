@@ -22,7 +22,8 @@ from tierd.cli.options import (
     UrlArgument,
     places,
 )
-from tierd.cli.tables import console, print_json, progress, size
+from tierd.cli.progress import progress
+from tierd.cli.tables import console, print_json, size
 from tierd.core.config import Config
 from tierd.core.errors import ConfigError
 from tierd.core.ids import check_run
@@ -90,9 +91,8 @@ async def with_tiers(config: Config, moved: Progress, work: Callable[[Mapping[st
     async with AsyncExitStack() as stack:
         stores = await open_tiers(config, stack)
         hasten()
-        with progress("restoring") as bar:
-            task = bar.add_task("", total=None)
-            moved.told = lambda at: bar.update(task, completed=at.done, total=at.total)
+        with progress("restoring") as meter:
+            moved.told = lambda at: meter.update(at.done, at.total)
             return await work(stores)
 
 

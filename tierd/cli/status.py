@@ -12,10 +12,9 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.table import Table
 
 from tierd.cli.options import ConfigOption, JsonOption, SpoolOption, places
-from tierd.cli.tables import complain, console, disagreements, paused, print_json, print_lines, size, table
+from tierd.cli.tables import Table, complain, console, disagreements, paused, print_json, print_lines, size, table
 from tierd.core.errors import ConfigError, DaemonAbsent, DaemonUnavailable, VersionMismatch
 from tierd.core.timeline.launches import Lease, Rival, held, warning
 from tierd.daemon import last_status

@@ -6,7 +6,7 @@ Invariant: outside of this process, a reader changes only the directory that `do
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -296,6 +296,7 @@ class Reader:
         only: str | None = None,
         dtype: str | None = None,
         strip: str = "",
+        told: Callable[[int, int], None] = lambda done, total: None,
     ) -> StateExport:
         """Write the newest verified checkpoint, or the best, in another format. `save` or DCP wrote the checkpoint.
 
@@ -310,6 +311,7 @@ class Reader:
             only: one entry of the state, whose name is then left out of all names.
             dtype: `fp32`, `fp16` or `bf16`, for floating-point tensors.
             strip: a prefix that is removed from each name that begins with it, such as `module.`.
+            told: called with the bytes of tensors that were read, and with those in all, after each piece.
 
         Raises:
             CheckpointNotFound, StoreUnavailable: as for `restore`.
@@ -321,7 +323,7 @@ class Reader:
 
         target = usable(Path(_path(directory, "export(directory): a path")))
         goal = None if best is None else Goal(best, mode)
-        return export_state(self.tiers, target, ExportOptions(format, only, dtype, strip), step, attempt, goal)
+        return export_state(self.tiers, target, ExportOptions(format, only, dtype, strip, told), step, attempt, goal)
 
     # -- closing ----------------------------------------------------------------------------------------------------
 
