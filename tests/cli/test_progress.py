@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pty
@@ -12,15 +13,19 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from support.doubles import Double, is_chunk
 from support.world import Daemon, commit, hurry, part, wait_until
 
+import tierd
 from tierd.cli import progress as progress_module
 from tierd.cli import run
 from tierd.cli.progress import Meter, progress
+from tierd.daemon.transfer.flush import Route, flush
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Backlog, Wait
 from tierd.spool.spool import Spool
+from tierd.stores.file import FileStore
 
 GIB = 1 << 30
 
@@ -133,3 +138,29 @@ def test_drain_and_wait_say_how_far_they_are_and_json_stays_json(tmp_path: Path,
             out, err = capsys.readouterr()
             json.loads(out)
             assert re.search(r"tierd: flushing.*: .* of .*iB", err), err
+
+
+def test_commands_that_move_bytes_say_how_far_they_are(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(progress_module, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(progress_module, "_EVERY_S", 0.001)
+    spool, tier = Spool(tmp_path / "spool"), tmp_path / "tier"
+    tier.mkdir()
+    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        saved = checkpointer.save(3, {"model": {"weight": torch.zeros(1 << 16)}})
+        saved.wait()
+
+    async def work() -> None:
+        store = FileStore(tier)
+        await flush(spool, saved.part, Route(store))
+        await store.aclose()
+
+    asyncio.run(work())
+    for words, command in {
+        "restoring": ["restore", str(tier), "--run", "run", "--to", str(tmp_path / "restored")],
+        "exporting": ["export", str(tier), "--run", "run", "--to", str(tmp_path / "exported")],
+        "verifying": ["verify", str(tier)],
+    }.items():
+        assert run([*command, "--json"]) == 0
+        out, err = capsys.readouterr()
+        json.loads(out)
+        assert f"tierd: {words}: " in err

@@ -24,6 +24,7 @@ from tierd.cli.options import (
     RunOption,
     SpoolOption,
     StepArgument,
+    ToOption,
     UrlArgument,
     load_config,
     places,
@@ -72,9 +73,7 @@ def register(app: typer.Typer) -> None:
 
 def run(
     spool: SpoolOption = None,
-    to: Annotated[
-        list[str] | None, typer.Option("--to", metavar="URL", help="A tier; again for more, in order.")
-    ] = None,
+    to: ToOption = None,
     config: ConfigOption = None,
     keep_last: Annotated[
         int | None,

@@ -19,6 +19,7 @@ from tierd.cli.options import (
     ModeOption,
     StepOption,
     UrlArgument,
+    best_goal,
     places,
 )
 from tierd.cli.progress import progress
@@ -57,8 +58,7 @@ def export(
     """Write the newest verified checkpoint, or the best, in another format, streamed. Needs no daemon."""
     if not url or not name or to is None:
         raise ConfigError("export needs a tier's URL, --run RUN and --to DIR")
-    if best is not None and step is not None:
-        raise ConfigError("--best and --step: one of the two")
+    best_goal(best, mode, step)
     try:
         from tierd.reading import open as open_run
     except ModuleNotFoundError as error:

@@ -20,6 +20,7 @@ from tierd.cli.options import (
     ModeOption,
     StepOption,
     UrlArgument,
+    best_goal,
     places,
 )
 from tierd.cli.progress import progress
@@ -27,7 +28,6 @@ from tierd.cli.tables import console, print_json, size
 from tierd.core.config import Config
 from tierd.core.errors import ConfigError
 from tierd.core.ids import check_run
-from tierd.core.save_policy import Goal, check_goal
 from tierd.daemon.intake.in_place import PutBack, put_back
 from tierd.daemon.service import open_tiers
 from tierd.daemon.transfer.download import Progress
@@ -63,9 +63,7 @@ def restore(
     no daemon."""
     if not name or (to is None) == (into is None):
         raise ConfigError("restore needs --run RUN, and either --to DIR or --into DIR")
-    if best is not None and step is not None:
-        raise ConfigError("--best and --step: one of the two")
-    goal = check_goal(Goal(best, mode)) if best is not None else None
+    goal = best_goal(best, mode, step)
     where = places(None, url, config, key_file=key_file)
     assert where.config is not None
     moved, run = Progress(), check_run(name)

@@ -122,7 +122,8 @@ class Closing:
         while not done(backlog) and (end_s is None or time.monotonic() < end_s):
             if time.monotonic() - told > _PROGRESS_S:
                 told = time.monotonic()
-                log.info("closing: %s not on every tier yet", _steps(self._left(backlog)))
+                left, left_gb = _steps(self._left(backlog)), backlog.left_bytes / 1e9
+                log.info("closing: %s not on every tier yet; the node has %.1f GB to send", left, left_gb)
             time.sleep(_POLL_S if end_s is None else max(0.0, min(_POLL_S, end_s - time.monotonic())))
             try:
                 backlog = self._ask(end_s)

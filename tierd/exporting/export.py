@@ -91,6 +91,7 @@ def export(files: PartRanges, first: PartId, target: Path, options: ExportOption
     try:
         work = Export(contents, ChunkReader(files), DTYPES.get(options.dtype or ""), home, count)
         FORMATS[options.format](work)
+        options.told(total, total)  # tied tensors may have been read once
         sync_directory(home)
         mask = os.umask(0o077)
         os.umask(mask)
