@@ -141,8 +141,14 @@ def test_drain_and_wait_say_how_far_they_are_and_json_stays_json(tmp_path: Path,
 
 
 def test_commands_that_move_bytes_say_how_far_they_are(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(progress_module, "_PATIENCE_S", 0.0)
-    monkeypatch.setattr(progress_module, "_EVERY_S", 0.001)
+    seen: list[tuple[str, float, float | None]] = []
+
+    def show(self: Meter, ended: threading.Event) -> None:
+        ended.wait()
+        task = self._bar.tasks[0]
+        seen.append((task.description, task.completed, task.total))
+
+    monkeypatch.setattr(Meter, "show", show)
     spool, tier = Spool(tmp_path / "spool"), tmp_path / "tier"
     tier.mkdir()
     with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
@@ -155,12 +161,12 @@ def test_commands_that_move_bytes_say_how_far_they_are(tmp_path: Path, monkeypat
         await store.aclose()
 
     asyncio.run(work())
-    for words, command in {
-        "restoring": ["restore", str(tier), "--run", "run", "--to", str(tmp_path / "restored")],
-        "exporting": ["export", str(tier), "--run", "run", "--to", str(tmp_path / "exported")],
-        "verifying": ["verify", str(tier)],
-    }.items():
+    for command in (
+        ["restore", str(tier), "--run", "run", "--to", str(tmp_path / "restored")],
+        ["export", str(tier), "--run", "run", "--to", str(tmp_path / "exported")],
+        ["verify", str(tier)],
+    ):
         assert run([*command, "--json"]) == 0
-        out, err = capsys.readouterr()
-        json.loads(out)
-        assert f"tierd: {words}: " in err
+        json.loads(capsys.readouterr().out)
+    whole, stored = spool.manifest(saved.part).size, seen[2][2]
+    assert seen == [("restoring", whole, whole), ("exporting", 4 << 16, 4 << 16), ("verifying", stored, stored)]
