@@ -253,6 +253,7 @@ class Reader:
         best: str | None = None,
         mode: Literal["min", "max"] = "min",
         rank: int | None = None,
+        told: Callable[[int, int], None] = lambda done, total: None,
     ) -> Exported:
         """Copy the files of the newest verified checkpoint, or the best, into `directory`, as `tierd restore` does.
 
@@ -262,6 +263,7 @@ class Reader:
             directory: empty or absent.
             step, attempt, best, mode: as for `restore`.
             rank: copy this rank's files alone.
+            told: called with the bytes that are verified in place, and with those in all, after each chunk.
 
         Raises:
             CheckpointNotFound, StoreUnavailable: as for `restore`; but every tier has to answer.
@@ -274,7 +276,8 @@ class Reader:
             raise ConfigError(f"best={best!r} and step={step}: one of the two")
         goal = None if best is None else check_goal(Goal(best, mode))
         wanted = None if step is None else check_step(step), None if attempt is None else check_attempt(attempt)
-        work = export(self.tiers.stores, self.run, target, *wanted, Progress(), self.tiers.budget, goal, rank)
+        moved = Progress(told=lambda at: told(at.done, at.total))
+        work = export(self.tiers.stores, self.run, target, *wanted, moved, self.tiers.budget, goal, rank)
         try:
             return self.tiers.loop.run(work)
         except CheckpointNotFound as error:
