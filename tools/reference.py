@@ -23,15 +23,15 @@ from tierd.bench.result import Result
 from tierd.bench.targets import TargetVerdict
 from tierd.check.report import Report as Checked
 from tierd.cli import EXIT_CODES, app
-from tierd.cli.act import Judged
-from tierd.cli.advise_show import Advised
-from tierd.cli.disown import Disowned
-from tierd.cli.doctor import Diagnosis
-from tierd.cli.ending import Drained, Waited
-from tierd.cli.inspect import Inspections
-from tierd.cli.read import Check
-from tierd.cli.runs import Overviews
-from tierd.cli.space import Removal, Usages
+from tierd.cli.acting.act import Judged
+from tierd.cli.acting.disown import Disowned
+from tierd.cli.acting.ending import Drained, Waited
+from tierd.cli.acting.space import Removal, Usages
+from tierd.cli.measuring.advise_show import Advised
+from tierd.cli.reading.doctor import Diagnosis
+from tierd.cli.reading.inspect import Inspections
+from tierd.cli.reading.read import Check
+from tierd.cli.reading.runs import Overviews
 from tierd.client.saving.save import Stats
 from tierd.core.config import Config, HttpConfig, NotifyConfig, TierConfig, WatchConfig
 from tierd.core.diagnosis.findings import CHECKS, FINDINGS

@@ -24,8 +24,8 @@ from tierd.spool.spool import Spool
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
-    monkeypatch.setattr("tierd.cli.ending._LOOK_S", 0.05)
-    monkeypatch.setattr("tierd.cli.ending._POLL_S", 0.02)
+    monkeypatch.setattr("tierd.cli.acting.ending._LOOK_S", 0.05)
+    monkeypatch.setattr("tierd.cli.acting.ending._POLL_S", 0.02)
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Double:
     hurry(monkeypatch)
     monkeypatch.setattr("tierd.ipc.messages.HEARTBEAT", 0.02)
     monkeypatch.setattr("tierd.daemon.transfer.flush._CHUNKS", 1)
-    monkeypatch.setattr("tierd.cli.ending._POLL_S", 0.02)
+    monkeypatch.setattr("tierd.cli.acting.ending._POLL_S", 0.02)
     store = Double()
 
     def before(operation: str, key: str) -> None:

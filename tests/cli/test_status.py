@@ -15,7 +15,7 @@ from support.web import serving
 from support.world import Daemon, commit, part, reconciler
 
 from tierd.cli import run
-from tierd.cli.status import EXIT_ALERT, EXIT_WARNING
+from tierd.cli.reading.status import EXIT_ALERT, EXIT_WARNING
 from tierd.core.timeline.launches import Rival
 from tierd.daemon import last_status
 from tierd.daemon.scrub.scrubber import ScrubStatus

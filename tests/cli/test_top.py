@@ -19,8 +19,8 @@ from support.doubles import Double
 from support.world import Daemon, commit, part
 
 from tierd.cli import run
-from tierd.cli.frame import frame
-from tierd.cli.top import Seen
+from tierd.cli.reading.frame import frame
+from tierd.cli.reading.top import Seen
 from tierd.core.errors import StoreUnavailable
 from tierd.spool.spool import Spool
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 from support.doubles import Double
-from support.world import Daemon, attempt, commit, part
+from support.world import Daemon, attempt, commit, part, wait_until
 
 from tierd.cli import run
 from tierd.core.config import from_urls
@@ -92,7 +92,8 @@ def test_the_status_of_a_daemon_in_trouble_fits(tmp_path: Path, narrow) -> None:
     spool, store = Spool(tmp_path / "spool"), Double()
     store.error = StoreUnavailable("https://a.bucket.somewhere.example: 503 Slow Down, please reduce your request rate")
     commit(spool, part(1, run=RUN))
-    with Daemon(spool.root, {"disk": store}):
+    with Daemon(spool.root, {"disk": store}) as daemon:
+        wait_until(lambda: daemon.reconciler.workers["disk"].last_error)
         lines = narrow("status", "--spool", str(spool.root))
         assert [line for line in lines if cell_len(line) > 80] == []
         assert "LAST ERROR" in "\n".join(lines) and "request rate" in "\n".join(lines)

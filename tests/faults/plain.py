@@ -278,7 +278,7 @@ _ENCRYPTION = (
     ),
     Mutant(
         "ls takes a silent daemon for none",
-        "tierd/cli/read.py",
+        "tierd/cli/reading/read.py",
         "            unanswered = True\n",
         "",
         "pytest tests/daemon/test_control.py -k ls_shows_the_spool",
@@ -541,7 +541,7 @@ _DELETIONS = (
     ),
     Mutant(
         "disown takes a launch that lives on this node",
-        "tierd/cli/disown.py",
+        "tierd/cli/acting/disown.py",
         "    if living := living_here(run, attempt):\n",
         "    if living := {}:\n",
         "pytest tests/cli/test_disown.py -k lives_here",
@@ -832,7 +832,7 @@ _VERSIONS = (
     ),
     Mutant(
         "a member that an old daemon does not send ends `status`",
-        "tierd/cli/status.py",
+        "tierd/cli/reading/status.py",
         '        return "unknown"',
         "        raise",
         f"{_APART} -k status_of_an_old_daemon",
@@ -1049,7 +1049,7 @@ _PRUNES = (
 _ENDING = (
     Mutant(
         "a drain that left something counts as done",
-        "tierd/cli/act.py",
+        "tierd/cli/acting/act.py",
         "        raise typer.Exit(EXIT_UNFINISHED)  # the log says what is left",
         "        pass",
         "pytest tests/cli/test_ending.py -k sigterm_with_parts",
@@ -2004,7 +2004,7 @@ _SURROUNDINGS = (
 _CHECKED = (
     Mutant(
         "a check does not read what a receiver refers to",
-        "tierd/cli/act.py",
+        "tierd/cli/acting/act.py",
         "        stores, _ = await open_all(config, stack)",
         "        stores = await open_tiers(config, stack)",
         "pytest tests/cli/test_config_check.py -k one_verdict",

@@ -25,14 +25,14 @@ TERMINALS = (
     ),
     Mutant(
         "top: a daemon that ended ends it",
-        "tierd/cli/top.py",
+        "tierd/cli/reading/top.py",
         "        except DaemonUnavailable as error:\n            self.error = error\n",
         "        except DaemonUnavailable:\n            raise\n",
         f"{_TOP} -k lives_on_a_terminal",
     ),
     Mutant(
         "top: the terminal stays without echo",
-        "tierd/cli/top.py",
+        "tierd/cli/reading/top.py",
         "        termios.tcsetattr(fd, termios.TCSADRAIN, before)\n",
         "        pass\n",
         f"{_TOP} -k lives_on_a_terminal",

@@ -12,27 +12,9 @@ from typing import Annotated
 import typer
 
 from tierd import __version__
-from tierd.cli import (
-    act,
-    advise,
-    bench,
-    check,
-    disown,
-    doctor,
-    ending,
-    export,
-    follow,
-    inspect,
-    pause,
-    prepare,
-    read,
-    restore,
-    runs,
-    space,
-    status,
-    top,
-    watch,
-)
+from tierd.cli.acting import act, disown, ending, pause, prepare, space, watch
+from tierd.cli.measuring import advise, bench, check
+from tierd.cli.reading import doctor, export, follow, inspect, read, restore, runs, status, top
 from tierd.cli.tables import complain, print_json
 from tierd.core import errors, manifest
 from tierd.ipc.messages import EXIT_HELD

@@ -21,8 +21,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from tierd.cli.frame import frame, headline
 from tierd.cli.options import ConfigOption, SpoolOption, places
+from tierd.cli.reading.frame import frame, headline
 from tierd.cli.tables import console
 from tierd.cli.units import span
 from tierd.core.errors import ConfigError, DaemonUnavailable, RequestUnknown, TierdError, VersionMismatch

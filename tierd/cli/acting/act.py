@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tierd.cli.ending import EXIT_UNFINISHED
+from tierd.cli.acting.ending import EXIT_UNFINISHED
 from tierd.cli.known import answering, no_such, note_unknown
 from tierd.cli.options import (
     AttemptOption,
@@ -29,7 +29,7 @@ from tierd.cli.options import (
     load_config,
     places,
 )
-from tierd.cli.read import choose
+from tierd.cli.reading.read import choose
 from tierd.cli.tables import console, print_json, table
 from tierd.core.config import Config, from_urls, without_addresses
 from tierd.core.errors import ConfigError, DaemonUnavailable, StoreUnavailable
