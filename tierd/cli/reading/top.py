@@ -26,7 +26,7 @@ from tierd.cli.reading.frame import frame, headline
 from tierd.cli.tables import console
 from tierd.cli.units import span
 from tierd.core.errors import ConfigError, DaemonUnavailable, RequestUnknown, TierdError, VersionMismatch
-from tierd.daemon import last_status
+from tierd.daemon.reports import last_status
 from tierd.ipc import messages
 from tierd.ipc.client import Link
 from tierd.spool.spool import Spool
