@@ -86,4 +86,18 @@ TERMINALS = (
         "            if True:\n",
         "pytest tests/client/restoring/test_progress.py -k not_whole",
     ),
+    Mutant(
+        "a trainer's progress stays on its terminal",
+        "tierd/client/terminal_line.py",
+        "                self._write(_ERASE)\n",
+        "                pass\n",
+        "pytest tests/client/test_terminal_line.py -k fails_leaves",
+    ),
+    Mutant(
+        "every rank draws on the one terminal",
+        "tierd/client/restoring/progress.py",
+        "if self._part.rank == 0 and self._line",
+        "if self._line",
+        "pytest tests/client/test_terminal_line.py -k one_rank",
+    ),
 )

@@ -237,8 +237,9 @@ class NodeSource:
         assert link is not None
         try:
             memory = self._uploads.memory if self._uploads else lambda file: None
-            with StreamedPart(self._spool, part, worth=self._keep, memory=memory) as arriving:
-                tiers = link.ask(Fetch(part=part), told=Fetching(part))["tiers"]
+            arriving = StreamedPart(self._spool, part, worth=self._keep, memory=memory)
+            with arriving, Fetching(part) as fetching:
+                tiers = link.ask(Fetch(part=part), told=fetching)["tiers"]
         except CorruptChunk as error:
             told = local is None or SPOOL in str(error)
             raise CorruptChunk(str(error) if told else f"local: {local}; {error}") from error
