@@ -21,7 +21,9 @@ from support.world import Daemon, commit, part
 from tierd.cli import run
 from tierd.cli.reading.frame import frame
 from tierd.cli.reading.top import Seen
-from tierd.core.errors import StoreUnavailable
+from tierd.core.errors import RequestUnknown, StoreUnavailable
+from tierd.ipc import messages
+from tierd.ipc.client import Link
 from tierd.spool.spool import Spool
 
 EVIL = "\u202e\x9b31m"
@@ -107,6 +109,22 @@ def test_what_a_daemon_of_another_version_lacks_is_left_out(spool: Spool) -> Non
         seen.ask()
         text = "\n".join(line.plain for line in frame({"events": seen.status["events"]}, None, 80))
         assert "of another version of tierd: 'problems'" in text and "not known" in text and "flushed disk" in text
+
+
+def test_a_daemon_that_does_not_know_the_request_shows_its_status(spool: Spool, monkeypatch) -> None:
+    real = Link.ask
+
+    def ask(self: Link, request: messages.Request, *more: object) -> dict:
+        if isinstance(request, messages.Runs):
+            raise RequestUnknown("the daemon does not know 'runs'")
+        return real(self, request, *more)
+
+    monkeypatch.setattr(Link, "ask", ask)
+    with Daemon(spool.root, {"disk": Double()}) as daemon:
+        daemon.settle()
+        seen = Seen(spool)
+        shown = lines(seen)
+        assert seen.error is None and "not known" in shown and any("durable disk" in line for line in shown)
 
 
 def test_a_tier_that_fails_has_its_error(spool: Spool) -> None:
