@@ -61,6 +61,7 @@ def test_it_shows_what_the_page_shows(spool: Spool) -> None:
         ):  # fmt: skip
             assert words in text, words
         assert "\\u202e" in text and EVIL not in text
+        assert sum(line.startswith("20  ") for line in shown) == 2  # one of each launch
         for width in (80, 40, 200):
             assert [line for line in lines(seen, width) if cell_len(line) > width] == []
         daemon.reconciler.repairs.hold(part(30))
@@ -81,7 +82,7 @@ def test_it_shows_problems_and_what_is_under_way(spool: Spool, monkeypatch: pyte
         for _ in range(3):
             daemon.reconciler.journal.failed(("lane", "disk"), "prune", "disk", "backlog", "503 Slow Down")
         seen, end = Seen(spool), time.monotonic() + 30
-        while not re.search(r"flush of rank 0 to disk \d+%", "\n".join(lines(seen))):
+        while not re.search(r"flush of rank 0 to disk \d+%", "\n".join(lines(seen, 200))):
             assert time.monotonic() < end, lines(seen)
             time.sleep(0.05)
         assert "ALERT disk: prune backlog failed 3 times in a row: 503 Slow Down" in lines(seen)

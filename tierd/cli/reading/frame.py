@@ -49,10 +49,17 @@ def frame(status: Members, runs: Members | None, width: int) -> list[Text]:
 
 def headline(status: Members) -> str:
     """Describe the daemon and its node."""
-    trainers = "1 trainer" if status.get("trainers") == 1 else f"{status.get('trainers', '?')} trainers"
-    free = f"{status['spool_free']:.0%} of its disk free" if "spool_free" in status else ""
-    parts = [f"tierd {status.get('version', '?')}", f"pid {status.get('pid', '?')}", str(status.get("spool", "")), free]
-    return printable(", ".join([*(part for part in parts if part), trainers, f"at {str(status.get('at'))[11:19]} UTC"]))
+    count = status.get("trainers", "?")
+    free = f"{status['spool_free']:.0%} of the spool's disk free" if "spool_free" in status else ""
+    shown = [
+        f"tierd {status.get('version', '?')}",
+        f"pid {status.get('pid', '?')}",
+        f"{count} trainer{'' if count == 1 else 's'}",
+        free,
+        f"{str(status.get('at'))[11:19]} UTC",
+        str(status.get("spool", "")),  # last, because it may be too long
+    ]
+    return printable(", ".join(one for one in shown if one))
 
 
 def _plain(lines: Sequence[str], width: int, style: str = "") -> Iterator[Text]:
@@ -108,8 +115,8 @@ def _runs(status: Members, runs: Members, width: int) -> Iterator[Text]:
         yield from _plain([f"{name}: {safe}"], width, "bold yellow" if newest is None else "bold green")
         yield from _timeline([one for one in runs["launches"] if one["run"] == name], found, width)
         rows = [row for one in found[:_CHECKPOINTS] for row in _copies(one, runs, str(status["at"]))]
-        columns = ("STEP", "AGE", "METRICS", "NOW", "WHERE", "STATE", "RANKS", "STORED", "VERDICT")
-        yield from _table(columns, rows, width, key=4)
+        columns = ("STEP", "ATTEMPT", "AGE", "METRICS", "NOW", "WHERE", "STATE", "RANKS", "STORED", "VERDICT")
+        yield from _table(columns, rows, width, key=5)
         if len(found) > _CHECKPOINTS:
             yield from _plain([f"and {len(found) - _CHECKPOINTS} older checkpoints: tierd ls"], width, "dim")
 
@@ -158,7 +165,8 @@ def _copies(one: Members, runs: Members, at: str) -> Iterator[tuple[str, ...]]:
     notes += ["held by a restore"] if name in runs["held"] else []
     notes += [] if one["complete"] else [f"incomplete: not all of {one['world_size']} ranks"]
     notes += [_moving(it) for it in runs["in_flight"] if f"{it['run']}/{it['step']:012}.{it['attempt']}" == name]
-    naming = (str(one["step"]), _age(one["created"], at), metrics(one["metrics"]), "; ".join(notes))
+    age = _age(one["created"], at)
+    naming = (str(one["step"]), one["attempt"], age, metrics(one["metrics"]), "; ".join(notes))
     for copy in one["copies"]:
         why = "; ".join([*copy["reasons"], *copy["defects"]]) or "no rule was given"
         verdict = f"kept: {why}" if copy["keep"] else f"to be pruned: {why}"
