@@ -23,9 +23,9 @@ from tierd.bench.result import Result
 from tierd.bench.targets import TargetVerdict
 from tierd.check.report import Report as Checked
 from tierd.cli import EXIT_CODES, app
-from tierd.cli.acting.act import Judged
 from tierd.cli.acting.disown import Disowned
 from tierd.cli.acting.ending import Drained, Waited
+from tierd.cli.acting.prune import Judged
 from tierd.cli.acting.space import Removal, Usages
 from tierd.cli.measuring.advise_show import Advised
 from tierd.cli.reading.doctor import Diagnosis

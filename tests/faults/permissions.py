@@ -97,7 +97,7 @@ PERMISSIONS = (
     ),
     Mutant(
         "a person puts a mark that nobody can delete",
-        "tierd/cli/acting/act.py",
+        "tierd/cli/acting/prune.py",
         'await guard.check(f"{pruning_prefix(one)}none")',
         "pass",
         f"{_APPEND} -k leaves_no_mark",

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tierd import __version__
-from tierd.cli.acting import act, disown, ending, pause, prepare, space, watch
+from tierd.cli.acting import act, disown, ending, pause, prepare, prune, space, watch
 from tierd.cli.measuring import advise, bench, check
 from tierd.cli.reading import doctor, export, follow, inspect, read, restore, runs, status, top
 from tierd.cli.tables import complain, print_json
@@ -28,6 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 act.register(app)
+prune.register(app)
 read.register(app)
 runs.register(app)
 status.register(app)
