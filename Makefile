@@ -62,6 +62,7 @@ loaders: $(READY)
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints-docs.txt
 	$(BIN)/python -m tools.reference
+	$(BIN)/python -m tools.manpage
 	$(BIN)/python -m sphinx -W --keep-going -q -j auto -d build/doctrees docs build/docs
 
 # What the oldest versions do not name, such as torch, comes from the environment that the other tests have.

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import tierd
-from tierd.cli.read import ls
+from tierd.cli.reading.read import ls
 from tierd.core.config import Config, TierConfig
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import MANIFEST_NAME, VERSION, Chunk, File, Manifest, Stored, encode

@@ -172,7 +172,9 @@ def test_the_archives_hold_the_package_and_no_stray_file(files: Path) -> None:
         packed = {it.name.partition("/")[2] for it in source.getmembers()}
     own = (it for suffix in ("*.py", "*.md", "page.*", "py.typed") for it in (ROOT / "tierd").rglob(suffix))
     package = {str(it.relative_to(ROOT)) for it in own if it.parent.name != "__pycache__"}
-    assert {it for it in inside if not it.startswith(f"{STEM}.dist-info/")} == package
+    page = f"{STEM}.data/data/share/man/man1/tierd.1"
+    assert {it for it in inside if not it.startswith(f"{STEM}.dist-info/")} == package | {page}
+    assert "docs/tierd.1" in packed
     assert {it for it in packed if it.startswith("tierd/") and "." in it} == package
     assert not [it for it in packed if it.startswith(("tests", "tools", "benchmarks"))]
 

@@ -16,7 +16,7 @@ from support.world import Daemon
 
 import tierd
 from tierd.cli import run
-from tierd.cli.status import EXIT_WARNING
+from tierd.cli.reading.status import EXIT_WARNING
 from tierd.stores.file import FileStore
 
 HOWTO = Path(__file__).parent.parent / "docs" / "howto"

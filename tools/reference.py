@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,15 @@ from tierd.bench.result import Result
 from tierd.bench.targets import TargetVerdict
 from tierd.check.report import Report as Checked
 from tierd.cli import EXIT_CODES, app
-from tierd.cli.act import Judged
-from tierd.cli.advise_show import Advised
-from tierd.cli.disown import Disowned
-from tierd.cli.doctor import Diagnosis
-from tierd.cli.ending import Drained, Waited
-from tierd.cli.inspect import Inspections
-from tierd.cli.read import Check
-from tierd.cli.runs import Overviews
-from tierd.cli.space import Removal, Usages
+from tierd.cli.acting.disown import Disowned
+from tierd.cli.acting.ending import Drained, Waited
+from tierd.cli.acting.prune import Judged
+from tierd.cli.acting.space import Removal, Usages
+from tierd.cli.measuring.advise_show import Advised
+from tierd.cli.reading.doctor import Diagnosis
+from tierd.cli.reading.inspect import Inspections
+from tierd.cli.reading.read import Check
+from tierd.cli.reading.runs import Overviews
 from tierd.client.saving.save import Stats
 from tierd.core.config import Config, HttpConfig, NotifyConfig, TierConfig, WatchConfig
 from tierd.core.diagnosis.findings import CHECKS, FINDINGS
@@ -39,9 +39,9 @@ from tierd.core.event_kinds import KINDS, Event
 from tierd.core.report import Checkpoint, Report
 from tierd.core.retention.policy import Best, RetentionPolicy
 from tierd.daemon.http.families import FAMILIES, samples
-from tierd.daemon.http.views import Runs
 from tierd.daemon.intake.in_place import PutBack
 from tierd.daemon.intake.prepare import Prepared
+from tierd.daemon.reports.runs import Runs
 from tierd.daemon.status import COUNTERS, Status
 from tierd.daemon.transfer.export import Exported
 from tierd.reading.commands import Delivery
@@ -256,27 +256,31 @@ def commands(command: Any = None, prefix: str = "tierd") -> dict[str, Any]:
     return {words: one for name, it in inner.items() for words, one in commands(it, f"{prefix} {name}").items()}
 
 
-def cli(name: str) -> str:
-    """One command: its purpose, its usage, its arguments and options."""
-    command = commands()[f"tierd {name}"]
-    usage = [f"tierd {name}"]
-    rows = []
+def parameters(command: Any) -> Iterator[tuple[str, str, str, bool]]:
+    """Each argument and option: how it is written, its meaning, its default, and whether the usage shows it."""
     for parameter in command.params:
         text = getattr(parameter, "help", None) or ""
         flag = bool(getattr(parameter, "is_flag", False))
         metavar = "" if flag else parameter.metavar or "N"  # only whole numbers have no name of their own
         if parameter.param_type_name == "argument":
-            word = metavar if parameter.required or metavar.startswith("[") else f"[{metavar}]"
-            usage.append(word)
-            rows.append((f"`{word}`", text, ""))
+            yield metavar if parameter.required or metavar.startswith("[") else f"[{metavar}]", text, "", True
             continue
-        word = f"{parameter.opts[-1]} {metavar}".strip()
-        if parameter.required:
-            usage.append(word)
         again = " May be given several times." if getattr(parameter, "multiple", False) else ""
-        rows.append((f"`{word}`", text + again, "required" if parameter.required else _value(parameter.default)))
+        default = "required" if parameter.required else _value(parameter.default)
+        yield f"{parameter.opts[-1]} {metavar}".strip(), text + again, default, parameter.required
+
+
+def usage(name: str, command: Any) -> str:
+    """How a command is called."""
+    return " ".join([name, *(word for word, _, _, shown in parameters(command) if shown), "[OPTIONS]"])
+
+
+def cli(name: str) -> str:
+    """One command: its purpose, its usage, its arguments and options."""
+    command = commands()[f"tierd {name}"]
+    rows = ((f"`{word}`", text, default) for word, text, default, _ in parameters(command))
     help_text = " ".join((command.help or "").split())
-    return f"{help_text}\n\n    {' '.join(usage)} [OPTIONS]\n\n" + table(("", "meaning", "default"), rows)
+    return f"{help_text}\n\n    {usage(f'tierd {name}', command)}\n\n" + table(("", "meaning", "default"), rows)
 
 
 # -- JSON -------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from support.world import commit
 from typer.main import get_command
 
 from tierd.cli import app, run
-from tierd.cli.advise_show import account
+from tierd.cli.measuring.advise_show import account
 from tierd.core.advice.run_history import Past
 from tierd.core.advice.save_interval import Costs, advise, goodput
 from tierd.core.ids import CheckpointId, PartId

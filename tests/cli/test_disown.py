@@ -13,7 +13,8 @@ import msgspec
 import pytest
 from support.world import RUN, attempt, commit, converge, hurry, part, reconciler, running, settle, steps_on
 
-from tierd.cli import disown, run
+from tierd.cli import run
+from tierd.cli.acting import disown
 from tierd.core.errors import StoreRefused
 from tierd.core.ids import PartId
 from tierd.core.seal import seal

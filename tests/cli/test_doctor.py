@@ -11,7 +11,7 @@ from support.world import Daemon
 
 from tierd import __version__
 from tierd.cli import run
-from tierd.cli.status import EXIT_ALERT, EXIT_WARNING
+from tierd.cli.reading.status import EXIT_ALERT, EXIT_WARNING
 from tierd.core.diagnosis.findings import CHECKS, Finding, finding
 from tierd.doctor import disk, examine, service
 from tierd.spool.spool import Spool

@@ -122,7 +122,7 @@ def test_a_daemon_that_is_about_to_listen_is_waited_for(
 def test_a_daemon_that_does_not_answer_is_an_error(
     spool: Spool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierd.cli.pause._PATIENCE", 0.2)
+    monkeypatch.setattr("tierd.cli.acting.pause._PATIENCE", 0.2)
     with spool.lock():
         assert run(["pause", "--spool", str(spool.root)]) == 6
     assert "no daemon answers" in capsys.readouterr().err

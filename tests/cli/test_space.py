@@ -10,7 +10,8 @@ import torch
 from support.world import Daemon, wait_until
 
 import tierd
-from tierd.cli import run, space
+from tierd.cli import run
+from tierd.cli.acting import space
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Attach
 from tierd.spool.spool import Spool

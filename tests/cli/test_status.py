@@ -15,9 +15,9 @@ from support.web import serving
 from support.world import Daemon, commit, part, reconciler
 
 from tierd.cli import run
-from tierd.cli.status import EXIT_ALERT, EXIT_WARNING
+from tierd.cli.reading.status import EXIT_ALERT, EXIT_WARNING
 from tierd.core.timeline.launches import Rival
-from tierd.daemon import last_status
+from tierd.daemon.reports import last_status
 from tierd.daemon.scrub.scrubber import ScrubStatus
 from tierd.daemon.status import Status, problems, status
 from tierd.events.journal import AlertStatus

@@ -114,6 +114,7 @@ def commands(spool: Path, tier: Path, home: Path) -> Iterator[tuple[list[str], s
     yield ["doctor", "--spool", str(home / f"none{EVIL}")], "\\u202e"
     yield ["doctor", "--spool", str(home / f"none{EVIL}"), "--json"], "\\u202e"
     yield ["status", "--spool", str(home / f"none{EVIL}")], "\\u202e"
+    yield ["top", "--spool", str(home / f"none{EVIL}")], "\\u202e"
     yield ["drain", "--spool", str(home / f"none{EVIL}")], "\\u202e"
     yield ["wait", "r", "20", "--spool", str(home / f"none{EVIL}")], "\\u202e"
     yield ["pause", "--spool", str(home / f"none{EVIL}")], "\\u202e"
@@ -157,7 +158,7 @@ def test_status_drain_and_the_log_show_what_a_server_says_escaped(tmp_path, caps
             if daemon.reconciler.journal.alerts():
                 break
             daemon.call(asyncio.sleep(0.1))
-        for command in (["status"], ["status", "--json"], ["drain", "--deadline", "1s"], ["ls"]):
+        for command in (["status"], ["status", "--json"], ["top"], ["drain", "--deadline", "1s"], ["ls"]):
             run([*command, "--spool", str(spool.root)])
             out, err = capsys.readouterr()
             check(out + err, says="" if command == ["ls"] else "503")

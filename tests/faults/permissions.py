@@ -97,7 +97,7 @@ PERMISSIONS = (
     ),
     Mutant(
         "a person puts a mark that nobody can delete",
-        "tierd/cli/act.py",
+        "tierd/cli/acting/prune.py",
         'await guard.check(f"{pruning_prefix(one)}none")',
         "pass",
         f"{_APPEND} -k leaves_no_mark",
@@ -160,14 +160,14 @@ PERMISSIONS = (
     ),
     Mutant(
         "a tier that takes nothing passes the check",
-        "tierd/cli/act.py",
+        "tierd/cli/acting/act.py",
         'if any(one.mode in (None, "read-only") for one in reached.values()):',
         "if any(one.mode is None for one in reached.values()):",
         f"{_REACH} -k command",
     ),
     Mutant(
         "a hasty yes deletes what can be read",
-        "tierd/cli/disown.py",
+        "tierd/cli/acting/disown.py",
         "    if readable:\n",
         "    if False:\n",
         f"{_DISOWN} -k might_read",
@@ -188,7 +188,7 @@ PERMISSIONS = (
     ),
     Mutant(
         "a launch of this node is disowned, and sent again",
-        "tierd/cli/disown.py",
+        "tierd/cli/acting/disown.py",
         "if where.spool.saved_stamp(run, attempt) or any(_can_be_read(where.spool, part) for part in own):",
         "if False:",
         f"{_DISOWN} -k of_this_node",

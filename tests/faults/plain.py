@@ -15,6 +15,7 @@ from faults.rounds import Mutant
 from faults.shards import SHARDS
 from faults.space import SPACE
 from faults.supply import SUPPLY
+from faults.terminals import TERMINALS
 from faults.transfer import TRANSFER
 from faults.watched import WATCHED
 from faults.web import WEB
@@ -277,7 +278,7 @@ _ENCRYPTION = (
     ),
     Mutant(
         "ls takes a silent daemon for none",
-        "tierd/cli/read.py",
+        "tierd/cli/reading/read.py",
         "            unanswered = True\n",
         "",
         "pytest tests/daemon/test_control.py -k ls_shows_the_spool",
@@ -540,7 +541,7 @@ _DELETIONS = (
     ),
     Mutant(
         "disown takes a launch that lives on this node",
-        "tierd/cli/disown.py",
+        "tierd/cli/acting/disown.py",
         "    if living := living_here(run, attempt):\n",
         "    if living := {}:\n",
         "pytest tests/cli/test_disown.py -k lives_here",
@@ -831,7 +832,7 @@ _VERSIONS = (
     ),
     Mutant(
         "a member that an old daemon does not send ends `status`",
-        "tierd/cli/status.py",
+        "tierd/cli/reading/status.py",
         '        return "unknown"',
         "        raise",
         f"{_APART} -k status_of_an_old_daemon",
@@ -1062,7 +1063,7 @@ _PRUNES = (
 _ENDING = (
     Mutant(
         "a drain that left something counts as done",
-        "tierd/cli/act.py",
+        "tierd/cli/acting/act.py",
         "        raise typer.Exit(EXIT_UNFINISHED)  # the log says what is left",
         "        pass",
         "pytest tests/cli/test_ending.py -k sigterm_with_parts",
@@ -1683,8 +1684,8 @@ _SHOWN = (
     Mutant(
         "tables show names as they are",
         _TABLES,
-        "        made.add_row(*map(printable, row))",
-        "        made.add_row(*row)",
+        "[[*map(printable, row)] for row in rows]",
+        "[[*row] for row in rows]",
         f"{_PLANTED} -k no_command",
     ),
     Mutant(
@@ -2024,7 +2025,7 @@ _SURROUNDINGS = (
 _CHECKED = (
     Mutant(
         "a check does not read what a receiver refers to",
-        "tierd/cli/act.py",
+        "tierd/cli/acting/act.py",
         "        stores, _ = await open_all(config, stack)",
         "        stores = await open_tiers(config, stack)",
         "pytest tests/cli/test_config_check.py -k one_verdict",
@@ -2410,4 +2411,5 @@ PLAIN = (
     + INSPECTING
     + ELSEWHERE
     + WATCHED
+    + TERMINALS
 )

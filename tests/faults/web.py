@@ -116,14 +116,14 @@ WEB = (
     ),
     Mutant(
         "status --check exits with 0 during an alert",
-        "tierd/cli/status.py",
+        "tierd/cli/reading/status.py",
         'raise typer.Exit(EXIT_ALERT if "alert" in severities else EXIT_WARNING)',
         "raise typer.Exit(0)",
         "pytest tests/cli/test_status.py -k exits_by_severity",
     ),
     Mutant(
         "status --check takes a state of the past for an answer",
-        "tierd/cli/status.py",
+        "tierd/cli/reading/status.py",
         "_answer(found.spool, last=not check)",
         "_answer(found.spool, last=True)",
         "pytest tests/cli/test_status.py -k last_state_is_shown",

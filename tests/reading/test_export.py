@@ -92,6 +92,14 @@ def test_safetensors_of_one_entry(tier):
     assert all(equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("format", ["safetensors", "torch", "dcp"])
+def test_it_tells_how_far_it_is(tier, format):
+    told = []
+    only = "model" if format == "safetensors" else None
+    exported(tier, format, only=only, told=lambda done, total: told.append((done, total)))
+    assert told == sorted(told) and {total for _, total in told} == {told[-1][0]} and len(told) > 1
+
+
 def test_a_dtype_is_of_floating_point_tensors_alone(tier):
     file = exported(tier, "safetensors", only="model", dtype="bf16") / "model.safetensors"
     found = load_file(file)

@@ -15,7 +15,7 @@ from stores.s3.test_s3_store import credentials
 from support.s3stub import Bucket, serving
 from support.world import reconciler
 
-from tierd.cli.status import COLUMNS
+from tierd.cli.reading.status import COLUMNS
 from tierd.core.errors import StoreUnavailable
 from tierd.core.urls import parse_url
 from tierd.daemon.status import status

@@ -47,7 +47,7 @@ Ask = Callable[..., tuple[int, list[dict]]]
 @pytest.fixture
 def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ask:
     """The exit code and the units of `tierd inspect`, which have to agree."""
-    monkeypatch.setattr("tierd.cli.inspect._PAUSE_S", 0.0)
+    monkeypatch.setattr("tierd.cli.reading.inspect._PAUSE_S", 0.0)
 
     def asked(*paths: Path) -> tuple[int, list[dict]]:
         code = run(["inspect", "--json", *map(str, paths)])
@@ -316,7 +316,7 @@ def test_a_file_that_changes_is_still_being_written(
 ) -> None:
     path = tmp_path / "model.pt"
     pt(path)
-    monkeypatch.setattr("tierd.cli.inspect.Tree", Meddling)
+    monkeypatch.setattr("tierd.cli.reading.inspect.Tree", Meddling)
     monkeypatch.setattr(Meddling, "early", early)
     Meddling.act = lambda: act(path)
     code, [found] = ask(path)
@@ -330,9 +330,9 @@ def test_damage_in_what_is_written_to_a_moment_later_is_none(
     pt(path)
     whole = path.read_bytes()
     path.write_bytes(whole[:1000])
-    monkeypatch.setattr("tierd.cli.inspect.time.sleep", lambda _: path.write_bytes(whole[:2000]))
+    monkeypatch.setattr("tierd.cli.reading.inspect.time.sleep", lambda _: path.write_bytes(whole[:2000]))
     assert ask(path)[1][0]["status"] == "changing"
-    monkeypatch.setattr("tierd.cli.inspect.time.sleep", lambda _: None)
+    monkeypatch.setattr("tierd.cli.reading.inspect.time.sleep", lambda _: None)
     assert ask(path)[1][0]["status"] == "damaged"
 
 

@@ -132,7 +132,7 @@ def test_what_a_program_wrote(
     if importlib.util.find_spec(package) is None:
         reason = f"{package} is not installed: `make loaders` does it"
         pytest.fail(reason) if os.environ.get("TIERD_LOADERS") == "all" else pytest.skip(reason)
-    monkeypatch.setattr("tierd.cli.inspect._PAUSE_S", 0.0)
+    monkeypatch.setattr("tierd.cli.reading.inspect._PAUSE_S", 0.0)
     written(package, tmp_path)
 
     def ask(path: Path) -> tuple[int, list[dict]]:

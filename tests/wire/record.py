@@ -45,6 +45,7 @@ CONTROL: dict[str, wire.Request | bytes] = {
     "status": wire.Status(),
     "report": wire.Report(),
     "report.run": wire.Report(run="run"),
+    "runs": wire.Runs(),
     "candidates": wire.Candidates(run="run"),
     "candidates.metrics": wire.Candidates(run="run", metrics=("loss",)),
     "fetch.wanted": wire.Fetch(part=OLD, wanted={"weights.bin": ((0, 1), (2, 3))}),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from wire.record import V1, messages
 
-from tierd.cli.status import SECTIONS
+from tierd.cli.reading.status import SECTIONS
 from tierd.core import errors
 from tierd.core.report import Report
 from tierd.core.timeline.run_view import RunView

@@ -12,26 +12,9 @@ from typing import Annotated
 import typer
 
 from tierd import __version__
-from tierd.cli import (
-    act,
-    advise,
-    bench,
-    check,
-    disown,
-    doctor,
-    ending,
-    export,
-    follow,
-    inspect,
-    pause,
-    prepare,
-    read,
-    restore,
-    runs,
-    space,
-    status,
-    watch,
-)
+from tierd.cli.acting import act, disown, ending, pause, prepare, prune, space, watch
+from tierd.cli.measuring import advise, bench, check
+from tierd.cli.reading import doctor, export, follow, inspect, read, restore, runs, status, top
 from tierd.cli.tables import complain, print_json
 from tierd.core import errors, manifest
 from tierd.ipc.messages import EXIT_HELD
@@ -42,13 +25,14 @@ app = typer.Typer(
     name="tierd",
     help="Async tiered checkpoint storage: verified, retained, restored.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 act.register(app)
+prune.register(app)
 read.register(app)
 runs.register(app)
 status.register(app)
+top.register(app)
 doctor.register(app)
 pause.register(app)
 space.register(app)

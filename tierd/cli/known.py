@@ -1,14 +1,15 @@
-"""What places hold, for the answer to a command that names a run that none of them has."""
+"""What places hold, for the answer to a command that names a run or a step that none of them has."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 
 from tierd.cli.options import Places
+from tierd.cli.tables import complain
 from tierd.core.errors import CheckpointNotFound, TierdError
-from tierd.core.timeline.alternatives import runs_there
+from tierd.core.timeline.alternatives import runs_there, steps_there
 from tierd.daemon.service import open_tiers
 from tierd.daemon.tiers.observe import TierObserver
 from tierd.ipc import messages
@@ -21,9 +22,27 @@ def answering(where: Places, run: str | None) -> Iterator[None]:
     try:
         yield
     except CheckpointNotFound as error:
-        if run is None or (more := unknown(where, run)) is None:
+        if run is None or (more := unknown(where, run)) is None or more in str(error):
             raise
         raise CheckpointNotFound(f"{error}\n  {more}") from None
+
+
+def no_such(
+    run: str | None, step: int | None, steps: Collection[int], attempt: str | None = None
+) -> CheckpointNotFound:
+    """Make the error for a checkpoint that no place has. It names the steps that there are, if a step was asked for."""
+    asked = "" if run is None else f"run {run!r}"
+    asked += "" if step is None else f" step {step}"
+    asked += "" if attempt is None else f" of attempt {attempt}"
+    there = steps_there(step, steps) if step is not None else ""
+    why = f"{asked.strip() or 'the places named'}: there is no such checkpoint; it was never saved, or is retired"
+    return CheckpointNotFound(why + (f"\n  {there}" if there else ""))
+
+
+def note_unknown(where: Places, run: str) -> None:
+    """Say on the standard error if no place has a run, and which runs there are."""
+    if there := unknown(where, run):
+        complain(f"run {run!r}: nothing of it lies there; {there}")
 
 
 def unknown(where: Places, run: str) -> str | None:

@@ -14,6 +14,7 @@ import typer
 from tierd.core.config import LONGEST, Config, from_toml, from_urls
 from tierd.core.errors import ConfigError
 from tierd.core.retention.policy import RetentionPolicy
+from tierd.core.save_policy import Goal, check_goal
 from tierd.spool.spool import Spool
 
 SpoolOption = Annotated[
@@ -39,6 +40,9 @@ ModeOption = Annotated[
     Literal["min", "max"],
     typer.Option("--mode", metavar="min|max", help="Whether a smaller or a larger value is better."),
 ]
+ToOption = Annotated[
+    list[str] | None, typer.Option("--to", metavar="URL", help="A tier; again for more, in order.", show_default=False)
+]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 StepArgument = Annotated[int, typer.Argument(metavar="STEP", help="The checkpoint's step.")]
 KeyFileOption = Annotated[
@@ -55,6 +59,13 @@ class Places:
     spool: Spool | None
     config: Config | None
     policy: bool
+
+
+def best_goal(best: str | None, mode: Literal["min", "max"], step: int | None) -> Goal | None:
+    """Return what --best asks for; None without it. Raises `ConfigError` for it beside --step, or an unknown form."""
+    if best is not None and step is not None:
+        raise ConfigError("--best and --step: one of the two")
+    return None if best is None else check_goal(Goal(best, mode))
 
 
 def places(

@@ -1,27 +1,25 @@
-"""Output for people: tables, lines, progress.
+"""Output for people: tables and lines.
 
-Invariant: answers are written to stdout, everything else to stderr; progress only to a terminal. All text passes
-through `printable`, and none of it is markup, because anybody may choose names in a bucket.
+Invariant: answers are written to stdout, everything else to stderr. All text passes through `printable`, and none of it
+is markup, because anybody may choose names in a bucket.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
 
+from tierd.cli.layout import lay_out
 from tierd.core.printable import printable, printable_json
 from tierd.core.report import Checkpoint, Copy, Report
 from tierd.logs import last_word
 
-_MANY = 500  # lines
-_WIDE = 200  # columns without a terminal, because a pipe must not lose text
+_PIPE = 1 << 20  # columns without a terminal, because one row is one line there
 
 
 class _Plain(Console):
@@ -30,8 +28,8 @@ class _Plain(Console):
 
 
 def console() -> Console:
-    """Return standard output, at the terminal's width or wide enough for a pipe."""
-    return _Plain(width=None if sys.stdout.isatty() else _WIDE, highlight=False, markup=False, emoji=False)
+    """Return standard output, at the terminal's width, or without an end for a pipe."""
+    return _Plain(width=None if sys.stdout.isatty() else _PIPE, highlight=False, markup=False, emoji=False)
 
 
 def complain(text: object) -> None:
@@ -75,39 +73,64 @@ def disagreements(policies: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         yield "Whatever any of these keeps is kept. Make them agree, or delete the object of a node that is gone."
 
 
-def table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """Return a table without borders."""
-    made = Table(
-        *columns, title=title and printable(title), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0)
-    )
-    for row in rows:
-        made.add_row(*map(printable, row))
-    return made
+class Table:
+    """A table without borders, as wide as what it is printed on. Its cells are shown as `printable` has them.
+
+    Args:
+        title: a line above; None: none.
+        columns: the heads.
+        rows: the cells.
+        key: so many columns tell which thing a row is about, as in `lay_out`.
+    """
+
+    def __init__(self, title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str]], key: int) -> None:
+        self._title, self._columns, self._key = title, [*columns], key
+        self._rows = [[*map(printable, row)] for row in rows]
+
+    def lines(self, width: int | None) -> list[str]:
+        """Return the lines for a terminal of this width; None: one for each row."""
+        title = [printable(self._title)] if self._title else []
+        return [*title, *lay_out(self._columns, self._rows, width, self._key)]
+
+    def __rich_console__(self, on: Console, options: ConsoleOptions) -> RenderResult:
+        width = None if options.max_width == _PIPE else options.max_width
+        yield Text("\n".join(self.lines(width)), no_wrap=True, overflow="ignore")
 
 
-_COLUMNS = ("RUN", "STEP", "ATTEMPT", "WHERE", "STATE", "RANKS", "BYTES", "STORED", "CREATED", "KEPT BECAUSE")
+def table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[str]], key: int = 0) -> Table:
+    """Return a table to print."""
+    return Table(title, columns, rows, key)
+
+
+_COLUMNS = (
+    *("RUN", "STEP", "ATTEMPT", "CREATED", "METRICS"),
+    *("WHERE", "STATE", "RANKS", "BYTES", "STORED", "KEPT BECAUSE"),
+)
+_NAMING = 5  # of these columns say which checkpoint it is, and the others are about one copy
+_MOST_METRICS = 3
 
 
 def checkpoints(report: Report) -> Table:
     """Return one line for each copy of each checkpoint."""
-    return table(None, _COLUMNS, _rows(report))
+    return table(None, _COLUMNS, _rows(report), _NAMING)
 
 
 def print_checkpoints(report: Report) -> None:
     """Print the lines of `checkpoints`."""
-    print_rows(_COLUMNS, _rows(report))
+    print_table(checkpoints(report))
 
 
-def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table. Many lines are not laid out for the terminal, because that takes longer than to observe what they
-    show."""
-    if len(rows) <= _MANY:
-        console().print(table(None, columns, rows))
-        return
-    cells = [columns, *([printable(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
-    sys.stdout.write("\n".join(lines) + "\n")
+def print_table(shown: Table) -> None:
+    """Print a table of any length. rich takes longer for many lines than it takes to observe what they show."""
+    out = console()
+    sys.stdout.write("\n".join(shown.lines(None if out.width == _PIPE else out.width)) + "\n")
+
+
+def metrics(found: Mapping[str, float | None]) -> str:
+    """Format metrics for people, the first few by name."""
+    named = [f"{name} {'none' if value is None else f'{value:.4g}'}" for name, value in sorted(found.items())]
+    more = f", {len(named) - _MOST_METRICS} more" if len(named) > _MOST_METRICS else ""
+    return ", ".join(named[:_MOST_METRICS]) + more
 
 
 def _rows(report: Report) -> list[list[str]]:
@@ -122,27 +145,12 @@ def _row(checkpoint: Checkpoint, copy: Copy) -> list[str]:
         checkpoint.run,
         f"{checkpoint.step}{marks}",
         checkpoint.attempt,
+        (checkpoint.created or "")[:19].replace("T", " "),
+        metrics(checkpoint.metrics),
         copy.place,
         copy.state,
         f"{len(copy.ranks)}/{checkpoint.world_size}",
         more + size(copy.size),
         more + size(copy.stored_size) if copy.stored_size else "",
-        (checkpoint.created or "")[:19].replace("T", " "),
         verdict,
     ]
-
-
-@contextmanager
-def progress(what: str) -> Iterator[Progress]:
-    """Return a progress bar on stderr for long work; it shows nothing if stderr is not a terminal."""
-    with Progress(
-        TextColumn(what),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-        transient=True,
-    ) as bar:
-        yield bar

@@ -63,5 +63,6 @@ def span(time: float) -> str:
     """Format a time for people: three digits and the unit that suits it."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if time >= length:
-            return f"{time / length:#.3g} {unit}" if time < 1000 * length else f"{time / length:.0f} {unit}"
+            digits = f"{time / length:#.3g}" if time < 1000 * length else f"{time / length:.0f}"
+            return f"{digits.rstrip('.')} {unit}"
     return f"{1000 * time:.3g} ms" if 0 < time < 0.1 else f"{time:.3g} s"

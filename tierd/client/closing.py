@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from tierd.client.outliving import ends_with_us
+from tierd.client.terminal_line import TerminalLine, pace
 from tierd.core.errors import ConfigError, DaemonUnavailable, SaveFailed, StoreRefused, TierdError
 from tierd.core.ids import PartId
 from tierd.core.planning.place import SPOOL
@@ -26,7 +27,8 @@ _POLL_S = 0.5
 _ANSWER_S = 10.0  # how long the daemon may take to answer a question
 _SOON_S = 3.0  # how long a plain close waits for the daemon's first answer
 _LEAST_S = 0.25  # how long a question may take if no time is left
-_PROGRESS_S = 15.0  # between two log lines of progress
+_PATIENCE_S = 2.0  # after which progress is shown
+_PROGRESS_S = 60.0  # between two log lines of progress
 _NAMED = 10  # steps that a message names
 
 
@@ -118,17 +120,23 @@ class Closing:
 
     def _poll(self, done: Callable[[Unflushed], bool], end_s: float | None, backlog: Unflushed) -> Unflushed:
         """Return the first backlog that is `done`, or the last one before `end_s`."""
-        told = time.monotonic()
-        while not done(backlog) and (end_s is None or time.monotonic() < end_s):
-            if time.monotonic() - told > _PROGRESS_S:
-                told = time.monotonic()
-                log.info("closing: %s not on every tier yet", _steps(self._left(backlog)))
-            time.sleep(_POLL_S if end_s is None else max(0.0, min(_POLL_S, end_s - time.monotonic())))
-            try:
-                backlog = self._ask(end_s)
-            except TimeoutError:
-                if end_s is None:
-                    raise
+        begun = logged = time.monotonic()
+        first = backlog.left_bytes
+        with TerminalLine() as line:
+            while not done(backlog) and (end_s is None or time.monotonic() < end_s):
+                now, left = time.monotonic(), backlog.left_bytes
+                what = f"closing: {_steps(self._left(backlog))} not on every tier yet"
+                sizes = f"{left / 1e9:.1f} GB of the node to send{pace(first - left, now - begun, left)}"
+                shown = now - begun < _PATIENCE_S or line.draw(f"tierd: {sizes}: {what}")
+                if not shown and now - logged >= _PROGRESS_S:
+                    logged = now
+                    log.info("%s; %s", what, sizes)
+                time.sleep(_POLL_S if end_s is None else max(0.0, min(_POLL_S, end_s - time.monotonic())))
+                try:
+                    backlog = self._ask(end_s)
+                except TimeoutError:
+                    if end_s is None:
+                        raise
         return backlog
 
     def _ask(self, end_s: float | None, *, hurry: bool = False) -> Unflushed:

@@ -47,6 +47,7 @@ from tierd.daemon.peers import Peers, unknown
 from tierd.daemon.rank_notes import RankNotes
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.remove import remove_from_spool
+from tierd.daemon.reports.runs import runs
 from tierd.daemon.status import Status, status
 from tierd.daemon.tier_worker import TierWorker
 from tierd.events.notifier import Notifier
@@ -195,6 +196,8 @@ class Control:
             case messages.Report(run=run):
                 await self._look(run)
                 return {"report": report(self._reconciler.inventory(), self._reconciler.config, run)}
+            case messages.Runs():
+                return {"runs": await runs(self._reconciler)}
             case messages.Candidates(run=run, metrics=metrics):
                 await self._handoff.settled()  # to include snapshots that a dead trainer handed over
                 slow, silent = await self._look(run, patient=False)
@@ -249,8 +252,13 @@ class Control:
                 return await self._pause(self._reconciler.pause.end())
 
     def _progress(self, request: messages.AnyRequest) -> dict[str, Any]:
-        at = self._reconciler.repairs.under_way.get(request.part) if isinstance(request, messages.Fetch) else None
-        return {"done": at.done, "total": at.total, "tiers": at.tiers} if at else {}
+        if isinstance(request, messages.Fetch) and (at := self._reconciler.repairs.under_way.get(request.part)):
+            return {"done": at.done, "total": at.total, "tiers": at.tiers}
+        if isinstance(request, messages.Wait):
+            asked = (request.tier, request.part)
+            moving = (it for tier, part, it in self._reconciler.tiers.moving() if (tier, part) == asked)
+            return next(({"done": it.done, "total": it.total} for it in moving), {})
+        return {}
 
     async def _keep_last(self, run: str | None) -> int:
         """Return how many checkpoints of a run the spool keeps.

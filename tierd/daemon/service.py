@@ -21,7 +21,6 @@ from tierd.core.planning.unflushed import Remaining
 from tierd.core.rate import rate
 from tierd.core.retention.policy import seconds
 from tierd.core.urls import parse_url
-from tierd.daemon import last_status
 from tierd.daemon.control import Control
 from tierd.daemon.fs_events import watching
 from tierd.daemon.handoff import HandoffServer
@@ -29,6 +28,8 @@ from tierd.daemon.http.start import server_of
 from tierd.daemon.intake.intake import Intake
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.reload import Reload
+from tierd.daemon.reports import last_status
+from tierd.daemon.reports.own_log import bounded
 from tierd.daemon.systemd import feed_watchdog, notify
 from tierd.events.notifier import Notifier
 from tierd.priority import spare_address_space
@@ -116,6 +117,7 @@ async def serve(
         loop.add_signal_handler(signal.SIGHUP, hup.set)
     async with AsyncExitStack() as stack:
         stack.enter_context(spool.lock())
+        stack.enter_context(bounded(spool.control))
         opened = await stack.enter_async_context(AsyncExitStack())
         stores, notifier = await open_all(config, opened)
         http = server_of(config.http)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class ExportOptions:
         only: one entry of the state; None for all.
         dtype: `fp32`, `fp16` or `bf16`, for floating-point tensors; None keeps each one's own.
         strip: a prefix that is removed from each name that begins with it.
+        told: called with the bytes of tensors that were read, and with those in all.
 
     Raises:
         ConfigError: an unknown format or dtype, or a prefix that the format cannot be stripped of.
@@ -40,6 +42,7 @@ class ExportOptions:
     only: str | None = None
     dtype: str | None = None
     strip: str = ""
+    told: Callable[[int, int], None] = lambda done, total: None
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -76,11 +79,19 @@ def export(files: PartRanges, first: PartId, target: Path, options: ExportOption
         contents = _stripped(contents, options.strip)
     if not contents.tensors and options.format not in WITH_VALUES:
         raise StateMismatch(f"{first.checkpoint}: no tensor in {options.only or 'the state'!r}; format torch takes it")
+    total, done = sum(tensor.nbytes for tensor in contents.tensors.values()), 0
+
+    def count(size: int) -> None:
+        nonlocal done
+        done += size
+        options.told(done, total)
+
     target.parent.mkdir(parents=True, exist_ok=True)
     home = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
     try:
-        work = Export(contents, ChunkReader(files), DTYPES.get(options.dtype or ""), home)
+        work = Export(contents, ChunkReader(files), DTYPES.get(options.dtype or ""), home, count)
         FORMATS[options.format](work)
+        options.told(total, total)  # tied tensors may have been read once
         sync_directory(home)
         mask = os.umask(0o077)
         os.umask(mask)

@@ -46,6 +46,7 @@ class Export:
         contents: with the names that are written.
         dtype: the dtype in which floating-point tensors are written; None keeps each one's own.
         home: the directory to write.
+        count: called with the size of each piece of a tensor that was read.
         written: the files that were written, with their sizes in bytes.
     """
 
@@ -53,6 +54,7 @@ class Export:
     reader: ChunkReader
     dtype: torch.dtype | None
     home: Path
+    count: Callable[[int], None]
     written: dict[str, int] = field(default_factory=dict)
 
     def dtype_of(self, tensor: SavedTensor) -> torch.dtype:
@@ -67,7 +69,11 @@ class Export:
         slabs = ((number, slab) for number, tensor in enumerate(tensors) for slab in tensor.slabs(self.reader))
         for number, some in groupby(ahead(slabs), lambda one: one[0]):
             tensor = tensors[number]
-            yield number, (converted(slab, tensor.dtype, self.dtype_of(tensor)) for _, slab in some)
+            yield number, (self._converted(slab, tensor) for _, slab in some)
+
+    def _converted(self, slab: memoryview, tensor: SavedTensor) -> memoryview:
+        self.count(slab.nbytes)
+        return converted(slab, tensor.dtype, self.dtype_of(tensor))
 
     def file(self, name: str, write: Callable[[IO[bytes]], None]) -> None:
         """Write a new file, and make it durable."""

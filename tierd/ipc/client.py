@@ -23,6 +23,7 @@ import msgspec
 from tierd import __version__
 from tierd.core.errors import DaemonAbsent, DaemonSilent, DaemonUnavailable, TierdError, VersionMismatch
 from tierd.ipc.messages import (
+    DAEMON_LOG,
     EXIT_HELD,
     HEARTBEAT,
     MAX_REPLY,
@@ -344,7 +345,7 @@ def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
         DaemonSilent: a daemon exists, and accepts no callers or was stopped before it listened.
         DaemonUnavailable: the daemon ended or did not answer; the message holds the end of its log.
     """
-    log = spool.control / "daemon.log"
+    log = spool.control / DAEMON_LOG
     command = [sys.executable, "-m", "tierd", "run", "--spool", str(spool.root), "--until-idle", "--await-trainer"]
     for url in urls:
         command += ["--to", url]

@@ -32,6 +32,7 @@ HEARTBEAT = 5.0  # seconds
 BEAT = 0.25  # seconds
 # Exit status of a daemon whose spool another daemon holds; the process that started it can use that daemon.
 EXIT_HELD = 7
+DAEMON_LOG = "daemon.log"  # in the spool's `.tierd/`: the standard error of a daemon that a trainer started
 MAX_REQUEST = 64 << 10  # bytes
 MAX_NOTE = 40_000  # bytes; 53,336 in base64, which fits into a request
 MAX_PACKET = 16 << 10  # bytes
@@ -91,6 +92,10 @@ class Report(Request, frozen=True, kw_only=True, tag="report"):
     run: str | None = None
 
 
+class Runs(Request, frozen=True, kw_only=True, tag="runs"):
+    """Every checkpoint that the daemon knows, without a new observation. Answer: `runs`, as HTTP's `/runs` has it."""
+
+
 class Candidates(Request, frozen=True, kw_only=True, tag="candidates"):
     """The checkpoints of a run that a restore can use, from a new listing of every tier.
 
@@ -128,7 +133,8 @@ class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):
 class Wait(Request, frozen=True, kw_only=True, tag="wait"):
     """Wait until a tier holds the verified part. Answer: `ok` only.
 
-    Errors: `StoreRefused` if the tier refuses, `TimeoutError` if the time is up.
+    Errors: `StoreRefused` if the tier refuses, `TimeoutError` if the time is up. While the part is sent, each `working`
+    line before the answer has `done` and `total`, in raw bytes.
 
     Attributes:
         part: the part.
@@ -318,6 +324,7 @@ AnyRequest = (
     Attach
     | Status
     | Report
+    | Runs
     | Candidates
     | Fetch
     | Wait

@@ -6,7 +6,7 @@ Invariant: outside of this process, a reader changes only the directory that `do
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -253,6 +253,7 @@ class Reader:
         best: str | None = None,
         mode: Literal["min", "max"] = "min",
         rank: int | None = None,
+        told: Callable[[int, int], None] = lambda done, total: None,
     ) -> Exported:
         """Copy the files of the newest verified checkpoint, or the best, into `directory`, as `tierd restore` does.
 
@@ -262,6 +263,7 @@ class Reader:
             directory: empty or absent.
             step, attempt, best, mode: as for `restore`.
             rank: copy this rank's files alone.
+            told: called with the bytes that are verified in place, and with those in all, after each chunk.
 
         Raises:
             CheckpointNotFound, StoreUnavailable: as for `restore`; but every tier has to answer.
@@ -274,7 +276,8 @@ class Reader:
             raise ConfigError(f"best={best!r} and step={step}: one of the two")
         goal = None if best is None else check_goal(Goal(best, mode))
         wanted = None if step is None else check_step(step), None if attempt is None else check_attempt(attempt)
-        work = export(self.tiers.stores, self.run, target, *wanted, Progress(), self.tiers.budget, goal, rank)
+        moved = Progress(told=lambda at: told(at.done, at.total))
+        work = export(self.tiers.stores, self.run, target, *wanted, moved, self.tiers.budget, goal, rank)
         try:
             return self.tiers.loop.run(work)
         except CheckpointNotFound as error:
@@ -296,6 +299,7 @@ class Reader:
         only: str | None = None,
         dtype: str | None = None,
         strip: str = "",
+        told: Callable[[int, int], None] = lambda done, total: None,
     ) -> StateExport:
         """Write the newest verified checkpoint, or the best, in another format. `save` or DCP wrote the checkpoint.
 
@@ -310,6 +314,7 @@ class Reader:
             only: one entry of the state, whose name is then left out of all names.
             dtype: `fp32`, `fp16` or `bf16`, for floating-point tensors.
             strip: a prefix that is removed from each name that begins with it, such as `module.`.
+            told: called with the bytes of tensors that were read, and with those in all, after each piece.
 
         Raises:
             CheckpointNotFound, StoreUnavailable: as for `restore`.
@@ -321,7 +326,7 @@ class Reader:
 
         target = usable(Path(_path(directory, "export(directory): a path")))
         goal = None if best is None else Goal(best, mode)
-        return export_state(self.tiers, target, ExportOptions(format, only, dtype, strip), step, attempt, goal)
+        return export_state(self.tiers, target, ExportOptions(format, only, dtype, strip, told), step, attempt, goal)
 
     # -- closing ----------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,39 @@ def test_as_long_as_bytes_come_a_fetch_may_take_its_time(clock, caplog):
     assert "step 7" in caplog.text and "from s3: 41.0 of 96.0 GB" in caplog.text
 
 
+def test_a_fetch_has_one_line_a_minute_and_one_at_the_end(clock, caplog):
+    watch = Fetching(PART)
+    with caplog.at_level(logging.INFO, "tierd"):
+        for done in range(31):
+            clock[0] += 5
+            watch({"working": True, "done": done * 10**9, "total": 30 * 10**9, "tiers": ["s3"]})
+    said = [one.getMessage().split("from s3: ")[1] for one in caplog.records]
+    assert said == [
+        "0.0 of 30.0 GB",
+        "12.0 of 30.0 GB, 0.20 GB/s, 90 s left",
+        "24.0 of 30.0 GB, 0.20 GB/s, 30 s left",
+        "30.0 of 30.0 GB, 0.20 GB/s, 0 s left",
+    ]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_only_a_damaged_part_is_called_not_whole(spool, caplog, there):
+    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        saved = checkpointer.save(3, tensors(3))
+        saved.wait()
+    with Daemon(spool.root, {"tier": Double()}, keep=100) as daemon:
+        daemon.settle()
+        if there:
+            (spool.path(saved.part) / TENSORS).unlink()
+        else:
+            spool.remove([saved.part])  # as on a fresh node
+        with caplog.at_level(logging.INFO, "tierd"), tierd.Checkpointer(spool.root, "run") as checkpointer:
+            checkpointer.restore(tensors(10**6))
+    said = [one.getMessage() for one in caplog.records]
+    assert any("not whole in the spool" in one for one in said) == there
+    assert any("is fetched from the tiers" in one for one in said) != there
+
+
 @pytest.mark.parametrize("line", [{}, {"done": 5, "total": 9, "tiers": []}])
 def test_one_that_brings_nothing_is_given_up(clock, line):
     watch = Fetching(PART)

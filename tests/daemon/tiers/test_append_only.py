@@ -15,7 +15,7 @@ from support.s3stub import Bucket, serving
 from support.world import commit, converge, part, reconciler, running, settle, steps_in, steps_on, until
 
 from tierd.cli import run
-from tierd.cli.status import COLUMNS
+from tierd.cli.reading.status import COLUMNS
 from tierd.core.errors import CorruptChunk, DeleteRefused, StoreRefused
 from tierd.core.urls import parse_url
 from tierd.daemon.status import status

@@ -1,4 +1,4 @@
-"""Progress of the daemon's fetch of a part: log it, and end a fetch that brings no bytes.
+"""Progress of the daemon's fetch of a part: show it, and end a fetch that brings no bytes.
 
 Invariant: a fetch may take as long as bytes arrive. A fetch that brings no byte for `_STALLED` seconds is given up.
 That says nothing about the checkpoint, so no rank tries an older one because of it.
@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, Self
 
+from tierd.client.terminal_line import TerminalLine, pace
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import PartId
 
 log = logging.getLogger("tierd")
 
 _STALLED = 600.0  # seconds without a byte; well above the time that a tier gets for one chunk
+_EVERY = 60.0  # seconds between two lines of the log
 
 
 class Fetching:
     """Called with each progress message of a daemon that fetches `part`.
+
+    Rank 0's is a line on the terminal, if there is one, until the context ends. Otherwise it is a line of the log, once
+    a minute.
 
     Raises:
         StoreUnavailable: no byte arrived for too long.
@@ -27,6 +32,9 @@ class Fetching:
 
     def __init__(self, part: PartId) -> None:
         self._part, self._at, self._since = part, -1, time.monotonic()
+        self._began: tuple[float, int] | None = None  # when the first size came, and what was there
+        self._logged = -_EVERY
+        self._line = TerminalLine()
 
     def __call__(self, progress: dict[str, Any]) -> None:
         done, total, now = int(progress.get("done", -1)), int(progress.get("total", 0)), time.monotonic()
@@ -37,6 +45,20 @@ class Fetching:
                 f"{self._part}: no byte came from a tier for {_STALLED:.0f} s; restoring again goes on from "
                 f"{max(done, 0)} of {total} bytes"
             )
-        if total:
-            tiers = ", ".join(progress.get("tiers", ())) or "the tiers"
-            log.info("fetching %s from %s: %.1f of %.1f GB", self._part, tiers, done / 1e9, total / 1e9)
+        if not total:
+            return
+        began, before = self._began = self._began or (now, done)
+        tiers = ", ".join(progress.get("tiers", ())) or "the tiers"
+        sizes = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB{pace(done - before, now - began, total - done)}"
+        what = f"fetching {self._part} from {tiers}"
+        if self._part.rank == 0 and self._line.draw(f"tierd: {sizes}: {what}"):  # ranks may share a terminal
+            return
+        if now - self._logged >= _EVERY or done >= total:
+            self._logged = now
+            log.info("%s: %s", what, sizes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._line.__exit__(*error)

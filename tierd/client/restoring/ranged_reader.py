@@ -200,7 +200,7 @@ class Files(PartRanges):
             return
         if self._alone:
             raise DaemonUnavailable(
-                f"{part} is not whole in the spool ({why}), and whether a tier has it right cannot be asked: "
+                f"{part} cannot be read from the spool ({why}), and whether a tier has it right cannot be asked: "
                 f"{self._alone}"
             ) from why
         if not self._spool.has(part):
@@ -215,8 +215,9 @@ class Files(PartRanges):
             self._put_right(part, wanted, ObjectNotFound(f"{part} is not in the spool"))
             return
         for portion in (None,) if wanted is None else _portions(wanted):
-            told = self._link.ask(Fetch(part=part, wanted=portion), told=Fetching(part))["tiers"]
-            self.tiers += [name for name in told if name not in self.tiers]
+            with Fetching(part) as fetching:
+                found = self._link.ask(Fetch(part=part, wanted=portion), told=fetching)["tiers"]
+            self.tiers += [name for name in found if name not in self.tiers]
 
 
 def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:

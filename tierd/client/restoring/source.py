@@ -230,12 +230,16 @@ class NodeSource:
                 self._forget()
                 if link is None:
                     return self._alone(part, error)
-            log.warning("%s is not whole in the spool, asking the tiers: %s", part, local)
+            if self._spool.has(part):
+                log.warning("%s is not whole in the spool, asking the tiers: %s", part, local)
+            else:  # a fresh node, where nothing is wrong
+                log.info("%s is fetched from the tiers", part)
         assert link is not None
         try:
             memory = self._uploads.memory if self._uploads else lambda file: None
-            with StreamedPart(self._spool, part, worth=self._keep, memory=memory) as arriving:
-                tiers = link.ask(Fetch(part=part), told=Fetching(part))["tiers"]
+            arriving = StreamedPart(self._spool, part, worth=self._keep, memory=memory)
+            with arriving, Fetching(part) as fetching:
+                tiers = link.ask(Fetch(part=part), told=fetching)["tiers"]
         except CorruptChunk as error:
             told = local is None or SPOOL in str(error)
             raise CorruptChunk(str(error) if told else f"local: {local}; {error}") from error
@@ -276,7 +280,7 @@ class NodeSource:
     def _alone(self, part: PartId, local: Exception) -> LoadedPart:
         if self._tiers:
             raise DaemonUnavailable(
-                f"{part} is not whole in the spool ({local}), and whether a tier has it right cannot be asked: "
+                f"{part} cannot be read from the spool ({local}), and whether a tier has it right cannot be asked: "
                 f"{self.alone}. Restoring an older step is your decision: restore(state, step=…)"
             ) from local
         if isinstance(local, ObjectNotFound):

@@ -59,11 +59,19 @@ class Unflushed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         left: the parts that some tier still lacks.
         tiers: by name, whether each tier takes checkpoints.
         paused: when the pause ends, in RFC 3339, or "until resumed"; None if the daemon is not paused.
+        moved_bytes: by tier, the raw bytes of parts in `left` that are confirmed there already.
     """
 
     left: tuple[Remaining, ...] = ()
     tiers: dict[str, TierTrouble] = {}
     paused: str | None = None
+    moved_bytes: dict[str, int] = {}
+
+    @property
+    def left_bytes(self) -> int:
+        """The raw bytes that are still to be sent, counted for each tier that lacks them."""
+        todo = sum(one.size_bytes * len(one.lacks) for one in self.left)
+        return max(0, todo - sum(self.moved_bytes.values()))
 
     @property
     def trouble(self) -> str | None:

@@ -53,19 +53,8 @@ function showProblems() {
   put("problems", make("div", { class: "card" }, list.length ? make("ul", {}, list) : chip("none", "good")));
 }
 
-function rates(tier) {
-  const now = Date.parse(status.at), found = new Array(MINUTES).fill(0);
-  for (const event of status.events) {
-    const minute = Math.floor((now - Date.parse(event.at)) / 60000);
-    if (event.what === "flushed" && event.place === tier && minute >= 0 && minute < MINUTES) {
-      found[MINUTES - 1 - minute] += event.sent_bytes || 0;
-    }
-  }
-  return found;
-}
-
 function throughput(tier) {
-  const sent = rates(tier), most = Math.max(...sent), width = 300, height = 34;
+  const sent = runs.sent_bytes[tier] || new Array(MINUTES).fill(0), most = Math.max(...sent), width = 300, height = 34;
   const words = most ? `at most ${bytes(most / 60)}/s in a minute` : "nothing was sent";
   const bars = sent.map((count, at) => {
     const tall = most ? (count / most) * (height - 4) : 0;
@@ -119,7 +108,8 @@ function copyChip(copy, world) {
 function moving(checkpoint) {
   const found = runs.in_flight.filter((one) => identity(one) === identity(checkpoint)).map((one) => {
     const share = one.total ? ` ${Math.round((100 * one.done) / one.total)} %` : "";
-    return chip(`in flight: ${one.doing} of rank ${one.rank}${share}`, "warning");
+    const to = one.tier ? ` to ${one.tier}` : "";
+    return chip(`in flight: ${one.doing} of rank ${one.rank}${to}${share}`, "warning");
   });
   if (runs.held.includes(identity(checkpoint))) found.push(chip("held by a restore", "warning"));
   if (checkpoint.pinned) found.push(chip("pinned"));
@@ -128,63 +118,47 @@ function moving(checkpoint) {
   return found;
 }
 
-function attemptsOf(checkpoints) {
-  const found = new Map();
-  for (const one of checkpoints) {
-    const attempt = found.get(one.attempt) || { name: one.attempt, origin: null, steps: [] };
-    attempt.steps.push(one);
-    attempt.origin = attempt.origin || one.resumed_from;
-    found.set(one.attempt, attempt);
-  }
-  const all = [...found.values()].sort((a, b) => (a.name < b.name ? -1 : 1));
-  for (const attempt of all) {
-    attempt.steps.sort((a, b) => a.step - b.step);
-    if (!attempt.origin) continue;
-    const dot = attempt.origin.indexOf(".");
-    attempt.from = { step: Number(attempt.origin.slice(0, dot)), attempt: attempt.origin.slice(dot + 1) };
-    const before = found.get(attempt.from.attempt);
-    const last = before ? Math.max(...before.steps.map((one) => one.step)) : attempt.from.step;
-    attempt.lost = Math.max(0, last - attempt.from.step);
-  }
-  return all;
+function launchesOf(name, checkpoints) {
+  return runs.launches.filter((one) => one.run === name).map((one) => ({
+    ...one, steps: checkpoints.filter((it) => it.attempt === one.attempt).sort((a, b) => a.step - b.step),
+  })).filter((one) => one.steps.length);
 }
 
-function describe(attempt) {
-  const last = attempt.steps[attempt.steps.length - 1].step;
-  const how = attempt.from ? `resumed from step ${attempt.from.step}` : "from the beginning";
-  const lost = attempt.lost ? `; rolled back by ${attempt.lost} steps` : "";
-  return `launch ${attempt.name}: ${how}, to step ${last}${lost}`;
+function describe(launch) {
+  const how = launch.from_step === null ? "from the beginning" : `resumed from step ${launch.from_step}`;
+  const lost = launch.lost_steps ? `; rolled back by ${launch.lost_steps} steps` : "";
+  return `launch ${launch.attempt}: ${how}, to step ${launch.last_step}${lost}`;
 }
 
-function timeline(attempts) {
+function timeline(launches) {
   const width = Math.max(260, document.getElementById("runs").clientWidth - 30); // so that its text keeps its size
   const lane = 26, left = 12, right = 12;
-  const steps = attempts.flatMap((one) => [...one.steps.map((it) => it.step), ...(one.from ? [one.from.step] : [])]);
+  const steps = launches.flatMap((one) => [...one.steps.map((it) => it.step), ...(one.from_step === null ? [] : [one.from_step])]);
   const low = Math.min(...steps), high = Math.max(...steps);
   const x = (step) => left + ((step - low) / Math.max(1, high - low)) * (width - left - right);
-  const y = new Map(attempts.map((one, at) => [one.name, 14 + at * lane]));
+  const y = new Map(launches.map((one, at) => [one.attempt, 14 + at * lane]));
   const drawn = [];
-  for (const one of attempts) {
-    const at = y.get(one.name), first = one.from ? one.from.step : one.steps[0].step;
-    if (one.from && y.has(one.from.attempt)) {
-      const path = `M ${x(one.from.step)} ${y.get(one.from.attempt)} L ${x(one.from.step)} ${at}`;
+  for (const one of launches) {
+    const at = y.get(one.attempt), first = one.from_step === null ? one.steps[0].step : one.from_step;
+    if (one.from_step !== null && y.has(one.from_attempt)) {
+      const path = `M ${x(one.from_step)} ${y.get(one.from_attempt)} L ${x(one.from_step)} ${at}`;
       drawn.push(make("path", { class: "rollback", d: path }));
     }
     drawn.push(make("line", { class: "lane", x1: x(first), x2: x(one.steps[one.steps.length - 1].step), y1: at, y2: at }));
   }
-  for (const one of attempts) {
+  for (const one of launches) {
     for (const it of one.steps) {
       const title = `step ${it.step}: ${it.copies.map((copy) => `${copy.place} ${copy.state}`).join(", ") || "no copy"}`;
-      drawn.push(make("circle", { class: `dot ${kindOf(it)}`, cx: x(it.step), cy: y.get(one.name), r: 6 }, make("title", {}, title)));
+      drawn.push(make("circle", { class: `dot ${kindOf(it)}`, cx: x(it.step), cy: y.get(one.attempt), r: 6 }, make("title", {}, title)));
     }
   }
-  const height = 14 + attempts.length * lane + 10;
+  const height = 14 + launches.length * lane + 10;
   drawn.push(make("text", { x: left, y: height - 4 }, `step ${low}`), make("text", { x: width - right, y: height - 4, "text-anchor": "end" }, `step ${high}`));
   return make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "timeline of launches" }, drawn);
 }
 
 function showRun(name, checkpoints) {
-  const attempts = attemptsOf(checkpoints.slice(0, DRAWN));
+  const launches = launchesOf(name, checkpoints.slice(0, DRAWN));
   const shown = whole.has(name) ? checkpoints : checkpoints.slice(0, SHOWN);
   const rows = shown.map((one) => make("tr", {},
     make("td", {}, make("strong", { class: "number" }, `step ${one.step}`), make("div", { class: "soft" }, age(one.created))),
@@ -192,7 +166,7 @@ function showRun(name, checkpoints) {
   const newest = checkpoints.find((one) => one.copies.some((copy) => copy.state === "verified"));
   const safe = newest ? chip(`step ${newest.step} is on a tier`, "good") : chip("on no tier", "warning");
   const card = make("div", { class: "card" }, make("div", { class: "head" }, make("h3", {}, name), safe),
-    timeline(attempts), make("ul", { class: "soft" }, attempts.map((one) => make("li", {}, describe(one)))),
+    timeline(launches), make("ul", { class: "soft" }, launches.map((one) => make("li", {}, describe(one)))),
     make("table", {}, make("thead", {}, make("tr", {}, ["checkpoint", "copies, and why they are kept", "now"].map((it) => make("th", {}, it)))),
       make("tbody", {}, rows)));
   if (checkpoints.length > SHOWN) {

@@ -50,7 +50,11 @@ class Backlog:
             error = self._setup.workers[name].trouble
             why, refused = (str(error), isinstance(error, StoreRefused)) if error else (None, False)
             tiers[name] = TierTrouble(reached=place is not None, error=why, refused=refused)
-        return Unflushed(left=self.remaining(), tiers=tiers, paused=self._setup.pause.until)
+        moved = Counter[str]()
+        for name, _, at in self._setup.tiers.moving():
+            moved[name] += at.done
+        until = self._setup.pause.until
+        return Unflushed(left=self.remaining(), tiers=tiers, paused=until, moved_bytes=dict(moved))
 
     def describe(self) -> str:
         """Describe `remaining` in one sentence."""

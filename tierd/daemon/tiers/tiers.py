@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
@@ -46,7 +46,7 @@ from tierd.daemon.tiers.observe import TierObserver
 from tierd.daemon.tiers.prune import prune
 from tierd.daemon.tiers.run_policies import record, unrecorded
 from tierd.daemon.transfer.chunk_source import Twin
-from tierd.daemon.transfer.flush import Flushed, Route, flush
+from tierd.daemon.transfer.flush import Flushed, Moved, Route, flush
 from tierd.daemon.transfer.flush_pacing import Spread
 from tierd.daemon.transfer.memory_budget import FLUSHES, Budget
 from tierd.daemon.transfer.relay import relay
@@ -309,6 +309,12 @@ class Tiers:
         return await flush(
             self._spool, part, self._ways[tier], twin=twin, lender=whose, worn_out=worn_out, spread=spread
         )
+
+    def moving(self) -> Iterator[tuple[str, PartId, Moved]]:
+        """Yield each flush under way: its tier, its part, and how far it is."""
+        for tier, way in self._ways.items():
+            for part, moved in way.moving.items():
+                yield tier, part, moved
 
     async def hear(self, tier: str, run: str) -> None:
         """Ask a tier which checkpoints of a run other nodes announce that they send."""

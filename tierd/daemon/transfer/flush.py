@@ -70,6 +70,14 @@ class Flushed:
     facts: ManifestFacts
 
 
+@dataclass(slots=True)
+class Moved:
+    """How far a flush is, in raw bytes: `done` are confirmed on the tier, of `total`."""
+
+    total: int
+    done: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """Everything that a flush needs to reach one tier.
@@ -82,6 +90,7 @@ class Route:
         budget: the budget of encoded bytes in transfer to this tier.
         encoding: the encoder that all flushes of a daemon share.
         turn: awaited before each chunk, because the daemon may be paused.
+        moving: how far the flushes under way are.
     """
 
     store: Store
@@ -91,6 +100,7 @@ class Route:
     budget: Budget = field(default_factory=lambda: Budget(FLUSHES))
     encoding: Encoding = field(default_factory=Encoding)
     turn: Turn = at_once
+    moving: dict[PartId, Moved] = field(default_factory=dict)
 
     @property
     def pace(self) -> Throughput:
@@ -167,8 +177,12 @@ async def send(
     todo = OrderedDict((held, chunk) for held, chunk in work.items() if held not in lent)
     with source.reading([held for held in todo if held[0] not in there]):
         pauses = partial((spread or Spread()).turn, len(todo))
-        hands = [_send_each(todo, source, way, pauses) for _ in range(min(_CHUNKS, len(todo)))]
-        sent = await together(_CHUNKS, hands)
+        moved = way.moving[part] = Moved(sum(size for _, size in todo))
+        hands = [_send_each(todo, source, way, pauses, moved) for _ in range(min(_CHUNKS, len(todo)))]
+        try:
+            sent = await together(_CHUNKS, hands)
+        finally:
+            way.moving.pop(part, None)
     tiered = _with_stored(manifest, {held: chunk.encoded for held, chunk in work.items()})
     await _show(way, part, tiered)
     await clear(way.store, [part.quarantine_key])
@@ -176,7 +190,9 @@ async def send(
     return Flushed(manifest.size, tiered.stored_size, sum(sent), shared, ManifestFacts.of(tiered))
 
 
-async def _send_each(todo: OrderedDict[Content, _Chunk], source: ChunkSource, way: Route, pauses: Turn) -> int:
+async def _send_each(
+    todo: OrderedDict[Content, _Chunk], source: ChunkSource, way: Route, pauses: Turn, moved: Moved
+) -> int:
     """Send chunks of `todo`, together with concurrent calls, until none is left. Returns the bytes that were put."""
     sent = 0
     while todo:
@@ -190,6 +206,7 @@ async def _send_each(todo: OrderedDict[Content, _Chunk], source: ChunkSource, wa
             held = source.next(todo, lambda held: way.budget.share(todo[held].weight) <= hold.size)
             if held is not None:
                 sent += await todo.pop(held).send(hold)
+                moved.done += held[1]
     return sent
 
 

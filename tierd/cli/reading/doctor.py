@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import typer
-from rich.table import Table
 
 from tierd.cli.options import ConfigOption, JsonOption, KeyFileOption, SpoolOption, UrlArgument, load_config
-from tierd.cli.status import EXIT_ALERT, EXIT_WARNING
-from tierd.cli.tables import console, print_json, table
+from tierd.cli.reading.status import EXIT_ALERT, EXIT_WARNING
+from tierd.cli.tables import Table, console, print_json, table
 from tierd.core.config import Config, TierConfig, from_urls
 from tierd.core.diagnosis.findings import Finding, Severity, finding, worst
 from tierd.core.errors import ConfigError

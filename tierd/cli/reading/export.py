@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from tierd.cli.known import answering
 from tierd.cli.options import (
     AttemptOption,
     BestOption,
@@ -18,7 +19,10 @@ from tierd.cli.options import (
     ModeOption,
     StepOption,
     UrlArgument,
+    best_goal,
+    places,
 )
+from tierd.cli.progress import progress
 from tierd.cli.tables import console, print_json, size
 from tierd.core.errors import ConfigError
 
@@ -54,16 +58,25 @@ def export(
     """Write the newest verified checkpoint, or the best, in another format, streamed. Needs no daemon."""
     if not url or not name or to is None:
         raise ConfigError("export needs a tier's URL, --run RUN and --to DIR")
-    if best is not None and step is not None:
-        raise ConfigError("--best and --step: one of the two")
+    best_goal(best, mode, step)
     try:
         from tierd.reading import open as open_run
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; pip install 'tierd[torch,daemon]'") from error
 
-    with open_run(list(url), name, key_file) as reader:
+    where = places(None, list(url), None, key_file=key_file)
+    with answering(where, name), open_run(list(url), name, key_file) as reader, progress("exporting") as meter:
         done = reader.export(
-            to, format, step, attempt=attempt, best=best, mode=mode, only=only, dtype=dtype, strip=strip
+            to,
+            format,
+            step,
+            attempt=attempt,
+            best=best,
+            mode=mode,
+            only=only,
+            dtype=dtype,
+            strip=strip,
+            told=meter.update,
         )
     if json:
         print_json(done)

@@ -12,13 +12,12 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.table import Table
 
 from tierd.cli.options import ConfigOption, JsonOption, SpoolOption, places
-from tierd.cli.tables import complain, console, disagreements, paused, print_json, print_lines, size, table
+from tierd.cli.tables import Table, complain, console, disagreements, paused, print_json, print_lines, size, table
 from tierd.core.errors import ConfigError, DaemonAbsent, DaemonUnavailable, VersionMismatch
 from tierd.core.timeline.launches import Lease, Rival, held, warning
-from tierd.daemon import last_status
+from tierd.daemon.reports import last_status
 from tierd.events.alerts import BACKLOG
 from tierd.ipc import messages
 from tierd.ipc.client import Link

@@ -11,7 +11,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tierd.cli.options import JsonOption, KeyFileOption, UrlArgument
+from tierd.cli.known import note_unknown
+from tierd.cli.options import JsonOption, KeyFileOption, UrlArgument, places
 from tierd.cli.tables import print_lines
 from tierd.core.errors import ConfigError
 from tierd.core.printable import printable_json
@@ -63,6 +64,7 @@ def follow(
             print_lines(f"{one.run} step {one.step} (attempt {one.attempt}): {one.reason or 'delivered'}")
 
     words = parse_command(command)
+    note_unknown(places(None, list(url), None, key_file=key_file), name)  # and it may begin later
     with open_run(list(url), name, key_file) as reader:
         follower = CommandFollower(reader.tiers, to, words, tell)
         if not follower.run(latest=latest, period_s=period_s, once=once):

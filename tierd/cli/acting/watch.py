@@ -8,18 +8,15 @@ from typing import Annotated
 
 import typer
 
-from tierd.cli.act import tell
-from tierd.cli.ending import EXIT_UNFINISHED
-from tierd.cli.options import JsonOption, KeyFileOption, SpoolOption
+from tierd.cli.acting.act import tell
+from tierd.cli.acting.ending import EXIT_UNFINISHED
+from tierd.cli.options import JsonOption, KeyFileOption, SpoolOption, ToOption
 from tierd.core.config import WatchConfig, from_urls
 from tierd.core.errors import ConfigError
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.daemon.service import serve
 
 DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The directory below which the program writes.")]
-ToOption = Annotated[
-    list[str] | None, typer.Option("--to", metavar="URL", help="A tier; again for more, in order.", show_default=False)
-]
 
 
 def register(app: typer.Typer) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from tierd.cli.known import answering, unknown
+from tierd.cli.known import answering, no_such, note_unknown
 from tierd.cli.options import (
     AttemptOption,
     ConfigOption,
@@ -24,9 +24,9 @@ from tierd.cli.options import (
     UrlArgument,
     places,
 )
-from tierd.cli.tables import checkpoints, complain, console, print_checkpoints, print_json, progress, size, table
+from tierd.cli.progress import progress
+from tierd.cli.tables import checkpoints, complain, console, print_checkpoints, print_json, size, table
 from tierd.core.errors import (
-    CheckpointNotFound,
     DaemonAbsent,
     DaemonUnavailable,
     FormatTooNew,
@@ -71,8 +71,8 @@ def ls(
     """Every checkpoint, where its copies lie, and what retention makes of them. → resumes next, * pinned."""
     where = places(spool, url, config, key_file=key_file)
     found, unanswered = _report(where, run)
-    if run and not found.checkpoints and not found.unreached and (there := unknown(where, run)):
-        complain(f"run {run!r}: nothing of it lies there; {there}")
+    if run and not found.checkpoints and not found.unreached:
+        note_unknown(where, run)
     if json:
         print_json(found)
     else:
@@ -109,7 +109,9 @@ def show(
         return
     out = console()
     out.print(f"{checkpoint}, {found.created}, {'complete' if found.complete else 'incomplete'}")
-    out.print(f"resumed from: {found.resumed_from or 'nothing'}    metrics: {found.metrics or 'none'}")
+    out.print(f"resumed from: {found.resumed_from or 'nothing'}")
+    values = ", ".join(f"{name} {'none' if value is None else value}" for name, value in found.metrics.items())
+    out.print(f"metrics: {values or 'none'}")
     out.print(checkpoints(Report((found,), ())))
     for manifest in manifests:
         rows = [(file.path, size(file.size), str(len(file.chunks))) for file in manifest.files]
@@ -146,7 +148,7 @@ def verify(
 ) -> None:
     """Re-read every byte of every copy and compare digests. Changes nothing. Exit code 5 when something is corrupt."""
     where = places(spool, url, config, key_file=key_file)
-    checks, unreached = asyncio.run(_verify(where, run, step))
+    checks, unreached, steps = asyncio.run(_verify(where, run, step))
     if json:
         print_json({"checks": checks, "unreached": unreached})
     else:
@@ -158,7 +160,7 @@ def verify(
         raise typer.Exit(6)
     if not checks:
         with answering(where, run):
-            raise CheckpointNotFound("nothing to verify: no such checkpoint there")
+            raise no_such(run, step, steps)
 
 
 def _found(check: Check) -> str:
@@ -237,7 +239,8 @@ async def _manifests(where: Places, inventory: Inventory, checkpoint: Checkpoint
     return [found[part] for part in sorted(found)]
 
 
-async def _verify(where: Places, run: str | None, step: int | None) -> tuple[list[Check], list[str]]:
+async def _verify(where: Places, run: str | None, step: int | None) -> tuple[list[Check], list[str], set[int]]:
+    """Verify all copies; also return the tiers that did not answer, and the steps that there are."""
     checks: list[Check] = []
     async with AsyncExitStack() as stack:
         stores = await _stores(where, stack)
@@ -250,11 +253,13 @@ async def _verify(where: Places, run: str | None, step: int | None) -> tuple[lis
             for part in sorted(seen.parts(), reverse=True)
             for facts in [seen.facts.get(part)]
         ]
-        with progress("verifying") as bar:
-            task = bar.add_task("", total=sum(todo for *_, todo in work))
+        with progress("verifying") as meter:
+            meter.update(0, sum(todo for *_, todo in work))
             for name, part, _ in work:
-                checks.append(await _check(where.spool, stores, name, part, lambda done: bar.advance(task, done)))
-    return checks, [name for name, place in inventory.tiers.items() if place is None]
+                checks.append(await _check(where.spool, stores, name, part, meter.advance))
+    seen = {one for place in inventory.places.values() for one in place.checkpoints}
+    steps = {one.step for one in seen if run in (None, one.run)}
+    return checks, [name for name, place in inventory.tiers.items() if place is None], steps
 
 
 async def _check(spool: Spool | None, stores: dict[str, Store], name: str, part: PartId, read: Any) -> Check:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 import typer
 
 from tierd.cli.options import ConfigOption, JsonOption, KeyFileOption, Places, SpoolOption, UrlArgument, places
-from tierd.cli.tables import complain, print_json, print_rows, size
+from tierd.cli.tables import complain, print_json, print_table, size, table
 from tierd.cli.units import span
 from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId
@@ -58,7 +58,7 @@ def runs(
     if json:
         print_json(found)
     else:
-        print_rows(_COLUMNS, [_row(one) for one in found.runs])
+        print_table(table(None, _COLUMNS, [_row(one) for one in found.runs]))
     for name in found.unreached:
         complain(f"{name} did not answer")
     if found.unreached:

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from tierd.cli.options import JsonOption, KeyFileOption, SpoolOption
-from tierd.cli.restore import with_tiers
+from tierd.cli.acting.watch import DirectoryArgument, default_spool
+from tierd.cli.options import JsonOption, KeyFileOption, SpoolOption, ToOption
+from tierd.cli.reading.restore import with_tiers
 from tierd.cli.tables import console, print_json, table
-from tierd.cli.watch import DirectoryArgument, ToOption, default_spool
 from tierd.core.config import from_urls
 from tierd.core.ids import check_run
 from tierd.daemon.intake.prepare import Prepared, PreparedUnit

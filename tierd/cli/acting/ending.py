@@ -11,20 +11,17 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.text import Text
 
-from tierd.cli.options import AttemptOption, ConfigOption, JsonOption, RunArgument, SpoolOption, places
+from tierd.cli.known import answering, no_such
+from tierd.cli.options import AttemptOption, ConfigOption, JsonOption, Places, RunArgument, SpoolOption, places
+from tierd.cli.progress import Meter, progress
 from tierd.cli.tables import console, paused, print_json, size, table
-from tierd.core.errors import CheckpointNotFound, ConfigError, DaemonUnavailable, StoreUnavailable
+from tierd.core.errors import ConfigError, DaemonUnavailable, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, check_run, check_step
 from tierd.core.planning.unflushed import Remaining, Unflushed, backlog_of, by_tier
-from tierd.core.printable import printable
 from tierd.core.retention.policy import seconds
-from tierd.core.timeline.alternatives import runs_there, steps_there
 from tierd.ipc import messages
 from tierd.ipc.client import Link
-from tierd.spool.spool import Spool
 
 EXIT_UNFINISHED = 9
 _POLL_S = 0.5
@@ -95,7 +92,7 @@ def drain(
 ) -> None:
     """Have the daemon flush everything now, newest first, and wait for it; exit code 9 when something is left."""
     end = time.monotonic() + _time("--deadline", deadline)
-    with _daemon(spool, config) as link:
+    with _daemon(places(spool, None, config), config) as link:
         backlog = _drain(link, end)
     left = tuple(_left(one) for one in backlog.left)
     if json:
@@ -120,16 +117,17 @@ def drain(
 
 def _drain(link: Link, end: float) -> Unflushed:
     """Wait until the daemon's backlog is empty, `end` is over or the daemon is paused; return the backlog."""
-    with Console(stderr=True).status("looking") as shown:
+    with progress("flushing") as meter:
         try:
             backlog = _ask(link, messages.Backlog(hurry=True), end)
         except TimeoutError:  # a tier hangs, so the answer has no backlog of it
             link.close()
             raise StoreUnavailable("the tiers did not answer within --deadline; `tierd status` says which") from None
+        total = backlog.left_bytes
         while backlog.left and not backlog.paused and time.monotonic() < end:
-            tiers = by_tier(backlog.left)
-            text = ", ".join(f"{name}: {parts} parts, {size(sent)}" for name, (parts, sent) in tiers.items())
-            shown.update(Text(printable(text)))
+            total = max(total, backlog.left_bytes)  # because saves go on
+            parts = ", ".join(f"{name} {count}" for name, (count, _) in by_tier(backlog.left).items())
+            meter.update(total - backlog.left_bytes, total, f"flushing (parts left: {parts})")
             time.sleep(_POLL_S)
             backlog = _ask(link, messages.Backlog(), max(end, time.monotonic() + _MARGIN_S))
     return backlog
@@ -165,7 +163,8 @@ def wait(
     check_run(run)
     if step is not None:
         check_step(step)
-    with _daemon(spool, config) as link:
+    where = places(spool, None, config)
+    with answering(where, run), _daemon(where, config) as link, progress("flushing") as meter:
         names = [one["name"] for one in link.ask(messages.Status())["status"]["tiers"]]
         if tier is not None and tier not in names:
             raise ConfigError(f"--tier {tier!r}: the daemon has no tier of that name; it has {', '.join(names)}")
@@ -174,7 +173,7 @@ def wait(
         checkpoint = CheckpointId(run, found["attempt"], found["step"])
         for name in [tier] if tier else names:
             try:
-                _wait(link, checkpoint, found, name, end)
+                _wait(link, checkpoint, found, name, end, meter)
             except TimeoutError as error:
                 raise StoreUnavailable(f"the time is over (--timeout {timeout}): {error}") from error
     waited = Waited(run, checkpoint.step, checkpoint.attempt, tuple([tier] if tier else names))
@@ -191,19 +190,10 @@ def _find(link: Link, run: str, step: int | None, attempt: str | None) -> dict[s
         usable = any(copy["state"] != "quarantined" for copy in one["copies"])
         if usable and step in (None, one["step"]) and attempt in (None, one["attempt"]):
             return dict(one)
-    asked = f"step {step}" if step is not None else "checkpoint"
-    of = f" of attempt {attempt}" if attempt is not None else ""
-    there = steps_there(step, [one["step"] for one in seen]) if step is not None else ""
-    if not seen:
-        found = link.ask(messages.Report(run=None))["report"]["checkpoints"]
-        there = runs_there(run, {one["run"] for one in found})
-    raise CheckpointNotFound(
-        f"run {run!r} has no {asked}{of} here or on a tier: it was never saved, or is retired"
-        + (f"\n  {there}" if there else "")
-    )
+    raise no_such(run, step, [one["step"] for one in seen], attempt)
 
 
-def _wait(link: Link, checkpoint: CheckpointId, found: dict[str, Any], tier: str, end: float) -> None:
+def _wait(link: Link, checkpoint: CheckpointId, found: dict[str, Any], tier: str, end: float, meter: Meter) -> None:
     """Wait until `tier` holds every rank's part. Other nodes have to send the parts that no place shows yet."""
     asked = set[PartId]()
     while not any(copy["place"] == tier and copy["state"] == "verified" for copy in found["copies"]):
@@ -211,7 +201,12 @@ def _wait(link: Link, checkpoint: CheckpointId, found: dict[str, Any], tier: str
         parts = {PartId(checkpoint, rank, found["world_size"]) for rank in ranks} - asked
         for part in sorted(parts):
             left = max(0.0, end - time.monotonic())
-            link.ask(messages.Wait(part=part, tier=tier, timeout_s=left), left + _MARGIN_S)
+            what = f"flushing rank {part.rank} of {part.world} to {tier}"
+
+            def told(line: dict[str, Any], what: str = what) -> None:
+                meter.update(line.get("done", 0), line.get("total"), what)
+
+            link.ask(messages.Wait(part=part, tier=tier, timeout_s=left), left + _MARGIN_S, told)
         asked |= parts
         if not parts:
             if time.monotonic() >= end:
@@ -221,9 +216,9 @@ def _wait(link: Link, checkpoint: CheckpointId, found: dict[str, Any], tier: str
         found = _find(link, checkpoint.run, checkpoint.step, checkpoint.attempt)
 
 
-def _daemon(spool: Path | None, config: Path | None) -> Link:
+def _daemon(where: Places, config: Path | None) -> Link:
     """Connect to the daemon of the spool; the error says how to flush without a daemon."""
-    found: Spool | None = places(spool, None, config).spool
+    found = where.spool
     if found is None:
         raise ConfigError("the spool that --config names is not there yet: no daemon has run")
     try:

@@ -1,19 +1,18 @@
-"""Commands that change something: run, prune, pin, unpin; and `config check`, which writes a probe."""
+"""The daemon's own command, `run`; pin and unpin; and `config check`, which writes a probe."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from tierd.cli.ending import EXIT_UNFINISHED
-from tierd.cli.known import answering
+from tierd.cli.acting.ending import EXIT_UNFINISHED
+from tierd.cli.known import answering, no_such
 from tierd.cli.options import (
     AttemptOption,
     ConfigOption,
@@ -21,33 +20,26 @@ from tierd.cli.options import (
     KeyFileOption,
     Places,
     RunArgument,
-    RunOption,
     SpoolOption,
     StepArgument,
+    ToOption,
     UrlArgument,
     load_config,
     places,
 )
-from tierd.cli.read import choose
-from tierd.cli.tables import console, print_json, table
+from tierd.cli.reading.read import choose
+from tierd.cli.tables import console, print_json
 from tierd.core.config import Config, from_urls, without_addresses
-from tierd.core.errors import ConfigError, DaemonUnavailable, StoreUnavailable
+from tierd.core.errors import ConfigError, DaemonUnavailable
 from tierd.core.event_kinds import Event
-from tierd.core.ids import CheckpointId, pin_key, pruning_prefix
-from tierd.core.planning.demand import Demand
-from tierd.core.planning.inventory import Inventory, runs
-from tierd.core.planning.pruning import MOST_CHECKPOINTS
-from tierd.core.planning.verdicts import judge
+from tierd.core.ids import CheckpointId, pin_key
 from tierd.core.printable import printable_json
-from tierd.core.retention.policies import known_policy, unknown
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.candidates import agree
 from tierd.core.timeline.run_view import RunView
 from tierd.core.urls import parse_url
 from tierd.daemon.service import open_all, open_tiers, serve
-from tierd.daemon.tiers.manifests import Manifests
 from tierd.daemon.tiers.observe import look_around
-from tierd.daemon.tiers.prune import prune as prune_tier
 from tierd.daemon.tiers.reach import Reach
 from tierd.daemon.tiers.reach import reach as try_out
 from tierd.ipc import messages
@@ -56,13 +48,12 @@ from tierd.ipc.messages import read_member
 from tierd.logs import LogFormat
 from tierd.logs import use as use_format
 from tierd.spool.spool import Spool
-from tierd.stores.deletions import DeletionGuard
 from tierd.stores.keys import read_key
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
-    for command in (run, prune, pin, unpin):
+    for command in (run, pin, unpin):
         app.command()(command)
     config = typer.Typer(help="The configuration file.", no_args_is_help=True)
     config.callback()(lambda: None)
@@ -72,9 +63,7 @@ def register(app: typer.Typer) -> None:
 
 def run(
     spool: SpoolOption = None,
-    to: Annotated[
-        list[str] | None, typer.Option("--to", metavar="URL", help="A tier; again for more, in order.")
-    ] = None,
+    to: ToOption = None,
     config: ConfigOption = None,
     keep_last: Annotated[
         int | None,
@@ -124,124 +113,6 @@ def _daemon_config(
     return from_urls(str(spool.absolute()), to or [], retention, key)
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """The verdict of retention on one checkpoint on one tier.
-
-    Attributes:
-        keep: whether a rule keeps it.
-        reasons: the rules that keep it, or why nothing does.
-        pruned: whether it was deleted.
-        held: why it was not deleted although no rule keeps it, and until when; empty: nothing holds it.
-    """
-
-    tier: str
-    run: str
-    step: int
-    attempt: str
-    keep: bool
-    reasons: tuple[str, ...]
-    pruned: bool
-    held: str = ""
-
-    @property
-    def done(self) -> str:
-        """The verdict in one or two words."""
-        if self.keep:
-            return "keep"
-        return "pruned" if self.pruned else "held back" if self.held else "would prune"
-
-
-def prune(
-    url: UrlArgument = None,
-    config: ConfigOption = None,
-    run: RunOption = None,
-    keep_last: Annotated[
-        int | None, typer.Option("--keep-last", min=1, help="The policy, in place of each run's own.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and why the rest stays.")] = False,
-    key_file: KeyFileOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Apply retention to the tiers now: each run's own policy, or the one given. A spool is pruned by its daemon alone,
-    which does both by itself."""
-    where = places(None, url, config, keep_last, key_file)
-    judged = asyncio.run(_prune(where, run, dry_run=dry_run))
-    if json:
-        print_json({"verdicts": judged})
-        return
-    rows = [
-        (
-            one.tier,
-            one.run,
-            str(one.step),
-            one.attempt,
-            one.done,
-            "; ".join([*one.reasons, *([one.held] if one.held else [])]),
-        )
-        for one in judged
-    ]
-    console().print(table(None, ("TIER", "RUN", "STEP", "ATTEMPT", "VERDICT", "BECAUSE"), rows))
-
-
-async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judged]:
-    assert where.config is not None
-    judged: list[Judged] = []
-    async with AsyncExitStack() as stack:
-        stores = await open_tiers(where.config, stack)
-        inventory = await look_around(where.spool, stores, run)
-        if where.policy:  # a person's policy replaces the runs' own
-            answered = {name: place and replace(place, policies={}) for name, place in inventory.tiers.items()}
-            inventory = replace(inventory, tiers=answered)
-        asked = [one for one in runs(inventory) if run in (None, one)]
-        _check_policies(inventory, where, asked)
-        for name, place in inventory.tiers.items():
-            if place is None:
-                raise StoreUnavailable(f"{name} did not answer; nothing more was pruned")
-            known, guard = Manifests(stores[name]), DeletionGuard(stores[name])
-            for one in asked:
-                verdicts = judge(Demand(inventory, where.config, one), name)
-                going = [verdict.id for verdict in verdicts if not verdict.keep and not dry_run]
-                gone, held = set[CheckpointId](), dict[CheckpointId, str]()
-                if going:  # a mark that cannot be deleted would delay flushes
-                    await guard.check(f"{pruning_prefix(one)}none")
-                while going:
-                    some, going = going[:MOST_CHECKPOINTS], going[MOST_CHECKPOINTS:]
-                    done = await prune_tier(stores[name], some, known=known, seen=place)
-                    gone |= done.gone
-                    held |= dict.fromkeys(set(some) - done.gone, "nothing of it is left but what others name")
-                    held |= done.held
-                for verdict in verdicts:
-                    found, went = verdict.id, verdict.id in gone
-                    why = held.get(found, "")
-                    judged.append(
-                        Judged(name, found.run, found.step, found.attempt, verdict.keep, verdict.reasons, went, why)
-                    )
-    return judged
-
-
-def _check_policies(inventory: Inventory, where: Places, asked: list[str]) -> None:
-    """Raise `ConfigError` if a run has no policy on a tier, or one that cannot be read, before anything is deleted."""
-    assert where.config is not None
-    for name, place in inventory.tiers.items():
-        if place is None or where.policy:
-            continue
-        for run in asked:
-            if why := unknown(place, run):
-                raise ConfigError(f"{name}: what run {run!r} keeps is not known: {why}; give --keep-last N")
-            others = {other for one in place.policies.get(run, ()) for other in one.tiers}
-            if len(others) > len(where.config.tier):
-                raise ConfigError(
-                    f"{name}: run {run!r} is kept on {', '.join(sorted(others))}, and what a tier that is not named "
-                    "here still wants from this one is not known; name every tier, give --config FILE, or decide "
-                    "yourself by --keep-last N"
-                )
-            if known_policy(inventory, where.config, run, name) is None and any(place.copies(run)):
-                raise ConfigError(
-                    f"{name}: nobody said what run {run!r} keeps there; give --keep-last N, or --config FILE"
-                )
-
-
 def pin(
     run: RunArgument,
     step: StepArgument,
@@ -289,11 +160,11 @@ def _pin_by_daemon(where: Places, run: str, step: int, attempt: str | None, *, p
             f"no daemon holds spool {where.spool.root}, and it alone is not every place: name the tiers' URLs too"
         ) from None
     with link:
-        found = agree(
-            [read_member(link.ask(messages.Candidates(run=run)), "sight", RunView)], run, step, attempt
-        ).candidates
+        view = read_member(link.ask(messages.Candidates(run=run)), "sight", RunView)
+        order = agree([view], run, step, attempt)
+        found = order.candidates
         if not found:
-            raise ConfigError(f"run {run!r} has no complete checkpoint of step {step}")
+            raise no_such(run, step, [one.step for one in order.whole], attempt)
         checkpoint = found[0].checkpoint
         link.ask(messages.Pin(checkpoint=checkpoint, pinned=pinned))
         return checkpoint

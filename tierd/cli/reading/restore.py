@@ -20,13 +20,14 @@ from tierd.cli.options import (
     ModeOption,
     StepOption,
     UrlArgument,
+    best_goal,
     places,
 )
-from tierd.cli.tables import console, print_json, progress, size
+from tierd.cli.progress import progress
+from tierd.cli.tables import console, print_json, size
 from tierd.core.config import Config
 from tierd.core.errors import ConfigError
 from tierd.core.ids import check_run
-from tierd.core.save_policy import Goal, check_goal
 from tierd.daemon.intake.in_place import PutBack, put_back
 from tierd.daemon.service import open_tiers
 from tierd.daemon.transfer.download import Progress
@@ -62,9 +63,7 @@ def restore(
     no daemon."""
     if not name or (to is None) == (into is None):
         raise ConfigError("restore needs --run RUN, and either --to DIR or --into DIR")
-    if best is not None and step is not None:
-        raise ConfigError("--best and --step: one of the two")
-    goal = check_goal(Goal(best, mode)) if best is not None else None
+    goal = best_goal(best, mode, step)
     where = places(None, url, config, key_file=key_file)
     assert where.config is not None
     moved, run = Progress(), check_run(name)
@@ -90,9 +89,8 @@ async def with_tiers(config: Config, moved: Progress, work: Callable[[Mapping[st
     async with AsyncExitStack() as stack:
         stores = await open_tiers(config, stack)
         hasten()
-        with progress("restoring") as bar:
-            task = bar.add_task("", total=None)
-            moved.told = lambda at: bar.update(task, completed=at.done, total=at.total)
+        with progress("restoring") as meter:
+            moved.told = lambda at: meter.update(at.done, at.total)
             return await work(stores)
 
 

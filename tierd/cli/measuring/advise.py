@@ -16,10 +16,10 @@ import msgspec
 import typer
 from msgspec import Meta
 
-from tierd.cli.advise_show import Advised, account, draw, draw_table, markdown, show
 from tierd.cli.known import answering
+from tierd.cli.measuring.advise_show import Advised, account, draw, draw_table, markdown, show
 from tierd.cli.options import JsonOption, RunOption, SpoolOption, places
-from tierd.cli.read import look
+from tierd.cli.reading.read import look
 from tierd.cli.tables import console, print_json, print_lines
 from tierd.cli.units import LONGEST, SHORTEST, count, rate, size, time
 from tierd.core.advice.run_history import Past, past

@@ -1,0 +1,172 @@
+"""Progress of long transfers: a bar on a terminal, a line now and then elsewhere, nothing for short ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.doubles import Double, is_chunk
+from support.world import Daemon, commit, hurry, part, wait_until
+
+import tierd
+from tierd.cli import progress as progress_module
+from tierd.cli import run
+from tierd.cli.progress import Meter, progress
+from tierd.daemon.transfer.flush import Route, flush
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Backlog, Wait
+from tierd.spool.spool import Spool
+from tierd.stores.file import FileStore
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_module, "_PATIENCE_S", 0.02)
+    monkeypatch.setattr(progress_module, "_EVERY_S", 0.02)
+
+
+def test_what_ends_soon_shows_nothing(capsys) -> None:
+    with progress("restoring") as meter:
+        meter.update(GIB, 3 * GIB)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_elsewhere_there_is_a_line_now_and_then(quick, capsys) -> None:
+    with progress("restoring") as meter:
+        meter.update(GIB, 3 * GIB)
+        time.sleep(0.5)
+        meter.update(2 * GIB, 3 * GIB, "restoring rank 1")
+        time.sleep(0.5)
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "" and 2 <= len(lines) <= 50
+    assert lines[0].startswith("tierd: restoring: 1.0 GiB of 3.0 GiB")
+    assert re.fullmatch(r"tierd: restoring rank 1: 2.0 GiB of 3.0 GiB, [\d.]+ [KMG]iB/s, [\d.]+ m?s left", lines[-1])
+
+
+def test_the_rate_and_the_rest_are_those_of_the_transfer(monkeypatch) -> None:
+    now = [0.0]
+    meter = Meter("flushing")
+    meter._bar.get_time = lambda: now[0]
+    for number in range(11):
+        now[0] = float(number)
+        meter.update(number * GIB, 30 * GIB)
+    assert meter.line() == "flushing: 10.0 GiB of 30.0 GiB, 1.0 GiB/s, 20 s left"
+
+
+def test_on_a_terminal_there_is_a_bar_that_goes_away(quick, monkeypatch) -> None:
+    ours, theirs = pty.openpty()
+    said: list[bytes] = []
+
+    def read() -> None:
+        while True:
+            try:
+                said.append(os.read(ours, 4096))
+            except OSError:
+                return
+
+    reads = threading.Thread(target=read)
+    reads.start()
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        with progress("restoring") as meter:
+            meter.update(GIB, 4 * GIB)
+            wait_until(lambda: b"1.0/4.0 GiB" in b"".join(said))
+    reads.join(20)
+    os.close(ours)
+    text = b"".join(said).decode()
+    assert "restoring" in text and text.rstrip().endswith("\x1b[2K")  # the line is erased at the end
+
+
+# -- flushes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Double:
+    """A tier that takes a chunk in a tenth of a second, one after another."""
+    hurry(monkeypatch)
+    monkeypatch.setattr("tierd.ipc.messages.HEARTBEAT", 0.02)
+    monkeypatch.setattr("tierd.daemon.transfer.flush._CHUNKS", 1)
+    monkeypatch.setattr("tierd.cli.acting.ending._POLL_S", 0.02)
+    store = Double()
+
+    def before(operation: str, key: str) -> None:
+        store.delay = 0.1 if operation == "put" and is_chunk(key) else 0.0
+
+    store.before = before
+    return store
+
+
+def test_the_daemon_tells_how_far_a_flush_is(tmp_path: Path, slow: Double) -> None:
+    spool = Spool(tmp_path / "spool")
+    with Daemon(spool.root, {"disk": slow}) as daemon, Link(spool) as link:
+        daemon.settle()
+        whole = sum(map(len, commit(spool, part(7)).values()))
+        told: list[dict] = []
+        seen: list[int] = []
+
+        def tell(line: dict) -> None:
+            told.append(line)
+            seen.append(daemon.reconciler.backlog.summary().left_bytes)
+
+        link.ask(Wait(part=part(7), tier="disk", timeout_s=60), told=tell)
+        sizes = [(line["done"], line["total"]) for line in told if "total" in line]
+        assert len({done for done, _ in sizes}) > 1 and sizes == sorted(sizes)
+        assert {total for _, total in sizes} == {whole}
+        assert len(set(seen)) > 1 and max(seen) <= whole
+        assert link.ask(Backlog())["backlog"].get("moved_bytes", {}) == {}  # nothing is under way any more
+
+
+def test_drain_and_wait_say_how_far_they_are_and_json_stays_json(tmp_path: Path, slow: Double, quick, capsys) -> None:
+    spool = Spool(tmp_path / "spool")
+    with Daemon(spool.root, {"disk": slow}):
+        for number, command in enumerate((["wait", "run"], ["drain"])):
+            commit(spool, part(number))
+            assert run([*command, "--spool", str(spool.root), "--json"]) == 0
+            out, err = capsys.readouterr()
+            json.loads(out)
+            assert re.search(r"tierd: flushing.*: .* of .*iB", err), err
+
+
+def test_commands_that_move_bytes_say_how_far_they_are(tmp_path: Path, monkeypatch, capsys) -> None:
+    seen: list[tuple[str, float, float | None]] = []
+
+    def show(self: Meter, ended: threading.Event) -> None:
+        ended.wait()
+        task = self._bar.tasks[0]
+        seen.append((task.description, task.completed, task.total))
+
+    monkeypatch.setattr(Meter, "show", show)
+    spool, tier = Spool(tmp_path / "spool"), tmp_path / "tier"
+    tier.mkdir()
+    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        saved = checkpointer.save(3, {"model": {"weight": torch.zeros(1 << 16)}})
+        saved.wait()
+
+    async def work() -> None:
+        store = FileStore(tier)
+        await flush(spool, saved.part, Route(store))
+        await store.aclose()
+
+    asyncio.run(work())
+    for command in (
+        ["restore", str(tier), "--run", "run", "--to", str(tmp_path / "restored")],
+        ["export", str(tier), "--run", "run", "--to", str(tmp_path / "exported")],
+        ["verify", str(tier)],
+    ):
+        assert run([*command, "--json"]) == 0
+        json.loads(capsys.readouterr().out)
+    whole, stored = spool.manifest(saved.part).size, seen[2][2]
+    assert seen == [("restoring", whole, whole), ("exporting", 4 << 16, 4 << 16), ("verifying", stored, stored)]

@@ -1,0 +1,244 @@
+"""`tierd top`: the page's facts on a terminal of 80x24, while the daemon works, ends, and comes back."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from support.doubles import Double
+from support.world import Daemon, commit, part
+
+from tierd.cli import run
+from tierd.cli.reading.frame import frame
+from tierd.cli.reading.top import Seen
+from tierd.core.errors import RequestUnknown, StoreUnavailable
+from tierd.ipc import messages
+from tierd.ipc.client import Link
+from tierd.spool.spool import Spool
+
+EVIL = "\u202e\x9b31m"
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    spool = Spool(tmp_path / "spool")
+    for step in (10, 20, 30):
+        commit(spool, part(step), metrics={"loss": 1 / step})
+    commit(spool, part(20, launch=2), origin=part(10).checkpoint)
+    commit(spool, part(7, launch=3, run="half", world=2))
+    return spool
+
+
+def lines(seen: Seen, width: int = 80) -> list[str]:
+    seen.ask()
+    return [line.plain for line in frame(seen.status, seen.runs, width)]
+
+
+# -- what it shows ----------------------------------------------------------------------------------------------------
+
+
+def test_it_shows_what_the_page_shows(spool: Spool) -> None:
+    with Daemon(spool.root, {"disk": Double()}) as daemon:
+        daemon.settle()
+        daemon.reconciler.journal.tell("corrupt", "disk", part(10), f"of {EVIL}")
+        seen = Seen(spool)
+        shown = lines(seen)
+        text = "\n".join(shown)
+        for words in (
+            "PROBLEMS", "TIERS", "RUNS", "EVENTS", "none", "disk", "idle", "█", "run: step 20 is on a tier",
+            "half: on no tier", "rolled back by 20 steps", "a restore tries this first", "kept: ", "verified",
+            "committed", "incomplete: not all of 2 ranks", "loss 0.05", "●──", "└──", "flushed disk", "durable disk",
+        ):  # fmt: skip
+            assert words in text, words
+        assert "\\u202e" in text and EVIL not in text
+        assert sum(line.startswith("20  ") for line in shown) == 2  # one of each launch
+        for width in (80, 40, 200):
+            assert [line for line in lines(seen, width) if cell_len(line) > width] == []
+        daemon.reconciler.repairs.hold(part(30))
+        assert any("held by a restore" in line for line in lines(seen))
+
+
+def test_it_shows_problems_and_what_is_under_way(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierd.daemon.transfer.flush._CHUNKS", 1)
+    store, puts = Double(), []
+
+    def before(operation: str, key: str) -> None:
+        if operation == "put" and "/chunks/" in key:
+            puts.append(key)
+            store.delay = 1000.0 if len(puts) > 1 else 0.0
+
+    store.before = before
+    with Daemon(spool.root, {"disk": store}) as daemon:
+        for _ in range(3):
+            daemon.reconciler.journal.failed(("lane", "disk"), "prune", "disk", "backlog", "503 Slow Down")
+        seen, end = Seen(spool), time.monotonic() + 30
+        while not re.search(r"flush of rank 0 to disk \d+%", "\n".join(lines(seen, 200))):
+            assert time.monotonic() < end, lines(seen)
+            time.sleep(0.05)
+        assert "ALERT disk: prune backlog failed 3 times in a row: 503 Slow Down" in lines(seen)
+
+
+def test_one_answer_serves_the_page_and_the_terminal(spool: Spool) -> None:
+    with Daemon(spool.root, {"disk": Double()}) as daemon:
+        daemon.settle()
+        seen = Seen(spool)
+        seen.ask()
+        assert seen.runs is not None
+        launches = [
+            (one["run"], one["from_step"], one["last_step"], one["lost_steps"]) for one in seen.runs["launches"]
+        ]
+        assert launches == [("half", None, 7, 0), ("run", None, 30, 0), ("run", 10, 20, 20)]
+        sent = [one.sent_bytes or 0 for one in daemon.reconciler.journal.events if one.what == "flushed"]
+        assert sum(seen.runs["sent_bytes"]["disk"]) == sum(sent) > 0
+        assert len(seen.runs["sent_bytes"]["disk"]) == 30
+
+
+def test_what_a_daemon_of_another_version_lacks_is_left_out(spool: Spool) -> None:
+    with Daemon(spool.root, {"disk": Double()}) as daemon:
+        daemon.settle()
+        seen = Seen(spool)
+        seen.ask()
+        text = "\n".join(line.plain for line in frame({"events": seen.status["events"]}, None, 80))
+        assert "of another version of tierd: 'problems'" in text and "not known" in text and "flushed disk" in text
+
+
+def test_a_daemon_that_does_not_know_the_request_shows_its_status(spool: Spool, monkeypatch) -> None:
+    real = Link.ask
+
+    def ask(self: Link, request: messages.Request, *more: object) -> dict:
+        if isinstance(request, messages.Runs):
+            raise RequestUnknown("the daemon does not know 'runs'")
+        return real(self, request, *more)
+
+    monkeypatch.setattr(Link, "ask", ask)
+    with Daemon(spool.root, {"disk": Double()}) as daemon:
+        daemon.settle()
+        seen = Seen(spool)
+        shown = lines(seen)
+        assert seen.error is None and "not known" in shown and any("durable disk" in line for line in shown)
+
+
+def test_a_tier_that_fails_has_its_error(spool: Spool) -> None:
+    store = Double()
+    store.error = StoreUnavailable("503 Slow Down")
+    with Daemon(spool.root, {"disk": store}):
+        seen, end = Seen(spool), time.monotonic() + 30
+        while "disk: 503 Slow Down" not in lines(seen):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+# -- without a terminal -----------------------------------------------------------------------------------------------
+
+
+def test_in_a_pipe_it_prints_once(spool: Spool, capsys: pytest.CaptureFixture[str]) -> None:
+    with Daemon(spool.root, {"disk": Double()}) as daemon:
+        daemon.settle()
+        assert run(["top", "--spool", str(spool.root)]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith("tierd ") and "run: step 20 is on a tier" in out and "\x1b" not in out
+    assert run(["top", "--spool", str(spool.root)]) == 6
+    assert "no daemon answers" in capsys.readouterr().err
+
+
+# -- on a terminal ----------------------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """`tierd top` on a terminal of 80x24. `screen` is the text of the screen, by the little of ECMA-48 that is used."""
+
+    def __init__(self, spool: Spool) -> None:
+        self.ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 80))
+        self.before = termios.tcgetattr(theirs)
+        environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tierd", "top", "--spool", str(spool.root)],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=subprocess.DEVNULL,
+            env={**environment, "TERM": "xterm-256color"},
+        )
+        self._theirs, self._said = theirs, ""
+
+    @property
+    def screen(self) -> list[str]:
+        while select.select([self.ours], [], [], 0)[0]:
+            self._said += os.read(self.ours, 1 << 16).decode(errors="replace")
+        last = self._said.rpartition("\x1b[H")[2]  # where each drawing begins
+        return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in last.replace("\r", "").split("\n")]
+
+    def wait(self, words: str, timeout_s: float = 100.0) -> list[str]:
+        end = time.monotonic() + timeout_s
+        while words not in "\n".join(self.screen):
+            assert self.process.poll() is None and time.monotonic() < end, self.screen
+            time.sleep(0.05)
+        return self.screen
+
+    def press(self, key: bytes) -> None:
+        os.write(self.ours, key)
+
+    def ended(self) -> int:
+        code = self.process.wait(60)
+        _ = self.screen
+        assert termios.tcgetattr(self._theirs) == self.before  # the terminal is as it was
+        assert self._said.rstrip().endswith(("\x1b[?1049l\x1b[?25h", "\x1b[?25h\x1b[?1049l", "\x1b[?25h"))
+        os.close(self._theirs)
+        os.close(self.ours)
+        return code
+
+
+@pytest.mark.timeout(400)
+def test_it_lives_on_a_terminal_through_an_end_of_the_daemon(spool: Spool) -> None:
+    with Daemon(spool.root, {"disk": Double()}) as daemon:
+        daemon.settle()
+        terminal = Terminal(spool)
+        try:
+            assert "run: step 20 is on a tier" in "\n".join(terminal.wait("more lines"))
+            screen = terminal.screen
+            assert len(screen) <= 24 and max(map(cell_len, screen)) <= 80
+            terminal.press(b" ")
+            terminal.wait("EVENTS")
+            terminal.press(b"b")
+            commit(spool, part(40, launch=2), origin=part(10).checkpoint)
+            terminal.wait("step 40 is on a tier")
+            daemon.stop()
+            terminal.wait("The daemon does not answer for")
+            assert "step 40 is on a tier" in "\n".join(terminal.screen)
+            with Daemon(spool.root, {"disk": Double()}) as another:
+                another.settle()
+                end = time.monotonic() + 60
+                while "does not answer" in "\n".join(terminal.screen):
+                    assert time.monotonic() < end
+                    time.sleep(0.05)
+                terminal.wait("half: on no tier")
+                terminal.press(b"q")
+                assert terminal.ended() == 0
+        finally:
+            terminal.process.kill()
+            terminal.process.wait()
+
+
+@pytest.mark.timeout(400)
+def test_ctrl_c_ends_it_and_without_a_daemon_it_waits_for_one(spool: Spool) -> None:
+    terminal = Terminal(spool)
+    try:
+        terminal.wait("The daemon does not answer")
+        with Daemon(spool.root, {"disk": Double()}) as daemon:
+            daemon.settle()
+            terminal.wait("is on a tier")
+            terminal.process.send_signal(signal.SIGINT)
+            assert terminal.ended() == 130
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()

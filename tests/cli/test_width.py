@@ -1,0 +1,131 @@
+"""Every command's output on a terminal of 80 columns, and what it says where nothing is a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pty
+import subprocess
+import sys
+import termios
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from support.doubles import Double
+from support.world import Daemon, attempt, commit, part, wait_until
+
+from tierd.cli import run
+from tierd.core.config import from_urls
+from tierd.core.errors import StoreUnavailable
+from tierd.daemon.service import open_tiers
+from tierd.daemon.transfer.flush import Route, flush
+from tierd.spool.spool import Spool
+
+RUN = "a-run-with-a-name-of-some-length"
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    """A spool whose two checkpoints lie on a tier as well, at `tier` beside it."""
+    spool = Spool(tmp_path / "spool")
+    commit(spool, part(10, run=RUN), metrics={"loss": 1.25, "accuracy": 0.5})
+    commit(spool, part(20, 2, run=RUN), origin=part(10, run=RUN).checkpoint, metrics={"loss": 0.75})
+
+    async def work() -> None:
+        async with AsyncExitStack() as stack:
+            stores = await open_tiers(from_urls(str(spool.root), [str(tmp_path / "tier")]), stack)
+            for one in spool.parts():
+                await flush(spool, one, Route(next(iter(stores.values()))))
+
+    (tmp_path / "tier").mkdir()
+    asyncio.run(work())
+    return spool
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run a command as on a terminal of 80 columns; its lines."""
+
+    def ran(*command: str, code: int = 0) -> list[str]:
+        with monkeypatch.context() as patch:
+            patch.setenv("COLUMNS", "80")
+            patch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+            assert run(list(command)) == code
+        return capsys.readouterr().out.splitlines()
+
+    return ran
+
+
+def test_every_table_fits_into_80_columns(spool: Spool, tmp_path: Path, narrow) -> None:
+    tier, local = str(tmp_path / "tier"), ["--spool", str(spool.root)]
+    for command in (
+        ["ls", tier, *local],
+        ["runs", tier],
+        ["show", RUN, "20", tier, *local],
+        ["verify", tier, *local],
+        ["du", tier, *local],
+        ["prune", tier, "--keep-last", "1", "--dry-run"],
+        ["rm", RUN, tier, *local, "--dry-run"],
+        ["disown", RUN, attempt(2), tier, "--dry-run"],
+    ):
+        lines = narrow(*command)
+        assert len(lines) > 1, command
+        assert [line for line in lines if cell_len(line) > 80] == [], command
+        assert RUN in "\n".join(lines) or command[0] == "disown", command
+
+
+def test_ls_and_show_tell_attempts_times_and_metrics(spool: Spool, tmp_path: Path, narrow) -> None:
+    tier = str(tmp_path / "tier")
+    lines = narrow("ls", tier, "--spool", str(spool.root))
+    head, *rest = [at for at, line in enumerate(lines) if line.startswith(("RUN", RUN))]
+    assert head == 0 and len(rest) == 2  # each checkpoint is named once, above its copies
+    text = "\n".join(lines)
+    for word in (attempt(1), attempt(2), "2026-01-01 00:10:00", "accuracy 0.5, loss 1.25", "loss 0.75", "committed"):
+        assert text.count(word) == (2 if word == "committed" else 1), word
+    shown = "\n".join(narrow("show", RUN, "10", tier))
+    assert "metrics: accuracy 0.5, loss 1.25" in shown or "metrics: loss 1.25, accuracy 0.5" in shown
+
+
+def test_the_status_of_a_daemon_in_trouble_fits(tmp_path: Path, narrow) -> None:
+    spool, store = Spool(tmp_path / "spool"), Double()
+    store.error = StoreUnavailable("https://a.bucket.somewhere.example: 503 Slow Down, please reduce your request rate")
+    commit(spool, part(1, run=RUN))
+    with Daemon(spool.root, {"disk": store}) as daemon:
+        wait_until(lambda: daemon.reconciler.workers["disk"].last_error)
+        lines = narrow("status", "--spool", str(spool.root))
+        assert [line for line in lines if cell_len(line) > 80] == []
+        assert "LAST ERROR" in "\n".join(lines) and "request rate" in "\n".join(lines)
+        lines = narrow("drain", "--spool", str(spool.root), "--deadline", "10s", code=9)
+        assert [line for line in lines if cell_len(line) > 80] == [] and "IS NOT ON" in "\n".join(lines)
+
+
+def test_a_pipe_has_one_line_for_each_copy(spool: Spool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ls", str(tmp_path / "tier"), "--spool", str(spool.root)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and all(line.startswith(RUN) for line in lines)
+    assert head.index("KEPT BECAUSE") > 80
+
+
+def test_on_a_real_terminal(spool: Spool, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    command = [sys.executable, "-m", "tierd", "ls", str(tmp_path / "tier"), "--spool", str(spool.root)]
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        said = b""
+        while True:
+            try:
+                data = os.read(ours, 4096)
+            except OSError:  # the other end is closed
+                break
+            if not data:
+                break
+            said += data
+        assert process.wait(60) == 0
+    os.close(ours)
+    lines = said.decode().replace("\r", "").splitlines()
+    assert lines[0].startswith("RUN") and lines[1].startswith("    CREATED") and lines[2].startswith("    WHERE")
+    assert max(map(len, lines)) <= 80

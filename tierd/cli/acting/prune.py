@@ -1,0 +1,159 @@
+"""The command `prune`: apply retention to tiers now, without a daemon."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import typer
+
+from tierd.cli.known import note_unknown
+from tierd.cli.options import (
+    ConfigOption,
+    JsonOption,
+    KeyFileOption,
+    Places,
+    RunOption,
+    UrlArgument,
+    places,
+)
+from tierd.cli.tables import console, print_json, table
+from tierd.core.errors import ConfigError, StoreUnavailable
+from tierd.core.ids import CheckpointId, pruning_prefix
+from tierd.core.planning.demand import Demand
+from tierd.core.planning.inventory import Inventory, runs
+from tierd.core.planning.pruning import MOST_CHECKPOINTS
+from tierd.core.planning.verdicts import judge
+from tierd.core.retention.policies import known_policy, unknown
+from tierd.daemon.service import open_tiers
+from tierd.daemon.tiers.manifests import Manifests
+from tierd.daemon.tiers.observe import look_around
+from tierd.daemon.tiers.prune import prune as prune_tier
+from tierd.stores.deletions import DeletionGuard
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command."""
+    app.command()(prune)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The verdict of retention on one checkpoint on one tier.
+
+    Attributes:
+        keep: whether a rule keeps it.
+        reasons: the rules that keep it, or why nothing does.
+        pruned: whether it was deleted.
+        held: why it was not deleted although no rule keeps it, and until when; empty: nothing holds it.
+    """
+
+    tier: str
+    run: str
+    step: int
+    attempt: str
+    keep: bool
+    reasons: tuple[str, ...]
+    pruned: bool
+    held: str = ""
+
+    @property
+    def done(self) -> str:
+        """The verdict in one or two words."""
+        if self.keep:
+            return "keep"
+        return "pruned" if self.pruned else "held back" if self.held else "would prune"
+
+
+def prune(
+    url: UrlArgument = None,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    keep_last: Annotated[
+        int | None, typer.Option("--keep-last", min=1, help="The policy, in place of each run's own.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and why the rest stays.")] = False,
+    key_file: KeyFileOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Apply retention to the tiers now: each run's own policy, or the one given. A spool is pruned by its daemon alone,
+    which does both by itself."""
+    where = places(None, url, config, keep_last, key_file)
+    judged = asyncio.run(_prune(where, run, dry_run=dry_run))
+    if run and not judged:
+        note_unknown(where, run)
+    if json:
+        print_json({"verdicts": judged})
+        return
+    rows = [
+        (
+            one.tier,
+            one.run,
+            str(one.step),
+            one.attempt,
+            one.done,
+            "; ".join([*one.reasons, *([one.held] if one.held else [])]),
+        )
+        for one in judged
+    ]
+    console().print(table(None, ("TIER", "RUN", "STEP", "ATTEMPT", "VERDICT", "BECAUSE"), rows))
+
+
+async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judged]:
+    assert where.config is not None
+    judged: list[Judged] = []
+    async with AsyncExitStack() as stack:
+        stores = await open_tiers(where.config, stack)
+        inventory = await look_around(where.spool, stores, run)
+        if where.policy:  # a person's policy replaces the runs' own
+            answered = {name: place and replace(place, policies={}) for name, place in inventory.tiers.items()}
+            inventory = replace(inventory, tiers=answered)
+        asked = [one for one in runs(inventory) if run in (None, one)]
+        _check_policies(inventory, where, asked)
+        for name, place in inventory.tiers.items():
+            if place is None:
+                raise StoreUnavailable(f"{name} did not answer; nothing more was pruned")
+            known, guard = Manifests(stores[name]), DeletionGuard(stores[name])
+            for one in asked:
+                verdicts = judge(Demand(inventory, where.config, one), name)
+                going = [verdict.id for verdict in verdicts if not verdict.keep and not dry_run]
+                gone, held = set[CheckpointId](), dict[CheckpointId, str]()
+                if going:  # a mark that cannot be deleted would delay flushes
+                    await guard.check(f"{pruning_prefix(one)}none")
+                while going:
+                    some, going = going[:MOST_CHECKPOINTS], going[MOST_CHECKPOINTS:]
+                    done = await prune_tier(stores[name], some, known=known, seen=place)
+                    gone |= done.gone
+                    held |= dict.fromkeys(set(some) - done.gone, "nothing of it is left but what others name")
+                    held |= done.held
+                for verdict in verdicts:
+                    found, went = verdict.id, verdict.id in gone
+                    why = held.get(found, "")
+                    judged.append(
+                        Judged(name, found.run, found.step, found.attempt, verdict.keep, verdict.reasons, went, why)
+                    )
+    return judged
+
+
+def _check_policies(inventory: Inventory, where: Places, asked: list[str]) -> None:
+    """Raise `ConfigError` if a run has no policy on a tier, or one that cannot be read, before anything is deleted."""
+    assert where.config is not None
+    for name, place in inventory.tiers.items():
+        if place is None or where.policy:
+            continue
+        for run in asked:
+            if why := unknown(place, run):
+                raise ConfigError(f"{name}: what run {run!r} keeps is not known: {why}; give --keep-last N")
+            others = {other for one in place.policies.get(run, ()) for other in one.tiers}
+            if len(others) > len(where.config.tier):
+                raise ConfigError(
+                    f"{name}: run {run!r} is kept on {', '.join(sorted(others))}, and what a tier that is not named "
+                    "here still wants from this one is not known; name every tier, give --config FILE, or decide "
+                    "yourself by --keep-last N"
+                )
+            if known_policy(inventory, where.config, run, name) is None and any(place.copies(run)):
+                raise ConfigError(
+                    f"{name}: nobody said what run {run!r} keeps there; give --keep-last N, or --config FILE"
+                )

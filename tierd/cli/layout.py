@@ -1,0 +1,114 @@
+"""The layout of a table as lines of text: aligned columns, on several lines a row where one line is too narrow.
+
+Invariant: no line is wider than asked for, and no text is left out.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+_GAP, _INDENT = 2, 4  # columns of the terminal
+_LEAST = 30  # columns that wrapped text needs to be readable beside others
+
+_folding = Console(file=io.StringIO(), width=80)  # only for the rules by which rich wraps text
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One of the lines that each row takes: which columns stand there, and how wide each is."""
+
+    indent: int
+    columns: tuple[int, ...]
+    widths: tuple[int, ...]
+
+    def of(self, row: Sequence[str]) -> list[str]:
+        """Return the cells of a row; several lines if some are wrapped."""
+        cells = [wrapped(row[at], width) for at, width in zip(self.columns, self.widths, strict=True)]
+        tall = max(map(len, cells))
+        found = []
+        for number in range(tall):
+            pieces = [cell[number] if number < len(cell) else "" for cell in cells]
+            shown = (" " * _GAP).join(map(_padded, pieces, self.widths))
+            found.append((" " * self.indent + shown).rstrip())
+        return found
+
+
+def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None, key: int = 0) -> list[str]:
+    """Lay out a table.
+
+    A row that does not fit takes several lines, of which all but the first are indented. Each column stands below its
+    head. Columns without any text are left out then.
+
+    Args:
+        columns: the heads.
+        rows: printable cells, as many in each row as there are heads.
+        width: of the lines, in columns of the terminal; None: one line a row, however long.
+        key: so many columns tell which thing a row is about. If rows take several lines, these have lines of their
+            own, which are left out where they repeat those of the row before.
+    """
+    widths = [max(map(cell_len, column)) for column in zip(columns, *rows, strict=True)]
+    every = range(len(columns))
+    if width is None or sum(widths) + _GAP * (len(widths) - 1) <= width:
+        line = _Line(0, tuple(every), tuple(widths))
+        return [shown for row in (columns, *rows) for shown in line.of(row)]
+    shown = [at for at in every if not rows or any(row[at] for row in rows)]
+    if fitting := _one_line(shown, widths, width):
+        return [text for row in (columns, *rows) for text in fitting.of(row)]
+    naming = _lines([at for at in shown if at < key], widths, width, first=True)
+    telling = _lines([at for at in shown if at >= key], widths, width, first=not naming)
+    found = [text for line in (*naming, *telling) for text in line.of(columns)]
+    before: list[str] = []
+    for row in rows:
+        name = [text for line in naming for text in line.of(row)]
+        found += name if name != before else []
+        found += [text for line in telling for text in line.of(row)]
+        before = name
+    return found
+
+
+def _one_line(chosen: Sequence[int], widths: Sequence[int], width: int) -> _Line | None:
+    """Return one line of all columns, with the last one wrapped; None if it is too narrow for that."""
+    *most, last = chosen
+    room = width - sum(widths[at] + _GAP for at in most)
+    if room < min(_LEAST, widths[last]):
+        return None
+    return _Line(0, tuple(chosen), (*(widths[at] for at in most), min(widths[last], room)))
+
+
+def _lines(chosen: Sequence[int], widths: Sequence[int], width: int, *, first: bool) -> list[_Line]:
+    """Distribute columns over lines, in order. `first`: whether the first one is a row's first, and not indented."""
+    found: list[_Line] = []
+    here: list[int] = []
+    room = width if first else width - _INDENT
+    for at in chosen:
+        wraps = at == chosen[-1] and room >= _LEAST
+        if here and widths[at] > room and not wraps:
+            found.append(_line(here, widths, width, indented=bool(found) or not first))
+            here, room = [], width - _INDENT
+        here.append(at)
+        room -= widths[at] + _GAP
+    return [*found, _line(here, widths, width, indented=bool(found) or not first)] if here else found
+
+
+def _line(chosen: Sequence[int], widths: Sequence[int], width: int, *, indented: bool) -> _Line:
+    indent = _INDENT if indented else 0
+    *most, last = chosen
+    room = width - indent - sum(widths[at] + _GAP for at in most)
+    return _Line(indent, tuple(chosen), (*(widths[at] for at in most), max(1, min(widths[last], room))))
+
+
+def _padded(cell: str, width: int) -> str:
+    return cell + " " * (width - cell_len(cell))
+
+
+def wrapped(cell: str, width: int) -> list[str]:
+    """Break text into lines of at most `width`, between words where that is possible."""
+    if cell_len(cell) <= width:
+        return [cell]
+    return [line.plain.rstrip() for line in Text(cell).wrap(_folding, width, overflow="fold")]

@@ -1,0 +1,46 @@
+"""Which steps each launch of a run saved, from which checkpoint it began, and how far that rolled the run back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tierd.core.report import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSteps:
+    """The checkpoints of one launch, as far as they are known.
+
+    Attributes:
+        attempt: the launch.
+        first_step, last_step: its oldest and its newest checkpoint.
+        from_step, from_attempt: the checkpoint from which it resumed; None: from the beginning, or not known.
+        lost_steps: by how many steps the launch that saved that checkpoint had come further.
+    """
+
+    run: str
+    attempt: str
+    first_step: int
+    last_step: int
+    from_step: int | None
+    from_attempt: str | None
+    lost_steps: int
+
+
+def launch_steps(checkpoints: Iterable[Checkpoint]) -> tuple[LaunchSteps, ...]:
+    """Return the launches of every run, by run and in their order."""
+    found: dict[tuple[str, str], list[Checkpoint]] = {}
+    for one in checkpoints:
+        found.setdefault((one.run, one.attempt), []).append(one)
+    launches = []
+    for (run, attempt), saved in sorted(found.items()):
+        steps = [one.step for one in saved]
+        origin = next((one.resumed_from for one in saved if one.resumed_from), None)
+        step, _, by = origin.partition(".") if origin else ("", "", "")
+        before = [one.step for one in found.get((run, by), ())]
+        lost = max(0, max(before) - int(step)) if before else 0
+        launches.append(
+            LaunchSteps(run, attempt, min(steps), max(steps), int(step) if step else None, by or None, lost)
+        )
+    return tuple(launches)
