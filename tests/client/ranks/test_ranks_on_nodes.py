@@ -399,10 +399,9 @@ def test_a_node_without_a_daemon_says_so_at_once(tmp_path, monkeypatch):
 
 def test_a_rank_that_does_not_come_is_named_with_the_tier(tmp_path, monkeypatch):
     slurm(monkeypatch)
-    monkeypatch.setattr("tierd.client.ranks.ranks._FIRST_S", 1.0)
     told = r"rank 0 did not come within 1 s \(tier tier \(file:///tier\), through the daemon of node"
     with Daemon(tmp_path, {"tier": MemoryStore()}) as daemon, pytest.raises(ConfigError, match=told):
-        tierd.Checkpointer(daemon.spool.root, "run")
+        tierd.Checkpointer(daemon.spool.root, "run", start_timeout=1)
 
 
 def test_an_indexed_job_of_kubernetes_has_a_name(monkeypatch):
