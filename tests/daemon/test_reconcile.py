@@ -93,6 +93,7 @@ def test_a_tier_that_hangs_delays_only_itself(spool):
             await until(lambda: daemon.tiers.has(part(2), "hung") and daemon.workers["up"].failures)
             hung.delay, up.error = 3600.0, None
             await until(lambda: all(daemon.tiers.has(part(step), "up") for step in range(3)), 15)
+        assert steps_on(await contents(up.inner)) == [0, 1, 2]
 
     asyncio.run(work())
 
@@ -146,7 +147,7 @@ def test_lost_answers_and_flaky_calls_end_in_the_same_tier(spool):
         assert asyncio.run(contents(store.inner)) == asyncio.run(contents(calm)), f"seed {seed}"
 
 
-def test_a_foreign_error_ends_no_lane(spool):
+def test_a_foreign_error_ends_no_worker(spool):
     async def work():
         store = Double()
         store.error = ZeroDivisionError("a bug")
