@@ -186,7 +186,7 @@ MAY: dict[str, set[str]] = {
         "core",
         "",
     },
-    "": {"client", "state", "dcp", "logs", "observing"},
+    "": {"client", "state", "dcp", "logs", "observing", "core"},
     "__main__": {"cli"},
 }
 SYNC = {

@@ -20,7 +20,7 @@ from tierd.client.ranks.launchers import slurm_attempt
 from tierd.client.ranks.ranks import Ranks
 from tierd.core.errors import ConfigError, StepRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_step, next_attempt
-from tierd.core.manifest import VERSION, Manifest, Origin, metrics_to_json
+from tierd.core.manifest import Manifest
 from tierd.spool.spool import Spool
 
 
@@ -143,20 +143,7 @@ class Launch:
 
     def manifest(self, part: PartId, metrics: Mapping[str, float]) -> Manifest:
         """Make the manifest of `part`, without files."""
-        origin = self._origin
-        return Manifest(
-            version=VERSION,
-            run=self.run,
-            step=part.checkpoint.step,
-            attempt=part.checkpoint.attempt,
-            resumed_from=Origin(step=origin.step, attempt=origin.attempt) if origin else None,
-            rank=self.rank,
-            world_size=self.world,
-            created=datetime.now(UTC).isoformat(),
-            writer=f"tierd {__version__}",
-            metrics=metrics_to_json(metrics),
-            files=(),
-        )
+        return Manifest.of(part, self._origin, metrics, datetime.now(UTC), __version__)
 
     def check_given(self, origin: CheckpointId | None, attempts: Collection[str]) -> None:
         """Raise `ConfigError` if a given attempt cannot continue from `origin`, or cannot be the run's latest."""
