@@ -73,7 +73,7 @@ _GUARDS = (
     ),
     Mutant(
         "a spool that has vanished is an empty spool",
-        "tierd/spool/spool.py",
+        "tierd/spool/local_parts.py",
         "if self._made and not self.control.exists():",
         "if not self._made:",
         "pytest tests/spool/test_spool.py -k vanished_is_not",
@@ -1891,7 +1891,7 @@ _MOVED = "pytest tests/spool/test_links.py"
 _WAYS = (
     Mutant(
         "a run's linked directory is no directory",
-        "tierd/spool/spool.py",
+        "tierd/spool/local_parts.py",
         "                found.append(name)\n",
         "                continue\n",
         f"{_MOVED} -k linked_is_followed",
@@ -1919,7 +1919,7 @@ _WAYS = (
     ),
     Mutant(
         "a link inside a run hides a checkpoint",
-        "tierd/spool/spool.py",
+        "tierd/spool/local_parts.py",
         "        for link in inside:\n",
         "        for link in ():\n",
         f"{_MOVED} -k inside_a_run",
@@ -1945,7 +1945,7 @@ _SURROUNDINGS = (
     Mutant(
         "a spool's path that JSON cannot say is taken",
         "tierd/spool/spool.py",
-        "        _check_name(self.root)\n",
+        "        check_name(self.root)\n",
         "",
         f"{_AROUND} -k no_utf8",
     ),

@@ -27,10 +27,10 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest, encode, seal
-from tierd.spool import spool as spool_module
 from tierd.spool import stage as stage_module
+from tierd.spool import trash
 from tierd.spool.conditions import translated
-from tierd.spool.file_io import write_file
+from tierd.spool.file_io import read_file, write_file
 from tierd.spool.spool import Spool
 from tierd.spool.stage import describe_directory
 
@@ -368,7 +368,7 @@ def test_a_stage_that_was_swept_before_its_lock_was_taken_is_made_anew(spool, mo
 
 def test_what_a_removal_left_half_way_is_a_leftover(spool, monkeypatch):
     commit(spool, part())
-    monkeypatch.setattr(spool_module, "remove", lambda *args, **kwargs: None)
+    monkeypatch.setattr(trash, "remove", lambda *args, **kwargs: None)
     spool.remove([part()])
     monkeypatch.undo()
     assert spool.parts() == []
@@ -427,21 +427,21 @@ def test_a_part_goes_while_the_last_other_one_of_its_checkpoint_does(spool, monk
     first, second = part(100, 0, 2), part(100, 1, 2)
     commit(spool, first)
     commit(spool, second)
-    real = spool_module.sync_directory
+    real = trash.sync_directory
 
     def racing(path):
         if path == spool.path(second).parent and spool.has(second):
             spool.quarantine(second)
         return real(path)
 
-    monkeypatch.setattr(spool_module, "sync_directory", racing)
+    monkeypatch.setattr(trash, "sync_directory", racing)
     spool.remove([first]) if going == "remove" else spool.quarantine(first)
     assert spool.parts() == [] and not spool.path(first).parent.exists()
 
 
 def test_reading_while_the_checkpoint_is_removed_is_not_found_rather_than_corrupt(spool):
     manifest = commit(spool, part())
-    real = spool_module.read_file
+    real = read_file
 
     def remove_meanwhile(path, file):
         found = real(path, file)
@@ -504,7 +504,7 @@ def test_a_directory_that_a_cut_off_commit_or_removal_left_is_a_leftover(spool, 
 
     if cut == "rmdir":
         commit(spool, part(1))
-    monkeypatch.setattr(spool_module.Path, cut, killed)
+    monkeypatch.setattr(Path, cut, killed)
     if cut == "rename":
         with pytest.raises(KeyboardInterrupt):
             commit(spool, part(1))
@@ -629,7 +629,7 @@ def test_a_spool_that_is_only_looked_at_offers_nothing(tmp_path):
 def test_a_checkpoint_is_out_of_sight_for_good_before_a_file_of_it_is_moved(spool, monkeypatch):
     """Else a power cut could bring a checkpoint back whose file a save has overwritten."""
     calls: list[str] = []
-    real_rename, real_sync = Path.rename, spool_module.sync_directory
+    real_rename, real_sync = Path.rename, trash.sync_directory
     commit_large(spool, part())
 
     def rename(self, target):
@@ -641,7 +641,7 @@ def test_a_checkpoint_is_out_of_sight_for_good_before_a_file_of_it_is_moved(spoo
         real_sync(path)
 
     monkeypatch.setattr(Path, "rename", rename)
-    monkeypatch.setattr(spool_module, "sync_directory", sync)
+    monkeypatch.setattr(trash, "sync_directory", sync)
     spool.remove([part()], {part().writer})
     assert calls == [f"rename {part().name} trash", f"sync {part().checkpoint.name}", "rename small recycle"]
 

@@ -184,13 +184,13 @@ MUTANTS = (
     ),
     Mutant(
         "a part's spare is written over before its removal is durable",
-        "tierd/spool/spool.py",
-        """            _take_apart(path, grave)
-        _sync_left(path.parent)
-        return grave
+        "tierd/spool/trash.py",
+        """        _take_apart(path, grave)
+    sync_left(path.parent)
+    return grave
 """,
-        """            _take_apart(path, grave)
-        return grave
+        """        _take_apart(path, grave)
+    return grave
 """,
         "power --trials 60",
         "said to be gone",
@@ -207,7 +207,7 @@ MUTANTS = (
         "a quarantine is answered before it is durable",
         "tierd/spool/spool.py",
         """        sync_directory(aside.parent)
-        _sync_left(home.parent)
+        sync_left(home.parent)
 """,
         "",
         _BY.format(54),

@@ -86,7 +86,7 @@ MUTANTS = (
     ),
     Mutant(
         "a new spool is not synced",
-        "tierd/spool/spool.py",
+        "tierd/spool/root.py",
         "        sync_directory(path.parent)\n    except OSError as error:",
         "        pass\n    except OSError as error:",
         _CUTS,
