@@ -161,7 +161,7 @@ def test_a_foreign_error_ends_no_worker(spool):
 
 
 def test_one_unreadable_manifest_in_the_spool_stops_nothing_else(spool, monkeypatch):
-    """EIO on one manifest: the others are flushed, and the one is neither set aside nor forgotten."""
+    """EIO on one manifest: the others are flushed, and the one is neither quarantined nor forgotten."""
     for step in range(3):
         commit(spool, part(step))
     bad = spool.path(part(1)) / MANIFEST_NAME
@@ -516,7 +516,7 @@ def test_a_daemon_ends_in_order_where_its_sockets_cannot_be_removed(tmp_path, mo
 
 
 def test_what_a_rank_commits_while_other_parts_of_it_are_freed_stays_in_sight(spool, monkeypatch):
-    """Whoever waits for that part would else be told that it will not come, until the spool is looked at again."""
+    """A waiter for that part would otherwise hear that it will not come, until the spool is looked at again."""
     freed, late = part(1, rank=0, world=2), part(1, rank=1, world=2)
     commit(spool, freed)
 

@@ -533,7 +533,7 @@ _DELETIONS = (
     ),
     Mutant(
         "prune does not say what holds it back",
-        "tierd/daemon/tiers/doomed.py",
+        "tierd/daemon/tiers/deletions.py",
         "                held |= found.grown\n",
         "",
         "pytest tests/cli/test_cli.py -k holds_it_back",
@@ -985,7 +985,7 @@ _PRUNES = (
     ),
     Mutant(
         "what was decided before the marks is deleted without asking again",
-        "tierd/daemon/tiers/doomed.py",
+        "tierd/daemon/tiers/deletions.py",
         "            elif spared := await self._spared(found.shown):\n",
         "            elif spared := dict[CheckpointId, str]():\n",
         "pytest tests/daemon/tiers/test_prune_confirmed.py",
@@ -1015,8 +1015,8 @@ _PRUNES = (
     ),
     Mutant(
         "a pass of prunes looks before it marks",
-        "tierd/daemon/tiers/doomed.py",
-        "        await self.marks.put(self.doomed | remembered)\n",
+        "tierd/daemon/tiers/deletions.py",
+        "        await self.marks.put(self.to_delete | remembered)\n",
         "        await self.marks.put(set())\n",
         "pytest tests/daemon/tiers/test_pending_prunes.py -k marks_all",
     ),

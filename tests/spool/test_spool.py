@@ -189,7 +189,7 @@ def test_a_new_spool_stays_in_reach_after_a_power_cut(tmp_path, monkeypatch):
     Spool(tmp_path / "a" / "b" / "spool")
     assert calls == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
     calls.clear()
-    Spool(tmp_path / "a" / "b" / "spool")  # whoever made it may have been killed before it was synced
+    Spool(tmp_path / "a" / "b" / "spool")  # its creator may have been killed before it was synced
     assert calls == [str(tmp_path / "a" / "b")]
 
 
@@ -397,7 +397,7 @@ def test_remove_takes_the_parts_that_it_is_told_and_nothing_else(spool):
     "plant", [os.mkfifo, lambda path: os.symlink("/etc", path), Path.touch], ids=["fifo", "link", "file"]
 )
 def test_what_lies_in_a_parts_place_and_is_no_directory_is_removed_like_one(spool, plant):
-    """Seed 4211 of `python -m faults hostile`: a FIFO was opened, which waits for whoever writes to it."""
+    """Seed 4211 of `python -m faults hostile`: a FIFO was opened, which waits for a writer."""
     for owner in (part(100), part(200)):
         spool.path(owner).parent.mkdir(parents=True)
         plant(spool.path(owner))
@@ -580,22 +580,22 @@ def test_of_several_ranks_those_asked_for_are_kept(spool):
 
 
 def test_small_files_and_linked_files_are_not_kept(spool, tmp_path):
-    lane = {part().writer}
+    writers = {part().writer}
     commit_large(spool, part(1), (LARGE - 1,))
-    spool.remove([part(1)], lane)
+    spool.remove([part(1)], writers)
     assert spool.recycled(part()) is None
     commit_large(spool, part(2))
     (tmp_path / "users").hardlink_to(spool.path(part(2)) / "small")
-    spool.remove([part(2)], lane)
+    spool.remove([part(2)], writers)
     assert spool.recycled(part()) is None
     assert (tmp_path / "users").read_bytes() == b"B" * (LARGE + 5)
     commit_large(spool, part(3))
     (spool.path(part(3)) / "link").symlink_to(tmp_path / "users")
-    spool.remove([part(3)], lane)
+    spool.remove([part(3)], writers)
     assert not spool.recycled(part()).is_symlink()
 
 
-def test_one_file_is_kept_for_a_lane(spool):
+def test_one_file_is_kept_for_a_writer(spool):
     for step in (1, 2):
         commit_large(spool, part(step), (LARGE + step,))
         spool.remove([part(step)], {part().writer})
@@ -603,7 +603,7 @@ def test_one_file_is_kept_for_a_lane(spool):
     assert list((spool.control / "trash").iterdir()) == []
 
 
-def test_what_is_kept_is_dropped_by_lane(spool):
+def test_what_is_kept_is_dropped_by_writer(spool):
     for run in ("a", "b"):
         commit_large(spool, part(1, run=run))
         spool.remove([part(1, run=run)], {part(run=run).writer})
@@ -704,7 +704,7 @@ def test_a_manifest_that_is_not_right_is_a_manifest_error(spool, damage):
     damage(_manifest_path(spool))
     with pytest.raises(ManifestError):
         spool.manifest(part())
-    assert spool.parts() == [part()]  # by name it is still there, for the plan to mend
+    assert spool.parts() == [part()]  # by name it is still there, for the plan to repair
 
 
 def test_a_newer_format_is_too_new(spool):
@@ -931,7 +931,7 @@ def test_a_spool_that_vanished_is_not_an_empty_one(spool):
 
 
 def test_an_empty_directory_that_cannot_go_is_said(spool, monkeypatch):
-    """Or a lane would try again at once, for ever."""
+    """Or a tier worker would try again at once, for ever."""
     (spool.root / "run" / part(1).checkpoint.name).mkdir(parents=True)
     [name] = spool.leftovers()
 

@@ -117,7 +117,7 @@ def test_rank_0_that_comes_late_does_not_go_on_alone(boards):
 
 
 def test_an_exchange_succeeds_on_all_ranks_or_on_none(boards, monkeypatch):
-    """Rank 1 gives up at about the moment at which rank 0 comes: whoever is first, they agree."""
+    """Rank 1 gives up at about the moment at which rank 0 comes: in either order, they agree."""
     monkeypatch.setattr("tierd.client.ranks.meeting._LAST_S", 0.1)  # for which rank 0 waits until who gave up reads why
     both = 0
     for seed in range(25):
@@ -167,7 +167,7 @@ def test_rank_0_waits_at_its_end_for_who_has_not_read(boards):
 
 @pytest.mark.parametrize("lost", ["0/1", "0/all"])
 def test_what_somebody_else_removed_is_not_waited_for_without_an_end(boards, lost):
-    """All ranks live, so that none of them is given up: a sweep by a clock that is wrong, or whoever writes there."""
+    """All ranks live, so that none of them is given up: a sweep by a clock that is wrong, or another writer there."""
     made, done = meetings(boards, 2, silent_s=1.0), threading.Event()
     other, through = boards(), [threading.Event(), threading.Event()]
 

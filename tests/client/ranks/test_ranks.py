@@ -208,7 +208,7 @@ def test_when_one_rank_cannot_restore_none_does_and_none_waits_for_ever(spool, g
 
 
 def test_an_error_of_one_rank_steps_nobody_back(spool, group, monkeypatch):
-    """An error is not corruption, whoever meets it."""
+    """An error is not corruption on any rank that meets it."""
     read = Spool.read
 
     def failing(self, part, manifest):

@@ -253,7 +253,7 @@ MUTANTS = (
             marks.begun = False  # no chunk is being deleted, so the marks may be removed
             raise
         gone = [key async for key in _lying(store, run, going)]
-        aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.doomed]
+        aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.to_delete]
         await store.delete(gone + aside)
 """,
         """            pass
@@ -261,7 +261,7 @@ MUTANTS = (
             marks.begun = False  # no chunk is being deleted, so the marks may be removed
             raise
         gone = [key async for key in _lying(store, run, going)]
-        aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.doomed]
+        aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.to_delete]
         await store.delete(gone + aside)
         await store.delete(manifests)
 """,

@@ -268,7 +268,7 @@ class Life(RuleBasedStateMachine):
             self.loop.run_until_complete(self._call("get"))
 
     def _begin(self, how: str) -> None:
-        self.server.over.set()  # whoever stalls of an earlier step goes away
+        self.server.over.set()  # a peer that stalls since an earlier step goes away
         self.server.over = threading.Event()
         end = time.monotonic() + 5
         while (
