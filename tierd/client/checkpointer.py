@@ -22,7 +22,7 @@ import msgspec
 from tierd.client.attachment import Attachment
 from tierd.client.closing import Closing, check_failed, check_wait
 from tierd.client.disk_space import SpaceCheck
-from tierd.client.ranks.launch import Launch, tell_failure
+from tierd.client.ranks.launch import Launch, report_failure
 from tierd.client.ranks.other_launches import Beside
 from tierd.client.ranks.ranks import SILENT_S, START_S, Ranks
 from tierd.client.restoring.device_uploads import Uploads
@@ -181,7 +181,7 @@ class Checkpointer:
             self._choice = Schedule(when, self._ranks)
             attach()
         except Exception as error:
-            tell_failure(self._ranks, run, error)
+            report_failure(self._ranks, run, error)
             raise
         self._beside = Beside(self._spool, asks=self._daemon.tiers)
         seen = functools.partial(self._daemon.attempts, run)
@@ -347,7 +347,7 @@ class Checkpointer:
         """Record that a save has become durable or has failed. Runs in another thread than training."""
         if error is not None:
             self._launch.steps.discard(save.step)
-            self._tell_failed(save.part, error)
+            self._report_failed(save.part, error)
         else:
             self._durable(save.part.checkpoint.attempt, save.step)
         self._choice.ended(save.step, durable=error is None)
@@ -402,18 +402,18 @@ class Checkpointer:
         self._choice.ended(part.checkpoint.step, durable=False)
         # A refused step is already committed, so nothing was lost.
         if isinstance(error, Exception) and not isinstance(error, StepRefused):
-            self._tell_failed(part, error)
+            self._report_failed(part, error)
 
     def _durable(self, attempt: str, step: int) -> None:
         self._saved.add(attempt)
         self._failed.pop(step, None)
 
-    def _tell_failed(self, part: PartId, error: Exception) -> None:
+    def _report_failed(self, part: PartId, error: Exception) -> None:
         why = (str(error) or type(error).__name__)[:MAX_TOLD]
         self._failed[part.checkpoint.step] = why
         self._daemon.tell(Failed(part=part, why=why))
 
-    def tell_leaked(self, step: int, why: str) -> None:
+    def report_leaked(self, step: int, why: str) -> None:
         """Report to the daemon that this step trained on repeated or validation samples. Called by `SampleWatch`."""
         launch = self._launch
         part = PartId(CheckpointId(launch.run, launch.attempt, check_step(step)), launch.rank, launch.world)

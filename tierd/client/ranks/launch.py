@@ -97,11 +97,11 @@ class Launch:
         try:
             seen = self._seen() if self._given is None else ()
         except Exception as error:  # raised later, because the other ranks wait and must be notified first
-            tell_failure(ranks, self.run, error)
+            report_failure(ranks, self.run, error)
             raise
         me = Beginning(run=self.run, world=self.world, given=self._given, options=options, clock=clock(seen))
-        told = ranks.gather(me, first=True)
-        for rank, other in enumerate(told):
+        beginnings = ranks.gather(me, first=True)
+        for rank, other in enumerate(beginnings):
             if other.error:
                 raise StoreUnavailable(f"rank {rank} cannot begin: {other.error}")
             for what, theirs, own in (
@@ -116,7 +116,7 @@ class Launch:
                         "are one run's, and share one attempt; give every rank the same"
                     )
         if self._given is None:
-            self._attempt = agreed((), [other.clock for other in told if other.clock])
+            self._attempt = agreed((), [other.clock for other in beginnings if other.clock])
 
     @property
     def attempt(self) -> str:
@@ -197,7 +197,7 @@ class Launch:
             self._attempt = agreed(attempts, clocks)
 
 
-def tell_failure(ranks: Ranks, run: str, error: Exception) -> None:
+def report_failure(ranks: Ranks, run: str, error: Exception) -> None:
     """Notify ranks that are about to begin that this rank cannot, because they would wait for it."""
     with suppress(StoreUnavailable):
         ranks.gather(Beginning(run=run, world=ranks.world, error=str(error)), first=True)

@@ -144,8 +144,8 @@ class Ranks:
         kind = type(value).__name__
         said = msgspec.json.encode(_Said(kind, msgspec.Raw(msgspec.json.encode(value))))
         try:
-            told = self._meeting.exchange(said, self._first_s if first else self._silent_s)
-            answers = [msgspec.json.decode(one, type=_Said) for one in told]
+            heard = self._meeting.exchange(said, self._first_s if first else self._silent_s)
+            answers = [msgspec.json.decode(one, type=_Said) for one in heard]
             others = [f"rank {rank} is at {one.kind}" for rank, one in enumerate(answers) if one.kind != kind]
             if others:
                 raise StoreUnavailable(f"this rank is at {kind}, and {', '.join(others[:3])}: all make the same calls")
