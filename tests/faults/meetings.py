@@ -181,7 +181,7 @@ MEETINGS = (
     Mutant(
         "a rank that ended before it began is waited for as a late one",
         "tierd/client/ranks/processes.py",
-        "        return self._expected - running\n",
+        "        return self._expected - running.keys()\n",
         "        return set()\n",
         f"{_TESTS} -k 'before_it_began and killed'",
     ),
@@ -195,9 +195,16 @@ MEETINGS = (
     Mutant(
         "a rank that imports its modules counts as ended",
         "tierd/client/ranks/processes.py",
-        "        running = {rank for pid in pids if (rank := self._rank(pid)) is not None}\n",
-        "        running = {self._rank(os.getpid())}\n",
+        "pid in pids if",
+        "pid in [os.getpid()] if",
         f"{_TESTS} -k 'before_it_began and slow'",
+    ),
+    Mutant(
+        "a rank that wrote a title over its environment counts as ended",
+        "tierd/client/ranks/processes.py",
+        "            if born is not None and _born(pid) == born:\n",
+        "            if False:\n",
+        f"{_TESTS} -k hides_its_environment",
     ),
     Mutant(
         "other nodes do not learn that a rank has ended",

@@ -288,6 +288,25 @@ def test_a_rank_that_ended_before_it_began_differs_from_a_slow_one(tmp_path, tas
         assert time.monotonic() - begun < 60
 
 
+def test_a_rank_that_hides_its_environment_has_not_ended():
+    """As one that sets its process's title, which overwrites the environment that the kernel shows."""
+    script = """
+import os, subprocess, sys
+from tierd.client.ranks import processes
+other = subprocess.Popen(["sleep", "60"], env={**os.environ, "SLURM_PROCID": "1"})
+siblings = processes.Siblings(0, 2)
+found = [siblings.ended()]
+recognise = siblings._rank
+siblings._rank = lambda pid: None if pid == other.pid else recognise(pid)
+found.append(siblings.ended())
+other.kill()
+other.wait()
+print(*found, siblings.ended())
+"""
+    with _start([sys.executable, "-c", script], 0, "2") as process:
+        assert process.communicate(timeout=60)[0] == "set() set() {1}\n"
+
+
 def test_ranks_on_other_nodes_learn_that_a_rank_has_ended(monkeypatch):
     """Only a rank on its node can see that; the others would wait for ten minutes."""
     store = torch.distributed.HashStore()

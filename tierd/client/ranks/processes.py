@@ -68,6 +68,7 @@ class Siblings:
     def __init__(self, rank: int, world: int) -> None:
         self._name, self._shared = b"", frozenset[bytes]()
         self._expected: set[int] = set()
+        self._last: dict[int, tuple[int, int | None]] = {}  # by rank: the last process seen, and when it started
         with suppress(ConfigError):  # the rank was given, and the environment's makes no sense
             variables = launch_variables() if environment_ranks() == (rank, world) else None
             if variables is not None:
@@ -84,9 +85,13 @@ class Siblings:
         if not self._name:
             return set()
         pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
-        running = {rank for pid in pids if (rank := self._rank(pid)) is not None}
-        self._expected |= running
-        return self._expected - running
+        running = {rank: (pid, _born(pid)) for pid in pids if (rank := self._rank(pid)) is not None}
+        for rank, (pid, born) in self._last.items():  # it may have written a title over its environment
+            if born is not None and _born(pid) == born:
+                running.setdefault(rank, (pid, born))
+        self._last |= running
+        self._expected |= running.keys()
+        return self._expected - running.keys()
 
     def _rank(self, pid: int) -> int | None:
         """Return the rank of a process; None if it has ended, cannot be seen, or is none of this launch's."""
