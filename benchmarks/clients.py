@@ -3,7 +3,7 @@
     python benchmarks/clients.py --rgw http://127.0.0.1:7480      # S3, from tests/system/s3server.sh
     python benchmarks/clients.py --nginx                          # WebDAV PUT on tmpfs: the server costs little
 
-Law: every client moves the same incompressible bytes, as objects of one size, `--at-once` of them at a time, from
+Invariant: every client moves the same incompressible bytes, as objects of one size, `--at-once` of them at a time, from
 memory to memory, in a process of its own whose CPU time is the kernel's account of it, after one object that connects;
 clients take turns, round by round. A client that is not installed, or that the server does not suit, is named with the
 reason.
@@ -95,7 +95,7 @@ def boto_client(job: Job) -> Any:
 
 
 class Into(io.RawIOBase):
-    """A file over a buffer, for clients that write to files; each lane writes its own."""
+    """A file over a buffer, for clients that write to files; each tier worker writes its own."""
 
     def __init__(self, view: memoryview) -> None:
         self.view, self.at = view, 0

@@ -1,9 +1,9 @@
 """The chunk codec beside others, on numbers that training made: `python benchmarks/codec.py [--seconds 90]`.
 
-Law: every arm gets the same bytes in the same process, one thread each, in turn, in every round; each arm's answer is
-compared with what went in. Rates are raw bytes by the process's CPU seconds, all threads counted, so that a busy
-machine harms all alike and a hidden thread flatters nobody. tierd's include its digests: of the raw bytes and of what
-is stored, both ways.
+Invariant: every arm gets the same bytes in the same process, one thread each, in turn, in every round; each arm's
+answer is compared with what went in. Rates are raw bytes by the process's CPU seconds, all threads counted, so that a
+busy machine harms all alike and a hidden thread flatters nobody. tierd's include its digests: of the raw bytes and of
+what is stored, both ways.
 
 Needs `pip install '.[torch,daemon]' zipnn blosc2`. Writes `codec.json` and `codec.md` beside itself.
 """

@@ -1,7 +1,7 @@
 """A run: its rows, and arms taking turns.
 
-Law: an arm's turn has its own worker, and for tierd its own daemon and empty spool; turns go round by round, every
-round beginning with another arm. A turn that fails is a line in its row's errors, and the others go on.
+Invariant: an arm's turn has its own worker, and for tierd its own daemon and empty spool; turns go round by round,
+every round beginning with another arm. A turn that fails is a line in its row's errors, and the others go on.
 """
 
 from __future__ import annotations

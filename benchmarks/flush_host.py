@@ -1,8 +1,8 @@
 """What stands around an arm: the daemon, the bucket, the page cache, and who looks at memory meanwhile.
 
-Law: everything that is started or put here is ended and deleted here. Memory is sampled from /proc/PID/status, where
-the kernel tells a process's own pages (RssAnon), mapped files (RssFile) and shared memory (RssShmem) apart: the arena
-of a trainer that a daemon has mapped is of the last kind, and is the trainer's.
+Invariant: everything that is started or put here is ended and deleted here. Memory is sampled from /proc/PID/status,
+where the kernel tells a process's own pages (RssAnon), mapped files (RssFile) and shared memory (RssShmem) apart: the
+arena of a trainer that a daemon has mapped is of the last kind, and is the trainer's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The result as a Markdown page, and its verdicts.
 
-Law: every number is computed from the result's samples; prose only says what the numbers are. A row without samples, or
-with errors, says so.
+Invariant: every number is computed from the result's samples; prose only says what the numbers are. A row without
+samples, or with errors, says so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A process of its own for each arm, and the pipe to it: a line of JSON in, a line of JSON out.
 
-Law: nothing runs in a worker between two requests. The worker's end (`serve`) needs only the standard library, so that
-a peer's venv need not have tierd.
+Invariant: nothing runs in a worker between two requests. The worker's end (`serve`) needs only the standard library, so
+that a peer's venv need not have tierd.
 """
 
 from __future__ import annotations

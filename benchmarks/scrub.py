@@ -4,7 +4,7 @@
 
 Each chunk is a file of the spool and an object on each tier. A damage is one chunk in one place: a flipped bit, a cut,
 an addition, another chunk's bytes, or nothing there at all. Most are in one place or in two of the three, and can be
-put right from the rest; twelve in a hundred are the same chunk in every place, and cannot. While tiers are read, one
+repaired from the rest; twelve in a hundred are the same chunk in every place, and cannot. While tiers are read, one
 answer in fifty has a bit flipped on its way, which is nobody's corruption. Judged is against what was damaged and the
 bytes that were there before, not by what scrubbing says of itself.
 """

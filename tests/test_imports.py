@@ -38,9 +38,15 @@ MAY: dict[str, set[str]] = {
     "spool.permissions": {"core"},
     "spool.records": {"spool.file_io", "spool.permissions", "core"},
     "spool.leases": {"spool.file_io", "spool.permissions", "core"},
+    "spool.local_parts": {"spool.directories", "spool.file_io", "spool.permissions", "spool.records", "core"},
+    "spool.root": {"spool.file_io", "core"},
+    "spool.trash": {"spool.file_io", "core"},
     "spool.spool": {
         "spool.conditions",
         "spool.directories",
+        "spool.local_parts",
+        "spool.root",
+        "spool.trash",
         "spool.leases",
         "spool.records",
         "spool.stage",
@@ -186,7 +192,7 @@ MAY: dict[str, set[str]] = {
         "core",
         "",
     },
-    "": {"client", "state", "dcp", "logs", "observing"},
+    "": {"client", "state", "dcp", "logs", "observing", "core"},
     "__main__": {"cli"},
 }
 SYNC = {

@@ -20,6 +20,23 @@ def test_an_old_word_is_named_with_its_place_and_the_better_one() -> None:
     ]
 
 
+def test_an_old_word_in_a_docstring_or_a_comment_is_named_and_none_in_code() -> None:
+    source = '''"""A daemon.
+
+It heals.
+"""
+
+
+def heals(lane):
+    """Return `heals`."""
+    return "set aside"  # whoever asks
+'''
+    assert prose.old_words("module.py", source) == [
+        "module.py:3: 'heals': write repair",
+        "module.py:9: 'whoever': write the actor's name",
+    ]
+
+
 def test_the_glossary_has_the_words_that_are_to_be_used() -> None:
     glossary = (prose.ROOT / "docs" / "glossary.md").read_text()
     assert {word for word in ("invariant", "quarantine", "repair", "shared chunk") if word not in glossary} == set()

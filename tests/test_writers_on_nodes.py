@@ -197,7 +197,7 @@ def test_rank_says(sight, lost, liar):
 
 
 def test_rank_account(tmp_path):
-    """Whoever runs as the same user may ask the daemon as a person does, and it shows."""
+    """Each process of the same user may ask the daemon as a person does, and it shows."""
     spool = Spool(tmp_path / "spool")
     with Daemon(spool.root, {"tier": Double()}), Link(spool) as link:
         assert link.ask(Status())["status"]["paused"] is None

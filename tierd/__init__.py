@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tierd import logs
+from tierd.core.packages import needing
 
 if TYPE_CHECKING:
     from tierd import dcp as dcp
@@ -116,17 +117,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "dcp" and name not in _HOMES:
         raise AttributeError(f"module 'tierd' has no attribute {name!r}")
-    try:
+    with needing(f"tierd.{name}", "torch,daemon" if _HOMES.get(name) == "tierd.reading" else "torch"):
         if name == "dcp":
             return import_module("tierd.dcp")
         return getattr(import_module(_HOMES[name]), {"Retention": "RetentionPolicy"}.get(name, name))
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("tierd"):
-            raise
-        extras = "torch,daemon" if _HOMES.get(name) == "tierd.reading" else "torch"
-        raise ImportError(
-            f"tierd.{name} needs the package {error.name}: pip install 'tierd[{extras}]'", name=error.name
-        ) from error
 
 
 def __dir__() -> list[str]:

@@ -16,19 +16,15 @@ from collections.abc import Iterator, Sequence
 from threading import RLock
 from typing import Any
 
-try:
+from tierd.core.packages import needing
+
+with needing("tierd://", "torch,daemon,fsspec"):
     from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
     from tierd.exporting.chunk_reader import ChunkReader
     from tierd.reading.reader import Reader
     from tierd.reading.reader import open as open_run
     from tierd.reading.tiers import TierFiles
-except ModuleNotFoundError as error:
-    if error.name is None or error.name.startswith("tierd"):
-        raise
-    raise ImportError(
-        f"tierd:// needs the package {error.name}: pip install 'tierd[torch,daemon,fsspec]'", name=error.name
-    ) from error
 
 from tierd.core.errors import ConfigError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId

@@ -1,20 +1,28 @@
-"""Check the words of the pages, and that every public name has a docstring. `make lint` runs it.
+"""Check the words of pages, docstrings and comments, and that every public name has a docstring. `make lint` runs it.
 
 The glossary (docs/glossary.md) has one word for each concept. `OLD` are words of early versions that it replaces.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *(str(it.relative_to(ROOT)) for it in (ROOT / "docs").rglob("*.md"))]
-EXEMPT = {"docs/glossary.md"}  # it names the old words
+EXEMPT = {"docs/glossary.md", "tools/prose.py", "tests/test_prose.py"}  # they name the old words
+CODE = [
+    str(it.relative_to(ROOT))
+    for folder in ("tierd", "tests", "tools", "benchmarks", "examples")
+    for it in (ROOT / folder).rglob("*.py")
+]
 PUBLIC = ("tierd", "tierd.dcp", "tierd.check")
 
 # What is written today -> what the glossary has. Code spans and blocks are not searched: names on tiers keep old words.
@@ -25,6 +33,10 @@ OLD = {
     r"\b(heal|mend)(s|ed|ing)?\b": "repair",
     r"\b(lender|borrower|lent|lends)s?\b": "shared chunk, base checkpoint, or handed-over snapshot",
     r"\buntold\b": "dropped",
+    r"\blanes?\b": "tier worker, or writer",
+    r"\bdoomed\b": "to be deleted",
+    r"\b[Tt]ruth is what\b": "the actor and the verb",
+    r"\b(if|where|while|until) nobody recorded\b": "the place without a record",
     r"\b[Ww]hoever\b": "the actor's name",
     r"\bthat which\b": "a noun",
     r"\bwhat \w+ of what\b": "a noun",
@@ -41,11 +53,25 @@ def prose(page: str) -> Iterator[tuple[int, str]]:
             yield number, re.sub(r"`[^`]*`", "", line)
 
 
-def old_words(name: str, page: str) -> list[str]:
-    """Where a page uses a word that the glossary replaces: `page:line: 'word': write …`."""
+def remarks(source: str) -> Iterator[tuple[int, str]]:
+    """The lines of a module's docstrings and comments without its code, each with its number."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], re.sub(r"`[^`]*`", "", token.string)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node, clean=False)
+            for number, line in enumerate((text or "").splitlines(), node.body[0].lineno if text else 0):
+                yield number, re.sub(r"`[^`]*`|^ +[a-z_]\w*(, \w+)*:", "", line)  # without arguments' names
+
+
+def old_words(name: str, text: str) -> list[str]:
+    """Where a page or a module uses a word that the glossary replaces: `page:line: 'word': write …`."""
+    if not any(re.search(pattern, text) for pattern in OLD):  # most texts, and to parse all of them takes seconds
+        return []
     return [
         f"{name}:{number}: {found[0]!r}: write {better}"
-        for number, line in prose(page)
+        for number, line in sorted(remarks(text) if name.endswith(".py") else prose(text))
         for pattern, better in OLD.items()
         if (found := re.search(pattern, line))
     ]
@@ -68,8 +94,9 @@ def undocumented(module: str) -> list[str]:
 
 
 def findings() -> list[str]:
-    """All of both kinds, of all pages and public modules."""
-    words = [it for name in PAGES if name not in EXEMPT for it in old_words(name, (ROOT / name).read_text())]
+    """All of both kinds, of all pages and modules."""
+    texts = [name for name in (*PAGES, *sorted(CODE)) if name not in EXEMPT]
+    words = [it for name in texts for it in old_words(name, (ROOT / name).read_text())]
     return words + [it for module in PUBLIC for it in undocumented(module)]
 
 

@@ -1,7 +1,8 @@
 """`make demo`: proves, for real and in about a minute, that a killed run goes on as if nothing had happened.
 
-Law: it ends with 0 only if everything it claims was seen to be so: the corrupted checkpoint was skipped, and every loss
-and every sample of the interrupted run equals the uninterrupted one's, bit for bit. All else ends with 1 and one line.
+Invariant: it ends with 0 only if everything it claims was seen to be so: the corrupted checkpoint was skipped, and
+every loss and every sample of the interrupted run equals the uninterrupted one's, bit for bit. All else ends with 1 and
+one line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the training logs say, and whether two runs were the same.
 
-Law: equal means every bit: losses and learning rates as hexadecimal floats, sample numbers in order, the digest of the
-final parameters. Anything missing is a difference.
+Invariant: equal means every bit: losses and learning rates as hexadecimal floats, sample numbers in order, the digest
+of the final parameters. Anything missing is a difference.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One flipped bit, as a failing disk leaves it: same size, same name, no error from anything that reads it.
 
-Law: exactly one bit of exactly one byte; it finds its way by the documented layout alone (tierd/FORMAT.md), not by
-tierd's code.
+Invariant: exactly one bit of exactly one byte; it finds its way by the documented layout alone (tierd/FORMAT.md), not
+by tierd's code.
 """
 
 from __future__ import annotations

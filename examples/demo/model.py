@@ -1,7 +1,7 @@
 """A small byte-level transformer: what any decoder-only language model is, minus the size.
 
-Law: everything that training changes is in `state_dict()`, and the only randomness is dropout's, drawn from torch's
-global generator. So model, optimizer and `tierd.RngState` are all that a resume needs of it.
+Invariant: everything that training changes is in `state_dict()`, and the only randomness is dropout's, drawn from
+torch's global generator. So model, optimizer and `tierd.RngState` are all that a resume needs of it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Child processes and bounded waits.
 
-Law: every wait has an end and watches the processes that it rests on; every process that was started is stopped.
+Invariant: every wait has an end and watches the processes that it rests on; every process that was started is stopped.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The table at the end: every checkpoint that was ever made, from what trainer and daemon said of it.
 
-Law: a row for each save that a trainer logged, whatever became of it; where it lies and why is the daemon's word
+Invariant: a row for each save that a trainer logged, whatever became of it; where it lies and why is the daemon's word
 (`report` and its events), nothing is inferred from file names.
 """
 

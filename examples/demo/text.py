@@ -1,6 +1,6 @@
 """Real text that every Python has: the sources of its own standard library.
 
-Law: a sample is a function of its number alone, so the order of the numbers is the order of the data.
+Invariant: a sample is a function of its number alone, so the order of the numbers is the order of the data.
 """
 
 from __future__ import annotations

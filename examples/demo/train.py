@@ -1,7 +1,7 @@
 """A training script as tierd's users write one: restore, loop, save. Copy it and put your own model in.
 
-Law: whatever decides the next step is in `state`. Then a killed run goes on bit for bit where a checkpoint was taken:
-the same losses, from the same samples in the same order.
+Invariant: whatever decides the next step is in `state`. Then a killed run goes on bit for bit where a checkpoint was
+taken: the same losses, from the same samples in the same order.
 
     tierd run --spool /nvme/tierd --to file:///mnt/tier            # once per node, beside the training
     python -m examples.demo.train --spool /nvme/tierd --run my-run --log run.jsonl

@@ -93,7 +93,7 @@ class Told:
     def __init__(self) -> None:
         self.said: list[tuple[int, str]] = []
 
-    def tell_leaked(self, step: int, why: str) -> None:
+    def report_leaked(self, step: int, why: str) -> None:
         self.said.append((step, why))
 
 

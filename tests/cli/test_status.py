@@ -78,7 +78,7 @@ def test_check_exits_by_severity(spool: Spool, capsys: pytest.CaptureFixture[str
         assert run(["status", "--check", *where]) == EXIT_WARNING
         assert capsys.readouterr().out == "WARNING local: 1 copies were quarantined since the daemon's start\n"
         for _ in range(3):
-            daemon.reconciler.journal.failed(("lane", "x"), "prune", "tier", "backlog", "refused")
+            daemon.reconciler.journal.failed(("worker", "x"), "prune", "tier", "backlog", "refused")
         assert run(["status", "--check", *where]) == EXIT_ALERT
         assert capsys.readouterr().out.startswith("ALERT tier: prune backlog failed 3 times in a row: refused\nWARNING")
         assert run(["status", "--check", "--json", *where]) == EXIT_ALERT

@@ -85,6 +85,7 @@ def test_close_does_not_wait_for_what_is_retired(spool):
     with Daemon(spool.root, {"s3": store}, keep=1, keep_local=100) as daemon:
         saved(spool, 1, 2, 3).close(wait="s3", timeout=60)
         daemon.settle()
+        assert [one.checkpoint.step for one in spool.parts() if daemon.reconciler.tiers.has(one, "s3")] == [3]
 
 
 @pytest.mark.parametrize(("wait", "timeout"), [(7, None), ("", None), ("s3", -1), ("s3", "1s"), ("s3", True)])

@@ -101,7 +101,8 @@ def test_many_silent_peers_do_not_disturb_it(spool):
 def test_a_daemon_ends_at_once_and_not_when_the_hand_off_looks_again(spool, monkeypatch):
     monkeypatch.setattr(handoff, "_TICK", 1000.0)
     with Daemon(spool.root, {"tier": Double()}):
-        pass  # its end waits 20 s at most
+        assert spool.socket.exists()
+    assert not spool.socket.exists()  # `stop` has waited for 20 s at most
 
 
 def test_the_socket_is_its_owners_alone(spool):

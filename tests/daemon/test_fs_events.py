@@ -109,10 +109,20 @@ def test_the_watchdog_is_fed_twice_as_often_as_it_bites(monkeypatch, usec, pid, 
 
 
 def test_without_a_supervisor_nothing_is_said(monkeypatch):
+    sent = []
+
+    class Watched(socket.socket):
+        def sendto(self, data, *address):
+            sent.append(address)
+            return super().sendto(data, *address)
+
+    monkeypatch.setattr(socket, "socket", Watched)
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     notify("READY=1")
+    assert not sent
     monkeypatch.setenv("NOTIFY_SOCKET", "/nowhere/at/all")
     notify("READY=1")
+    assert sent == [("/nowhere/at/all",)]  # in vain, and nobody notices
 
 
 def test_an_abstract_socket_is_understood(monkeypatch):

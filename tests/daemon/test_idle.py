@@ -20,7 +20,7 @@ RUNS, HOURS = 20, 24
 
 
 class Resting:
-    """Simulated hours: the rests of tiers' lanes take no time, and pass on this clock."""
+    """Simulated hours: the rests of tier workers take no time, and pass on this clock."""
 
     def __init__(self, monkeypatch) -> None:
         self.rests: dict[str, list[float]] = {}
@@ -39,7 +39,8 @@ class Resting:
             await asyncio.sleep(0)
 
         monkeypatch.setattr(TierWorker, "rest", rest)
-        monkeypatch.setattr(Scrubber, "run", lambda scrubber: asyncio.sleep(3600))  # its lanes ask no tier at rest
+        # Its tier workers ask no tier at rest.
+        monkeypatch.setattr(Scrubber, "run", lambda scrubber: asyncio.sleep(3600))
         monkeypatch.setattr(observe, "time", SimpleNamespace(monotonic=lambda: 3600 * max(map(self.now, self.rests))))
 
     def now(self, name: str) -> float:
@@ -62,7 +63,7 @@ def test_at_rest_a_daemon_makes_at_most_60_requests_an_hour_whatever_its_spool_h
         resting.begins = lambda name: stores[name].taken()
 
         def a_day(name: str) -> float:
-            """Requests that the first 24 hours took; each lane has hours of its own."""
+            """Requests that the first 24 hours took; each tier worker has hours of its own."""
             made = sum(stores[name].count.values())
             return made * HOURS / max(resting.now(name), HOURS)
 

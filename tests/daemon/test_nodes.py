@@ -756,7 +756,8 @@ def test_a_flush_names_chunks_of_the_newest_whole_checkpoint_whoever_wrote_it(ho
         nodes = Nodes(home, *sorted({*before, *after}), keep=3)
         nodes.save(1, 1, before)
         await nodes.settle()
-        nodes.save(2, 1, before, ranks=[0])  # newer, and half unless there is one rank: it lends only where whole
+        # Newer, and half unless there is one rank: its chunks are shared only where it is whole.
+        nodes.save(2, 1, before, ranks=[0])
         await nodes.settle()
         nodes.save(3, 2, after, origin=(1, 1))
         await nodes.settle()
@@ -927,7 +928,7 @@ class Story:
         named = {f"{RUN}/{one.stored.key}" for found in manifests for one in found.chunks()}
         lent = {owner for found in manifests for owner in found.owners}
         there = [key for key in await contents(self.nodes.tier) if key.startswith(f"{RUN}/")]
-        # What was cut off under a name that lends to others still goes with those.
+        # What was cut off under a name whose chunks others share still goes with those.
         assert not {key for key in there if is_chunk(key) and chunk_owner(*key.split("/", 1)) not in lent} - named
         assert not [key for key in there if "/flushing/" in key or "/pruning/" in key]
 

@@ -93,6 +93,7 @@ def test_a_tier_that_hangs_delays_only_itself(spool):
             await until(lambda: daemon.tiers.has(part(2), "hung") and daemon.workers["up"].failures)
             hung.delay, up.error = 3600.0, None
             await until(lambda: all(daemon.tiers.has(part(step), "up") for step in range(3)), 15)
+        assert steps_on(await contents(up.inner)) == [0, 1, 2]
 
     asyncio.run(work())
 
@@ -146,7 +147,7 @@ def test_lost_answers_and_flaky_calls_end_in_the_same_tier(spool):
         assert asyncio.run(contents(store.inner)) == asyncio.run(contents(calm)), f"seed {seed}"
 
 
-def test_a_foreign_error_ends_no_lane(spool):
+def test_a_foreign_error_ends_no_worker(spool):
     async def work():
         store = Double()
         store.error = ZeroDivisionError("a bug")
@@ -160,7 +161,7 @@ def test_a_foreign_error_ends_no_lane(spool):
 
 
 def test_one_unreadable_manifest_in_the_spool_stops_nothing_else(spool, monkeypatch):
-    """EIO on one manifest: the others are flushed, and the one is neither set aside nor forgotten."""
+    """EIO on one manifest: the others are flushed, and the one is neither quarantined nor forgotten."""
     for step in range(3):
         commit(spool, part(step))
     bad = spool.path(part(1)) / MANIFEST_NAME
@@ -515,7 +516,7 @@ def test_a_daemon_ends_in_order_where_its_sockets_cannot_be_removed(tmp_path, mo
 
 
 def test_what_a_rank_commits_while_other_parts_of_it_are_freed_stays_in_sight(spool, monkeypatch):
-    """Whoever waits for that part would else be told that it will not come, until the spool is looked at again."""
+    """A waiter for that part would otherwise hear that it will not come, until the spool is looked at again."""
     freed, late = part(1, rank=0, world=2), part(1, rank=1, world=2)
     commit(spool, freed)
 

@@ -54,7 +54,7 @@ def test_a_look(spool, checkpoints, ranks, mine):
 
 @pytest.mark.parametrize("page", [1, 1000])
 def test_a_flush(spool, page):
-    """C + 2 PUT; GET: 1 for the lender, and C + 1 where the server does not verify; LIST: 5 and the chunks twice."""
+    """C + 2 PUT; GET: 1 for the base, and C + 1 where the server does not verify; LIST: 5 and the chunks twice."""
 
     async def work():
         store = Counting(page, page)
@@ -194,7 +194,7 @@ def test_a_prune_deletes_nothing_past_a_manifest_that_cannot_be_read_and_makes_i
 
 
 def test_chunks_that_another_ranks_manifest_names_are_not_pruned_again_and_again(spool, tmp_path):
-    """The lender is gone; that rank 1's manifest names its chunks, no look of rank 0's daemon has read."""
+    """The base checkpoint is gone; that rank 1's manifest names its chunks, no look of rank 0's daemon has read."""
     same, other = {"w": b"s" * 900}, Spool(tmp_path / "other")
 
     async def work():
@@ -285,7 +285,7 @@ def test_a_daemon_looks_between_two_flushes_only_where_other_nodes_may_send(spoo
 
 @pytest.mark.parametrize("covered", [True, False])
 def test_a_look_that_takes_long_is_good_enough_to_send_by_but_not_to_delete_by(spool, covered):
-    """Also while the spool's copy of what is pruned cannot go yet: that is the spool's lane's concern alone."""
+    """Also while the spool's copy of what is pruned cannot go yet: that is the spool's tier worker's concern alone."""
 
     async def work():
         store = Counting()

@@ -1,4 +1,4 @@
-"""What one lane puts off: nobody's turn is lost, and others come first meanwhile."""
+"""What one tier worker puts off: nobody's turn is lost, and others come first meanwhile."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def expected(world: World, root: Path) -> list[tuple[int | None, list[int]]]:
     """The step that must be restored (None: no checkpoint can be), and those newer ones that must be passed over.
 
     The last is what must be had in any case. Before it stand the newer ones that are had if the daemon is quick enough:
-    it flushes damaged tiers anew, and an equal chunk of another checkpoint heals as well.
+    it flushes damaged tiers anew, and an equal chunk of another checkpoint repairs it as well.
     """
     answers: list[tuple[int | None, list[int]]] = []
     known = [
@@ -295,7 +295,7 @@ def test_every_corruption_is_noticed_and_answered_with_the_right_checkpoint(worl
             )
         answers.append((wanted[0], len(wanted[1])))
         shutil.rmtree(root)
-    # The matrix is worth its name: whole, healed, stepped back, across the rollback.
+    # The matrix is worth its name: whole, repaired, stepped back, across the rollback.
     steps = [step for step, _ in answers]
     assert steps.count(5) > SEEDS // 7 and steps.count(4) > SEEDS // 14 and steps.count(3) > 1 and steps.count(2) > 0, (
         steps

@@ -1,7 +1,7 @@
 """Names that somebody else planted, and what a server answers: no command, log line, event or status lets a terminal
 obey them.
 
-What is planted verifies: whoever may write to a tier that is not encrypted can write manifests that do.
+What is planted verifies: anyone who may write to a tier that is not encrypted can write manifests that do.
 """
 
 from __future__ import annotations

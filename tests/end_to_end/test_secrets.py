@@ -25,7 +25,7 @@ from tierd.spool.spool import Spool
 
 ID = "AKIDCANARYISNOSECRET"
 SECRET, TOKEN, PASSWORD = "c4nary/S3cret+Key==one", "c4nary/T0ken+of/a/session==two", "c4nary-p4ssw0rd-three"
-# Everything at DEBUG, as whoever hunts a bug would have it; and asyncio's own debug mode.
+# Everything at DEBUG, as in the hunt for a bug; and asyncio's own debug mode.
 LOUD = "import logging, sys; logging.basicConfig(level=1); from tierd.cli import run; sys.exit(run())"
 
 

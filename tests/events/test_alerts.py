@@ -13,7 +13,7 @@ from tierd.events.alerts import Alerts
 from tierd.events.first_seen import FirstSeen
 from tierd.events.outbox import Outbox
 
-LANE = ("lane", "s3")
+WORKER = ("worker", "s3")
 
 
 class Told:
@@ -23,13 +23,13 @@ class Told:
         self.alerts: Alerts[str] = Alerts()
         self.now = 1000.0
 
-    def fail(self, subject: str = "a", thing: tuple[str, str] = LANE, after: float = 1.0) -> str:
+    def fail(self, subject: str = "a", thing: tuple[str, str] = WORKER, after: float = 1.0) -> str:
         self.now += after
         told = self.alerts.failed(thing, "flush", "s3", subject, f"no {subject}", self.now, f"at {self.now:.0f}")
         return f"{told[0].tries} tries of {told[0].subject}{', new' * told[1]}" if told else ""
 
     def work(self, subject: str | None = None, *, others: bool = True) -> str:
-        over = self.alerts.worked(LANE, subject, others=others)
+        over = self.alerts.worked(WORKER, subject, others=others)
         return f"{over.subject} after {over.tries}" if over else ""
 
 
@@ -72,7 +72,9 @@ def test_a_place_that_can_be_looked_at_again_works() -> None:
     one = Told()
     assert [one.fail("looking") for _ in range(3)][-1] == "3 tries of looking, new"
     assert one.work("looking", others=False) == "looking after 3"
-    assert [one.fail("a"), one.fail("a", ("lane", "nfs")), one.fail("a"), one.fail("a", ("lane", "nfs"))] == [""] * 4
+    assert [one.fail("a"), one.fail("a", ("worker", "nfs")), one.fail("a"), one.fail("a", ("worker", "nfs"))] == [
+        ""
+    ] * 4
 
 
 # -- what waits -------------------------------------------------------------------------------------------------------
@@ -154,7 +156,7 @@ def test_a_checkpoint_is_whole_once_where_its_rank_0_is() -> None:
         (one, 3.0)
     ]  # pruned here by then
     assert news.whole("s3", here, place(part(one, 0, 2)), 5.0) == []  # quarantined,
-    assert news.whole("s3", here, place(part(one, 0, 2), part(one, 1, 2)), 6.0) == []  # and put right
+    assert news.whole("s3", here, place(part(one, 0, 2), part(one, 1, 2)), 6.0) == []  # and repaired
     assert news.whole("nfs", here, place(part(one, 0, 2), part(one, 1, 2)), 6.0) == []  # was so when it was first seen
     assert news.whole("s3", there, place(), 7.0) == []
     assert news.whole("s3", there, place(part(two, 0, 2), part(two, 1, 2)), 8.0) == []  # another node tells

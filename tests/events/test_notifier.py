@@ -284,7 +284,7 @@ def test_nothing_of_a_command_goes_on(spool, tmp_path, text):
 
 
 def test_the_end_of_the_daemon_gives_what_is_queued_a_short_time(spool, tmp_path, monkeypatch):
-    """Whoever answers hears all of it; what hangs is cut off, a command with all that it started."""
+    """A receiver that answers gets all of it; what hangs is cut off, a command with all that it started."""
     monkeypatch.setattr(notifier, "_LAST", 1.0)
 
     async def work():

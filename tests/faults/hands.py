@@ -1,6 +1,6 @@
 """Trials spread over two processes that are forked once: a trial is a call, and what it needs was made before.
 
-Law: a process that dies, or a trial that hangs, is a loss of that trial's seed and no end of the round.
+Invariant: a process that dies, or a trial that hangs, is a loss of that trial's seed and no end of the round.
 """
 
 from __future__ import annotations

@@ -5,27 +5,28 @@ from __future__ import annotations
 from faults.rounds import Mutant
 
 _MEETING, _RANKS = "tierd/client/ranks/meeting.py", "pytest tests/client/ranks/test_ranks.py"
+_FINDING, _SIGNS = "tierd/client/ranks/rendezvous.py", "tierd/client/ranks/signs.py"
 _TESTS = "pytest tests/client/ranks/test_meeting.py"
 _NODES = "pytest tests/client/ranks/test_ranks_on_nodes.py"
 
 MEETINGS = (
     Mutant(
         "a rank that does something else is waited for without an end",
-        _MEETING,
+        _SIGNS,
         "        elif waited_s > self._late_s:\n",
         "        elif waited_s > 1e6:\n",
         f"{_TESTS} -k something_else",
     ),
     Mutant(
         "a rank that is stopped is waited for without an end",
-        _MEETING,
+        _SIGNS,
         "            if silent_s > meeting.silent_s:\n",
         "            if silent_s > 1e6:\n",
         f"{_TESTS} -k stopped_or_dies",
     ),
     Mutant(
         "what processes before left at a meeting is taken for that of the living",
-        _MEETING,
+        _FINDING,
         "and mates[self._rank] == self._me and",
         "and",
         f"{_TESTS} -k earlier_processes",
@@ -144,7 +145,7 @@ MEETINGS = (
     ),
     Mutant(
         "what somebody removed from a board is waited for without an end",
-        _MEETING,
+        _SIGNS,
         "        if self._done(sign) and now",
         "        if False and now",
         f"{_TESTS} -k somebody_else_removed",
@@ -172,9 +173,44 @@ MEETINGS = (
     ),
     Mutant(
         "a rank whose hello was written over never says it again",
-        _MEETING,
+        _FINDING,
         "            if time.monotonic() - said > board.beat_s:",
         "            if said < 0 and time.monotonic() - said > board.beat_s:",
         f"{_TESTS} -k written_over",
+    ),
+    Mutant(
+        "a rank that ended before it began is waited for as a late one",
+        "tierd/client/ranks/processes.py",
+        "        return self._expected - running.keys()\n",
+        "        return set()\n",
+        f"{_TESTS} -k 'before_it_began and killed'",
+    ),
+    Mutant(
+        "a rank that is on another node counts as ended",
+        "tierd/client/ranks/processes.py",
+        "            if all_here() and self._launcher_is_visible(rank):\n",
+        "            if self._launcher_is_visible(rank):\n",
+        f"{_TESTS} -k before_it_began",
+    ),
+    Mutant(
+        "a rank that imports its modules counts as ended",
+        "tierd/client/ranks/processes.py",
+        "pid in pids if",
+        "pid in [os.getpid()] if",
+        f"{_TESTS} -k 'before_it_began and slow'",
+    ),
+    Mutant(
+        "a rank that wrote a title over its environment counts as ended",
+        "tierd/client/ranks/processes.py",
+        "            if born is not None and _born(pid) == born:\n",
+        "            if False:\n",
+        f"{_TESTS} -k hides_its_environment",
+    ),
+    Mutant(
+        "other nodes do not learn that a rank has ended",
+        _FINDING,
+        """            board.put("gone", why.encode())\n""",
+        "",
+        f"{_TESTS} -k learn_that_a_rank",
     ),
 )

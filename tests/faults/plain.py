@@ -74,7 +74,7 @@ _GUARDS = (
     ),
     Mutant(
         "a spool that has vanished is an empty spool",
-        "tierd/spool/spool.py",
+        "tierd/spool/local_parts.py",
         "if self._made and not self.control.exists():",
         "if not self._made:",
         "pytest tests/spool/test_spool.py -k vanished_is_not",
@@ -534,7 +534,7 @@ _DELETIONS = (
     ),
     Mutant(
         "prune does not say what holds it back",
-        "tierd/daemon/tiers/doomed.py",
+        "tierd/daemon/tiers/deletions.py",
         "                held |= found.grown\n",
         "",
         "pytest tests/cli/test_cli.py -k holds_it_back",
@@ -1000,7 +1000,7 @@ _PRUNES = (
     ),
     Mutant(
         "what was decided before the marks is deleted without asking again",
-        "tierd/daemon/tiers/doomed.py",
+        "tierd/daemon/tiers/deletions.py",
         "            elif spared := await self._spared(found.shown):\n",
         "            elif spared := dict[CheckpointId, str]():\n",
         "pytest tests/daemon/tiers/test_prune_confirmed.py",
@@ -1030,8 +1030,8 @@ _PRUNES = (
     ),
     Mutant(
         "a pass of prunes looks before it marks",
-        "tierd/daemon/tiers/doomed.py",
-        "        await self.marks.put(self.doomed | remembered)\n",
+        "tierd/daemon/tiers/deletions.py",
+        "        await self.marks.put(self.to_delete | remembered)\n",
         "        await self.marks.put(set())\n",
         "pytest tests/daemon/tiers/test_pending_prunes.py -k marks_all",
     ),
@@ -1913,7 +1913,7 @@ _MOVED = "pytest tests/spool/test_links.py"
 _WAYS = (
     Mutant(
         "a run's linked directory is no directory",
-        "tierd/spool/spool.py",
+        "tierd/spool/local_parts.py",
         "                found.append(name)\n",
         "                continue\n",
         f"{_MOVED} -k linked_is_followed",
@@ -1941,7 +1941,7 @@ _WAYS = (
     ),
     Mutant(
         "a link inside a run hides a checkpoint",
-        "tierd/spool/spool.py",
+        "tierd/spool/local_parts.py",
         "        for link in inside:\n",
         "        for link in ():\n",
         f"{_MOVED} -k inside_a_run",
@@ -1967,7 +1967,7 @@ _SURROUNDINGS = (
     Mutant(
         "a spool's path that JSON cannot say is taken",
         "tierd/spool/spool.py",
-        "        _check_name(self.root)\n",
+        "        check_name(self.root)\n",
         "",
         f"{_AROUND} -k no_utf8",
     ),

@@ -1,6 +1,6 @@
 """A round of trials of one kind of fault, counted, timed, and reproducible from its seeds.
 
-Law: a trial's seed decides all that the trial does, so that `--only SEED` does it again, but for which of real
+Invariant: a trial's seed decides all that the trial does, so that `--only SEED` does it again, but for which of real
 processes and threads is first. A loss is never retried, never filtered; a round that did fewer trials than it was asked
 for says so and fails.
 """

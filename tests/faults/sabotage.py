@@ -1,7 +1,7 @@
 """One line of tierd made wrong at a time: an fsync, a verify, an ordering or a fence removed. Something must turn red.
 
-Law: a mutant counts as killed only when what finds it is green without it, and says what was lost with it: a test that
-failed, or a kit's LOST. A mutant that no longer fits the code is a loss, too.
+Invariant: a mutant counts as killed only when what finds it is green without it, and says what was lost with it: a test
+that failed, or a kit's LOST. A mutant that no longer fits the code is a loss, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes the golden fixtures of format version 1: `python tests/format/make_v1.py DIRECTORY`.
 
-Law: run once, for `tests/format/v1/`; what lies there is never edited and never written again. It is what a tierd of
-today left on somebody's disk, and every later tierd reads it. `tests/test_format.py` calls `build` to see that the
+Invariant: run once, for `tests/format/v1/`; what lies there is never edited and never written again. It is what a tierd
+of today left on somebody's disk, and every later tierd reads it. `tests/test_format.py` calls `build` to see that the
 bytes written today are still the same.
 
     tier/   run `demo`: A@100, and B@200, which resumed from A@100 and borrows a chunk of it; B@200 is pinned

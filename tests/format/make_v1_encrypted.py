@@ -1,7 +1,7 @@
 """Writes the golden fixture of an encrypted tier: `python tests/format/make_v1_encrypted.py DIRECTORY`.
 
-Law: run once, for `tests/format/v1-encrypted/`; what lies there is never edited and never written again. It is the tier
-of `tests/format/v1/`, encrypted with `SECRET`; nonces are random. `tests/test_format.py` reads it.
+Invariant: run once, for `tests/format/v1-encrypted/`; what lies there is never edited and never written again. It is
+the tier of `tests/format/v1/`, encrypted with `SECRET`; nonces are random. `tests/test_format.py` reads it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Writes the golden fixture of the codec `planes`: `python tests/format/make_v1_planes.py DIRECTORY`.
 
-Law: run once, for `tests/format/v1-planes/`; what lies there is never edited and never written again. It is a tier
-whose run `demo` has one checkpoint with a file for each kind of number, each in one chunk. `tests/test_format.py` reads
-it.
+Invariant: run once, for `tests/format/v1-planes/`; what lies there is never edited and never written again. It is a
+tier whose run `demo` has one checkpoint with a file for each kind of number, each in one chunk. `tests/test_format.py`
+reads it.
 
 The numbers are SHAKE-256 of a name; sums of twelve are near enough to a normal distribution, and exact in any library.
 """

@@ -1,7 +1,7 @@
 """Writes the golden fixture of packed runs: `python tests/format/make_v1_values.py DIRECTORY`.
 
-Law: run once, for `tests/format/v1-values/`; what lies there is never edited and never written again. It is the two
-files of a part whose state has a run of every kind. `tests/test_format.py` reads it, and writes it anew to compare.
+Invariant: run once, for `tests/format/v1-values/`; what lies there is never edited and never written again. It is the
+two files of a part whose state has a run of every kind. `tests/test_format.py` reads it, and writes it anew to compare.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def test_who_has_to_be_upgraded(client, daemon, upgrade):
 
 
 def test_both_sides_decide_alike():
-    """Whoever is the client: the later of the two is never the one to upgrade."""
+    """With either one as the client: the later of the two is never the one to upgrade."""
     numbers = [Protocol(major, minor) for major in range(1, 4) for minor in range(4)]
     for one, other in itertools.product(numbers, repeat=2):
         found, mirrored = outdated(one, other), outdated(other, one)

@@ -264,13 +264,13 @@ def test_a_directory_that_is_locked_is_no_link(tmp_path: Path) -> None:
     os.close(make_locked(tmp_path / "outside"))
 
 
-# -- memory that a trainer lends --------------------------------------------------------------------------------------
+# -- memory that a trainer hands over ---------------------------------------------------------------------------------
 
 SEALS = {name: getattr(fcntl, name) for name in ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")}
 
 
 def test_an_arena_is_cut_short_by_nobody() -> None:
-    """Or whoever reads it would be killed by SIGBUS."""
+    """Or its reader would be killed by SIGBUS."""
     arena = Arena(8192)
     for size in (0, 4096, 1 << 20):
         with pytest.raises(PermissionError):

@@ -27,10 +27,10 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest, encode, seal
-from tierd.spool import spool as spool_module
 from tierd.spool import stage as stage_module
+from tierd.spool import trash
 from tierd.spool.conditions import translated
-from tierd.spool.file_io import write_file
+from tierd.spool.file_io import read_file, write_file
 from tierd.spool.spool import Spool
 from tierd.spool.stage import describe_directory
 
@@ -189,7 +189,7 @@ def test_a_new_spool_stays_in_reach_after_a_power_cut(tmp_path, monkeypatch):
     Spool(tmp_path / "a" / "b" / "spool")
     assert calls == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
     calls.clear()
-    Spool(tmp_path / "a" / "b" / "spool")  # whoever made it may have been killed before it was synced
+    Spool(tmp_path / "a" / "b" / "spool")  # its creator may have been killed before it was synced
     assert calls == [str(tmp_path / "a" / "b")]
 
 
@@ -368,7 +368,7 @@ def test_a_stage_that_was_swept_before_its_lock_was_taken_is_made_anew(spool, mo
 
 def test_what_a_removal_left_half_way_is_a_leftover(spool, monkeypatch):
     commit(spool, part())
-    monkeypatch.setattr(spool_module, "remove", lambda *args, **kwargs: None)
+    monkeypatch.setattr(trash, "remove", lambda *args, **kwargs: None)
     spool.remove([part()])
     monkeypatch.undo()
     assert spool.parts() == []
@@ -397,7 +397,7 @@ def test_remove_takes_the_parts_that_it_is_told_and_nothing_else(spool):
     "plant", [os.mkfifo, lambda path: os.symlink("/etc", path), Path.touch], ids=["fifo", "link", "file"]
 )
 def test_what_lies_in_a_parts_place_and_is_no_directory_is_removed_like_one(spool, plant):
-    """Seed 4211 of `python -m faults hostile`: a FIFO was opened, which waits for whoever writes to it."""
+    """Seed 4211 of `python -m faults hostile`: a FIFO was opened, which waits for a writer."""
     for owner in (part(100), part(200)):
         spool.path(owner).parent.mkdir(parents=True)
         plant(spool.path(owner))
@@ -427,21 +427,21 @@ def test_a_part_goes_while_the_last_other_one_of_its_checkpoint_does(spool, monk
     first, second = part(100, 0, 2), part(100, 1, 2)
     commit(spool, first)
     commit(spool, second)
-    real = spool_module.sync_directory
+    real = trash.sync_directory
 
     def racing(path):
         if path == spool.path(second).parent and spool.has(second):
             spool.quarantine(second)
         return real(path)
 
-    monkeypatch.setattr(spool_module, "sync_directory", racing)
+    monkeypatch.setattr(trash, "sync_directory", racing)
     spool.remove([first]) if going == "remove" else spool.quarantine(first)
     assert spool.parts() == [] and not spool.path(first).parent.exists()
 
 
 def test_reading_while_the_checkpoint_is_removed_is_not_found_rather_than_corrupt(spool):
     manifest = commit(spool, part())
-    real = spool_module.read_file
+    real = read_file
 
     def remove_meanwhile(path, file):
         found = real(path, file)
@@ -504,7 +504,7 @@ def test_a_directory_that_a_cut_off_commit_or_removal_left_is_a_leftover(spool, 
 
     if cut == "rmdir":
         commit(spool, part(1))
-    monkeypatch.setattr(spool_module.Path, cut, killed)
+    monkeypatch.setattr(Path, cut, killed)
     if cut == "rename":
         with pytest.raises(KeyboardInterrupt):
             commit(spool, part(1))
@@ -580,22 +580,22 @@ def test_of_several_ranks_those_asked_for_are_kept(spool):
 
 
 def test_small_files_and_linked_files_are_not_kept(spool, tmp_path):
-    lane = {part().writer}
+    writers = {part().writer}
     commit_large(spool, part(1), (LARGE - 1,))
-    spool.remove([part(1)], lane)
+    spool.remove([part(1)], writers)
     assert spool.recycled(part()) is None
     commit_large(spool, part(2))
     (tmp_path / "users").hardlink_to(spool.path(part(2)) / "small")
-    spool.remove([part(2)], lane)
+    spool.remove([part(2)], writers)
     assert spool.recycled(part()) is None
     assert (tmp_path / "users").read_bytes() == b"B" * (LARGE + 5)
     commit_large(spool, part(3))
     (spool.path(part(3)) / "link").symlink_to(tmp_path / "users")
-    spool.remove([part(3)], lane)
+    spool.remove([part(3)], writers)
     assert not spool.recycled(part()).is_symlink()
 
 
-def test_one_file_is_kept_for_a_lane(spool):
+def test_one_file_is_kept_for_a_writer(spool):
     for step in (1, 2):
         commit_large(spool, part(step), (LARGE + step,))
         spool.remove([part(step)], {part().writer})
@@ -603,7 +603,7 @@ def test_one_file_is_kept_for_a_lane(spool):
     assert list((spool.control / "trash").iterdir()) == []
 
 
-def test_what_is_kept_is_dropped_by_lane(spool):
+def test_what_is_kept_is_dropped_by_writer(spool):
     for run in ("a", "b"):
         commit_large(spool, part(1, run=run))
         spool.remove([part(1, run=run)], {part(run=run).writer})
@@ -629,7 +629,7 @@ def test_a_spool_that_is_only_looked_at_offers_nothing(tmp_path):
 def test_a_checkpoint_is_out_of_sight_for_good_before_a_file_of_it_is_moved(spool, monkeypatch):
     """Else a power cut could bring a checkpoint back whose file a save has overwritten."""
     calls: list[str] = []
-    real_rename, real_sync = Path.rename, spool_module.sync_directory
+    real_rename, real_sync = Path.rename, trash.sync_directory
     commit_large(spool, part())
 
     def rename(self, target):
@@ -641,7 +641,7 @@ def test_a_checkpoint_is_out_of_sight_for_good_before_a_file_of_it_is_moved(spoo
         real_sync(path)
 
     monkeypatch.setattr(Path, "rename", rename)
-    monkeypatch.setattr(spool_module, "sync_directory", sync)
+    monkeypatch.setattr(trash, "sync_directory", sync)
     spool.remove([part()], {part().writer})
     assert calls == [f"rename {part().name} trash", f"sync {part().checkpoint.name}", "rename small recycle"]
 
@@ -704,7 +704,7 @@ def test_a_manifest_that_is_not_right_is_a_manifest_error(spool, damage):
     damage(_manifest_path(spool))
     with pytest.raises(ManifestError):
         spool.manifest(part())
-    assert spool.parts() == [part()]  # by name it is still there, for the plan to mend
+    assert spool.parts() == [part()]  # by name it is still there, for the plan to repair
 
 
 def test_a_newer_format_is_too_new(spool):
@@ -931,7 +931,7 @@ def test_a_spool_that_vanished_is_not_an_empty_one(spool):
 
 
 def test_an_empty_directory_that_cannot_go_is_said(spool, monkeypatch):
-    """Or a lane would try again at once, for ever."""
+    """Or a tier worker would try again at once, for ever."""
     (spool.root / "run" / part(1).checkpoint.name).mkdir(parents=True)
     [name] = spool.leftovers()
 

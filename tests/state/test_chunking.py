@@ -1,4 +1,4 @@
-"""What did not change between two saves is chunks that did not: whoever wrote the file, whatever lies beside it.
+"""What did not change between two saves is chunks that did not, for any writer of the file, whatever lies beside it.
 
 Measured as the bytes of chunks whose digest and size the manifest before did not have: what an upload has to send.
 """

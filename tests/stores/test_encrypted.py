@@ -173,7 +173,7 @@ def test_the_same_bytes_never_have_the_same_nonce():
     ],
 )
 def test_what_was_put_in_anothers_place_is_not_believed(first, second):
-    """Another rank, checkpoint, run, digest, codec: whoever can write there cannot swap."""
+    """Another rank, checkpoint, run, digest, codec: a writer on the tier cannot swap them."""
 
     async def work():
         inner = MemoryStore()

@@ -47,7 +47,7 @@ class Clock:
     async def run(self, work: asyncio.Future[object]) -> None:
         """Let time pass until `work` is done."""
         while not work.done():
-            for _ in range(20):  # whoever can go on does
+            for _ in range(20):  # each one that can go on does
                 await asyncio.sleep(0)
             if not work.done():
                 at, _, woken = heapq.heappop(self._sleepers)

@@ -1,8 +1,8 @@
 """A systemd that was booted for a test: PID 1 of namespaces of its own, over this machine's files.
 
-Law: nothing outside of the namespaces changes: what is written lies in a tmpfs over the root, /proc/sys and /sys are
-read-only, and no unit starts but a journal and what the test starts. When `unshare` is killed, the kernel ends it all.
-Needs root, a kernel with overlayfs and cgroup2, and Debian's systemd package.
+Invariant: nothing outside of the namespaces changes: what is written lies in a tmpfs over the root, /proc/sys and /sys
+are read-only, and no unit starts but a journal and what the test starts. When `unshare` is killed, the kernel ends it
+all. Needs root, a kernel with overlayfs and cgroup2, and Debian's systemd package.
 """
 
 from __future__ import annotations

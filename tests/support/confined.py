@@ -1,7 +1,8 @@
 """`python confined.py UNIT UID WRITABLE[:...] COMMAND...`: a command as systemd runs it under a unit, without systemd.
 
-Law: every directive of the unit is either carried out here, by the same means of the kernel (mount namespace, seccomp,
-bounding set, prctl), or named in `ELSEWHERE`; one that is in neither ends this with an error. Where it differs it is
+Invariant: every directive of the unit is either carried out here, by the same means of the kernel (mount namespace,
+seccomp, bounding set, prctl), or named in `ELSEWHERE`; one that is in neither ends this with an error. Where it differs
+it is
 stricter: a system call that the unit would refuse ends the process by SIGSYS, so that nothing is refused unnoticed, and
 nothing but what may be written is writable, not even /tmp.
 """

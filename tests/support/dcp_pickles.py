@@ -31,7 +31,7 @@ def keyed(key: bytes) -> bytes:
 
 
 def doubled(levels: int = LEVELS, first: int = 0) -> bytes:
-    """A tuple of a tuple twice, of a tuple twice …: small in a pickle, endless to whoever follows it."""
+    """A tuple of a tuple twice, of a tuple twice …: small in a pickle, endless to a reader that follows it."""
     return b")" + b"".join(b"q%ch%c\x86" % (place, place) for place in range(first, first + levels))
 
 

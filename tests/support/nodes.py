@@ -1,7 +1,7 @@
 """Several nodes on one run: a spool and a daemon each, over one tier, which is watched.
 
-Law: what must hold after any step is checked here, at every change of the tier and of a spool, and nowhere else; a test
-only makes things happen. It is said independently of core/planning/plan.py, from names and manifests.
+Invariant: what must hold after any step is checked here, at every change of the tier and of a spool, and nowhere else;
+a test only makes things happen. It is said independently of core/planning/plan.py, from names and manifests.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ class Node:
         return list(plan(self.daemon.inventory(), self.daemon.config, {}, 0.0))
 
     async def turn(self, rng: random.Random | None = None) -> Action | None:
-        """Look, and do the first thing of a lane; what it was."""
+        """Look, and do the first thing of a tier worker; what it was."""
         actions = await self.planned()
         if not actions:
             return None

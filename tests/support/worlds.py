@@ -184,7 +184,7 @@ def without(place: Place, owner: CheckpointId) -> Place:
 
 
 class Cluster:
-    """Nodes, each with a spool and a daemon, that share tiers. `step` lets one lane of one daemon do one action."""
+    """Nodes, each with a spool and a daemon, that share tiers. `step` lets one worker of one daemon do one action."""
 
     def __init__(self, spools: list[Place], tiers: dict[str, Place | None], settings: Config) -> None:
         self.spools, self.tiers, self.settings = spools, tiers, settings
@@ -203,7 +203,7 @@ class Cluster:
         return Sent(owner, 0 if newest or last is None else last.others + 1)
 
     def lanes(self) -> list[tuple[int, Action]]:
-        """What each lane of each daemon would do next."""
+        """What each tier worker of each daemon would do next."""
         found = []
         for node in range(len(self.spools)):
             first: dict[str, Action] = {}

@@ -52,7 +52,7 @@ def test_the_manifest_goes_first(spool: Spool, monkeypatch: pytest.MonkeyPatch) 
     def cut_off(path: Path) -> None:
         raise OSError("cut off")
 
-    monkeypatch.setattr("tierd.spool.spool.remove", cut_off)
+    monkeypatch.setattr("tierd.spool.trash.remove", cut_off)
     with pytest.raises(OSError, match="cut off"):
         spool.remove([part(1)])
     with pytest.raises(TierdError, match="manifest"):

@@ -224,7 +224,7 @@ def test_a_daemon_that_only_ends_is_not_called_old(spool):
     with OtherDaemon(spool, lambda request: None), Link(spool) as link:
         with pytest.raises(DaemonUnavailable, match="closed the connection") as raised:
             link.ask(messages.Candidates(run="run"))
-        assert type(raised.value) is DaemonUnavailable  # a caller, and whoever reads its log, meets no private name
+        assert type(raised.value) is DaemonUnavailable  # a caller, and a reader of its log, meets no private name
 
 
 def test_status_of_an_old_daemon_shows_what_it_tells(spool, capsys):

@@ -22,9 +22,9 @@ import msgspec
 from tierd.client.attachment import Attachment
 from tierd.client.closing import Closing, check_failed, check_wait
 from tierd.client.disk_space import SpaceCheck
-from tierd.client.ranks.launch import Launch, tell_failure
+from tierd.client.ranks.launch import Launch, report_failure
 from tierd.client.ranks.other_launches import Beside
-from tierd.client.ranks.ranks import SILENT_S, Ranks
+from tierd.client.ranks.ranks import SILENT_S, START_S, Ranks
 from tierd.client.restoring.device_uploads import Uploads
 from tierd.client.restoring.entries import check_written_by_save
 from tierd.client.restoring.restorer import Found, Restored, Restorer
@@ -90,8 +90,10 @@ class Checkpointer:
             the spool. The same on every rank. If not given, the policy of a configuration or of an earlier launch
             applies, else `keep_last=3`.
         rank_timeout: how many seconds `restore` waits for a rank that does not call `restore`, or shows no sign of life
-            in it. A rank that is reading is waited for without limit. A process group's own timeout applies if it is
-            shorter.
+            in it. A rank that is reading is waited for without limit. Also how long a rank whose process on this node
+            has ended is waited for when the launch begins. A process group's own timeout applies if it is shorter.
+        start_timeout: how many seconds to wait for a rank that has not made its `Checkpointer` yet, because it loads
+            data, for example. A process group's own timeout applies if it is shorter.
 
     Raises:
         ConfigError: a name, rank, URL or policy cannot be used; the launcher sets a rank without the number of ranks,
@@ -116,6 +118,7 @@ class Checkpointer:
         when: When | None = None,
         retention: RetentionPolicy | None = None,
         rank_timeout: float = SILENT_S,
+        start_timeout: float = START_S,
     ) -> None:
         self._closed = False
         self._saved: set[str] = set()  # attempts under which this launch made a checkpoint durable
@@ -135,9 +138,8 @@ class Checkpointer:
         with ExitStack() as undo:
             # Attach at most once, and before the ranks talk, because some ranks talk through their daemons.
             attach = functools.cache(functools.partial(self._attach, to, run, retention, undo))
-            self._ranks = Ranks(
-                rank, world_size, room, run, _seconds(rank_timeout), lambda *launch: attach().board(*launch)
-            )
+            silent_s, first_s = _seconds("rank_timeout", rank_timeout), _seconds("start_timeout", start_timeout)
+            self._ranks = Ranks(rank, world_size, room, run, silent_s, lambda *launch: attach().board(*launch), first_s)
             with self._ranks.attending():
                 self._begin(failure, run, attempt, slots, when, retention, attach)
             undo.pop_all()
@@ -179,7 +181,7 @@ class Checkpointer:
             self._choice = Schedule(when, self._ranks)
             attach()
         except Exception as error:
-            tell_failure(self._ranks, run, error)
+            report_failure(self._ranks, run, error)
             raise
         self._beside = Beside(self._spool, asks=self._daemon.tiers)
         seen = functools.partial(self._daemon.attempts, run)
@@ -345,7 +347,7 @@ class Checkpointer:
         """Record that a save has become durable or has failed. Runs in another thread than training."""
         if error is not None:
             self._launch.steps.discard(save.step)
-            self._tell_failed(save.part, error)
+            self._report_failed(save.part, error)
         else:
             self._durable(save.part.checkpoint.attempt, save.step)
         self._choice.ended(save.step, durable=error is None)
@@ -400,18 +402,18 @@ class Checkpointer:
         self._choice.ended(part.checkpoint.step, durable=False)
         # A refused step is already committed, so nothing was lost.
         if isinstance(error, Exception) and not isinstance(error, StepRefused):
-            self._tell_failed(part, error)
+            self._report_failed(part, error)
 
     def _durable(self, attempt: str, step: int) -> None:
         self._saved.add(attempt)
         self._failed.pop(step, None)
 
-    def _tell_failed(self, part: PartId, error: Exception) -> None:
+    def _report_failed(self, part: PartId, error: Exception) -> None:
         why = (str(error) or type(error).__name__)[:MAX_TOLD]
         self._failed[part.checkpoint.step] = why
         self._daemon.tell(Failed(part=part, why=why))
 
-    def tell_leaked(self, step: int, why: str) -> None:
+    def report_leaked(self, step: int, why: str) -> None:
         """Report to the daemon that this step trained on repeated or validation samples. Called by `SampleWatch`."""
         launch = self._launch
         part = PartId(CheckpointId(launch.run, launch.attempt, check_step(step)), launch.rank, launch.world)
@@ -663,7 +665,7 @@ class Checkpointer:
             log.error("closing failed, too: %s", error)  # the caller has to see the exception that is already in flight
 
 
-def _seconds(rank_timeout: float) -> float:
-    if isinstance(rank_timeout, bool) or not isinstance(rank_timeout, int | float) or not 1 <= rank_timeout < math.inf:
-        raise ConfigError(f"rank_timeout={rank_timeout!r}: seconds, at least 1")
-    return float(rank_timeout)
+def _seconds(name: str, given: float) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 1 <= given < math.inf:
+        raise ConfigError(f"{name}={given!r}: seconds, at least 1")
+    return float(given)

@@ -82,7 +82,7 @@ class SampleWatch:
         why += f": {', '.join(map(str, examples[:_SHOWN]))}" if examples else ""
         log.error("%s", why)
         if self._checkpointer is not None:
-            self._checkpointer.tell_leaked(step, why)
+            self._checkpointer.report_leaked(step, why)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the samples seen in this epoch."""

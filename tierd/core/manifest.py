@@ -95,6 +95,36 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Annotated[dict[MetricName, float | str], Meta(max_length=MAX_METRICS)]
     files: Annotated[tuple[File, ...], Meta(max_length=MAX_FILES)]
 
+    @classmethod
+    def of(
+        cls,
+        part: PartId,
+        origin: CheckpointId | None,
+        metrics: Mapping[str, float],
+        created: datetime,
+        writer: str,
+        files: tuple[File, ...] = (),
+    ) -> Manifest:
+        """Make the manifest of a part that tierd writes.
+
+        Args:
+            origin: the checkpoint from which the attempt resumed.
+            writer: the version of tierd.
+        """
+        return cls(
+            version=VERSION,
+            run=part.checkpoint.run,
+            step=part.checkpoint.step,
+            attempt=part.checkpoint.attempt,
+            resumed_from=Origin(step=origin.step, attempt=origin.attempt) if origin else None,
+            rank=part.rank,
+            world_size=part.world,
+            created=created.isoformat(),
+            writer=f"tierd {writer}",
+            metrics=metrics_to_json(metrics),
+            files=files,
+        )
+
     @property
     def part(self) -> PartId:
         return PartId(CheckpointId(self.run, self.attempt, self.step), self.rank, self.world_size)

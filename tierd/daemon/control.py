@@ -337,19 +337,19 @@ class Control:
             return False
 
     async def _wait(self, part: PartId, tier: str, timeout: float | None) -> dict[str, Any]:
-        lane = self._lane(tier)
+        worker = self._worker(tier)
 
         def is_there() -> bool:
-            nonlocal lane
-            lane = self._lane(tier)  # a reload may have replaced or removed it
+            nonlocal worker
+            worker = self._worker(tier)  # a reload may have replaced or removed it
             if self._reconciler.tiers.has(part, tier):
                 return True
             if self._reconciler.backlog.is_retired(part, tier):
                 raise CheckpointNotFound(
                     f"{tier}: {part} is not there and will not come: newer ones have retired it, or it is gone"
                 )
-            if isinstance(lane.last_error, StoreRefused):
-                raise StoreRefused(f"{tier}: {part} is not there yet, and the tier refuses: {lane.last_error}")
+            if isinstance(worker.last_error, StoreRefused):
+                raise StoreRefused(f"{tier}: {part} is not there yet, and the tier refuses: {worker.last_error}")
             return False
 
         await self._reconciler.look(SPOOL)
@@ -358,7 +358,7 @@ class Control:
             async with asyncio.timeout(timeout):
                 await self._reconciler.until(is_there)
         except TimeoutError:
-            why = f"; its last error: {lane.last_error}" if lane.last_error else ""
+            why = f"; its last error: {worker.last_error}" if worker.last_error else ""
             why += f"; paused: {until}" if (until := self._reconciler.pause.until) else ""
             # The message omits the timeout, because the caller shares one timeout among several parts and reports it.
             raise TimeoutError(f"{tier}: {part} is not verified there yet{why}") from None
@@ -378,7 +378,7 @@ class Control:
             await reconciler.until(lambda: all(one.checkpoint.run != run for one in reconciler.inventory().busy))
         return {}
 
-    def _lane(self, tier: str) -> TierWorker:
+    def _worker(self, tier: str) -> TierWorker:
         if tier not in self._reconciler.stores:
             names = ", ".join([SPOOL, *self._reconciler.stores])
             raise ConfigError(f"tier {tier!r}: the daemon has no tier of that name; it has {names}")

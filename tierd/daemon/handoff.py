@@ -78,7 +78,7 @@ class HandoffServer:
     def writers(self) -> frozenset[str]:
         """`PartId.writer` of every rank that will write again, and whose pruned files are therefore worth keeping."""
         with self._changed:
-            return frozenset(line.lane for line in (*self._lines, *self._orphans.values()) if line.lane)
+            return frozenset(line.writer for line in (*self._lines, *self._orphans.values()) if line.writer)
 
     def handed_over_bytes(self) -> int:
         """The memory, in bytes, that trainers, living and dead, share with this daemon."""
@@ -188,8 +188,8 @@ class HandoffServer:
 
     def _expire(self) -> None:
         with self._changed:
-            expired = [lane for lane, line in self._orphans.items() if line.expires <= time.monotonic()]
-            gone = [self._orphans.pop(lane) for lane in expired]
+            expired = [writer for writer, line in self._orphans.items() if line.expires <= time.monotonic()]
+            gone = [self._orphans.pop(writer) for writer in expired]
         for line in gone:  # without the lock: unmapping takes long, and other connections must send beats
             line.close()
         if gone:
@@ -224,9 +224,9 @@ class HandoffServer:
             self._lines.remove(line)
             gone: TrainerConnection | None = line
             if not (line.left or line.last is None or self._stopping):
-                gone = self._orphans.pop(line.lane, None)
+                gone = self._orphans.pop(line.writer, None)
                 line.expires = time.monotonic() + _ORPHAN
-                self._orphans[line.lane] = line
+                self._orphans[line.writer] = line
             line.socket.close()
             self._changed.notify_all()
         if gone:
@@ -274,7 +274,7 @@ class HandoffServer:
         manifest = decode(bytes(box.view[: message.manifest]), part)
         tree = box.view[message.manifest : message.manifest + message.tree]
         with self._changed:
-            line.lane = part.writer
+            line.writer = part.writer
             former = self._orphans.pop(part.writer, None)
             line.last = None
         if former:
@@ -310,7 +310,7 @@ class HandoffServer:
             for arena in orphan.arenas.values():
                 if arena is not last.arena:
                     arena.close()
-            line.arenas, line.last, line.lane = {0: last.arena}, last, part.writer
+            line.arenas, line.last, line.writer = {0: last.arena}, last, part.writer
         found = last.message
         sizes = {"tensors": found.tensors, "manifest": found.manifest, "tree": found.tree}
         self._reply(line, {"ok": True, **sizes}, [last.arena.fd, last.box.fd])

@@ -45,7 +45,7 @@ class TrainerConnection:
     socket: socket.socket
     arenas: dict[int, Arena] = field(default_factory=dict)
     last: HandedOverSnapshot | None = None
-    lane: str = ""
+    writer: str = ""
     greeted: bool = False
     left: bool = False
     expires: float = 0.0  # monotonic seconds, set when its trainer dies

@@ -43,7 +43,7 @@ class Presence:
         """
         if self._attached[None]:
             return frozenset()
-        trained = {lane.rpartition(".")[0] for lane in writers}.union(run for run in self._attached if run)
+        trained = {writer.rpartition(".")[0] for writer in writers}.union(run for run in self._attached if run)
         return frozenset(run for run in runs if run not in trained)
 
     def quiet(self, touched: Mapping[str, float | None], writers: Collection[str], for_s: float) -> frozenset[str]:

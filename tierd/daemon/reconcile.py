@@ -58,7 +58,7 @@ log = logging.getLogger("tierd.daemon")
 
 
 _IN_HAND = 10.0  # seconds that workers have to end their current actions when the configuration changes
-_LANE = "lane"  # names a tier worker as the subject of alerts
+_WORKER = "worker"  # names a tier worker as the subject of alerts
 
 
 class Reconciler:
@@ -175,7 +175,7 @@ class Reconciler:
             assert self._next_config is not None
             config, stores, done = self._next_config
             for name in self.workers.keys() - {SPOOL, *stores}:
-                self.journal.worked((_LANE, name))  # end the alert of a tier that was removed
+                self.journal.worked((_WORKER, name))  # end the alert of a tier that was removed
             self._configure(config, stores)
             self._phase.halted.clear()
             done.set()
@@ -289,10 +289,10 @@ class Reconciler:
         doing = describe(action) if action else "observing"
         known = isinstance(error, TierdError | OSError) or is_exhausted(error)
         log.warning("%s: %s failed; next try in %.0f s: %s", worker.name, doing, delay, error, exc_info=not known)
-        self.journal.failed((_LANE, worker.name), verb(action), worker.name, subject(action), str(error))
+        self.journal.failed((_WORKER, worker.name), verb(action), worker.name, subject(action), str(error))
 
     def _worked(self, worker: TierWorker, action: Action | None) -> None:
-        thing = (_LANE, worker.name)
+        thing = (_WORKER, worker.name)
         self.journal.worked(thing, subject(None), others=False)
         if action is not None:
             self.journal.worked(thing, subject(action))

@@ -9,13 +9,43 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections.abc import Mapping
 from typing import IO, Any, cast
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from tierd.core.errors import StateMismatch, StateRefused
+from tierd.core.errors import ManifestError, StateMismatch, StateRefused
+from tierd.core.ids import PartId
 from tierd.spool.file_io import flat
+
+
+def position_of(storage: Mapping[Any, Any] | None, index: MetadataIndex, first: PartId) -> tuple[PartId, str, int, int]:
+    """Return the part, the file, the offset and the length of an entry.
+
+    It lies in the part named at the start of its path, or else in the coordinator's part.
+
+    Args:
+        storage: `storage_data` of DCP's metadata, which has a `_StorageInfo` for each entry.
+        index: the entry.
+        first: the coordinator's part.
+
+    Raises:
+        ManifestError: the metadata does not say where the entry lies.
+        StateMismatch: an extension of DCP has transformed its bytes.
+    """
+    info: Any = (storage or {}).get(index)
+    path = getattr(info, "relative_path", None)
+    if not isinstance(path, str):
+        raise ManifestError(f"{first.checkpoint}: its metadata does not say where {index.fqn!r} lies")
+    if getattr(info, "transform_descriptors", None):
+        raise StateMismatch(f"{first.checkpoint}: {index.fqn!r} was written through an extension")
+    head, _, rest = path.partition("/")
+    part = PartId.parse(first.checkpoint.run, first.checkpoint.name, head)
+    if part is None or not rest or part.world != first.world:
+        part, rest = first, path
+    return part, rest, info.offset, info.length
 
 
 def load_tensor(item: ReadItem, data: memoryview, planner: LoadPlanner) -> None:

@@ -34,7 +34,7 @@ from tierd.core.planning.place import SPOOL
 from tierd.core.save_policy import Goal
 from tierd.core.timeline.candidates import Candidate
 from tierd.dcp import metadata as dcp_metadata
-from tierd.dcp.entries import check_plain, load_tensor
+from tierd.dcp.entries import check_plain, load_tensor, position_of
 from tierd.dcp.native_checkpoint import SavedState
 
 if TYPE_CHECKING:
@@ -229,22 +229,8 @@ class OpenReader(Reader):
         return entries
 
     def _span(self, item: ReadItem) -> Span:
-        """Return the position of an entry.
-
-        It lies in the part named at the start of its path, or else in the coordinator's part.
-        """
-        assert self._files is not None and self.checkpoint is not None
-        info: Any = self._storage.get(item.storage_index)
-        path = getattr(info, "relative_path", None)
-        if not isinstance(path, str):
-            raise ManifestError(f"{self.checkpoint}: its metadata does not say where {item.storage_index.fqn!r} lies")
-        if getattr(info, "transform_descriptors", None):
-            raise StateMismatch(f"{self.checkpoint}: {item.storage_index.fqn!r} was written through an extension")
-        head, _, rest = path.partition("/")
-        part = PartId.parse(self.checkpoint.run, self.checkpoint.name, head)
-        if part is None or not rest or part.world != self._files.world:
-            part, rest = self._files.part(0), path
-        return self._files.span(part, rest, info.offset, info.length)
+        assert self._files is not None
+        return self._files.span(*position_of(self._storage, item.storage_index, self._files.part(0)))
 
     def _prepare(self, entries: dict[Span, list[ReadItem]]) -> None:
         if not entries:

@@ -23,6 +23,7 @@ from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, Manifest
 from tierd.core.printable import printable
 from tierd.dcp import metadata as dcp_metadata
+from tierd.dcp.entries import position_of
 from tierd.dcp.native_checkpoint import SavedState
 from tierd.dcp.native_leaves import NativeLeaf, SavedArray
 from tierd.exporting.chunk_reader import ChunkReader, RangeStream
@@ -188,7 +189,7 @@ def _of_dcp(files: PartRanges, first: PartId, only: str | None) -> Contents:
         if isinstance(found, TensorStorageMetadata):
             tensors[exported] = _dcp_tensor(metadata, first, name, exported, found)
         else:
-            place = _place(metadata, first, MetadataIndex(name))
+            place = position_of(metadata.storage_data, MetadataIndex(name), first)
             data = partial(_bytes, reader, place)
             others[exported] = Value(partial(_dcp_value, data, f"{first.checkpoint}: {printable(str(name))!r}"), data)
 
@@ -204,25 +205,10 @@ def _of_dcp(files: PartRanges, first: PartId, only: str | None) -> Contents:
     return Contents(tensors, others, {names[name]: _below(paths[name], only) for name in names}, tree)
 
 
-_Place = tuple[PartId, str, int, int]
+_Position = tuple[PartId, str, int, int]
 
 
-def _place(metadata: Metadata, first: PartId, index: MetadataIndex) -> _Place:
-    """Return the part, the file, the offset and the length of an entry."""
-    info: Any = (metadata.storage_data or {}).get(index)
-    path = getattr(info, "relative_path", None)
-    if not isinstance(path, str):
-        raise ManifestError(f"{first.checkpoint}: its metadata does not say where {index.fqn!r} lies")
-    if getattr(info, "transform_descriptors", None):
-        raise StateMismatch(f"{first.checkpoint}: {index.fqn!r} was written through an extension")
-    head, _, rest = path.partition("/")
-    part = PartId.parse(first.checkpoint.run, first.checkpoint.name, head)
-    if part is None or not rest or part.world != first.world:
-        part, rest = first, path
-    return part, rest, info.offset, info.length
-
-
-def _bytes(reader: ChunkReader, place: _Place) -> bytes:
+def _bytes(reader: ChunkReader, place: _Position) -> bytes:
     return bytes(reader.read(*place))
 
 
@@ -242,7 +228,7 @@ def _dcp_tensor(
     pieces, order = [], []
     dtype = found.properties.dtype
     for chunk in found.chunks:
-        place = _place(metadata, first, MetadataIndex(name, chunk.offsets))
+        place = position_of(metadata.storage_data, MetadataIndex(name, chunk.offsets), first)
         shape = tuple(chunk.sizes)
         order.append(place)
         locate = partial(_locate, place, dtype, shape, f"{first.checkpoint}: {printable(str(name))!r}")
@@ -251,7 +237,7 @@ def _dcp_tensor(
 
 
 def _locate(
-    place: _Place, dtype: torch.dtype, shape: tuple[int, ...], where: str, reader: ChunkReader
+    place: _Position, dtype: torch.dtype, shape: tuple[int, ...], where: str, reader: ChunkReader
 ) -> tuple[PartId, str, int]:
     """Find a tensor's bytes in the archive that `torch.save` made of it, without reading them.
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
@@ -116,7 +117,7 @@ def test_rank_0_that_comes_late_does_not_go_on_alone(boards):
 
 
 def test_an_exchange_succeeds_on_all_ranks_or_on_none(boards, monkeypatch):
-    """Rank 1 gives up at about the moment at which rank 0 comes: whoever is first, they agree."""
+    """Rank 1 gives up at about the moment at which rank 0 comes: in either order, they agree."""
     monkeypatch.setattr("tierd.client.ranks.meeting._LAST_S", 0.1)  # for which rank 0 waits until who gave up reads why
     both = 0
     for seed in range(25):
@@ -166,7 +167,7 @@ def test_rank_0_waits_at_its_end_for_who_has_not_read(boards):
 
 @pytest.mark.parametrize("lost", ["0/1", "0/all"])
 def test_what_somebody_else_removed_is_not_waited_for_without_an_end(boards, lost):
-    """All ranks live, so that none of them is given up: a sweep by a clock that is wrong, or whoever writes there."""
+    """All ranks live, so that none of them is given up: a sweep by a clock that is wrong, or another writer there."""
     made, done = meetings(boards, 2, silent_s=1.0), threading.Event()
     other, through = boards(), [threading.Event(), threading.Event()]
 
@@ -224,6 +225,104 @@ def test_one_that_died_while_all_begin_is_named(tmp_path):
     subprocess.run([sys.executable, "-c", script, str(tmp_path), "1", "5"], env=environment(), check=True, timeout=60)
     with pytest.raises(StoreUnavailable, match=r"rank 1 \(process \d+ on .*\) has ended"):
         Meeting(_quick(DirectoryBoard(tmp_path, "launch")), 0, 2, QUICK).meet(1.0)
+
+
+_BEGINNING = """
+import sys
+from pathlib import Path
+from tierd.client.ranks.board import DirectoryBoard
+from tierd.client.ranks.meeting import Meeting
+from tierd.core.errors import StoreUnavailable
+board = DirectoryBoard(Path(sys.argv[1]), "launch")
+board.beat_s = 0.1
+meeting = Meeting(board, int(sys.argv[2]), 2, float(sys.argv[3]))
+print("begins", flush=True)
+try:
+    meeting.meet(float(sys.argv[4]))
+    print("met", flush=True)
+except StoreUnavailable as error:
+    print(error, flush=True)
+"""
+_STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "0"}
+
+
+def _start(command: list[str], number: int, tasks: str) -> subprocess.Popen[str]:
+    env = environment(**_STEP, SLURM_PROCID=str(number), SLURM_STEP_TASKS_PER_NODE=tasks)
+    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "other", "told"),
+    [
+        ("2", "slow", "met"),
+        ("2", "killed", "rank 1 of 2 ended before all had begun: no such process is left on "),
+        ("2", "never there", "rank 1 of 2 ended before all had begun: no such process is left on "),
+        # The launcher says that rank 1 is on another node, and only a process that was seen is known to have ended.
+        ("1(x2)", "killed", "rank 1 of 2 ended before all had begun: no such process is left on "),
+        ("1(x2)", "never there", "rank 1 of 2 did not come within 6 s"),
+    ],
+)
+def test_a_rank_that_ended_before_it_began_differs_from_a_slow_one(tmp_path, tasks, other, told):
+    """A slow rank imports its modules: it has a process with its rank in the environment, and leaves no notes."""
+    script, late_s = [sys.executable, "-c", _BEGINNING, str(tmp_path)], "6" if told.endswith(" 6 s") else "100"
+    waits = ["sh", "-c", 'read line; exec "$@"', "sh", *script, "1", "1", late_s]
+    with ExitStack() as started:
+
+        def start(command: list[str], number: int) -> subprocess.Popen[str]:
+            process = started.enter_context(_start(command, number, tasks))
+            started.callback(process.kill)
+            return process
+
+        second = start(waits, 1) if other != "never there" else None
+        first = start([*script, "0", "1", late_s], 0)
+        assert first.stdout.readline() == "begins\n"
+        begun = time.monotonic()
+        if other == "slow":
+            time.sleep(4)  # as long as four times its silence
+            print(file=second.stdin, flush=True)
+        elif other == "killed":
+            time.sleep(2)  # so that rank 0 has seen it
+            second.kill()
+            second.wait()
+        assert first.stdout.readline().startswith(told)
+        assert time.monotonic() - begun < 60
+
+
+def test_a_rank_that_hides_its_environment_has_not_ended():
+    """As one that sets its process's title, which overwrites the environment that the kernel shows."""
+    script = """
+import os, subprocess, sys
+from tierd.client.ranks import processes
+other = subprocess.Popen(["sleep", "60"], env={**os.environ, "SLURM_PROCID": "1"})
+siblings = processes.Siblings(0, 2)
+found = [siblings.ended()]
+recognise = siblings._rank
+siblings._rank = lambda pid: None if pid == other.pid else recognise(pid)
+found.append(siblings.ended())
+other.kill()
+other.wait()
+print(*found, siblings.ended())
+"""
+    with _start([sys.executable, "-c", script], 0, "2") as process:
+        assert process.communicate(timeout=60)[0] == "set() set() {1}\n"
+
+
+def test_ranks_on_other_nodes_learn_that_a_rank_has_ended(monkeypatch):
+    """Only a rank on its node can see that; the others would wait for ten minutes."""
+    store = torch.distributed.HashStore()
+
+    class Seen:
+        def __init__(self, rank: int, world: int) -> None:
+            self.found = {3} if rank == 2 else set()
+
+        def ended(self) -> set[int]:
+            return self.found
+
+    monkeypatch.setattr("tierd.client.ranks.rendezvous.Siblings", Seen)
+    boards = [_quick(StoreBoard(store, "launch", "the store", exclusive=True)) for _ in range(3)]
+    made = [Meeting(board, rank, 4, QUICK) for rank, board in enumerate(boards)]
+    for error in together(*(lambda one=one: one.meet(100) for one in made)):
+        assert isinstance(error, StoreUnavailable) and "rank 3 of 4 ended before all had begun" in str(error)
 
 
 def test_the_thread_ends_with_its_meeting(boards):

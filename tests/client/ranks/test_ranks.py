@@ -208,7 +208,7 @@ def test_when_one_rank_cannot_restore_none_does_and_none_waits_for_ever(spool, g
 
 
 def test_an_error_of_one_rank_steps_nobody_back(spool, group, monkeypatch):
-    """An error is not corruption, whoever meets it."""
+    """An error is not corruption on any rank that meets it."""
     read = Spool.read
 
     def failing(self, part, manifest):
@@ -449,10 +449,11 @@ def test_a_rank_that_restores_twice_is_not_waited_with(spool, group):
     assert group.run(work) == [4] * 3
 
 
+@pytest.mark.parametrize("name", ["rank_timeout", "start_timeout"])
 @pytest.mark.parametrize("bad", [0, -1, True, "30", float("nan"), float("inf")])
-def test_a_timeout_that_is_none_is_refused(spool, bad):
-    with pytest.raises(ConfigError, match="rank_timeout="):
-        tierd.Checkpointer(spool.root, "run", to=[], rank_timeout=bad)
+def test_a_timeout_that_is_none_is_refused(spool, name, bad):
+    with pytest.raises(ConfigError, match=f"{name}="):
+        tierd.Checkpointer(spool.root, "run", to=[], **{name: bad})
 
 
 @pytest.mark.parametrize("call", ["save", "restore", "due", "stage"])
@@ -988,13 +989,11 @@ _ABSENT = (
     _BEGIN
     + """
 import os, time
-from tierd.client.ranks import ranks
-ranks._FIRST_S = 3.0
 file, number, spool = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 distributed.init_process_group("gloo", store=distributed.FileStore(file, 2), rank=number, world_size=2)
 if number == 0:
     try:
-        tierd.Checkpointer(spool, "run", to=[])
+        tierd.Checkpointer(spool, "run", to=[], start_timeout=3)
     except tierd.core.errors.ConfigError as error:
         print("told:", error)
     open(file + ".done", "w").close()

@@ -94,7 +94,7 @@ def test_the_requests_of_a_launch_that_meets_on_a_tier(tmp_path):
         ranks = []
         for number in range(world):
             talking = board(nodes[number % 2])
-            talking.poll_s = talking.beat_s = 60.0  # whoever waits looks a few times at first, and then seldom
+            talking.poll_s = talking.beat_s = 60.0  # a rank that waits reads a few times at first, and then seldom
             ranks.append(Meeting(talking, number, world, 200.0))
         store.taken()
         assert together(*(lambda one=one: one.meet(50.0) for one in ranks)) == [None] * world
@@ -144,7 +144,7 @@ def test_on_an_encrypted_tier_notes_are_encrypted_and_others_are_not_believed(tm
 
 @pytest.mark.parametrize("how", ["deleted", "replaced", "of another process"])
 def test_a_note_that_somebody_deletes_or_replaces_ends_in_an_error_or_not_at_all(tmp_path, how):
-    """By whoever writes to the tier, while two ranks find each other and talk."""
+    """By anyone who can write to the tier, while two ranks find each other and talk."""
     store, done = MemoryStore(), threading.Event()
 
     def meddle() -> None:
@@ -178,7 +178,7 @@ def test_a_note_that_somebody_deletes_or_replaces_ends_in_an_error_or_not_at_all
             done.set()
             meddling.join()
     failed = [isinstance(one, StoreUnavailable) for one in told]
-    if how == "of another process":  # on a tier that is not encrypted, whoever writes there speaks for a rank
+    if how == "of another process":  # on a tier that is not encrypted, anyone who writes there speaks for a rank
         assert all(fails or one[0] == b"0" for fails, one in zip(failed, told, strict=True)), told
     else:
         assert all(failed) or told == [[b"0", b"1"]] * 2, told
@@ -399,10 +399,9 @@ def test_a_node_without_a_daemon_says_so_at_once(tmp_path, monkeypatch):
 
 def test_a_rank_that_does_not_come_is_named_with_the_tier(tmp_path, monkeypatch):
     slurm(monkeypatch)
-    monkeypatch.setattr("tierd.client.ranks.ranks._FIRST_S", 1.0)
     told = r"rank 0 did not come within 1 s \(tier tier \(file:///tier\), through the daemon of node"
     with Daemon(tmp_path, {"tier": MemoryStore()}) as daemon, pytest.raises(ConfigError, match=told):
-        tierd.Checkpointer(daemon.spool.root, "run")
+        tierd.Checkpointer(daemon.spool.root, "run", start_timeout=1)
 
 
 def test_an_indexed_job_of_kubernetes_has_a_name(monkeypatch):

@@ -22,7 +22,7 @@ from tierd.spool.spool import Spool
 
 
 class Healer:
-    """A daemon that says it healed the part; the disk then shows the same wrong bytes."""
+    """A daemon that says it repaired the part; the disk then shows the same wrong bytes."""
 
     def __init__(self, restorer: Restorer) -> None:
         self._restorer = restorer

@@ -137,7 +137,7 @@ def test_one_that_is_stopped_between_two_questions_is_done_without(spool, stoppe
 
 
 def test_one_that_takes_no_more_callers_is_not_started_a_second_time(spool, tmp_path, stopped, monkeypatch, caplog):
-    """Whoever knocks at a stopped daemon waits in a queue, which is full after a hundred."""
+    """A client of a stopped daemon waits in a queue, which is full after a hundred."""
     monkeypatch.setattr(client, "_start", lambda *_: pytest.fail("its spool is held"))
     callers = []
     with pytest.raises(BlockingIOError):

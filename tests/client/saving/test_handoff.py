@@ -114,7 +114,7 @@ def test_what_was_handed_over_is_read_though_the_dead_left_an_answer_unread(spoo
 
     def slow(self, line, answer, fds=None):
         reply(self, line, answer, fds)
-        assert not line.lane or dead.wait(30)  # the greeting goes first
+        assert not line.writer or dead.wait(30)  # the greeting goes first
 
     monkeypatch.setattr(handoff.HandoffServer, "_reply", slow)
     script = """

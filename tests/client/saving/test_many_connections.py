@@ -122,7 +122,7 @@ def test_who_lent_something_gives_way_last_and_loses_nothing(spool, daemon, monk
     with tierd.Checkpointer(spool.root, "run") as ckpt, contextlib.ExitStack() as stack:
         ckpt.save(1, tensors(1)).wait(timeout=20)
         assert ckpt.stats.handed_over == 1
-        (first,) = [line for line in daemon.handoff._lines if line.lane]
+        (first,) = [line for line in daemon.handoff._lines if line.writer]
         for _ in range(8):  # twice as many as there is room for
             newcomer()
         assert first in daemon.handoff._lines and not first.ending  # a trainer would come again, and nobody notice
@@ -130,12 +130,12 @@ def test_who_lent_something_gives_way_last_and_loses_nothing(spool, daemon, monk
         assert ckpt.stats.handed_over == 2
         wait_until(lambda: not any(line.working for line in daemon.handoff._lines))
         with daemon.handoff._changed:
-            (mine,) = [line for line in daemon.handoff._lines if line.lane]
+            (mine,) = [line for line in daemon.handoff._lines if line.writer]
             assert mine is first
             for line in daemon.handoff._lines:
                 line.heard = time.monotonic() + (100 if line is not mine else 0)
                 line.arenas.setdefault(63, Arena(4096))
-        newcomer()  # all lent something, and the trainer is the one that was silent for longest
+        newcomer()  # all handed over a snapshot, and the trainer is the one that was silent for longest
         wait_until(lambda: mine not in daemon.handoff._lines)
         assert not daemon.handoff._orphans  # it lives: nobody may take its memory for a dead one's
         ckpt.save(3, tensors(3)).wait(timeout=20)

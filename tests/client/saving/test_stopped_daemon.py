@@ -340,7 +340,7 @@ def test_memory_is_touched_anew_before_training_needs_it(spool, daemon, monkeypa
         wait_until(ckpt._line.renew)
         monkeypatch.setattr(client, "_SILENCE", 60.0)
         state = {"x": torch.zeros(1 << 18)}
-        with monkeypatch.context() as patch:  # both slots are lent, and idle
+        with monkeypatch.context() as patch:  # both slots are handed over, and idle
             working.go.set()
             patch.setattr(pipeline.Pipeline, "_anew", lambda *_: pytest.fail("nobody is silent"))
             for step in (1, 2):

@@ -107,7 +107,7 @@ def test_completeness_is_over_all_places_together():
 
 
 def test_an_unreadable_manifest_still_counts_towards_completeness():
-    """Names decide; whether the bytes are right is found out by whoever reads them."""
+    """Names decide; whether the bytes are right is found out by their reader."""
     spool = Place.of({part(A100, 0, 2): facts(), part(A100, 1, 2): None})
     assert tried(restore_candidates(Inventory(spool, {}), "r")) == [A100]
 
@@ -325,7 +325,7 @@ def _readable(nodes):
 
 
 def _read(nodes) -> set[str]:
-    """The attempts of which any node sees a readable manifest, set aside or not."""
+    """The attempts of which any node sees a readable manifest, quarantined or not."""
     places = [place for node in nodes for place in (node.spool, *node.tiers.values()) if place]
     shown = _readable(nodes)
     aside = {part for place in places for part, facts in place.quarantined.items() if facts}

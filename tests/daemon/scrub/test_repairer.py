@@ -1,4 +1,4 @@
-"""Corruption, met by the reconciler: healed from whoever has it right, set aside only when nobody has, and told."""
+"""Corruption, met by the reconciler: repaired from a right copy, quarantined only where there is none, and reported."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_corrupt_local_part_that_nobody_else_has_is_set_aside_and_told(spool, 
         assert steps_on(await contents(store)) == [1] and steps_in(spool) == [1]
         assert set(spool.quarantined()) == {part(2)}
         assert [event.subject for event in daemon.journal.events if event.what == "quarantined"] == [str(part(2))]
-        # asked for again, what was set aside stays where it is: it is all that is left
+        # asked for again, what was quarantined stays where it is: it is all that is left
         async with running(reconciler(spool, {"tier": store})) as again:
             with pytest.raises(ObjectNotFound):
                 await again.repairs.fetch(part(2))

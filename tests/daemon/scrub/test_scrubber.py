@@ -1,4 +1,4 @@
-"""Scrubbing: every kind of damage in every place is found, put right from whoever has it right, set aside only when
+"""Scrubbing: every kind of damage in every place is found, repaired from a right copy, quarantined only when
 nobody has, and never imagined."""
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def test_one_place_that_has_it_right_is_enough_for_all(spool, tiers, right):
             await settle(daemon)
             await scrub(daemon, "first", "second", SPOOL)
             await settle(daemon)
-            # the lane's own heal may have met the damage on the first tier before the scrubber did
+            # the tier worker's own repair may have met the damage on the first tier before the scrubber did
             told = {event.place for event in daemon.journal.events if event.what == "corrupt"}
             assert told == {SPOOL, "first", "second"} - {right}
         assert read(spool, part(1)) == content(1) and not daemon.journal.counters["quarantined"]
@@ -838,7 +838,8 @@ def test_what_is_shared_on_and_on_is_read_again_though_each_that_names_it_is_you
             daemon = scrubber(spool, {"tier": store}, keep=1, scrub="10d")
             daemon.scrubber._clock = lambda: made + day[0] * 86_400.0
             daemon.scrubber._remembered.load()
-            daemon.scrubber.run = asyncio.Event().wait  # by whoever is faster, the counts below would not know of it
+            # By a worker that is faster; the counts below would not know of it.
+            daemon.scrubber.run = asyncio.Event().wait
             async with running(daemon):
                 await settle(daemon)
                 copies = []

@@ -78,7 +78,7 @@ def test_every_save_reaches_a_bucket_without_delete_object(spool: Spool) -> None
 
 
 def test_a_directory_whose_entries_cannot_be_removed_is_append_only_too(spool: Spool, tmp_path, monkeypatch) -> None:
-    """Each failed prune held the lane back and left marks, until no tier seemed to accept checkpoints."""
+    """Each failed prune held the tier worker back and left marks, until no tier seemed to accept checkpoints."""
 
     def marks() -> list[str]:
         return [path.name for path in (tmp_path / "tier").rglob("pruning/*") if path.name != "none"]

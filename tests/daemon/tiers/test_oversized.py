@@ -42,7 +42,7 @@ def test_a_manifest_of_any_size_is_one_that_cannot_be_used(spool, tmp_path, size
         await daemon.repairs.fetch(part(1))
         assert read(fresh, part(1)) == read(spool, part(1))
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 200 << 10  # kB
-        await converge(spool, {"tier": store})  # set aside, and put anew from the spool
+        await converge(spool, {"tier": store})  # quarantined, and put anew from the spool
         assert decode(bytes(await store.get(part(2).manifest_key)), part(2)).step == 2
         await store.aclose()
 

@@ -59,7 +59,7 @@ def test_a_backlog_that_grows_is_an_alert_until_it_is_gone():
 
 
 def test_a_pass_marks_all_that_it_dooms_before_it_looks(spool):
-    """Whoever begins to borrow a chunk meanwhile sees the mark, or is seen."""
+    """A flush that begins to share a chunk meanwhile sees the mark, or is seen."""
 
     async def work():
         store = Double()
@@ -68,24 +68,24 @@ def test_a_pass_marks_all_that_it_dooms_before_it_looks(spool):
             await flush(spool, part(step), Route(store))
         eye = TierObserver(store)
         seen = await eye.look({RUN})
-        doomed = [part(step).checkpoint for step in range(2)]
+        to_delete = [part(step).checkpoint for step in range(2)]
         marked = []
 
         def note(operation: str, key: str) -> None:
             if operation == "scan" and "/manifests/" in key:
                 marks = [one for one in store.inner._objects if "/pruning/" in one]
-                marked.append([one for one in doomed if any(one.name in mark for mark in marks)])
+                marked.append([one for one in to_delete if any(one.name in mark for mark in marks)])
 
         store.before = note
-        done = await prune(store, doomed, "", eye.manifests, seen)
-        assert done.gone == set(doomed)
-        assert marked and all(found == doomed for found in marked)
+        done = await prune(store, to_delete, "", eye.manifests, seen)
+        assert done.gone == set(to_delete)
+        assert marked and all(found == to_delete for found in marked)
 
     asyncio.run(work())
 
 
 def test_a_checkpoint_that_a_node_is_flushing_stays_while_others_of_its_pass_go(spool):
-    """There is more of it than whoever decided knew."""
+    """There is more of it than its plan knew."""
 
     async def work():
         store = Double()
@@ -96,11 +96,11 @@ def test_a_checkpoint_that_a_node_is_flushing_stays_while_others_of_its_pass_go(
         eye = TierObserver(store)
         seen = await eye.look({RUN}, {RUN: {0}})
         await flush(spool, part(1, rank=1, world=2), Route(store))
-        doomed = [part(step, rank=0, world=2).checkpoint for step in range(2)]
-        done = await prune(store, doomed, "", eye.manifests, seen)
-        assert done.gone == {doomed[0]}
+        to_delete = [part(step, rank=0, world=2).checkpoint for step in range(2)]
+        done = await prune(store, to_delete, "", eye.manifests, seen)
+        assert done.gone == {to_delete[0]}
         left = (await TierObserver(store).look({RUN})).checkpoints
-        assert set(left) == {doomed[1], part(2).checkpoint}
+        assert set(left) == {to_delete[1], part(2).checkpoint}
         assert not [info.key async for info in store.scan(f"{RUN}/pruning/")], "marks are left"
 
     asyncio.run(work())

@@ -432,6 +432,8 @@ def test_an_interrupted_fetch_that_is_in_the_way_goes_at_once(spool, store, why)
         low = {"min_free_percent": 99.99} if why == "low" else {}
         async with running(reconciler(spool, {"tier": store}, **low)) as daemon:
             await until(lambda: daemon.wake() or not spool.fetching(PART).exists())
+            if why == "there":
+                assert read(spool, PART) == FILES
 
     asyncio.run(work())
 

@@ -234,7 +234,7 @@ def test_one_tiers_lie_with_an_intact_seal_does_not_lose_what_another_has_right(
     for name, data in FILES.items():
         assert (tmp_path / "to" / PART.name / name).read_bytes() == data
     daemon = reconciler(Spool(tmp_path / "some"), stores)
-    for some in ({}, {"weights.bin": ((0, 1),)}):  # proves nothing: the liar may be whoever was asked first
+    for some in ({}, {"weights.bin": ((0, 1),)}):  # proves nothing: the place that was asked first may lie
         asyncio.run(daemon.repairs.fetch(PART, wanted=some))
         assert asyncio.run(stores["second"].get(PART.manifest_key))
 

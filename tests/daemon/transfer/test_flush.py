@@ -198,7 +198,7 @@ def test_what_a_server_verified_is_read_back_only_where_that_is_wanted(spool, re
 
 
 def steps(spool: Spool, store: Double, *contents_of: dict[str, bytes]) -> list[Manifest]:
-    """Flush one checkpoint after the other, each with the one before as the lender; their manifests on the tier."""
+    """Flush one checkpoint after the other, each with the one before as the base; their manifests on the tier."""
     found: list[Manifest] = []
     for step, files in enumerate(contents_of):
         which = part(step)

@@ -1,4 +1,4 @@
-"""A bit that flips on its way from a tier is no corruption: it is read again, and nothing is set aside or given up."""
+"""A bit that flips on its way from a tier is no corruption: it is read again; nothing is quarantined or given up."""
 
 from __future__ import annotations
 

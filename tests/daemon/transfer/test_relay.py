@@ -1,4 +1,4 @@
-"""Several tiers of different speed and policy: what one wants, another holds until it is there, whoever sends it."""
+"""Several tiers of different speed and policy: what one wants, another holds until it is there, from any sender."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_what_no_tier_has_right_is_not_relayed_and_scrubbed_at_once(spool):
             stores["b"].error = None
             await until(lambda: node.workers["b"].is_off(part(10)))
             await until(lambda: steps_on(stores["b"].inner._objects) == [11])
-            await until(lambda: steps_on(stores["a"].inner._objects) == [11])  # and is set aside, scrub or no scrub
+            await until(lambda: steps_on(stores["a"].inner._objects) == [11])  # and is quarantined, scrub or no scrub
 
     asyncio.run(work())
 

@@ -1,7 +1,7 @@
-"""Corruptions: seeded harms to a spool and two tiers, each noticed, healed where anything right is left, or given up.
+"""Corruptions: seeded harms to a spool and two tiers, each noticed, repaired where anything right is left, or given up.
 
 Two worlds (`faults.corruption.places`) are made once, one with an encrypted tier. A trial harms one of them one to
-many times and then lets tierd's own code answer: verify a place, look, heal a part, scrub a copy, restore down the
+many times and then lets tierd's own code answer: verify a place, look, repair a part, scrub a copy, restore down the
 timeline as all ranks of a launch, export from the tiers, scrub and flush until nothing is left to do, or let retention
 keep few. What must come out was worked out before, byte by byte and by none of tierd's code
 (`faults.corruption.judge`). Required: no wrong byte is given, no harmed copy is taken as good, counted, or left to be

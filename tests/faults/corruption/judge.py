@@ -147,7 +147,7 @@ class Judge:
                     and not self.is_form(name, form, data)
                 ):
                     if form == "planes":
-                        return True  # frames within frames: whoever got right bytes out of it, got them
+                        return True  # frames within frames: a reader that got right bytes out of it, got them
                     try:
                         # By reading: a flipped head may name any size, for which room would be made first.
                         raw = zstandard.ZstdDecompressor().stream_reader(data).read(1 << 20)

@@ -93,7 +93,7 @@ async def launch(
 
     found = await asyncio.gather(*(asyncio.to_thread(one, rank) for rank in range(world)), return_exceptions=True)
     errors = [one for one in found if isinstance(one, BaseException)]
-    # Whoever waited in vain for the others says least.
+    # A rank that waited in vain for the others says least.
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error
     return [one for one in found if not isinstance(one, BaseException)]

@@ -49,7 +49,7 @@ class Known:
 
     Attributes:
         names: place -> the parts whose manifests are there by name.
-        aside: the parts that are set aside, by name.
+        aside: the parts that are quarantined, by name.
         told: launch -> what it resumed from, where anything tells.
         whole: launch -> the newest step that any head says was complete.
         here: the checkpoints that the spool remembers to have committed.

@@ -1,6 +1,6 @@
 """One trial: a world is harmed, tierd's own code is asked, and its answer compared with what was worked out before.
 
-Law: what is owed follows from what lies there before tierd acts, read by none of its code.
+Invariant: what is owed follows from what lies there before tierd acts, read by none of its code.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Trials:
         return right
 
     def _read(self, part: PartId) -> dict[str, bytes] | None:
-        """What the spool gives of a part; None where it is proven corrupt. Wrong bytes are a loss, whoever asks."""
+        """What the spool gives of a part; None where it is proven corrupt. Wrong bytes are a loss for any reader."""
         try:
             files = self.places.spool.read(part, self.places.spool.manifest(part))
         except (CorruptChunk, ManifestError, ObjectNotFound):
@@ -193,7 +193,7 @@ class Trials:
             raise Lost(f"{part}: wrong bytes were given")
         return found
 
-    # -- heal ---------------------------------------------------------------------------------------------------------
+    # -- repair -------------------------------------------------------------------------------------------------------
 
     async def _heal(self, focus: PartId, noise: random.Random, before: Whole, journal: Journal) -> str:
         repairer = Repairer(self.places.spool, self.places.stores, journal, Budget())

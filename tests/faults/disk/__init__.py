@@ -6,7 +6,7 @@ scrubbed, while the disk of its spool or of one of its tiers fails; then the dis
 - training goes on: `save` returns, and a failure is a value, a log line and a count that say where and why;
 - no error counts as corruption: nothing is quarantined, stepped back from, or deleted on its account;
 - an fsync that failed is never called again on that file (P7);
-- the other tier gets every save meanwhile, and no lane tries without resting;
+- the other tier gets every save meanwhile, and no tier worker tries without resting;
 - then, in bounded time: every acknowledged checkpoint that retention wants lies on each place bit for bit, nothing is
   left over, and the next save goes everywhere.
 
@@ -160,7 +160,7 @@ def _fork(work, room: Path) -> _Trial:
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
-        signal.alarm(int(_LIMIT) + 60)  # it ends, whoever waits for it
+        signal.alarm(int(_LIMIT) + 60)  # it ends, also for those that wait for it
         try:
             said = work()
         except BaseException as error:

@@ -48,7 +48,7 @@ from tierd.daemon.transfer import fetch
 from tierd.stores.file import FileStore
 
 DEADLINE = 120.0  # seconds in which the daemon has to converge, and in which any call ends; the machine may be busy
-BACKOFF = 0.2  # seconds at most between two tries of a lane here; half of it at least
+BACKOFF = 0.2  # seconds at most between two tries of a tier worker here; half of it at least
 KEEP = 3  # on each place: then a tier that was down gets all that it wants
 
 
@@ -62,14 +62,14 @@ def hurry() -> None:
     handoff._TICK = 0.05
     sharing.SMALLEST_SHARED_BYTES = 1
     fetch._SPARE = 0  # a fetch begins, however full the disk is
-    _watch_lanes()
+    _watch_workers()
 
 
-_hasty: list[str] = []  # what lanes did before they had rested
+_hasty: list[str] = []  # what tier workers did before they had rested
 
 
-def _watch_lanes() -> None:
-    """Note what a lane does before half of a backoff is over since it failed: a busy machine makes that later only."""
+def _watch_workers() -> None:
+    """Note what a tier worker does within half of a backoff after it failed: a busy machine makes that later only."""
     failed: weakref.WeakKeyDictionary[tier_worker.TierWorker, float] = (
         weakref.WeakKeyDictionary()
     )  # when, monotonic seconds
@@ -277,7 +277,7 @@ class Node:
                 self.daemon.call(self.daemon.reconciler.scrubber.scrub(copy), DEADLINE)
             except (CorruptChunk, ManifestError) as error:
                 raise Lost(f"scrubbing takes an error for corruption: {error!r}") from error
-            except (TierdError, OSError) as error:  # its lane puts that off
+            except (TierdError, OSError) as error:  # its tier worker puts that off
                 self.lines.append(f"scrub: {error}")
 
     def copies(self) -> list[ScrubbedCopy]:
@@ -388,7 +388,7 @@ class Node:
                 raise Lost(f"{name} has {sorted(steps)}, of {sorted(known)} saved and {sorted(self.failed)} failed")
 
     def check_rests(self) -> None:
-        """That no lane tried again without resting."""
+        """That no tier worker tried again without resting."""
         if _hasty:
             raise Lost(f"a lane that failed did not rest: {_hasty[:5]}")
 

@@ -1,6 +1,7 @@
-"""File systems of one trial's own: filled up to the page, out of inodes, read-only, taken away, and put right again.
+"""File systems of one trial's own: filled up to the page, out of inodes, read-only, taken away, and repaired again.
 
-Law: everything is mounted in a mount namespace of the trial's process, so that it goes with it, however that ends.
+Invariant: everything is mounted in a mount namespace of the trial's process, so that it goes with it, however that
+ends.
 """
 
 from __future__ import annotations

@@ -48,9 +48,9 @@ MUTANTS = (
     ),
     Mutant(
         "no part of a lower layer of overlayfs can be removed",
-        "tierd/spool/spool.py",
-        "            _take_apart(path, grave)\n",
-        "            raise\n",
+        "tierd/spool/trash.py",
+        "        _take_apart(path, grave)\n",
+        "        raise\n",
         "host --only 2",
         "cross-device link",
     ),
@@ -63,7 +63,7 @@ MUTANTS = (
     ),
     Mutant(
         "the manifest of a part that is taken apart goes last",
-        "tierd/spool/spool.py",
+        "tierd/spool/trash.py",
         "        (path / MANIFEST_NAME).rename(grave / MANIFEST_NAME)\n",
         "        pass\n",
         "pytest tests/system/test_overlay.py -k first",

@@ -21,7 +21,7 @@ DAY_S = 86_400.0
 
 
 def put(path: Path, ahead_s: float) -> None:
-    """Have whoever follows `path` see a wall clock that is so many seconds ahead of this machine's."""
+    """Have each process that follows `path` see a wall clock that is so many seconds ahead of this machine's."""
     if not path.exists():
         path.write_bytes(bytes(8))
     with path.open("r+b") as file:

@@ -1,6 +1,7 @@
 """What a node may run on: file systems that are mounted for one trial, and a control group that limits memory.
 
-Law: everything is mounted in a mount namespace of the process that plays, so that it goes with it, however that ends.
+Invariant: everything is mounted in a mount namespace of the process that plays, so that it goes with it, however that
+ends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Inputs found by coverage (atheris): `python -m faults.hostile.guided WHAT RUNS SEED CORPUS`, each a process.
 
-Law: seeds from `FIRST` on are these processes', and say which reader it is: `faults hostile --only` repeats one.
+Invariant: seeds from `FIRST` on are these processes', and say which reader it is: `faults hostile --only` repeats one.
 """
 
 from __future__ import annotations

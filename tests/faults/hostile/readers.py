@@ -441,7 +441,7 @@ def _gadget(noise: random.Random) -> bytes:
 
 
 def _endless(noise: random.Random) -> bytes:
-    """Metadata that changes what it names, or has no end for whoever hashes or follows it."""
+    """Metadata that changes what it names, or has no end for a reader that hashes or follows it."""
     what = dcp_pickles.named("Metadata"), dcp_pickles.named("_get_layout", "torch.serialization")
     member = noise.choice(["__qualname__", "__defaults__", "planted"])
     deep = b")" + noise.choice([b"\x85", b"N\x86", b"2\x86"]) * noise.choice([40, 4000, 400_000])

@@ -1,6 +1,6 @@
 """What code may touch while it reads hostile input: seen by the interpreter's own audit, which sees every open.
 
-Law: what was seen is a loss, whatever the reader made of the error that told of it.
+Invariant: what was seen is a loss, whatever the reader made of the error that told of it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Watchman:
         self._escaped("computed past its deadline")
 
     def _escaped(self, what: str) -> None:
-        self._seen.append(what)  # whoever reads may take any error for damage, also this one
+        self._seen.append(what)  # a reader may take any error for damage, also this one
         raise Escape(what)
 
     def _hook(self, event: str, given: tuple[Any, ...]) -> None:

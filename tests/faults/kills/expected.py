@@ -1,9 +1,9 @@
 """What must be there after kills, worked out from what writers were told, and nothing of tierd's.
 
 A rank's part of a checkpoint is due from the moment that its writer was told: `wait("local")`, or a tier's name, has
-returned; or the daemon was told of its snapshot, and no daemon was killed since (P11): then to whoever asks the daemon,
-once the writer is dead. A checkpoint is due when every
-rank's part is. A restore must give the newest that is due, by attempt and step, or one that was begun after it.
+returned; or the daemon was told of its snapshot, and no daemon was killed since (P11): then to anyone who asks the
+daemon, once the writer is dead. A checkpoint is due when every rank's part is. A restore must give the newest that is
+due, by attempt and step, or one that was begun after it.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class Life:
         self.tell(f"launch {self.launch} starts{'' if with_daemon else ' without the daemon'}")
 
     def _go_on(self) -> None:
-        """Whoever is to run, runs."""
+        """Start every process that is to run."""
         self.look()
         if self.daemon is None or not self.daemon.alive():
             self.start_daemon()

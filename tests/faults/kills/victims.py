@@ -1,7 +1,7 @@
 """The processes that are killed: a daemon, and ranks of a training that save and restore. Forked from one that has
 imported everything, so that one costs milliseconds; each is a real process with locks, sockets and threads of its own.
 
-A victim shares one page with whoever kills it. There it marks what it is doing, and there stands after how many system
+A victim shares one page with its killer. There it marks what it is doing, and there stands after how many system
 calls of which kinds it is to kill itself: so a kill hits windows that a clock seldom hits, and it is known what it hit.
 """
 
@@ -95,7 +95,7 @@ def is_staged(step: int) -> bool:
     return step % STAGED == STAGED - 1
 
 
-# -- the page between a victim and whoever kills it -------------------------------------------------------------------
+# -- the page between a victim and its killer -------------------------------------------------------------------
 
 
 class Page:

@@ -184,13 +184,13 @@ MUTANTS = (
     ),
     Mutant(
         "a part's spare is written over before its removal is durable",
-        "tierd/spool/spool.py",
-        """            _take_apart(path, grave)
-        _sync_left(path.parent)
-        return grave
+        "tierd/spool/trash.py",
+        """        _take_apart(path, grave)
+    sync_left(path.parent)
+    return grave
 """,
-        """            _take_apart(path, grave)
-        return grave
+        """        _take_apart(path, grave)
+    return grave
 """,
         "power --trials 60",
         "said to be gone",
@@ -207,7 +207,7 @@ MUTANTS = (
         "a quarantine is answered before it is durable",
         "tierd/spool/spool.py",
         """        sync_directory(aside.parent)
-        _sync_left(home.parent)
+        sync_left(home.parent)
 """,
         "",
         _BY.format(54),
@@ -253,7 +253,7 @@ MUTANTS = (
             marks.begun = False  # no chunk is being deleted, so the marks may be removed
             raise
         gone = [key async for key in _lying(store, run, going)]
-        aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.doomed]
+        aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.to_delete]
         await store.delete(gone + aside)
 """,
         """            pass
@@ -261,7 +261,7 @@ MUTANTS = (
             marks.begun = False  # no chunk is being deleted, so the marks may be removed
             raise
         gone = [key async for key in _lying(store, run, going)]
-        aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.doomed]
+        aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.to_delete]
         await store.delete(gone + aside)
         await store.delete(manifests)
 """,

@@ -1,7 +1,7 @@
 """Stands between this process and every call that changes a file system, and cuts the power at one of them.
 
-Law: no call that changes a file goes by uncounted. `uncounted` proves it for what a traced run did: the kernel's list
-of such calls, by strace, and the one kept here are the same.
+Invariant: no call that changes a file goes by uncounted. `uncounted` proves it for what a traced run did: the kernel's
+list of such calls, by strace, and the one kept here are the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from faults.power import loopfs
 
 import tierd.spool.direct_io
 
-speech = threading.Lock()  # held by whoever says something outside
+speech = threading.Lock()  # held by the speaker to the outside
 MOMENTS = ("before", "during", "after")
 _PAGE = 4096
 _CHANGES = os.O_CREAT | os.O_TRUNC

@@ -1,6 +1,7 @@
 """A spool and a tier, what is done there with tierd's own calls, and what is said of it outside.
 
-Law: whatever is said to be done was answered by tierd's own call; nothing is said that a caller of it could not know.
+Invariant: whatever is said to be done was answered by tierd's own call; nothing is said that a caller of it could not
+know.
 """
 
 from __future__ import annotations

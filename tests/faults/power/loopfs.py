@@ -1,7 +1,7 @@
 """File systems in image files, on loop devices: made once, copied, mounted, and cut off from their power.
 
-Law: nothing outlives the process that made it, not even one that is killed: mounts and images lie in a mount namespace
-of its own, in memory, and a loop device goes with its last mount.
+Invariant: nothing outlives the process that made it, not even one that is killed: mounts and images lie in a mount
+namespace of its own, in memory, and a loop device goes with its last mount.
 """
 
 from __future__ import annotations

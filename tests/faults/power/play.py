@@ -1,6 +1,7 @@
 """One seed of power cuts: what it stands for, and how it is played.
 
-Law: where a file system is mounted, only a child that ends works on it, so that nothing of a cut is left in memory.
+Invariant: where a file system is mounted, only a child that ends works on it, so that nothing of a cut is left in
+memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What is being done when the power goes.
 
-Law: a scene begins from what is durable, and what it does can be done again, wherever it was cut off.
+Invariant: a scene begins from what is durable, and what it does can be done again, wherever it was cut off.
 """
 
 from __future__ import annotations

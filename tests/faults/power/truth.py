@@ -1,7 +1,7 @@
 """What must and may lie in a spool and on a tier, and what does: read by nobody's code but this.
 
-Law: nothing here asks tierd. What a file must hold is made from its part's name, again; what a manifest must say is in
-FORMAT.md.
+Invariant: nothing here asks tierd. What a file must hold is made from its part's name, again; what a manifest must say
+is in FORMAT.md.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Seen:
             raise Lost(f"not whole, though a daemon has come to rest: {self.bad}")
         if self.left:
             raise Lost(f"left over: {self.left}")
-        stays = {_owner(key) for key in self.named}  # what lends others something goes with those
+        stays = {_owner(key) for key in self.named}  # a base checkpoint goes with those that share its chunks
         # And of a part that was found corrupt while it was sent, some chunks are there: its checkpoint is hoped for.
         stays |= {name.split("/")[1] for place, name in self.things if place == ASIDE}
         if loose := {key for key in self.chunks - self.named if _owner(key) not in stays}:

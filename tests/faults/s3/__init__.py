@@ -7,7 +7,7 @@ damages, loses and repeats by the seed. Three kinds of trial:
   where an attempt was left, or else with the error that the fault means; the server holds what it should; a call after
   it is right.
 - a journey: a reconciler flushes, prunes and scrubs over a storm of faults, and other nodes restore in one. At no time
-  does a manifest on the server name what is not there; nothing is set aside; a restore gives the newest bytes or
+  does a manifest on the server name what is not there; nothing is quarantined; a restore gives the newest bytes or
   raises; when the storm is over, all converges, and nothing is left over.
 - a row of calls over TLS (`secure`), with handshakes reset, connections closed half, wrong certificates, and bodies
   that are endless, compressed, cut or longer than they are: slots, sockets, threads and memory are counted after each.
@@ -148,7 +148,7 @@ MUTANTS = (
     ),
     Mutant(
         "a prune on a server spares nothing that others name",
-        "tierd/daemon/tiers/doomed.py",
+        "tierd/daemon/tiers/deletions.py",
         "return mark not in self.listed.named.under(owner)",
         "return True",
         "s3 --only 31",

@@ -205,7 +205,7 @@ class _Call:
             raise Lost(f"{self.fault}: {error!r}") from error
 
     def _check_noticed(self, result: bytes) -> None:
-        """Whoever reads a chunk compares it with its digest, by this function."""
+        """Each reader of a chunk compares it with its digest, by this function."""
         stored = Stored(codec="raw", size=len(self.data), xxh3_128=xxhash.xxh3_128_hexdigest(self.data), key="k")
         try:
             check_stored(stored, result, "here")

@@ -38,7 +38,8 @@ _CONVERGED_S = 60.0
 class Storm:
     """Faults at random, each request by itself, until `left` were chosen.
 
-    A body is not flipped twice in a row on its way to one reader: whoever reads it wrong twice may call it corrupt.
+    A body is not flipped twice in a row on its way to one reader: a reader that reads it wrong twice may call it
+    corrupt.
     """
 
     def __init__(self, rng: random.Random, rate: float, left: int, *, stale: bool) -> None:

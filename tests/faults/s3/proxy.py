@@ -1,7 +1,7 @@
 """A strict HTTP/1.1 proxy between an S3 client and a real S3 server, which does harm on the way.
 
-Law: what is no proper S3 request is a complaint; a request without a fault passes as it is, byte for byte; a fault
-counts as injected only when it was. The Host header stays the client's, since it is signed.
+Invariant: what is no proper S3 request is a complaint; a request without a fault passes as it is, byte for byte; a
+fault counts as injected only when it was. The Host header stays the client's, since it is signed.
 """
 
 from __future__ import annotations

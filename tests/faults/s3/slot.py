@@ -1,7 +1,7 @@
 """A place for one S3 trial at a time: a bucket of its own, a store that reaches it through the proxy, and a mirror.
 
-Law: the mirror holds what the server was seen to take and not to delete. It is the test's own truth, and is compared
-with the server's listing.
+Invariant: the mirror holds what the server was seen to take and not to delete. It is the test's own truth, and is
+compared with the server's listing.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ MUTANTS = (
     ),
     Mutant(
         "a new spool is not synced",
-        "tierd/spool/spool.py",
+        "tierd/spool/root.py",
         "        sync_directory(path.parent)\n    except OSError as error:",
         "        pass\n    except OSError as error:",
         _CUTS,
@@ -126,7 +126,7 @@ MUTANTS = (
     ),
     Mutant(
         "a prune spares nothing that others name",
-        "tierd/daemon/tiers/doomed.py",
+        "tierd/daemon/tiers/deletions.py",
         "return mark not in self.listed.named.under(owner)",
         "return True",
         _STORIES,
@@ -522,8 +522,8 @@ class Trial:
     def _unrest(self) -> list[str]:
         found = []
         for node in self.world.nodes:
-            lanes = [*node.daemon.workers.values(), *node.daemon.scrubber._lanes.values()]
-            said = [f"{one.name}: {one.doing} {one.last_error}" for one in lanes if one.doing or one.last_error]
+            workers = [*node.daemon.workers.values(), *node.daemon.scrubber._workers.values()]
+            said = [f"{one.name}: {one.doing} {one.last_error}" for one in workers if one.doing or one.last_error]
             found.append(f"{node.name}: {said} {node.planned()}")
         return found
 
@@ -541,7 +541,7 @@ class Trial:
             lent, heads = {key.split("/")[2] for key in there}, 0
             for key in bucket.keys:
                 loose = "/chunks/" in key and key not in there
-                # What came late, or was cut off on its way, under a name that lends to others goes with those.
+                # What came late, or was cut off on its way, under a name whose chunks others share goes with those.
                 if loose and key.split("/")[2] in lent and key not in truth.doomed[bucket.name]:
                     world.count["chunks that nothing tells of"] += 1
                     continue
@@ -660,7 +660,7 @@ class _Worker:
         return self._process.stdout
 
     def take(self) -> dict[str, Any] | None:
-        """The answer; None while there may still come one. Whoever gives none in time is replaced by a new process."""
+        """The answer; None while there may still come one. One that gives none in time is replaced by a new process."""
         if select.select([self.out], [], [], 0.0)[0]:
             if line := self.out.readline():
                 return dict(json.loads(line))

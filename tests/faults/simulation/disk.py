@@ -1,7 +1,7 @@
 """A node's disk that loses, at a power cut, what was not made durable, by ALICE's model.
 
-Law: what an fsync returned for stays. Of a file that is all its bytes; of a directory its entries. Of everything else
-any part may be there: a file's new bytes block by block, in any order, or zeros in their place; any set of changed
+Invariant: what an fsync returned for stays. Of a file that is all its bytes; of a directory its entries. Of everything
+else any part may be there: a file's new bytes block by block, in any order, or zeros in their place; any set of changed
 entries, as long as what one name went through is kept in order. A rename is one change, never half of it, unless only
 the directory that something came from was synced. On some disks, as with a journal, changes of entries are kept in the
 order in which they were made.

@@ -96,7 +96,8 @@ class Keeper:
         left_behind: (tier, run) where the tier does not hold what it should, because it was silent when its node's
             spool had nothing of the run any more, or because a silent one alone had what this one should hold: nobody
             sends it, or deletes there, until the run is trained again.
-        unsaid: (tier, run) where the run left the spool of whoever prunes it while nobody had said what it keeps there:
+        unsaid: (tier, run) where the run left the spool of the node that prunes it while nobody had said what it keeps
+        there:
             it keeps the default, and no daemon looks at it any more, until the run is trained again.
         conceded: those that were deleted by the default, where nobody had said what the run keeps.
         told: what daemons said: each event, and of what.

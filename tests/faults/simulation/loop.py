@@ -1,8 +1,9 @@
 """One seeded event loop with a simulated clock: nothing waits, and one seed is one order of events.
 
-Law: callbacks run in the order that asyncio promises. What a real machine leaves open, how long a thread or a network
-takes, is drawn from the seed; so is everything that tierd asks the system for: clocks, tokens, threads. When nothing is
-ready, the clock jumps to the next timer; when there is none, or the trial goes on for too long, that is a hang.
+Invariant: callbacks run in the order that asyncio promises. What a real machine leaves open, how long a thread or a
+network takes, is drawn from the seed; so is everything that tierd asks the system for: clocks, tokens, threads. When
+nothing is ready, the clock jumps to the next timer; when there is none, or the trial goes on for too long, that is a
+hang.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Simulated nodes: the real reconciler, scrubber, stores' retries and control on a simulated disk and line, and ranks
 that save and restore there by the client's own code.
 
-Law: a crash ends a life between two callbacks, or between two calls to the disk, and takes with it all but what the
-disk kept. What was on its way to a tier may still arrive.
+Invariant: a crash ends a life between two callbacks, or between two calls to the disk, and takes with it all but what
+the disk kept. What was on its way to a tier may still arrive.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ class Node:
         if not self.up:
             return False
         world = self.daemon.inventory()
-        lanes = [*self.daemon.workers.values(), *self.daemon.scrubber._lanes.values()]
-        calm = all(one.doing is None and not one.wake.is_set() and not one.last_error for one in lanes)
+        workers = [*self.daemon.workers.values(), *self.daemon.scrubber._workers.values()]
+        calm = all(one.doing is None and not one.wake.is_set() and not one.last_error for one in workers)
         return calm and None not in world.tiers.values() and not world.busy and not self.planned(strict=strict)
 
     def planned(self, *, strict: bool = True) -> list[Any]:

@@ -1,7 +1,7 @@
 """What a whole life happens in: tiers of different speed, and nodes whose daemons come, go and are configured or not.
 
-Law: a daemon with a configuration is given the rules that the judge knows; one without is given URLs alone. Nothing
-here says what may be deleted: the nodes only tell `Keeper` what is about to be.
+Invariant: a daemon with a configuration is given the rules that the judge knows; one without is given URLs alone.
+Nothing here says what may be deleted: the nodes only tell `Keeper` what is about to be.
 """
 
 from __future__ import annotations

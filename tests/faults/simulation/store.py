@@ -1,9 +1,9 @@
 """A place that holds objects, over a line that fails in every way in which one can.
 
-Law: a call that is answered well was done, and all of it. A call that is not, was done, will be within a minute, was
-done in part, or never is; so is one whose caller was cancelled or died. A deletion that was asked for again and then
-answered is over, and has no late effect: a store where it had one could not be told apart from one that loses what was
-put since. What is there is always whole.
+Invariant: a call that is answered well was done, and all of it. A call that is not, was done, will be within a minute,
+was done in part, or never is; so is one whose caller was cancelled or died. A deletion that was asked for again and
+then answered is over, and has no late effect: a store where it had one could not be told apart from one that loses what
+was put since. What is there is always whole.
 """
 
 from __future__ import annotations

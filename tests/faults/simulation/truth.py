@@ -1,7 +1,7 @@
 """What really happened in a simulated world, and whether that is what lies there. Nothing of tierd is asked.
 
-Law: what must hold is said from names, bytes and digests alone. A part is `(launch, step, rank)`; its bytes follow from
-its numbers, so that those of two attempts differ.
+Invariant: what must hold is said from names, bytes and digests alone. A part is `(launch, step, rank)`; its bytes
+follow from its numbers, so that those of two attempts differ.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class Truth:
         acked: parts that the trainer was told are durable.
         hurt: keys on tiers that are not as they were put, by the trial's or a line's doing, until they are put again or
             deleted.
-        excused: copies, by place and part, that may be lost for that, or be set aside though somebody was faster and
-            put them right: until then, or until all is at rest. `scarred`: the launches that ever had one. `harms`: by
+        excused: copies, by place and part, that may be lost for that, or be quarantined though somebody was faster and
+            repaired them: until then, or until all is at rest. `scarred`: the launches that ever had one. `harms`: by
             copy, how many injuries came before the last one that hurt it.
         orphaned: launches that no tier ever showed, and of which the last manifest went with a node.
         doomed: chunks that nothing else named when the manifest went that named them, or whose name they lie under.
@@ -126,7 +126,7 @@ class Truth:
         self.excused: set[tuple[str, Part]] = set()
         self._rewritten: dict[
             tuple[str, Part], float
-        ] = {}  # what had been hurt: when it was put right, simulated seconds
+        ] = {}  # what had been hurt: when it was repaired, simulated seconds
         self.scarred: set[int] = set()
         self.harms: dict[tuple[str, Part], int] = {}
         self.orphaned: set[int] = set()
@@ -204,7 +204,7 @@ class Truth:
         return (place, part) in self.excused
 
     def _ended(self, place: str, part: Part) -> None:
-        """A copy was set aside, deleted or written anew: nothing that was done to it before excuses what is there."""
+        """A copy was quarantined, deleted or written anew: nothing that was done to it before excuses what is there."""
         if self._is_excused(place, part):
             self.excused.discard((place, part))
             self._rewritten[place, part] = asyncio.get_running_loop().time()
@@ -244,8 +244,8 @@ class Truth:
             return
         kind, part = whose
         if kind == "quarantine" and new is not None:
-            # What the trial has hurt may be put right by one node while another that found it wrong sets it aside: it
-            # is put there again then, from wherever it was put right.
+            # What the trial has hurt may be repaired by one node while another that found it wrong quarantines it: it
+            # is put there again then, from wherever it was repaired.
             lately = asyncio.get_running_loop().time() - self._rewritten.get((bucket.name, part), -math.inf) < _FASTER_S
             if self.on_tier(bucket).get(part) and not lately and not self._is_excused(bucket.name, part):
                 raise Lost(f"{who} sets {part} aside on {bucket.name}, whose copy there is right")
@@ -272,12 +272,12 @@ class Truth:
             if key.replace("/manifests/", "/quarantine/") not in bucket.objects:
                 home = key.replace("/manifests/", "/chunks/").rpartition("/")[0]
                 under = {one for one in bucket.keys if one.startswith(f"{home}/")}
-                # A prune spares what others name, also what is set aside or about to be put and never comes.
+                # A prune spares what others name, also what is quarantined or about to be put and never comes.
                 others = [one for one in bucket.keys if "/chunks/" not in one and key.split("/")[2] not in one]
                 spared = {chunk for one in others for chunk in named(bucket.objects[one][0])}
                 loose = (under | (named(old or b"") & bucket.objects.keys())) - spared
                 coming = {one.split("/")[2] for one in others if "/flushing/" in one}  # none of theirs goes
-                # What a damaged one named is known to whoever read it before, and spared.
+                # What a damaged one named is known to each node that read it before, and spared.
                 if all(is_sealed(bucket.objects[one][0]) for one in others if part_of(one)):
                     self.doomed[bucket.name] |= {one for one in loose if one.split("/")[2] not in coming}
 
@@ -381,7 +381,7 @@ class Truth:
         return max(shown, default=None)
 
     def tells(self, spools: list[tuple[Path, int]]) -> set[int]:
-        """The launches of which a manifest can be read somewhere, set aside or not, or that any head tells of: both say
+        """The launches of which a manifest can be read somewhere, quarantined or not, or that any head has: both say
         what they resumed from."""
         homes = [one for spool, _ in spools for base in (spool, spool / _ASIDE) for one in committed(base)]
         found = {part[0] for part, home in homes if _parsed(_manifest(home))}
@@ -416,7 +416,7 @@ class Truth:
         return None
 
     def branch(self, spools: list[tuple[Path, int]]) -> Checkpoint | None:
-        """What a restore only names, and gives to whoever asks for it: the newest that is whole, where the newest
+        """What a restore only names, and gives on request: the newest that is whole, where the newest
         launch began from nothing, since all lacked a part then, and has nothing whole itself."""
         newest = self.newest(spools)
         if newest is None or self.origins[newest] or self.expected(spools):

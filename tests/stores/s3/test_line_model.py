@@ -272,7 +272,7 @@ class Life(RuleBasedStateMachine):
             self.loop.run_until_complete(self._call("get"))
 
     def _begin(self, how: str) -> None:
-        self.server.over.set()  # whoever stalls of an earlier step goes away
+        self.server.over.set()  # a peer that stalls since an earlier step goes away
         self.server.over = threading.Event()
         end = time.monotonic() + 5
         while (
@@ -329,7 +329,7 @@ def test_nothing_is_left_of_a_call_that_has_ended(machine: None, caplog: pytest.
 
 
 def test_a_line_whose_answer_broke_off_is_dead() -> None:
-    """The model seldom sees the difference, because whoever gives the line back closes it as well."""
+    """The model seldom sees the difference, because the one that gives the line back closes it as well."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = urlsplit(f"http://127.0.0.1:{server.getsockname()[1]}/k")
         one = line.HttpLine(url, ssl.create_default_context, 5.0, 5.0)

@@ -30,12 +30,14 @@ class Board(Protocol):
         poll_s: the longest pause between two reads while waiting for a note, in seconds.
         beat_s: seconds between two signs of life.
         outlives: whether notes remain after the ranks have ended, until somebody removes them.
+        exclusive: whether no other launch, and no earlier start of this one, has left notes.
     """
 
     what: str
     poll_s: float
     beat_s: float
     outlives: bool = False
+    exclusive: bool = False
 
     def put(self, key: str, value: bytes) -> None: ...
 
@@ -67,12 +69,15 @@ class StoreBoard(Board):
     Only calls that return at once are made, because a store's lock is shared with the process group's own threads. The
     board holds the store by a weak reference. Otherwise a process group that is made again at the same address would
     find the previous group's server.
+
+    Args:
+        exclusive: as `Board.exclusive`.
     """
 
     poll_s, beat_s = 0.05, 2.0
 
-    def __init__(self, store: Any, prefix: str, what: str) -> None:
-        self._weak, self._prefix, self.what = weakref.ref(store), prefix, what
+    def __init__(self, store: Any, prefix: str, what: str, exclusive: bool = False) -> None:
+        self._weak, self._prefix, self.what, self.exclusive = weakref.ref(store), prefix, what, exclusive
 
     def put(self, key: str, value: bytes) -> None:
         self._store.set(f"{self._prefix}/{key}", value)

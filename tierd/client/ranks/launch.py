@@ -20,7 +20,7 @@ from tierd.client.ranks.launchers import slurm_attempt
 from tierd.client.ranks.ranks import Ranks
 from tierd.core.errors import ConfigError, StepRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_step, next_attempt
-from tierd.core.manifest import VERSION, Manifest, Origin, metrics_to_json
+from tierd.core.manifest import Manifest
 from tierd.spool.spool import Spool
 
 
@@ -97,11 +97,11 @@ class Launch:
         try:
             seen = self._seen() if self._given is None else ()
         except Exception as error:  # raised later, because the other ranks wait and must be notified first
-            tell_failure(ranks, self.run, error)
+            report_failure(ranks, self.run, error)
             raise
         me = Beginning(run=self.run, world=self.world, given=self._given, options=options, clock=clock(seen))
-        told = ranks.gather(me, first=True)
-        for rank, other in enumerate(told):
+        beginnings = ranks.gather(me, first=True)
+        for rank, other in enumerate(beginnings):
             if other.error:
                 raise StoreUnavailable(f"rank {rank} cannot begin: {other.error}")
             for what, theirs, own in (
@@ -116,7 +116,7 @@ class Launch:
                         "are one run's, and share one attempt; give every rank the same"
                     )
         if self._given is None:
-            self._attempt = agreed((), [other.clock for other in told if other.clock])
+            self._attempt = agreed((), [other.clock for other in beginnings if other.clock])
 
     @property
     def attempt(self) -> str:
@@ -143,20 +143,7 @@ class Launch:
 
     def manifest(self, part: PartId, metrics: Mapping[str, float]) -> Manifest:
         """Make the manifest of `part`, without files."""
-        origin = self._origin
-        return Manifest(
-            version=VERSION,
-            run=self.run,
-            step=part.checkpoint.step,
-            attempt=part.checkpoint.attempt,
-            resumed_from=Origin(step=origin.step, attempt=origin.attempt) if origin else None,
-            rank=self.rank,
-            world_size=self.world,
-            created=datetime.now(UTC).isoformat(),
-            writer=f"tierd {__version__}",
-            metrics=metrics_to_json(metrics),
-            files=(),
-        )
+        return Manifest.of(part, self._origin, metrics, datetime.now(UTC), __version__)
 
     def check_given(self, origin: CheckpointId | None, attempts: Collection[str]) -> None:
         """Raise `ConfigError` if a given attempt cannot continue from `origin`, or cannot be the run's latest."""
@@ -210,7 +197,7 @@ class Launch:
             self._attempt = agreed(attempts, clocks)
 
 
-def tell_failure(ranks: Ranks, run: str, error: Exception) -> None:
+def report_failure(ranks: Ranks, run: str, error: Exception) -> None:
     """Notify ranks that are about to begin that this rank cannot, because they would wait for it."""
     with suppress(StoreUnavailable):
         ranks.gather(Beginning(run=run, world=ranks.world, error=str(error)), first=True)

@@ -243,6 +243,18 @@ def local_ranks() -> int:
     return next(filter(None, map(_local, LAUNCHERS)), 1)
 
 
+def launch_variables() -> tuple[str, tuple[str, ...]] | None:
+    """Return the name of the variable of this process's rank, and the names of those that are set and have one value on
+    all ranks of this launch on this node; None without a launcher. Raises as `environment_ranks`.
+    """
+    found = _found()
+    if found is None:
+        return None
+    launcher = found[0]
+    shared = (launcher.world, *launcher.launch, *launcher.restart)
+    return launcher.rank, tuple(name for name in shared if name is not None and name in os.environ)
+
+
 def all_here() -> bool:
     """Whether the environment says that all ranks of this launch are on this node. Raises as `environment_ranks`."""
     found = _found()

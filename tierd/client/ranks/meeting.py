@@ -2,8 +2,9 @@
 
     hello/<rank>          the process that is this rank now (`Mate`)
     welcome               by rank 0: the tokens of all ranks, which name the meeting
+    gone                  why the meeting cannot begin: a rank has ended; only if no other launch uses the board
     <meeting>/here/<rank>       the rank has read the welcome
-    <meeting>/beat/<rank>       a sign of life (`_Sign`)
+    <meeting>/beat/<rank>       a sign of life (`Sign`)
     <meeting>/<turn>/<rank>     the rank's message in this exchange; empty once the rank has given up
     <meeting>/<turn>/closing    by rank 0: all messages have arrived; a rank that gives up from now on waits for rank 0
     <meeting>/<turn>/all        by rank 0: all messages, or which ranks did not arrive
@@ -17,71 +18,27 @@ exchange, or not at all. Each process measures time by its own clock, because no
 
 from __future__ import annotations
 
-import logging
-import math
-import os
 import queue
-import secrets
-import socket
 import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tierd.client.ranks.board import Board
+from tierd.client.ranks.processes import Mate, this_process
+from tierd.client.ranks.rendezvous import QUICK_S, Absent, Rendezvous
+from tierd.client.ranks.signs import Sign, Watch
 from tierd.core.errors import StoreUnavailable, TierdError
 
-log = logging.getLogger("tierd")
-
 _SAID = b"+"  # prefix of a rank's message, because an empty note means that the message was taken back
-_QUICK_S = 0.002  # the first pause between two reads of a note
-_PATIENT_S = 1.0  # how long a rank is waited for before its signs of life are read
 _IDLE_S = 5.0  # how long the thread may be idle before it ends
 _LAST_S = 2.0  # how long to wait for the last sign of life, so that no board call runs while the interpreter exits
 _LEAVE_S = 5.0  # the longest time that leaving takes
 _LIMIT = 1 << 28  # bytes of all messages in one exchange
-
-
-class Mate(msgspec.Struct, frozen=True):
-    """A process that joined as a rank.
-
-    Attributes:
-        token: a random name that this process made for this meeting.
-        host: the host's name, for messages.
-        scope: boot id and pid namespace. A process with the same scope can see this process.
-        pid: the process id.
-        born: when the process started, in clock ticks since boot (proc(5), field 22 of `stat`); None if unknown.
-    """
-
-    token: str
-    host: str
-    scope: str
-    pid: int
-    born: int | None
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
-
-
-class _Sign(msgspec.Struct, frozen=True, array_like=True):
-    """A sign of life.
-
-    Attributes:
-        number: counts this rank's signs.
-        inside: whether the rank is in an `attending` block, where others wait for it.
-        said: the number of exchanges for which the rank has put its message.
-        ended: the number of exchanges whose end rank 0 has published.
-    """
-
-    number: int = 0
-    inside: bool = False
-    said: int = 0
-    ended: int = 0
 
 
 class _All(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -89,10 +46,6 @@ class _All(msgspec.Struct, frozen=True, omit_defaults=True):
 
     heard: tuple[bytes, ...] = ()
     why: str = ""
-
-
-class _Absent(Exception):
-    """Some ranks did not arrive in time."""
 
 
 class Meeting:
@@ -106,8 +59,8 @@ class Meeting:
     """
 
     def __init__(self, board: Board, rank: int, world: int, silent_s: float) -> None:
-        self._board, self._rank, self._world, self._silent_s = board, rank, world, silent_s
-        self._me = _this_process()
+        self._board, self._rank, self._world, self.silent_s = board, rank, world, silent_s
+        self._me = this_process()
         self._mates: list[Mate] = []
         self._name, self._turn, self._beats, self._said_turns, self._ended = "", 0, 0, 0, 0
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -170,7 +123,7 @@ class Meeting:
                 self._jobs.put(None)
                 self._thread = None
 
-    # -- the thread -------------------------------------------------------------------------------------------------
+    # -- in the thread ----------------------------------------------------------------------------------------------
 
     def _submit(self, job: Callable[[], object]) -> None:
         with self._lock:
@@ -210,10 +163,10 @@ class Meeting:
         quiet, moved = 0, self._moved
         while not ended.wait(1.0):
             quiet, moved = (quiet + 1 if moved == self._moved else 0), self._moved
-            if quiet > self._silent_s:
+            if quiet > self.silent_s:
                 raise StoreUnavailable(f"{self._board.what} does not answer")
         value, error = result[0]
-        if isinstance(error, _Absent):
+        if isinstance(error, Absent):
             raise StoreUnavailable(str(error)) from None
         if isinstance(error, RuntimeError | OSError | msgspec.MsgspecError | zlib.error | ValueError):
             raise StoreUnavailable(
@@ -239,7 +192,7 @@ class Meeting:
 
     def _await_readers(self, ranks: Collection[int]) -> None:
         """On rank 0, if the board ends with it: wait until the others have read the end of the last exchange."""
-        end_s, pause_s = time.monotonic() + _LAST_S, _QUICK_S
+        end_s, pause_s = time.monotonic() + _LAST_S, QUICK_S
         while self._rank == 0 and time.monotonic() < end_s:
             seen = self._read(f"seen/{rank}" for rank in ranks)
             if len(seen) == len(ranks) and all(int(turn) >= self._turn - 1 for turn in seen.values()):
@@ -252,7 +205,7 @@ class Meeting:
             return
         self._beats += 1
         with suppress(RuntimeError, OSError, TierdError):  # the other ranks notice the missing sign of life
-            sign = _Sign(self._beats, bool(self._inside), self._said_turns, self._ended)
+            sign = Sign(self._beats, bool(self._inside), self._said_turns, self._ended)
             self._put(f"beat/{self._rank}", msgspec.json.encode(sign))
 
     def _put(self, key: str, value: bytes) -> None:
@@ -277,71 +230,13 @@ class Meeting:
             self._beat()
         return min(pause_s * 1.5, self._board.poll_s)
 
-    # -- finding each other -----------------------------------------------------------------------------------------
-
     def _meet(self, late_s: float) -> None:
-        board, begun, pause_s, told = self._board, time.monotonic(), _QUICK_S, False
-        said = -math.inf
-        while True:
-            # Repeated, because a process of an earlier launch that is about to end may overwrite it.
-            if time.monotonic() - said > board.beat_s:
-                board.put(f"hello/{self._rank}", msgspec.json.encode(self._me))
-                said = time.monotonic()
-            mates = self._hellos() if self._rank == 0 else self._welcome()
-            if mates and None not in mates and mates[self._rank] == self._me and self._all_here(mates):
-                self._mates = mates
-                self._name = mates[0].token
-                self._beat()
-                return
-            waited_s = time.monotonic() - begun
-            if waited_s > late_s:
-                raise _Absent(f"{self._missing(mates)} within {late_s:g} s ({board.what})")
-            if waited_s > self._silent_s and not told:
-                told = True
-                log.warning("rank %d waits for the others: %s", self._rank, self._missing(mates))
-            pause_s = self._pause(pause_s)
+        me = self._me, self._rank, self._world
+        self._mates = Rendezvous(self._board, *me, self.silent_s, self._pause).find(late_s)
+        self._name = self._mates[0].token
+        self._beat()
 
-    def _missing(self, mates: list[Any]) -> str:
-        """Describe the missing ranks, for messages. `mates` are the known ranks; empty if rank 0 was not found."""
-        if not mates:
-            return "rank 0 did not come"
-        gone = [f"rank {rank} ({mate}) has ended" for rank, mate in enumerate(mates) if mate and self._is_dead(mate)]
-        absent = [rank for rank, mate in enumerate(mates) if mate is None]
-        if not absent and not gone and self._rank == 0:
-            here = self._here(mates[0].token)
-            absent = [rank for rank in range(1, self._world) if rank not in here]
-        absent_text = [f"{_listed(absent)} of {self._world} did not come"] if absent else []
-        return "; ".join(gone + absent_text) or "not all saw each other"
-
-    def _hellos(self) -> list[Any]:
-        """On rank 0: read which ranks are there, and publish them once all are."""
-        found = self._board.read([f"hello/{rank}" for rank in range(self._world)])
-        said = [found.get(f"hello/{rank}") for rank in range(self._world)]
-        mates = [None if one is None else msgspec.json.decode(one, type=Mate) for one in said]
-        # At each read, because a rank 0 of an earlier launch that is about to end may overwrite it.
-        if None not in mates:
-            self._board.put("welcome", msgspec.json.encode(mates))
-        return mates
-
-    def _welcome(self) -> list[Any]:
-        found = self._board.get("welcome")
-        mates = [] if found is None else msgspec.json.decode(found, type=list[Mate])
-        return mates if len(mates) == self._world else []
-
-    def _all_here(self, mates: list[Mate]) -> bool:
-        """Whether every rank has seen itself among `mates`. A rank other than 0 notes this for itself."""
-        meeting = mates[0].token
-        if self._rank:
-            self._board.put(f"{meeting}/here/{self._rank}", b"1")
-            return True
-        return len(self._here(meeting)) == self._world - 1
-
-    def _here(self, meeting: str) -> set[int]:
-        """Return the ranks that have read rank 0's welcome."""
-        keys = {f"{meeting}/here/{rank}": rank for rank in range(1, self._world)}
-        return {keys[key] for key in self._board.read(keys.keys())}
-
-    # -- telling each other -----------------------------------------------------------------------------------------
+    # -- exchanging messages ----------------------------------------------------------------------------------------
 
     def _exchange(self, said: bytes, late_s: float) -> list[bytes]:
         turn, self._turn = self._turn, self._turn + 1
@@ -355,13 +250,13 @@ class Meeting:
         unpacker = zlib.decompressobj()
         answer = msgspec.msgpack.decode(unpacker.decompress(found, _LIMIT), type=_All)
         if answer.why:
-            raise _Absent(answer.why)
+            raise Absent(answer.why)
         return list(answer.heard)
 
     def _collect(self, turn: int, late_s: float) -> None:
         """On rank 0: collect all messages and publish them, or publish which ranks did not arrive."""
         heard: dict[int, bytes] = {}
-        watch, pause_s, why = _Watch(self, late_s, lambda sign: sign.said > turn), _QUICK_S, ""
+        watch, pause_s, why = Watch(self, late_s, lambda sign: sign.said > turn), QUICK_S, ""
         while not why and (absent := set(range(self._world)) - heard.keys()):
             heard |= self._said(turn, absent)
             why = watch.given_up(set(range(self._world)) - heard.keys()) or self._gave_up(heard)
@@ -393,111 +288,34 @@ class Meeting:
 
     def _answer(self, turn: int, late_s: float) -> bytes:
         """Wait for the end of the exchange that rank 0 publishes."""
-        watch, pause_s = _Watch(self, late_s, lambda sign: sign.ended > turn), _QUICK_S
+        watch, pause_s = Watch(self, late_s, lambda sign: sign.ended > turn), QUICK_S
         why = ""
         while (found := self._get(f"{turn}/all")) is None:
             if not why and (why := watch.given_up({0})):
                 self._put(f"{turn}/{self._rank}", b"")
                 if self._get(f"{turn}/closing") is None and self._get(f"{turn}/all") is None:
-                    raise _Absent(why)
-                watch = _Watch(
-                    self, self._silent_s, lambda sign: sign.ended > turn
+                    raise Absent(why)
+                watch = Watch(
+                    self, self.silent_s, lambda sign: sign.ended > turn
                 )  # rank 0 is about to decide, and may or may not have seen that this rank gave up
             elif why and watch.given_up({0}):
-                raise _Absent(why)
+                raise Absent(why)
             pause_s = self._pause(pause_s)
         return found
 
-    def signs(self, ranks: Collection[int]) -> dict[int, _Sign]:
+    def signs(self, ranks: Collection[int]) -> dict[int, Sign]:
         """Return each rank's last sign of life; one with number 0 if there is none."""
         found = self._read(f"beat/{rank}" for rank in ranks)
         signs = {rank: found.get(f"beat/{rank}") for rank in ranks}
-        return {rank: msgspec.json.decode(one, type=_Sign) if one else _Sign() for rank, one in signs.items()}
+        return {rank: msgspec.json.decode(one, type=Sign) if one else Sign() for rank, one in signs.items()}
 
     def name(self, rank: int) -> str:
         return f"rank {rank} ({self._mates[rank]})"
 
     def died(self, rank: int) -> bool:
         """Whether a rank's process is known to have ended. Only known in the same scope."""
-        return self._is_dead(self._mates[rank])
-
-    def _is_dead(self, mate: Mate) -> bool:
-        if not mate.scope or mate.scope != self._me.scope:
-            return False
-        try:
-            os.kill(mate.pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:  # the process belongs to another user
-            return False
-        return _born(mate.pid) not in (mate.born, None)
-
-    @property
-    def silent_s(self) -> float:
-        return self._silent_s
+        return self._mates[rank].has_ended(self._me.scope)
 
     @property
     def beat_s(self) -> float:
         return self._board.beat_s
-
-
-class _Watch:
-    """Decide how long to wait for some ranks.
-
-    Args:
-        done: whether a rank's sign shows that the rank has put the awaited note. If the note is missing then, another
-            process has removed it.
-    """
-
-    def __init__(self, meeting: Meeting, late_s: float, done: Callable[[_Sign], bool]) -> None:
-        self._meeting, self._late_s, self._done = meeting, late_s, done
-        self._begun = self._looked = time.monotonic()
-        self._signs: dict[int, tuple[_Sign, float]] = {}  # by rank: the last sign, and when it was first read
-        # By rank: when its note was first seen to be missing although the rank had put it.
-        self._lost: dict[int, float] = {}
-
-    def given_up(self, ranks: Collection[int]) -> str:
-        """Describe which of `ranks` are not waited for any longer, and why; empty if all may still arrive."""
-        now = time.monotonic()
-        if now - self._looked < min(_PATIENT_S, self._meeting.beat_s):
-            return ""
-        self._looked = now
-        signs = self._meeting.signs(ranks) if ranks else {}
-        return "; ".join(why for rank in sorted(ranks) if (why := self._hopeless(rank, signs[rank], now)))
-
-    def _hopeless(self, rank: int, sign: _Sign, now: float) -> str:
-        meeting = self._meeting
-        if meeting.died(rank):
-            return f"{meeting.name(rank)} has ended"
-        if rank not in self._signs or self._signs[rank][0] != sign:
-            self._signs[rank] = sign, now
-        silent_s, waited_s = now - self._signs[rank][1], now - self._begun
-        if self._done(sign) and now - self._lost.setdefault(rank, now) > meeting.silent_s:
-            return f"what {meeting.name(rank)} said is not there any more"
-        if sign.inside:
-            if silent_s > meeting.silent_s:
-                return f"{meeting.name(rank)} has given no sign of life for {silent_s:.0f} s"
-        elif waited_s > self._late_s:
-            return f"{meeting.name(rank)} did not come within {waited_s:.0f} s"
-        return ""
-
-
-def _listed(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if len(ranks) > 10 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
-
-
-def _this_process() -> Mate:
-    pid, scope = os.getpid(), ""
-    with suppress(OSError):
-        scope = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
-    return Mate(secrets.token_hex(8), socket.gethostname(), scope, pid, _born(pid))
-
-
-def _born(pid: int) -> int | None:
-    """Return when a process started; -1 if it has ended, None if that cannot be seen."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return -1 if fields[0] in "ZX" else int(fields[19])
-    except (OSError, ValueError, IndexError):
-        return None

@@ -36,7 +36,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 _TAG = "tierd"
 
-_FIRST_S = 600.0  # how much later than the first rank another rank may begin, if no process group sets a timeout
+START_S = 600.0  # how long to wait for a rank that has not made its `Checkpointer` yet
 _BEATS = 3  # missed signs of life on a tier after which a rank counts as gone
 SILENT_S = 30.0  # how long to wait for a rank that gives no sign of life, or does not call `restore`
 
@@ -57,6 +57,7 @@ class Ranks:
             not meet there.
         run: the run's name, used if the launch has no name.
         silent_s: seconds to wait for a rank that gives no sign of life, or does not call `restore`.
+        first_s: seconds to wait for a rank that has not begun. A process group's own timeout applies if it is shorter.
         tier: makes a board on a tier from a launch's name and its number of ranks; returns None without a tier. Called
             if the ranks are on several nodes and cannot talk otherwise.
 
@@ -73,10 +74,11 @@ class Ranks:
         run: str = "",
         silent_s: float = SILENT_S,
         tier: Callable[[str, int], Board | None] | None = None,
+        first_s: float = START_S,
     ) -> None:
         self._given = rank is not None
         self.rank, self.world = rank_and_world(rank, world_size, _group_ranks)
-        self._silent_s, self._first_s = silent_s, _FIRST_S
+        self._silent_s, self._first_s = silent_s, first_s
         board = self._board(spool, run, tier) if self.world > 1 else None
         self._meeting = Meeting(board, self.rank, self.world, self._silent_s) if board else None
         if self._meeting:
@@ -96,11 +98,12 @@ class Ranks:
             if _group_ranks() != me:
                 return None
             store = _default_store(group)
-            self._first_s = min(_FIRST_S, store.timeout.total_seconds())
+            self._first_s = min(self._first_s, store.timeout.total_seconds())
             self._silent_s = min(self._silent_s, self._first_s)
             number = next(_made.setdefault(store, count()))
-            return StoreBoard(store, f"{_TAG}/{number}", "the process group's store, which rank 0 hosts")
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and torchrun_ranks() == me:
+            what = "the process group's store, which rank 0 hosts"
+            return StoreBoard(store, f"{_TAG}/{number}", what, exclusive=not _shares_agent_store())
+        if _shares_agent_store() and torchrun_ranks() == me:
             return StoreBoard(_agent_store(), f"{_TAG}/{next(_meetings)}", "the store of torchrun's agent")
         if spool is None or _launched() != me:
             return None
@@ -141,8 +144,8 @@ class Ranks:
         kind = type(value).__name__
         said = msgspec.json.encode(_Said(kind, msgspec.Raw(msgspec.json.encode(value))))
         try:
-            told = self._meeting.exchange(said, self._first_s if first else self._silent_s)
-            answers = [msgspec.json.decode(one, type=_Said) for one in told]
+            heard = self._meeting.exchange(said, self._first_s if first else self._silent_s)
+            answers = [msgspec.json.decode(one, type=_Said) for one in heard]
             others = [f"rank {rank} is at {one.kind}" for rank, one in enumerate(answers) if one.kind != kind]
             if others:
                 raise StoreUnavailable(f"this rank is at {kind}, and {', '.join(others[:3])}: all make the same calls")
@@ -165,6 +168,11 @@ class Ranks:
             f"this Checkpointer was made as rank {self.rank} of {self.world}, and the process group that exists now "
             f"says rank {found[0]} of {found[1]}: make it after init_process_group, or give it rank= and world_size="
         )
+
+
+def _shares_agent_store() -> bool:
+    """Whether torchrun's agent offers its store, which it keeps when it restarts the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 class _Said(msgspec.Struct, frozen=True):

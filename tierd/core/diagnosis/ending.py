@@ -1,4 +1,4 @@
-"""Whether whoever ends the daemon leaves it the time to drain: systemd, SLURM, Kubernetes."""
+"""Whether systemd, SLURM or Kubernetes leave the daemon the time to drain when they end it."""
 
 from __future__ import annotations
 

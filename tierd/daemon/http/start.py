@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tierd.core.config import HttpConfig
 from tierd.core.errors import ConfigError
+from tierd.core.packages import needing
 
 if TYPE_CHECKING:
     from tierd.daemon.http.server import HttpServer
@@ -28,12 +29,6 @@ def server_of(http: HttpConfig | None) -> HttpServer | None:
 
 def _loaded() -> type[HttpServer]:
     """Load the server. Raises `ImportError`, which says what to install."""
-    try:
+    with needing("the HTTP server", "metrics"):
         from tierd.daemon.http.server import HttpServer
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("tierd"):
-            raise
-        raise ImportError(
-            f"the HTTP server needs the package {error.name}: pip install 'tierd[metrics]'", name=error.name
-        ) from error
     return HttpServer

@@ -124,7 +124,7 @@ class Scrubber:
         self._reader = CopyVerifier(spool, stores, repairer, journal, budget, self._rate, self._turn, held)
         self._reader.doubted = self._doubt
         self._remembered = Scrubbed(spool.control / "scrubbed.json")
-        self._lanes = {name: TierWorker(name) for name in (SPOOL, *stores)}
+        self._workers = {name: TierWorker(name) for name in (SPOOL, *stores)}
         self._right: set[PartId] = set()  # parts whose copies in the spool this daemon has verified
         self._doubtful: set[ScrubbedCopy] = set()  # copies that a reader reported as possibly wrong
         self._later: dict[
@@ -143,8 +143,8 @@ class Scrubber:
             await to_the_end(self._remembered.load)
         try:
             async with asyncio.TaskGroup() as group:
-                for lane in self._lanes.values():
-                    group.create_task(self._run_lane(lane))
+                for worker in self._workers.values():
+                    group.create_task(self._run_worker(worker))
                 group.create_task(self._remember())
         finally:
             if self._period:
@@ -158,25 +158,27 @@ class Scrubber:
             if self._period:
                 await self._remembered.save(self._inventory())
 
-    async def _run_lane(self, lane: TierWorker) -> None:
+    async def _run_worker(self, worker: TierWorker) -> None:
         while True:
             copy = None
-            lane.wake.clear()
+            worker.wake.clear()
             try:
-                copy = await self.next(lane.name)
+                copy = await self.next(worker.name)
                 if copy is not None:
-                    lane.doing = f"scrubbing {copy.part}"
+                    worker.doing = f"scrubbing {copy.part}"
                     await self.scrub(copy)
-                lane.succeeded()
+                worker.succeeded()
             except Exception as error:  # as a tier worker of the reconciler, this loop never ends
                 self._journal.counters["errors"] += 1
-                delay = lane.failed(error, self._random, long=isinstance(error, StoreRefused))
+                delay = worker.failed(error, self._random, long=isinstance(error, StoreRefused))
                 known = isinstance(error, TierdError | OSError)
-                log.warning("%s: scrubbing %s: again in %.0f s: %s", lane.name, copy, delay, error, exc_info=not known)
+                log.warning(
+                    "%s: scrubbing %s: again in %.0f s: %s", worker.name, copy, delay, error, exc_info=not known
+                )
             finally:
-                lane.doing = None
-            if copy is None or lane.last_error:
-                await lane.rest(_LOOK)
+                worker.doing = None
+            if copy is None or worker.last_error:
+                await worker.rest(_LOOK)
 
     async def next(self, place: str) -> ScrubbedCopy | None:
         """Return the copy in a place that is due now; None if there is none."""
@@ -241,7 +243,7 @@ class Scrubber:
         self._doubtful.add(ScrubbedCopy(place, part))
         if place == SPOOL:
             self._right.discard(part)
-        self._lanes[place].wake.set()
+        self._workers[place].wake.set()
 
     def rests_s(self, part: PartId) -> float:
         """Return the seconds for which the spool's suspect copy of a part is not read again."""
@@ -265,7 +267,7 @@ class Scrubber:
 
     def status(self) -> ScrubStatus:
         """Return the state of the scrub, from the schedules that were built last."""
-        doing = [f"{name}: {lane.doing}" for name, lane in self._lanes.items() if lane.doing]
+        doing = [f"{name}: {worker.doing}" for name, worker in self._workers.items() if worker.doing]
         now = self._clock()
         turns = [turn for built in self._agendas.values() for turn in built.turns]
         oldest = min(

@@ -230,15 +230,15 @@ class Manifests:
         read = self._read.get(checkpoint)
         return read.borrowed.get(_mark(info)) if read else None
 
-    async def learn(self, run: str, doomed: Collection[CheckpointId]) -> None:
+    async def learn(self, run: str, to_delete: Collection[CheckpointId]) -> None:
         """Read all manifests of a run that were not read yet.
 
         Args:
             run: the run.
-            doomed: the checkpoints to delete, whose damaged manifests are ignored.
+            to_delete: the checkpoints to delete, whose damaged manifests are ignored.
 
         Raises:
-            ManifestError: a manifest that is not one of `doomed` is damaged.
+            ManifestError: a manifest that is not one of `to_delete` is damaged.
             FormatTooNew: any manifest needs a newer tierd.
         """
 
@@ -249,7 +249,7 @@ class Manifests:
                 async for info, owner, _, _, _ in listing:
                     count[owner] += 1
                     known = self.borrowed(owner, info)
-                    if known is None or (known.chunks is None and owner in doomed):
+                    if known is None or (known.chunks is None and owner in to_delete):
                         yield info
 
         async def learn(info: ObjectInfo) -> None:
@@ -259,7 +259,7 @@ class Manifests:
             except ObjectNotFound:
                 pass
             except ManifestError:
-                if part is None or part.checkpoint not in doomed:
+                if part is None or part.checkpoint not in to_delete:
                     raise
 
         async with aclosing(unknown()) as todo:

@@ -19,7 +19,7 @@ from tierd.core.errors import CorruptChunk, DeleteRefused, FormatTooNew, Manifes
 from tierd.core.ids import CheckpointId, PartId, chunks_prefix, quarantine_prefix
 from tierd.core.manifest import Manifest, Stored
 from tierd.core.planning.place import Place
-from tierd.daemon.tiers.doomed import Confirm, Deletions, Pass
+from tierd.daemon.tiers.deletions import Confirm, Deletions, Pass
 from tierd.daemon.tiers.intents import deleting
 from tierd.daemon.tiers.manifests import Manifests
 from tierd.daemon.tiers.shared_chunks import mark_of
@@ -81,7 +81,7 @@ async def prune(
     async with deleting(store, run, who) as marks:
         decided = Pass(store, set(checkpoints), who, known, marks, seen or Place(), confirm)
         going = await decided.settle(listed=seen is None)
-        if not going.doomed:
+        if not going.to_delete:
             return Pruned(set(), set(), going.held)
         marks.begun = True
         own = going.listed.own
@@ -92,12 +92,12 @@ async def prune(
             marks.begun = False  # no chunk is being deleted, so the marks may be removed
             raise
         gone = [key async for key in _lying(store, run, going)]
-        aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.doomed]
+        aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.to_delete]
         await store.delete(gone + aside)
-        await store.delete([mark for one in sorted(going.doomed) for mark in going.cut.get(one, [])])
-    known.cut[run] -= going.doomed
+        await store.delete([mark for one in sorted(going.to_delete) for mark in going.cut.get(one, [])])
+    known.cut[run] -= going.to_delete
     bare = {owner for owner in going.orphans if not going.listed.named.under(owner)}
-    return Pruned(going.doomed & {*own, *(_of(run, key) for key in gone + aside)}, bare, going.held)
+    return Pruned(going.to_delete & {*own, *(_of(run, key) for key in gone + aside)}, bare, going.held)
 
 
 async def _lying(store: Store, run: str, going: Deletions) -> AsyncGenerator[str]:
@@ -106,7 +106,7 @@ async def _lying(store: Store, run: str, going: Deletions) -> AsyncGenerator[str
     Where more than `_PAGE` chunks of other checkpoints lie in between, a new listing skips them.
     """
     prefix = chunks_prefix(run)
-    left = deque(sorted((one.name, one) for one in {*going.doomed, *going.orphans}))
+    left = deque(sorted((one.name, one) for one in {*going.to_delete, *going.orphans}))
     while left:
         passed = 0
         async with aclosing(store.scan(prefix, f"{prefix}{left[0][0]}")) as listing:

@@ -38,7 +38,7 @@ from tierd.core.timeline.head import Head
 from tierd.core.timeline.launches import disowning
 from tierd.daemon.pause import TierPause
 from tierd.daemon.rank_notes import sweep_meetings
-from tierd.daemon.tiers.doomed import Confirm
+from tierd.daemon.tiers.deletions import Confirm
 from tierd.daemon.tiers.heads import rolled_back, unwritten, write
 from tierd.daemon.tiers.holders import lacking
 from tierd.daemon.tiers.intents import announced, announcing, node, sweep

@@ -52,10 +52,10 @@ class ListedManifests:
         """The checkpoints whose chunks the deleted checkpoints share."""
         return set().union(*(one.owners for one in self.borrowed))
 
-    def orphans(self, doomed: Collection[CheckpointId]) -> dict[CheckpointId, frozenset[int]]:
-        """Return, by checkpoint, the chunks that only `doomed` name and whose own checkpoint has no manifest."""
+    def orphans(self, to_delete: Collection[CheckpointId]) -> dict[CheckpointId, frozenset[int]]:
+        """Return, by checkpoint, the chunks that only `to_delete` name and whose own checkpoint has no manifest."""
         found = {}
-        for owner in self.lenders - self.alive - set(doomed):
+        for owner in self.lenders - self.alive - set(to_delete):
             marks = frozenset[int]().union(*((one.chunks or {}).get(owner, ()) for one in self.borrowed))
             if left := marks - self.named.under(owner):
                 found[owner] = left
@@ -67,14 +67,14 @@ class Deletions:
     """The objects that one prune deletes, settled after the marks: no surviving manifest names them.
 
     Attributes:
-        doomed: the checkpoints to delete.
+        to_delete: the checkpoints to delete.
         listed: the listing on which this rests.
         orphans: chunks of other, already pruned checkpoints that are deleted too.
         cut: checkpoint -> the marks of an earlier interrupted deletion.
         held: checkpoints that are kept although they were to be deleted, each with the reason.
     """
 
-    doomed: set[CheckpointId]
+    to_delete: set[CheckpointId]
     listed: ListedManifests
     orphans: dict[CheckpointId, frozenset[int]]
     cut: dict[CheckpointId, list[str]]
@@ -82,7 +82,7 @@ class Deletions:
 
     def goes(self, owner: CheckpointId, mark: int) -> bool:
         """Whether a chunk stored under `owner` is deleted."""
-        if owner in self.doomed:
+        if owner in self.to_delete:
             return mark not in self.listed.named.under(owner)
         return mark in self.orphans.get(owner, ())
 
@@ -96,7 +96,7 @@ class Pass:
     """
 
     store: Store
-    doomed: set[CheckpointId]
+    to_delete: set[CheckpointId]
     who: str
     known: Manifests
     marks: Marks
@@ -111,7 +111,7 @@ class Pass:
         """
         run, asked, remembered = self.marks.run, *self._remembered()
         held: dict[CheckpointId, str] = {}
-        await self.marks.put(self.doomed | remembered)
+        await self.marks.put(self.to_delete | remembered)
         while True:
             swept = await sweep(self.store, run, self.who)
             cut = {one: own for one, keys in swept.cut.items() if (own := sorted({*keys} - {*self.marks.keys}))}
@@ -120,43 +120,43 @@ class Pass:
             await self._coming(found, swept.intents)
             await self._list(found, asked, listed=listed)
             if found.grown:
-                self.doomed -= found.grown.keys()
+                self.to_delete -= found.grown.keys()
                 held |= found.grown
             elif not found.lenders <= asked:
                 asked |= found.lenders
-            elif not (orphans := found.orphans(self.doomed)).keys() <= self.marks.owners:
+            elif not (orphans := found.orphans(self.to_delete)).keys() <= self.marks.owners:
                 await self.marks.put(orphans.keys())
             elif spared := await self._spared(found.shown):
-                self.doomed -= spared.keys()
+                self.to_delete -= spared.keys()
                 held |= spared
             else:
-                return Deletions(self.doomed, found, orphans, cut, held)
+                return Deletions(self.to_delete, found, orphans, cut, held)
 
     async def _spared(self, shown: Collection[CheckpointId]) -> dict[CheckpointId, str]:
-        """Return the doomed checkpoints that have become wanted since the decision: marks and listings take long on a
+        """Return the checkpoints that have become wanted since the decision: marks and listings take long on a
         slow tier. Asked last, so that only the deletions themselves come after it."""
-        if self.confirm is None or not self.doomed:
+        if self.confirm is None or not self.to_delete:
             return {}
         still = await self.confirm(shown)
-        return dict.fromkeys(self.doomed.difference(still), "it is wanted since it was to be deleted")
+        return dict.fromkeys(self.to_delete.difference(still), "it is wanted since it was to be deleted")
 
     def _remembered(self) -> tuple[set[CheckpointId], set[CheckpointId]]:
-        """Return, from manifests read before, the owners of all chunks that the doomed checkpoints name.
+        """Return, from manifests read before, the owners of all chunks that the checkpoints to delete name.
 
         The second set holds the owners that have chunks to delete with them.
         """
         found = ListedManifests(NamedChunks(()))
         others: list[SharedChunks] = []
         for one, borrowed in self.known.remembered(self.marks.run):
-            (found.borrowed if one in self.doomed else others).append(borrowed)
+            (found.borrowed if one in self.to_delete else others).append(borrowed)
             found.alive.add(one)
-        asked = found.lenders | self.doomed
+        asked = found.lenders | self.to_delete
         if asked <= found.alive:
             return asked, set()
         found.named = NamedChunks(asked)
         for borrowed in others:
             found.named.add(borrowed)
-        return asked, set(found.orphans(self.doomed))
+        return asked, set(found.orphans(self.to_delete))
 
     async def _coming(self, found: ListedManifests, intents: list[tuple[str, PartId]]) -> None:
         """Read the intents, that is the manifests that are about to be put.
@@ -171,7 +171,7 @@ class Pass:
 
         await each(READERS, read, intents)
         for key, part in sorted(intents, key=lambda one: ends(one[0])):
-            if part.checkpoint in self.doomed:
+            if part.checkpoint in self.to_delete:
                 found.grown[part.checkpoint] = (
                     f"{key} says that it is being flushed; that is over by {ends(key):{_WHEN}}"
                 )
@@ -183,7 +183,7 @@ class Pass:
             async with aclosing(self.known.listing(self.marks.run)) as listing:
                 async for info, owner, _, rank, world in listing:
                     borrowed = self.known.borrowed(owner, info)
-                    if owner in self.doomed:
+                    if owner in self.to_delete:
                         found.own.setdefault(owner, []).append(info.key)
                         if not listed and not self.seen.lists(PartId(owner, rank, world)):
                             found.grown[owner] = "more of it has come since it was looked at"
@@ -202,7 +202,7 @@ class Pass:
         async def read(one: tuple[ObjectInfo, CheckpointId]) -> None:
             info, owner = one
             with suppress(ObjectNotFound):
-                if owner not in self.doomed:
+                if owner not in self.to_delete:
                     found.named.add(await self.known.read(info))
                     return
                 with suppress(ManifestError):  # a damaged manifest names no chunk

@@ -1,0 +1,258 @@
+"""A spool's committed parts and quarantined parts: list and read them. Nothing here changes the spool."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import operator
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, SpoolUnusable, TierdError
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import MANIFEST_NAME, File, Manifest, decode
+from tierd.core.seal import MAX_MANIFEST_SIZE
+from tierd.spool.directories import directories_in, links_in, names_in, parts_below, parts_of_run
+from tierd.spool.file_io import open_plain, read_file
+from tierd.spool.permissions import check_link, check_room
+from tierd.spool.records import saved_at
+
+log = logging.getLogger("tierd")
+
+
+class LocalParts:
+    """The reading half of `Spool`.
+
+    Args:
+        root: the spool's directory, absolute.
+        made: whether the spool's own directories have been created, so that a missing one was unmounted.
+    """
+
+    def __init__(self, root: Path, *, made: bool) -> None:
+        self.root, self.control, self._made = root, root / ".tierd", made
+        self._ignored: set[str] = set()
+
+    def path(self, part: PartId) -> Path:
+        return self.root / part.path
+
+    def _room(self, name: str) -> Path:
+        """Return a subdirectory of `.tierd/`. Raises `SpoolUnusable` if a symbolic link has replaced it."""
+        path = self.control / name
+        check_room(path)
+        return path
+
+    def parts(self, run: str | None = None) -> list[PartId]:
+        """List every committed part, of one run or of all runs, in order.
+
+        A symbolic link in place of a run's directory is followed if `check_link` allows it. No other link is followed.
+
+        Raises:
+            OSError: the spool cannot be listed.
+        """
+        runs = [one for one in self.runs() if run in (None, one)]
+        found = [part for one in runs for names in parts_of_run(self.root, one) if (part := PartId.parse(*names))]
+        self.check_mounted()
+        return sorted(found)
+
+    def newest(self, run: str, count: int) -> list[CheckpointId]:
+        """List the newest checkpoints of a run that have a directory here, or a link in its place, newest first.
+
+        Only names are compared, because thousands of checkpoints must cost a single directory listing.
+
+        Args:
+            run: the run's name.
+            count: the largest number of checkpoints to return.
+
+        Raises:
+            OSError: the run's directory cannot be listed.
+        """
+        home = self.root / run
+        names = sorted(sorted(names_in(home), reverse=True), key=_attempt, reverse=True)  # by attempt, then step
+        found = (one for name in names if (one := CheckpointId.parse(run, name)))
+        there = (one for one in found if (home / one.name).is_dir() or (home / one.name).is_symlink())
+        newest = list(itertools.islice(there, count))
+        self.check_mounted()
+        return newest
+
+    def checkpoints(self, run: str) -> list[CheckpointId]:
+        """List the checkpoints of a run that have a directory here. Raises OSError if the run cannot be listed."""
+        return [one for name in directories_in(self.root / run) if (one := CheckpointId.parse(run, name))]
+
+    def parts_of(self, checkpoint: CheckpointId) -> list[PartId]:
+        """List the committed parts of one checkpoint, in order. Raises OSError if the checkpoint cannot be listed."""
+        return self.look_into(checkpoint)[0]
+
+    def look_into(self, checkpoint: CheckpointId) -> tuple[list[PartId], bool]:
+        """List the committed parts of one checkpoint, and report whether its directory exists and is empty.
+
+        Returns:
+            The parts in order, and True if the checkpoint's directory exists without any entry.
+
+        Raises:
+            OSError: the directory cannot be listed.
+        """
+        try:
+            with os.scandir(f"{self.root}/{checkpoint.run}/{checkpoint.name}") as entries:
+                inside = list(entries)
+        except FileNotFoundError:
+            return [], False
+        pairs = (PartId.parse_name(f"{one.name}.json") for one in inside if one.is_dir(follow_symlinks=False))
+        return sorted(PartId(checkpoint, *pair) for pair in pairs if pair), not inside
+
+    def stamp(self, run: str, name: str = "") -> int:
+        """Return when an entry was last added to, or removed from, the directory of a run or of a checkpoint.
+
+        Args:
+            run: the run's name.
+            name: the checkpoint's name; empty for the run's own directory.
+
+        Returns:
+            Nanoseconds since 1970 by the file system's clock; 0 if the directory does not exist.
+
+        Raises:
+            OSError: the directory's status cannot be read.
+        """
+        try:
+            return os.stat(f"{self.root}/{run}/{name}").st_mtime_ns  # noqa: PTH116  # thousands of times per listing
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+
+    def check_mounted(self) -> None:
+        """Raise OSError if the spool's file system was unmounted, because a listing then shows an empty mount point."""
+        if self._made and not self.control.exists():
+            raise FileNotFoundError(errno.ENOENT, "it has vanished: is its file system still mounted?", str(self.root))
+
+    def check_home(self, run: str, only: Collection[CheckpointId] | None = None) -> None:
+        """Check that no part of a run is behind a symbolic link that tierd does not follow.
+
+        Args:
+            run: the run's name.
+            only: check these checkpoints only.
+
+        Raises:
+            SpoolUnusable: such a link exists; the message names the link and the remedy.
+            OSError: the directories cannot be listed.
+        """
+        self.check_way(run)
+        home = self.root / run
+        names = links_in(home) if only is None else [one.name for one in only if (home / one.name).is_symlink()]
+        inside = [home / name for name in names]
+        for checkpoint in directories_in(home) if only is None else [one.name for one in only]:
+            inside += [home / checkpoint / name for name in links_in(home / checkpoint)]
+        for link in inside:
+            raise SpoolUnusable(
+                f"{link}: a symbolic link to {link.readlink()}; below a run's directory none is followed. Put the "
+                "directory itself there, or remove the link: a tier's copy is then used, or an older checkpoint"
+            )
+
+    def runs(self) -> list[str]:
+        """List the directories that may belong to runs, and the links to such directories that are followed.
+
+        Every other link is logged once per `Spool`, because a daemon lists the runs repeatedly.
+        """
+        found = directories_in(self.root)
+        for name in links_in(self.root):
+            try:
+                check_link(self.root / name)
+                found.append(name)
+            except SpoolUnusable as error:
+                if str(error) not in self._ignored:
+                    self._ignored.add(str(error))
+                    log.warning("%s", error)
+        return found
+
+    def check_way(self, run: str) -> None:
+        """Raise `SpoolUnusable` if a run's directory is a symbolic link that tierd does not follow."""
+        if (home := self.root / run).is_symlink():
+            check_link(home)
+
+    def has(self, part: PartId) -> bool:
+        """Whether the part was committed. Also False if the disk gives an error, because `stage` checks again."""
+        try:
+            return self.path(part).exists()
+        except OSError:
+            return False
+
+    def attempts(self, run: str) -> set[str]:
+        """List every attempt of `run` that left a checkpoint or a quarantined checkpoint here. Only names are read."""
+        homes = [self.root / run] if run in self.runs() else []
+        names = {_attempt(name) for home in (*homes, self._room("quarantine") / run) for name in names_in(home)}
+        self.check_mounted()
+        return {name for name in names if CheckpointId.parse(run, f"{0:012}.{name}")}
+
+    def manifest(self, part: PartId) -> Manifest:
+        """Read the manifest of a committed part.
+
+        Raises:
+            ObjectNotFound: the part is not here.
+            ManifestError: the part is here, and its manifest is missing, damaged or unsafe.
+            FormatTooNew: a newer tierd wrote the manifest.
+        """
+        return self._read_manifest(self.path(part), part)
+
+    def manifest_stamp(self, part: PartId) -> int:
+        """Return a number that changes when a part's manifest is replaced, as by a repair; 0 if it is missing."""
+        try:
+            return (self.path(part) / MANIFEST_NAME).lstat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def saved_stamp(self, run: str, attempt: str) -> int:
+        """Return a number that changes with every save of a launch on this node; 0 if the launch saved nothing here."""
+        return saved_at(self.control, run, attempt)
+
+    def read(
+        self, part: PartId, manifest: Manifest, read: Callable[[Path, File], memoryview] = read_file
+    ) -> dict[str, memoryview]:
+        """Read and verify every file of a part.
+
+        Small files are read first, because their content may decide how the caller reads the large files.
+
+        Args:
+            part: the part to read.
+            manifest: the part's manifest.
+            read: reads one file as `read_file` does.
+
+        Returns:
+            By path inside the part, each file's bytes.
+
+        Raises:
+            ObjectNotFound: the part was removed.
+            CorruptChunk, OSError: as `read_file` raises them.
+        """
+        home = self.path(part)
+        try:
+            files = sorted(manifest.files, key=lambda file: file.size)
+            return {file.path: read(home / file.path, file) for file in files}
+        except CorruptChunk:
+            if not home.is_dir():
+                raise ObjectNotFound(f"{part} is not in the spool any more") from None
+            raise
+
+    def _read_manifest(self, home: Path, part: PartId) -> Manifest:
+        try:
+            fd = open_plain(home / MANIFEST_NAME)
+        except CorruptChunk as error:
+            if not home.is_dir():
+                raise ObjectNotFound(f"{part} is not in the spool") from error
+            raise ManifestError(f"manifest of {part}: {error}") from error
+        with os.fdopen(fd, "rb") as file:  # bounded by the file's size, because `read` allocates its argument at once
+            return decode(file.read(min(os.fstat(fd).st_size, MAX_MANIFEST_SIZE) + 1), part)
+
+    def quarantined(self) -> dict[PartId, Manifest | None]:
+        """Return the quarantined parts with their manifests; None for a manifest that cannot be read."""
+        found: dict[PartId, Manifest | None] = {}
+        base = self._room("quarantine")
+        for run, checkpoint, name in parts_below(base):
+            part = PartId.parse(run, checkpoint, name)
+            if part:
+                try:
+                    found[part] = self._read_manifest(base / part.path, part)
+                except (TierdError, OSError):
+                    found[part] = None
+        return found
+
+
+_attempt = operator.itemgetter(slice(13, None))  # the attempt in the name of a checkpoint's directory
