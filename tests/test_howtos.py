@@ -12,11 +12,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.world import Daemon
+from support.world import Daemon, commit, part
 
 import tierd
 from tierd.cli import run
 from tierd.cli.status import EXIT_WARNING
+from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
 HOWTO = Path(__file__).parent.parent / "docs" / "howto"
@@ -144,3 +145,40 @@ def test_the_key_that_the_how_to_makes_is_taken(tmp_path: Path, capsys: pytest.C
     (tmp_path / "tierd.toml").write_text(f'spool = "{tmp_path}/spool"\n[[tier]]\n{tier}')
     assert run(["config", "check", str(tmp_path / "tierd.toml"), "--reach", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["modes"]["disk"]["mode"] == "read-write"
+
+
+def test_the_key_is_changed_as_the_how_to_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the new key reads the copy, and the second copy sends nothing."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    lines = [line.strip() for line in (HOWTO / "encryption.md").read_text().splitlines()]
+    (make,) = [line for line in lines if "openssl rand" in line and "new-key" in line]
+    for path in ("/etc/tierd/new-key", "/etc/tierd/key"):
+        made = make.replace("/etc/tierd/new-key", f"{tmp_path}/{Path(path).name}")
+        subprocess.run(["bash", "-c", made], check=True, timeout=60)
+    spool = Spool(tmp_path / "spool")
+    for step in (1, 2):
+        commit(spool, part(step))
+    places = ["--spool", str(spool.root), "--to", f"{tmp_path}/old", "--keep-last", "9"]
+    assert run(["run", *places, "--key-file", f"{tmp_path}/key", "--until-idle"]) == 0
+    words = {"OLDURL": f"{tmp_path}/old", "NEWURL": f"{tmp_path}/new", "RUN": "run", "/etc/tierd": str(tmp_path)}
+
+    def typed_in(command: str) -> int:
+        for word, value in words.items():
+            command = command.replace(word, value)
+        return run(shlex.split(command)[1:])
+
+    runs, copy, verify = (one for one in typed("encryption") if "key" in one)
+    for command in (runs, copy, verify, f"{copy} --json"):
+        capsys.readouterr()
+        assert typed_in(command) == 0, capsys.readouterr().err
+    done = json.loads(capsys.readouterr().out)
+    assert [one["was_there"] for one in done["copy"]["checkpoints"]] == [True, True] and not done["unkept"]
+    assert run(["verify", f"{tmp_path}/new", "--key-file", f"{tmp_path}/key"]) == 6
+    assert typed_in(f"tierd copy OLDURL NEWURL --run RUN --key-file {tmp_path}/key --to-key-file {tmp_path}/key") == 6
+    assert "nothing is put beside" in capsys.readouterr().err
+    out = tmp_path / "out"
+    assert (
+        run(["restore", f"{tmp_path}/new", "--run", "run", "--to", str(out), "--key-file", f"{tmp_path}/new-key"]) == 0
+    )
+    assert [path.name for path in out.iterdir()] == ["00000-of-00001"]

@@ -23,6 +23,7 @@ from tierd.cli import (
     export,
     follow,
     inspect,
+    move,
     pause,
     prepare,
     read,
@@ -63,6 +64,7 @@ export.register(app)
 watch.register(app)
 restore.register(app)
 prepare.register(app)
+move.register(app)
 
 EXIT_CODES: dict[int, str] = {
     0: "done; nothing wrong was found",

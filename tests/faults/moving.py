@@ -1,0 +1,52 @@
+"""Mutants of how runs are copied: what keeps the copies, and what may not become one of them."""
+
+from __future__ import annotations
+
+from faults.rounds import Mutant
+
+_COPY, _COPIED = "tierd/daemon/transfer/copy.py", "pytest tests/daemon/transfer/test_copy.py"
+
+MOVING = (
+    Mutant(
+        "a copied run leaves its policies behind",
+        _COPY,
+        "policies = 0 if step is not None else await work.put_policies()",
+        "policies = 0",
+        f"{_COPIED} -k 'policies_and_pins or obeys_the_policy'",
+    ),
+    Mutant(
+        "a killed copy is left with some of the policies",
+        _COPY,
+        'if any(given != "default" and (by, given) not in own for by, given in known):',
+        "if known:",
+        f"{_COPIED} -k killed_between_two_policies",
+    ),
+    Mutant(
+        "a single copied checkpoint is not pinned",
+        _COPY,
+        "pins = set(wanted) if step is not None else",
+        "pins = set() if step is not None else",
+        f"{_COPIED} -k single_checkpoint",
+    ),
+    Mutant(
+        "a copy mixes two histories",
+        _COPY,
+        "            if self.run not in await self._copied_from(one):\n",
+        "            if False:\n",
+        f"{_COPIED} -k two_histories",
+    ),
+    Mutant(
+        "other content of the same name counts as copied",
+        _COPY,
+        "        if not theirs.same_content(",
+        "        if False and not theirs.same_content(",
+        f"{_COPIED} -k two_histories",
+    ),
+    Mutant(
+        "a copy forgets launches of which nothing is left",
+        _COPY,
+        "        await work.put_head()\n",
+        "        pass\n",
+        f"{_COPIED} -k nothing_is_left",
+    ),
+)
