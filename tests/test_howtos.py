@@ -134,9 +134,33 @@ def test_the_commands_of_the_page_about_watching_do_what_they_say(tmp_path: Path
     assert (tmp_path / "back" / "checkpoint-500" / "optimizer.pt").read_bytes() == right
 
 
+def test_the_commands_of_the_pages_about_copies_and_imports_do_what_they_say(tmp_path: Path, node) -> None:  # type: ignore[no-untyped-def]
+    """A checkpoint of another program is imported, copied, and put back; a run is copied in each way."""
+    layouts = pytest.importorskip("support.layouts")
+    for name in ("out", "tier", "second"):
+        (tmp_path / name).mkdir()
+    right = (layouts.trainer(tmp_path / "out") / "optimizer.pt").read_bytes()
+    words = {"PATH": f"{tmp_path}/out", "URL": f"{tmp_path}/tier", "RUN": "imported", "STEP": "500"}
+
+    def typed_in(command: str) -> int:
+        for word, value in words.items():
+            command = re.sub(rf"(?<![\w/]){word}(?![\w/])", value, command)
+        return run(shlex.split(command)[1:])
+
+    for number, command in enumerate(one for one in typed("import") if " URL" in one):
+        words["DIR"] = f"{tmp_path}/{number}"
+        assert typed_in(command) == 0, command
+    assert right in [path.read_bytes() for path in tmp_path.glob("[0-9]/checkpoint-500/optimizer.pt")]
+    home, _ = node
+    words |= {"FROM": f"{home}/tier", "TO": f"{tmp_path}/second", "RUN": "r", "STEP": "20", "NEWRUN": "new"}
+    for command in typed("copy"):
+        assert " rm " in command or typed_in(command) == 0, command
+    assert {path.name for path in (tmp_path / "second").iterdir()} >= {"new", "r"}
+
+
 def test_the_key_that_the_how_to_makes_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = (HOWTO / "encryption.md").read_text().splitlines()
-    (make,) = [line.strip() for line in lines if "openssl rand" in line]
+    (make,) = [line.strip() for line in lines if "> /etc/tierd/key)" in line]
     key = tmp_path / "key"
     subprocess.run(["bash", "-c", make.replace("/etc/tierd/key", str(key))], check=True, timeout=60)
     assert stat.S_IMODE(key.stat().st_mode) == 0o600

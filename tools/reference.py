@@ -29,7 +29,7 @@ from tierd.cli.disown import Disowned
 from tierd.cli.doctor import Diagnosis
 from tierd.cli.ending import Drained, Waited
 from tierd.cli.inspect import Inspections
-from tierd.cli.move import Copied
+from tierd.cli.move import Copied, Imported
 from tierd.cli.read import Check
 from tierd.cli.runs import Overviews
 from tierd.cli.space import Removal, Usages
@@ -67,6 +67,7 @@ SHAPES: dict[str, Any] = {
     "restore": Exported,
     "restore --into": PutBack,
     "copy": Copied,
+    "import": Imported,
     "prepare": Prepared,
     "watch": Event,
     "export": StateExport,

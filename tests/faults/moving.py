@@ -1,10 +1,11 @@
-"""Mutants of how runs are copied: what keeps the copies, and what may not become one of them."""
+"""Mutants of how runs are copied and imported: what keeps the copies, and what may not become one of them."""
 
 from __future__ import annotations
 
 from faults.rounds import Mutant
 
 _COPY, _COPIED = "tierd/daemon/transfer/copy.py", "pytest tests/daemon/transfer/test_copy.py"
+_IMPORT, _IMPORTED = "tierd/daemon/intake/importing.py", "pytest tests/watching/test_import.py"
 
 MOVING = (
     Mutant(
@@ -48,5 +49,40 @@ MOVING = (
         "        await work.put_head()\n",
         "        pass\n",
         f"{_COPIED} -k nothing_is_left",
+    ),
+    Mutant(
+        "an import takes what is not sound",
+        _IMPORT,
+        '        if found.status != "sound":\n',
+        "        if False:\n",
+        f"{_IMPORTED} -k not_sound",
+    ),
+    Mutant(
+        "an import does not look whether a checkpoint changed",
+        _IMPORT,
+        '                raise Changed("it was written to, renamed or deleted")\n',
+        "                pass\n",
+        f"{_IMPORTED} -k changes_while",
+    ),
+    Mutant(
+        "an import goes by the order of names",
+        _IMPORT,
+        "[chosen[one] for one in sorted(chosen)]",
+        "[chosen[one] for one in chosen]",
+        f"{_IMPORTED} -k order_of_their_steps",
+    ),
+    Mutant(
+        "other files of a step count as imported",
+        _IMPORT,
+        "        return told == (len(wanted), digest(wanted)) and",
+        "        return bool(told) or",
+        f"{_IMPORTED} -k not_sound",
+    ),
+    Mutant(
+        "an import adds to a run of another origin",
+        _IMPORT,
+        'if not one.endswith(f"-{token}")',
+        'if one.endswith("-none")',
+        f"{_IMPORTED} -k another_origin",
     ),
 )

@@ -71,7 +71,7 @@ EXIT_CODES: dict[int, str] = {
     1: "an unexpected failure: a bug, or an error of the operating system",
     2: "the command line was not understood",
     3: "bad input: configuration, URL, name, step, a spool that cannot be used, a loop that fails by itself",
-    4: "not found: no such checkpoint, or none verified; `inspect`: a checkpoint is incomplete or unknown",
+    4: "not found: no such checkpoint, or none verified; `inspect`, `import`: a checkpoint is incomplete or unknown",
     5: "corruption was found",
     6: "a store or the daemon did not answer, or refused; this proves nothing wrong",
     EXIT_HELD: "another daemon holds the spool",

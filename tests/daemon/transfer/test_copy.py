@@ -9,7 +9,7 @@ import asyncio
 import os
 
 import pytest
-from support.doubles import Double, contents, flip, is_chunk, is_manifest
+from support.doubles import Double, Killed, contents, dying, flip, is_chunk, is_manifest
 from support.world import RUN, attempt, commit, content, converge, part, steps_on
 
 from tierd.core.errors import CheckpointNotFound, ConfigError, StoreRefused
@@ -115,23 +115,6 @@ def test_shared_chunks_are_sent_once_and_a_new_name_is_remembered(spool):
         assert b"copied_from" not in b"".join((await contents(store)).values())
 
     asyncio.run(work())
-
-
-class Killed(BaseException):
-    """The process is gone: no later request of it happens either."""
-
-
-def dying(inner: Store, at: int, after: bool) -> Double:
-    """A store of which this process makes `at` requests; with `after` the last one is done, and not answered."""
-    double, count = Double(inner), iter(range(1, 1 << 30))
-
-    def before(operation: str, key: str) -> None:
-        number = next(count)
-        if number > at or (number == at and not after):
-            raise Killed
-
-    double.before = before
-    return double
 
 
 def test_a_copy_that_is_killed_shows_no_half_and_continues(spool):

@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
-from tierd.core.manifest import File, check_path
+from tierd import __version__
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import VERSION, File, Manifest, Origin, check_path, metrics_to_json
 from tierd.spool.adopt import How, adopt, is_open_for_writing
 from tierd.spool.file_io import make_private, write_file
 from tierd.spool.stage import Stage
+from tierd.watching.describe import Described
 from tierd.watching.files import Tree
 from tierd.watching.inspect import Changed
 from tierd.watching.layouts import Unit
@@ -76,11 +80,38 @@ def stage_unit(
                 raise Changed(f"{path}: a process has opened it for writing")
         described.append(file)
         hows[how] += 1
-    about = UnitFile(
-        path=unit.path,
-        program=unit.layout.program,
-        ranks=ranks,
-        modified_ns={path: max(0, entries[path].mtime_ns) for path in unit.files},
-    )
-    described.append(write_file(stage.path / UNIT_NAME, UNIT_NAME, about.encode()))
+    described.append(write_file(stage.path / UNIT_NAME, UNIT_NAME, about(unit, entries, ranks).encode()))
     return StagedUnit(tuple(sorted(described, key=lambda file: file.path)), hows)
+
+
+def about(unit: Unit, entries: Mapping[str, ListedEntry], ranks: int) -> UnitFile:
+    """Describe a unit for its `unit.json`; arguments as for `stage_unit`."""
+    modified_ns = {path: max(0, entries[path].mtime_ns) for path in unit.files}
+    return UnitFile(path=unit.path, program=unit.layout.program, ranks=ranks, modified_ns=modified_ns)
+
+
+def unit_manifest(
+    part: PartId, origin: CheckpointId | None, described: Described, made: datetime, staged: StagedUnit
+) -> Manifest:
+    """Make the manifest of a staged unit.
+
+    Args:
+        part: the part that the unit becomes.
+        origin: the checkpoint from which the part's attempt resumed.
+        described: what the unit's files say about it.
+        made: when its newest file was last written.
+        staged: the unit in its stage.
+    """
+    return Manifest(
+        version=VERSION,
+        run=part.checkpoint.run,
+        step=part.checkpoint.step,
+        attempt=part.checkpoint.attempt,
+        resumed_from=Origin(step=origin.step, attempt=origin.attempt) if origin else None,
+        rank=0,
+        world_size=1,
+        created=made.isoformat(),
+        writer=f"tierd {__version__}",
+        metrics=metrics_to_json(described.metrics),
+        files=staged.files,
+    )

@@ -15,12 +15,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from tierd import __version__
 from tierd.core.errors import CorruptChunk, ManifestError, StepRefused
 from tierd.core.ids import PartId
-from tierd.core.manifest import VERSION, Manifest, Origin, metrics_to_json
 from tierd.daemon.intake.taken import TakenUnits
-from tierd.daemon.intake.taking import Busy, StagedUnit, stage_unit
+from tierd.daemon.intake.taking import Busy, stage_unit, unit_manifest
 from tierd.formats.byte_source import ByteSource
 from tierd.spool.commit import CommittedPart, Room
 from tierd.spool.conditions import condition, is_full
@@ -214,7 +212,7 @@ class UnitWatch:
             after = tree.listing()
             if not is_unchanged(due, after):
                 raise Changed("it was written to, renamed or deleted")
-            stage.commit(self._manifest(part, named, described, made, staged))
+            stage.commit(unit_manifest(part, named.origin, described, made, staged))
         self._settling.finish(due, True, after)
         self._known = self._known.with_one(named.checkpoint, made, named.origin)
         self._taken.add(due.unit.path, due.shape)
@@ -222,21 +220,3 @@ class UnitWatch:
         log.info("%s: taken as %s: %s", due.unit.path, named.checkpoint, how)
         size = sum(file.size for file in staged.files)
         self._reports.taken(part, CommittedPart(size, direct=False, recycled=False, metrics=dict(described.metrics)))
-
-    def _manifest(
-        self, part: PartId, named: Named, described: Described, made: datetime, staged: StagedUnit
-    ) -> Manifest:
-        origin = named.origin
-        return Manifest(
-            version=VERSION,
-            run=self._run,
-            step=part.checkpoint.step,
-            attempt=part.checkpoint.attempt,
-            resumed_from=Origin(step=origin.step, attempt=origin.attempt) if origin else None,
-            rank=0,
-            world_size=1,
-            created=made.isoformat(),
-            writer=f"tierd {__version__}",
-            metrics=metrics_to_json(described.metrics),
-            files=staged.files,
-        )
