@@ -6,6 +6,7 @@ from faults.rounds import Mutant
 
 _COPY, _COPIED = "tierd/daemon/transfer/copy.py", "pytest tests/daemon/transfer/test_copy.py"
 _IMPORT, _IMPORTED = "tierd/daemon/intake/importing.py", "pytest tests/watching/test_import.py"
+_JANITOR, _FILLED = "tierd/core/planning/janitor.py", "pytest tests/daemon/transfer/test_backfill.py"
 
 MOVING = (
     Mutant(
@@ -84,5 +85,33 @@ MOVING = (
         'if not one.endswith(f"-{token}")',
         'if one.endswith("-none")',
         f"{_IMPORTED} -k another_origin",
+    ),
+    Mutant(
+        "a filled tier takes runs that others keep there",
+        _JANITOR,
+        "    return not by or inventory.who in by\n",
+        "    return True\n",
+        f"{_FILLED} -k left_to_that_node",
+    ),
+    Mutant(
+        "a filled tier has no policy for what it got",
+        "tierd/daemon/reconciling/records.py",
+        "[*saved, *sorted(setup.backfill.runs)]",
+        "saved",
+        f"{_FILLED} -k 'outlive or nobody_saves_here'",
+    ),
+    Mutant(
+        "a filled tier has no head of what it got",
+        "tierd/daemon/tiers/tiers.py",
+        "unwritten(inventory, place, run, fills=fills(inventory, self._config, run, tier))",
+        "unwritten(inventory, place, run)",
+        f"{_FILLED} -k nobody_saves_here",
+    ),
+    Mutant(
+        "runs are observed for ever after they were copied",
+        "tierd/daemon/reconciling/backfill.py",
+        "            self.runs -= seen - set(flushes)\n",
+        "            pass\n",
+        f"{_FILLED} -k nobody_saves_here",
     ),
 )

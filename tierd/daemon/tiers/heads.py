@@ -1,7 +1,8 @@
 """The heads of runs on a tier and in a spool: read them, and write this node's own.
 
-Invariant: only the run's janitor writes heads on a tier, after the manifests to which they refer, and only new content.
-An unreadable head counts as absent, because the manifests hold the same facts and the next head repeats them.
+Invariant: only the run's janitor, or a node that fills the tier with the run, writes heads on a tier. It writes them
+after the manifests to which they refer, and only new content. An unreadable head counts as absent, because the
+manifests hold the same facts and the next head repeats them.
 """
 
 from __future__ import annotations
@@ -70,14 +71,14 @@ class Heads:
             return None
 
 
-def unwritten(inventory: Inventory, place: Place, run: str) -> Head | None:
+def unwritten(inventory: Inventory, place: Place, run: str, *, fills: bool = False) -> Head | None:
     """Return the head that this node should write to a tier; None if there is none to write.
 
-    There is one if this node is the run's janitor and a checkpoint is complete on the tier. In addition, its own head
-    must lack something, or other nodes' heads must still be there.
+    There is one if this node is the run's janitor, or fills the tier with the run (`fills`), and a checkpoint is
+    complete on the tier. In addition, its own head must lack something, or other nodes' heads must still be there.
     """
     complete = place.run(run).whole
-    if not complete or not is_janitor(inventory, place, run):
+    if not complete or not (fills or is_janitor(inventory, place, run)):
         return None
     there = place.heads.get(run, ())
     head = following(inventory, place, run, inventory.who, there)

@@ -30,6 +30,7 @@ from tierd.core.ids import CheckpointId, PartId, pruning_prefix
 from tierd.core.manifest import Manifest
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.janitor import fills
 from tierd.core.planning.place import Place
 from tierd.core.retention.policies import policy_for
 from tierd.core.timeline.head import Head
@@ -247,7 +248,7 @@ class Tiers:
         """Write this node's heads of `runs` to a tier."""
         for run in runs:
             place = self.places[tier]
-            if place and (head := unwritten(inventory, place, run)):
+            if place and (head := unwritten(inventory, place, run, fills=fills(inventory, self._config, run, tier))):
                 said = [one.launches for one in place.heads.get(run, ()) if one.by == head.by]
                 if self.refusal(tier) and said == [head.launches]:
                     continue  # already said; `unwritten` repeats it because merged heads of others cannot be deleted
