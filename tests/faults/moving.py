@@ -7,6 +7,7 @@ from faults.rounds import Mutant
 _COPY, _COPIED = "tierd/daemon/transfer/copy.py", "pytest tests/daemon/transfer/test_copy.py"
 _IMPORT, _IMPORTED = "tierd/daemon/intake/importing.py", "pytest tests/watching/test_import.py"
 _JANITOR, _FILLED = "tierd/core/planning/janitor.py", "pytest tests/daemon/transfer/test_backfill.py"
+_LINEAGE = "pytest tests/end_to_end/test_lineage.py"
 
 MOVING = (
     Mutant(
@@ -113,5 +114,19 @@ MOVING = (
         "            self.runs -= seen - set(flushes)\n",
         "            pass\n",
         f"{_FILLED} -k nobody_saves_here",
+    ),
+    Mutant(
+        "a later launch forgets what its run started from",
+        "tierd/client/checkpointer.py",
+        "                self._launch.started_from = found.manifest.started_from\n",
+        "",
+        f"{_LINEAGE} -k over_its_launches",
+    ),
+    Mutant(
+        "a launch that resumed claims another origin",
+        "tierd/client/ranks/launch.py",
+        '        if self._origin is not None:\n            raise ConfigError(f"start_from: this',
+        '        if False:\n            raise ConfigError(f"start_from: this',
+        f"{_LINEAGE} -k over_its_launches",
     ),
 )

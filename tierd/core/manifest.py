@@ -82,10 +82,22 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     attempt: Attempt
 
 
+class Ancestor(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoint of another run from which a run started, as a fine-tune does. It has no part in the timeline."""
+
+    run: RunName
+    step: Step
+    attempt: Attempt
+
+    def __str__(self) -> str:
+        return f"{self.run} step {self.step} (attempt {self.attempt})"
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The description of one rank's part. `created` is RFC 3339 in UTC; `metrics` may contain NaN or infinities.
 
     `copied_from` names the runs from which `tierd copy --as` copied the checkpoint, the original one first.
+    `started_from` is as the trainer told it.
     """
 
     version: int
@@ -100,6 +112,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     metrics: Annotated[dict[MetricName, float | str], Meta(max_length=MAX_METRICS)]
     files: Annotated[tuple[File, ...], Meta(max_length=MAX_FILES)]
     copied_from: Annotated[tuple[RunName, ...], Meta(max_length=MAX_COPIES)] = ()
+    started_from: Ancestor | None = None
 
     @property
     def part(self) -> PartId:
