@@ -200,7 +200,9 @@ def test_the_key_is_changed_as_the_how_to_says(tmp_path: Path, capsys: pytest.Ca
     assert [one["was_there"] for one in done["copy"]["checkpoints"]] == [True, True] and not done["unkept"]
     assert run(["verify", f"{tmp_path}/new", "--key-file", f"{tmp_path}/key"]) == 6
     assert typed_in(f"tierd copy OLDURL NEWURL --run RUN --key-file {tmp_path}/key --to-key-file {tmp_path}/key") == 6
-    assert "nothing is put beside" in capsys.readouterr().err
+    assert "the target has what cannot be read here" in capsys.readouterr().err
+    assert typed_in("tierd copy OLDURL NEWURL --run RUN") == 6
+    assert "the source has what cannot be read here" in capsys.readouterr().err
     out = tmp_path / "out"
     assert (
         run(["restore", f"{tmp_path}/new", "--run", "run", "--to", str(out), "--key-file", f"{tmp_path}/new-key"]) == 0

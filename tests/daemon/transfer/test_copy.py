@@ -1,12 +1,14 @@
 """A copy of a run: only what the target lacks is sent, all of it verified, and a kill at any point costs nothing.
 
-TIERD_COPY_KILLS=1 kills at every request, and not at one in a few.
+TIERD_COPY_KILLS=1 kills at every request, and not at one in a few; TIERD_COPY_TRIALS=200 has more random histories.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
+from contextlib import suppress
 
 import pytest
 from support.doubles import Double, Killed, contents, dying, flip, is_chunk, is_manifest
@@ -140,6 +142,50 @@ def test_a_copy_that_is_killed_shows_no_half_and_continues(spool):
     asyncio.run(work())
 
 
+TRIALS = int(os.environ.get("TIERD_COPY_TRIALS", "4"))
+
+
+@pytest.mark.parametrize("seed", range(TRIALS))
+def test_whatever_happens_a_copy_ends_with_all_that_is_right_and_nothing_half(seed, tmp_path):
+    """Saves, prunes, flipped bits and killed copies in any order; then one copy that is left alone."""
+    chance = random.Random(seed)
+    world, spool, to_run = chance.choice((1, 2, 3)), Spool(tmp_path / "spool"), chance.choice((RUN, NEW))
+
+    async def work() -> None:
+        store, target, left, bad = MemoryStore(), MemoryStore(), {}, set()
+        for step in range(1, 9):
+            for rank in range(world):
+                which = part(step, rank=rank, world=world)
+                commit(spool, which, content(step, rank=rank) | {"frozen": b"f" * 1000})
+                await flush(spool, which, Route(store))
+            left[step] = True
+            if chance.random() < 0.3:
+                gone = chance.choice(sorted(left))
+                left.pop(gone)
+                keys = [key for key in await contents(store) if f"{gone:012}" in key]
+                await store.delete(sorted(keys, key=is_chunk))
+            if left and chance.random() < 0.2:
+                hurt = chance.choice(sorted(left))
+                chunks = [key for key in await contents(store) if is_chunk(key) and f"{hurt:012}" in key]
+                await flip(store, chance.choice(chunks))
+                bad.add(hurt)
+            if chance.random() < 0.6:
+                with suppress(Killed, CheckpointNotFound):
+                    await copy(store, dying(target, chance.randrange(1, 60), chance.random() < 0.5), to_run)
+            place = await TierObserver(target).look({to_run}, few=1000)
+            await check(target, to_run, [one.step for one in place.run(to_run).whole], world)
+        if not left:
+            return
+        done = await copy(store, target, to_run)
+        place = await TierObserver(target).look({to_run}, few=1000)
+        whole = {one.step for one in place.run(to_run).whole}
+        assert left.keys() - bad <= whole and {one.step for one in done.checkpoints} <= whole
+        assert {int(one.split()[1]) for one in done.failed} <= bad and not done.vanished
+        await check(target, to_run, sorted(whole), world)
+
+    asyncio.run(work())
+
+
 async def _given(store: Store, run: str = RUN, keep: int = 10, by: str = "0a0b0c0d", given: str = "trainer") -> None:
     one = StoredRetention(run, by, given, "node", "2026-01-01", RetentionPolicy(keep_last=keep), tiers=("s3",))
     await store.put(retention_key(run, by, given), encode(one))
@@ -160,6 +206,21 @@ def test_what_is_corrupt_at_the_source_is_named_and_never_appears(spool):
             if is_chunk(key) and f"{1:012}" in key:
                 await store.delete([key])
         assert [one.step for one in (await copy(store, Double())).checkpoints] == [3]
+
+    asyncio.run(work())
+
+
+def test_a_corrupt_manifest_at_the_source_is_named_too(spool):
+    async def work() -> None:
+        store, target = await source(spool, (1, 2)), Double()
+        commit(spool, part(3, rank=0, world=2))
+        await flush(spool, part(3, rank=0, world=2), Route(store))  # its other part was never sent
+        await flip(store, part(2).manifest_key)
+        done = await copy(store, target)
+        assert [one.step for one in done.checkpoints] == [1] and done.incomplete == 1
+        assert len(done.failed) == 1 and done.failed[0].startswith("step 2 ")
+        with pytest.raises(CheckpointNotFound):
+            await copy(store, target, step=3)
 
     asyncio.run(work())
 

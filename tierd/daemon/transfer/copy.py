@@ -17,7 +17,15 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from tierd.core.errors import ConfigError, CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, WrongKey
+from tierd.core.errors import (
+    ConfigError,
+    CorruptChunk,
+    FormatTooNew,
+    ManifestError,
+    ObjectNotFound,
+    StoreRefused,
+    TierdError,
+)
 from tierd.core.ids import CheckpointId, PartId, pin_key, retention_key
 from tierd.core.manifest import Manifest
 from tierd.core.planning.copies import complete_world_sizes
@@ -25,15 +33,16 @@ from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
 from tierd.core.retention.stored import encode
 from tierd.core.timeline.candidates import not_found, restore_candidates
-from tierd.core.timeline.head import together
 from tierd.daemon.tiers.heads import following, write
 from tierd.daemon.tiers.observe import TierObserver, base_of
+from tierd.daemon.transfer.concurrency import together
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.flush import Route
 from tierd.daemon.transfer.relay import relay
 from tierd.daemon.transfer.replicas import is_there, read_manifest
 from tierd.stores.base import Store
 
+_PARTS = 4  # ranks' parts of one checkpoint that are copied at once, because small ones cost many requests in a row
 _FEW = 1000  # manifests at the source, up to which all are read beforehand, for the size of the work
 
 
@@ -80,13 +89,7 @@ class CopiedRun:
 
 
 async def copy_run(
-    source: Store,
-    target: Store,
-    run: str,
-    to_run: str,
-    step: int | None,
-    attempt: str | None,
-    progress: Progress,
+    source: Store, target: Store, run: str, to_run: str, step: int | None, attempt: str | None, progress: Progress
 ) -> CopiedRun:
     """Copy the complete checkpoints of a run, oldest first, so that each shares chunks with the one before.
 
@@ -105,44 +108,56 @@ async def copy_run(
     Raises:
         CheckpointNotFound: the source has no such complete checkpoint.
         ConfigError: `to_run` is another run on the target.
-        StoreUnavailable, StoreRefused: the source could not be asked, or the target did not accept something; the same
-            call continues from there.
+        StoreUnavailable, StoreRefused: a tier did not answer, or refused; the same call continues from there.
     """
     here = await TierObserver(source).look({run}, few=_FEW, chunks=False)
+    _check_readable(here, run, "the source")
     wanted = _chosen(here, run, step, attempt)
-    eye = TierObserver(target)
-    there = await eye.look({to_run}, {to_run: here.run(run).ranks}, chunks=False)
-    work = _Copy(source, target, run, to_run, here, there, progress)
+    there = await TierObserver(target).look({to_run}, {to_run: here.run(run).ranks}, chunks=False)
+    work = _Copy(source, target, run, to_run, here, there, progress, Route(target))
+    _check_readable(there, to_run, "the target")
     await work.check_target()
     pins = set(wanted) if step is not None else here.pins.intersection(wanted)
     policies = 0 if step is not None else await work.put_policies()
     progress.begin(sum(_size(here, part) for one in wanted for part in _parts(here, one)))
-    done, failed, vanished = [], [], []
+    halves = [seen for seen in here.run(run).halves if step is None and attempt in (None, seen.id.attempt)]
+    failed = [_failure(seen.id, next(iter(seen.defects.values()))) for seen in halves if seen.complete]
+    done, vanished = [], []
     for one in wanted:
         if one in pins:
             await target.put(pin_key(work.renamed(one)), b"")
-        try:
-            done.append(await work.checkpoint(one))
-        except (CorruptChunk, ManifestError, ObjectNotFound) as error:
-            if all([await is_there({"": source}, one, world) for world in {part.world for part in _parts(here, one)}]):
-                failed.append(f"step {one.step} (attempt {one.attempt}): {error}")
-            else:
+        match await work.outcome(one):
+            case CopiedCheckpoint() as copied:
+                done.append(copied)
+            case str(why):
+                failed.append(why)
+            case None:
                 vanished.append(one.step)
     if step is None:
         await work.put_head()
-    pinned = tuple(sorted(one.step for one in pins))
-    incomplete = len(here.run(run).halves)
+    pinned = tuple(one.step for one in done if any((one.step, one.attempt) == (pin.step, pin.attempt) for pin in pins))
+    incomplete = sum(not seen.complete for seen in halves)
     return CopiedRun(run, to_run, tuple(done), pinned, policies, tuple(failed), tuple(vanished), incomplete)
 
 
+def _check_readable(place: Place, run: str, where: str) -> None:
+    """Raise `StoreRefused` if a place has objects of the run that this process cannot read: it may lack the key."""
+    strange = [str(why) for part, why in place.defects() if isinstance(why, FormatTooNew)]
+    strange += [one.why for one in place.policies.get(run, ()) if one.alien]
+    if strange:
+        raise StoreRefused(f"run {run}: {where} has what cannot be read here: {strange[0]}")
+
+
+def _failure(one: CheckpointId, error: TierdError) -> str:
+    return f"step {one.step} (attempt {one.attempt}): {error}"
+
+
 def _chosen(here: Place, run: str, step: int | None, attempt: str | None) -> list[CheckpointId]:
-    inventory = Inventory(Place(), {"source": here})
-    if step is None:
-        found = [one for one in here.run(run).whole if attempt in (None, one.attempt)]
-    else:
-        found = [one.checkpoint for one in restore_candidates(inventory, run, step, attempt).candidates[:1]]
+    resume = restore_candidates(Inventory(Place(), {"source": here}), run, step, attempt)
+    every = [one for one in here.run(run).whole if attempt in (None, one.attempt)]
+    found = every if step is None else [one.checkpoint for one in resume.candidates[:1]]
     if not found:
-        raise not_found(restore_candidates(inventory, run, step, attempt), run, step, [], attempt)
+        raise not_found(resume, run, step, [], attempt)
     return found
 
 
@@ -168,21 +183,13 @@ class _Copy:
     here: Place
     there: Place
     progress: Progress
+    way: Route
 
     def renamed(self, one: CheckpointId) -> CheckpointId:
         return replace(one, run=self.to_run)
 
     async def check_target(self) -> None:
-        """Refuse a target whose objects of the run this process cannot read, or which are of another run.
-
-        Raises:
-            StoreRefused: the target has objects of the run with another key, or without one.
-            ConfigError: a run that was not copied from this one has the new name.
-        """
-        strange = [str(why) for _, why in self.there.defects() if isinstance(why, WrongKey)]
-        strange += [one.why for one in self.there.policies.get(self.to_run, ()) if one.alien]
-        if strange:
-            raise StoreRefused(f"nothing is put beside what cannot be read on the target: {strange[0]}")
+        """Raise `ConfigError` if the target has a run of the new name that was not copied from this one."""
         for one in self.there.run(self.to_run).newest_of_each if self.to_run != self.run else ():
             if self.run not in await self._copied_from(one):
                 raise ConfigError(
@@ -220,36 +227,42 @@ class _Copy:
         self.there = self.there.with_policies([replace(one, run=self.to_run) for one in fresh])
         return len(fresh)
 
-    async def checkpoint(self, one: CheckpointId) -> CopiedCheckpoint:
-        """Copy one checkpoint.
+    async def outcome(self, one: CheckpointId) -> CopiedCheckpoint | str | None:
+        """Copy one checkpoint; return why it is corrupt instead, or None if it was pruned at the source meanwhile."""
+        try:
+            return await self._checkpoint(one)
+        except (CorruptChunk, ManifestError, ObjectNotFound) as error:
+            worlds = {part.world for part in _parts(self.here, one)}
+            there = all([await is_there({"": self.source}, one, world) for world in worlds])
+            return _failure(one, error) if there else None
 
-        Raises:
-            CorruptChunk, ManifestError: it is proven corrupt at the source, or was pruned there.
-            ObjectNotFound: it was pruned there.
-            StoreUnavailable, StoreRefused: as `copy_run`.
-        """
-        size = sent = new = 0
-        for part in _parts(self.here, one):
-            own = PartId(self.renamed(one), part.rank, part.world)
-            before = self.progress.done
-            if self.there.has(own) and (manifest := await self._same(part, own)) is not None:
-                size += manifest.size
-            else:
-                base, worn_out = await base_of(self.target, self.there, own)
-                done = await relay(
-                    {"the source": self.source},
-                    part,
-                    Route(self.target),
-                    lender=base,
-                    worn_out=worn_out,
-                    run=self.to_run,
-                    read=self._moved,
-                )
-                size, sent, new = size + done.raw, sent + done.sent, new + 1
-                self.there = self.there.adding(own, done.facts)
-            self.progress.done = before
+    async def _checkpoint(self, one: CheckpointId) -> CopiedCheckpoint:
+        parts = await together(_PARTS, [self._part(part) for part in _parts(self.here, one)])
+        if not parts:
+            raise ManifestError(f"{one}: no complete set of its manifests can be used")
+        sent = sum(sent or 0 for _, sent in parts)
+        was_there = all(sent is None for _, sent in parts)
+        return CopiedCheckpoint(one.step, one.attempt, sum(size for size, _ in parts), sent, was_there)
+
+    async def _part(self, part: PartId) -> tuple[int, int | None]:
+        """Copy one part; return its size in bytes, and the bytes that were sent, None if the target had the part."""
+        own = PartId(self.renamed(part.checkpoint), part.rank, part.world)
+        if self.there.has(own) and (manifest := await self._same(part, own)) is not None:
             self._moved(_size(self.here, part))
-        return CopiedCheckpoint(one.step, one.attempt, size, sent, not new)
+            return manifest.size, None
+        left = _size(self.here, part)
+
+        def read(size: int) -> None:
+            nonlocal left
+            left -= size
+            self._moved(size)
+
+        base, worn_out = await base_of(self.target, self.there, own)
+        sources = {"the source": self.source}
+        done = await relay(sources, part, self.way, lender=base, worn_out=worn_out, run=self.to_run, read=read)
+        self._moved(left)  # the chunks that the target had
+        self.there = self.there.adding(own, done.facts)
+        return done.raw, done.sent
 
     def _moved(self, size: int) -> None:
         self.progress.done += size
@@ -274,12 +287,12 @@ class _Copy:
 
         A launch of which the source has no checkpoint any more is known from the source's heads alone.
         """
-        heads = tuple(msgspec.structs.replace(one, run=self.to_run) for one in self.here.heads.get(self.run, ()))
-        known = self.there.heads.get(self.to_run, ())
         if not self.there.run(self.to_run).whole:
             return
+        heads = tuple(msgspec.structs.replace(one, run=self.to_run) for one in self.here.heads.get(self.run, ()))
+        known = self.there.heads.get(self.to_run, ())
         inventory = Inventory(Place(), {"target": self.there, "source": Place(heads={self.to_run: heads})})
         head = following(inventory, self.there, self.to_run, secrets.token_hex(4), known)
-        before = together(known)
+        before = Inventory(Place(), {"target": self.there}).remembered(self.to_run)
         if any(before.get(attempt) != launch for attempt, launch in head.launches.items()):
             await write(self.target, head, known)
