@@ -129,4 +129,11 @@ MOVING = (
         '        if False:\n            raise ConfigError(f"start_from: this',
         f"{_LINEAGE} -k over_its_launches",
     ),
+    Mutant(
+        "other runs are sent before what this node saves",
+        "tierd/core/planning/plan.py",
+        "for candidates in (own, filled):",
+        "for candidates in (filled, own):",
+        f"{_FILLED} -k before_other_runs",
+    ),
 )

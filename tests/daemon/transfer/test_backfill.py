@@ -6,15 +6,21 @@ Nothing is pruned for it, and no run of which another node keeps a policy there 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from datetime import UTC, datetime
 
 import msgspec
 import pytest
 from support.doubles import Double, contents, is_chunk
 from support.world import attempt, commit, config, converge, part, running, settle, steps_on, until
 
-from tierd.core.config import TierConfig, from_toml
+from tierd.core.config import Config, TierConfig, from_toml
 from tierd.core.errors import ConfigError, StoreUnavailable
 from tierd.core.ids import CheckpointId
+from tierd.core.planning.copies import ManifestFacts
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import LocalLaunch, Place
+from tierd.core.planning.plan import flushes
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.head import together
 from tierd.daemon.reconcile import Reconciler
@@ -131,6 +137,25 @@ def test_a_tier_that_does_not_answer_is_filled_from_when_it_does(tmp_path, monke
         assert await on(new, "first") == [2, 3] == await on(new, "second")
 
     asyncio.run(work())
+
+
+def test_what_this_node_saves_is_sent_before_other_runs():
+    facts = ManifestFacts(datetime(2026, 1, 1, tzinfo=UTC), {}, None, 1, 1, frozenset())
+
+    def place(run: str, steps, launch: int) -> Place:
+        return Place.of({part(step, launch=launch, run=run): facts for step in steps})
+
+    spool = replace(place("mine", [1, 2], 1), launches={"mine": LocalLaunch(attempt(1), {1: frozenset({0})})})
+    others = place("other", range(10, 41, 10), 9)  # of a later launch, and wanted for good
+    tiers = tuple(
+        TierConfig(name=name, url=f"file:///{name}", retention=TENS, backfill=name == "new") for name in ("old", "new")
+    )
+    inventory = Inventory(spool, {"old": others, "new": Place()}, who="0a0a0a0a")
+    planned = flushes(inventory, Config(spool="/s", tier=tiers), {}, 0.0)
+    on_new = [(one.part.checkpoint.run, one.part.checkpoint.step, one.relayed) for one in planned if one.tier == "new"]
+    assert on_new[:2] == [("mine", 2, False), ("mine", 1, False)]
+    assert sorted(on_new[2:]) == [("other", step, True) for step in (10, 20, 30, 40)]
+    assert {one.part.checkpoint.run for one in planned if one.tier == "old"} == {"mine"}
 
 
 @pytest.mark.parametrize("backfill", [True, False])
