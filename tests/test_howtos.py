@@ -12,11 +12,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.world import Daemon
+from support.world import Daemon, commit, part
 
 import tierd
 from tierd.cli import run
 from tierd.cli.reading.status import EXIT_WARNING
+from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
 HOWTO = Path(__file__).parent.parent / "docs" / "howto"
@@ -133,9 +134,33 @@ def test_the_commands_of_the_page_about_watching_do_what_they_say(tmp_path: Path
     assert (tmp_path / "back" / "checkpoint-500" / "optimizer.pt").read_bytes() == right
 
 
+def test_the_commands_of_the_pages_about_copies_and_imports_do_what_they_say(tmp_path: Path, node) -> None:  # type: ignore[no-untyped-def]
+    """A checkpoint of another program is imported, copied, and put back; a run is copied in each way."""
+    layouts = pytest.importorskip("support.layouts")
+    for name in ("out", "tier", "second"):
+        (tmp_path / name).mkdir()
+    right = (layouts.trainer(tmp_path / "out") / "optimizer.pt").read_bytes()
+    words = {"PATH": f"{tmp_path}/out", "URL": f"{tmp_path}/tier", "RUN": "imported", "STEP": "500"}
+
+    def typed_in(command: str) -> int:
+        for word, value in words.items():
+            command = re.sub(rf"(?<![\w/]){word}(?![\w/])", value, command)
+        return run(shlex.split(command)[1:])
+
+    for number, command in enumerate(one for one in typed("import") if " URL" in one):
+        words["DIR"] = f"{tmp_path}/{number}"
+        assert typed_in(command) == 0, command
+    assert right in [path.read_bytes() for path in tmp_path.glob("[0-9]/checkpoint-500/optimizer.pt")]
+    home, _ = node
+    words |= {"FROM": f"{home}/tier", "TO": f"{tmp_path}/second", "RUN": "r", "STEP": "20", "NEWRUN": "new"}
+    for command in typed("copy"):
+        assert " rm " in command or typed_in(command) == 0, command
+    assert {path.name for path in (tmp_path / "second").iterdir()} >= {"new", "r"}
+
+
 def test_the_key_that_the_how_to_makes_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = (HOWTO / "encryption.md").read_text().splitlines()
-    (make,) = [line.strip() for line in lines if "openssl rand" in line]
+    (make,) = [line.strip() for line in lines if "> /etc/tierd/key)" in line]
     key = tmp_path / "key"
     subprocess.run(["bash", "-c", make.replace("/etc/tierd/key", str(key))], check=True, timeout=60)
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
@@ -144,3 +169,42 @@ def test_the_key_that_the_how_to_makes_is_taken(tmp_path: Path, capsys: pytest.C
     (tmp_path / "tierd.toml").write_text(f'spool = "{tmp_path}/spool"\n[[tier]]\n{tier}')
     assert run(["config", "check", str(tmp_path / "tierd.toml"), "--reach", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["modes"]["disk"]["mode"] == "read-write"
+
+
+def test_the_key_is_changed_as_the_how_to_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the new key reads the copy, and the second copy sends nothing."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    lines = [line.strip() for line in (HOWTO / "encryption.md").read_text().splitlines()]
+    (make,) = [line for line in lines if "openssl rand" in line and "new-key" in line]
+    for path in ("/etc/tierd/new-key", "/etc/tierd/key"):
+        made = make.replace("/etc/tierd/new-key", f"{tmp_path}/{Path(path).name}")
+        subprocess.run(["bash", "-c", made], check=True, timeout=60)
+    spool = Spool(tmp_path / "spool")
+    for step in (1, 2):
+        commit(spool, part(step))
+    places = ["--spool", str(spool.root), "--to", f"{tmp_path}/old", "--keep-last", "9"]
+    assert run(["run", *places, "--key-file", f"{tmp_path}/key", "--until-idle"]) == 0
+    words = {"OLDURL": f"{tmp_path}/old", "NEWURL": f"{tmp_path}/new", "RUN": "run", "/etc/tierd": str(tmp_path)}
+
+    def typed_in(command: str) -> int:
+        for word, value in words.items():
+            command = command.replace(word, value)
+        return run(shlex.split(command)[1:])
+
+    runs, copy, verify = (one for one in typed("encryption") if "key" in one)
+    for command in (runs, copy, verify, f"{copy} --json"):
+        capsys.readouterr()
+        assert typed_in(command) == 0, capsys.readouterr().err
+    done = json.loads(capsys.readouterr().out)
+    assert [one["was_there"] for one in done["copy"]["checkpoints"]] == [True, True] and not done["unkept"]
+    assert run(["verify", f"{tmp_path}/new", "--key-file", f"{tmp_path}/key"]) == 6
+    assert typed_in(f"tierd copy OLDURL NEWURL --run RUN --key-file {tmp_path}/key --to-key-file {tmp_path}/key") == 6
+    assert "the target has what cannot be read here" in capsys.readouterr().err
+    assert typed_in("tierd copy OLDURL NEWURL --run RUN") == 6
+    assert "the source has what cannot be read here" in capsys.readouterr().err
+    out = tmp_path / "out"
+    assert (
+        run(["restore", f"{tmp_path}/new", "--run", "run", "--to", str(out), "--key-file", f"{tmp_path}/new-key"]) == 0
+    )
+    assert [path.name for path in out.iterdir()] == ["00000-of-00001"]

@@ -25,6 +25,7 @@ from tierd.check.report import Report as Checked
 from tierd.cli import EXIT_CODES, app
 from tierd.cli.acting.disown import Disowned
 from tierd.cli.acting.ending import Drained, Waited
+from tierd.cli.acting.move import Copied, Imported
 from tierd.cli.acting.prune import Judged
 from tierd.cli.acting.space import Removal, Usages
 from tierd.cli.measuring.advise_show import Advised
@@ -65,6 +66,8 @@ SHAPES: dict[str, Any] = {
     "verify": {"checks": list[Check], "unreached": list[str]},
     "restore": Exported,
     "restore --into": PutBack,
+    "copy": Copied,
+    "import": Imported,
     "prepare": Prepared,
     "watch": Event,
     "export": StateExport,

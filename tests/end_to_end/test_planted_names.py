@@ -105,6 +105,10 @@ def commands(spool: Path, tier: Path, home: Path) -> Iterator[tuple[list[str], s
     yield ["follow", str(tier), "--run", "r", "--once", *evil], ""
     yield ["follow", str(tier), "--run", "r", "--once", *evil, "--json"], ""
     yield ["follow", str(tier), "--run", f"r{EVIL}", *evil], "\\u202e"
+    (home / "copied").mkdir()
+    yield ["copy", str(tier), str(home / "copied"), "--run", "r", "--step", "10"], ""
+    yield ["copy", str(tier), str(home / "copied"), "--run", "r", "--json"], ""
+    yield ["copy", str(tier), str(home / "copied"), "--run", "r", "--as", f"r{EVIL}"], "\\u202e"
     yield ["du", str(tier), "--spool", str(spool)], ""
     yield ["pin", "r", "20", str(tier)], ""
     yield ["unpin", "r", "20", str(tier)], ""
@@ -123,6 +127,9 @@ def commands(spool: Path, tier: Path, home: Path) -> Iterator[tuple[list[str], s
     yield ["disown", "r", f"0{EVIL}", str(tier)], "\\u202e"
     yield ["run", "--spool", str(spool), "--to", f"file:///x{EVIL}"], ""
     yield ["inspect", str(home / f"none{EVIL}")], "\\u202e"
+    yield ["import", str(home / f"none{EVIL}"), "--run", "r", "--to", str(tier)], "\\u202e"
+    (home / f"evil{EVIL}.pt").write_bytes(b"no checkpoint")
+    yield ["import", str(home / f"evil{EVIL}.pt"), "--run", "imported", "--to", str(tier), "--step", "1"], "\\u202e"
     yield ["watch", str(home / f"none{EVIL}"), "--run", "r", "--to", str(tier)], "\\u202e"
     yield ["prepare", str(home / f"none{EVIL}"), "--run", f"r{EVIL}", "--to", str(tier)], "\\u202e"
     yield ["restore", str(tier), "--run", "r", "--into", str(home / f"back{EVIL}")], ""

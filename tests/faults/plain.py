@@ -10,6 +10,7 @@ from faults.identity import IDENTITY
 from faults.inspecting import INSPECTING
 from faults.lines import LINES
 from faults.meetings import MEETINGS
+from faults.moving import MOVING
 from faults.permissions import PERMISSIONS
 from faults.rounds import Mutant
 from faults.shards import SHARDS
@@ -2394,6 +2395,7 @@ PLAIN = (
     + TRANSFER
     + LINES
     + MEETINGS
+    + MOVING
     + DEVICES
     + DOCTORING
     + _POLICIES

@@ -77,6 +77,23 @@ class Double:
         await self.inner.aclose()
 
 
+class Killed(BaseException):
+    """The process is gone: no later request of it happens either."""
+
+
+def dying(inner: Store, at: int, after: bool) -> Double:
+    """A store of which a process makes `at` requests; with `after` the last one is done, and not answered."""
+    double = Double(inner)
+
+    def before(operation: str, key: str) -> None:
+        number = len(double.calls)
+        if number > at or (number == at and not after):
+            raise Killed
+
+    double.before = before
+    return double
+
+
 _DATED = "/retention/", "/timeline/"  # what says when it was written
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tierd import __version__
-from tierd.cli.acting import act, disown, ending, pause, prepare, prune, space, watch
+from tierd.cli.acting import act, disown, ending, move, pause, prepare, prune, space, watch
 from tierd.cli.measuring import advise, bench, check
 from tierd.cli.reading import doctor, export, follow, inspect, read, restore, runs, status, top
 from tierd.cli.tables import complain, print_json
@@ -47,13 +47,14 @@ export.register(app)
 watch.register(app)
 restore.register(app)
 prepare.register(app)
+move.register(app)
 
 EXIT_CODES: dict[int, str] = {
     0: "done; nothing wrong was found",
     1: "an unexpected failure: a bug, or an error of the operating system",
     2: "the command line was not understood",
     3: "bad input: configuration, URL, name, step, a spool that cannot be used, a loop that fails by itself",
-    4: "not found: no such checkpoint, or none verified; `inspect`: a checkpoint is incomplete or unknown",
+    4: "not found: no such checkpoint, or none verified; `inspect`, `import`: a checkpoint is incomplete or unknown",
     5: "corruption was found",
     6: "a store or the daemon did not answer, or refused; this proves nothing wrong",
     EXIT_HELD: "another daemon holds the spool",

@@ -22,7 +22,7 @@ import msgspec
 from tierd.client.attachment import Attachment
 from tierd.client.closing import Closing, check_failed, check_wait
 from tierd.client.disk_space import SpaceCheck
-from tierd.client.ranks.launch import Launch, report_failure
+from tierd.client.ranks.launch import Launch, Source, report_failure
 from tierd.client.ranks.other_launches import Beside
 from tierd.client.ranks.ranks import SILENT_S, START_S, Ranks
 from tierd.client.restoring.device_uploads import Uploads
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 log = logging.getLogger("tierd")
+
 
 _BUSY = ("wait", "skip", "fail")
 _MAX_SLOTS = 16
@@ -487,6 +488,7 @@ class Checkpointer:
             found = restorer.restore(step, attempt, fits, goal, at_least)
             if found is not None:
                 self._hold = found.hold
+                self._launch.started_from = found.manifest.started_from
                 self._load(found, state, names, restorer, uploads)
         self._choice.resume(found.part.checkpoint if found else None, restorer.resume)
         if found is None:
@@ -514,6 +516,23 @@ class Checkpointer:
             unreached=found.unreached,
             directory=found.directory,
         )
+
+    def start_from(self, source: Source) -> None:
+        """Record that this run starts from a checkpoint of another run, as a fine-tune does.
+
+        Call it on every rank, after `restore` found nothing of this run and before the first save. Each checkpoint of
+        this launch then names `source`, and so do those of later launches that resume from one. `tierd show` prints it.
+        Nothing else depends on it: the other run may be deleted.
+
+        Args:
+            source: the result of `tierd.open(url, other_run).restore(state)`, or anything with `run`, `step` and
+                `attempt`.
+
+        Raises:
+            ConfigError: `source` is of this run, or has no `run`; or this launch resumed from a checkpoint.
+        """
+        self._check_open()
+        self._launch.start_from(source)
 
     def _restorer(
         self,

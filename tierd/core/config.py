@@ -39,6 +39,8 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         limit_up: the most bytes per second that the daemon sends to this tier, on average.
         limit_down: the most bytes per second that the daemon reads from it, on average; restores are not limited.
         key_file: the absolute path of the key that encrypts everything on this tier; None: no encryption.
+        backfill: whether the daemon also copies runs to this tier that no trainer saves on this node, from the other
+            tiers; `retention` says which of their checkpoints.
     """
 
     name: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9-]{0,31}\Z")]
@@ -48,6 +50,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     limit_up: Rate | None = None
     limit_down: Rate | None = None
     key_file: Annotated[str, Meta(pattern="^/")] | None = None
+    backfill: bool = False
 
 
 class NotifyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -238,6 +241,8 @@ def _checked(config: Config, where: str) -> Config:
             raise ConfigError(f"{where}: tier[{index}].name: {tier.name!r} is taken")
         if url in urls:
             raise ConfigError(f"{where}: tier[{index}].url: the same place as tier {urls[url]!r}")
+        if tier.backfill and tier.retention is None:
+            raise ConfigError(f"{where}: tier[{index}].backfill: give this tier a retention, which says what it gets")
         _check_rate(tier.limit_up, f"{where}: tier[{index}].limit_up")
         _check_rate(tier.limit_down, f"{where}: tier[{index}].limit_down")
         names.add(tier.name)

@@ -29,10 +29,12 @@ CHUNK_SIZE = 32 << 20  # the largest chunk that tierd writes, in bytes
 MAX_CHUNK_SIZE = 256 << 20  # the largest chunk that tierd reads, in bytes, because a chunk is held in memory whole
 MAX_FILES = 100_000
 MAX_METRICS = 1_000
+MAX_COPIES = 16  # the most runs that a manifest remembers as those from which its checkpoint was copied
 
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Attempt = Annotated[str, Meta(pattern=r"^[0-9a-f]{12}-[0-9a-f]{8}\Z")]
 Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
+RunName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")]
 MetricName = Annotated[str, Meta(max_length=256, pattern=r"\A[^\x00-\x1f\x7f]+\Z")]  # they are printed
 _CHUNK_KEY = re.compile(r"chunks/[0-9]{12}\.[0-9a-f]{12}-[0-9a-f]{8}/([0-9]{5})/([0-9a-f]{32})\.([a-z0-9]{1,16})")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -80,8 +82,23 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     attempt: Attempt
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The description of one rank's part. `created` is RFC 3339 in UTC; `metrics` may contain NaN or infinities."""
+class Ancestor(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoint of another run from which a run started, as a fine-tune does. It has no part in the timeline."""
+
+    run: RunName
+    step: Step
+    attempt: Attempt
+
+    def __str__(self) -> str:
+        return f"{self.run} step {self.step} (attempt {self.attempt})"
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The description of one rank's part. `created` is RFC 3339 in UTC; `metrics` may contain NaN or infinities.
+
+    `copied_from` names the runs from which `tierd copy --as` copied the checkpoint, the original one first.
+    `started_from` is as the trainer told it.
+    """
 
     version: int
     run: str
@@ -94,6 +111,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     writer: Annotated[str, Meta(max_length=64, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
     metrics: Annotated[dict[MetricName, float | str], Meta(max_length=MAX_METRICS)]
     files: Annotated[tuple[File, ...], Meta(max_length=MAX_FILES)]
+    copied_from: Annotated[tuple[RunName, ...], Meta(max_length=MAX_COPIES)] = ()
+    started_from: Ancestor | None = None
 
     @classmethod
     def of(
@@ -104,12 +123,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         created: datetime,
         writer: str,
         files: tuple[File, ...] = (),
+        started_from: Ancestor | None = None,
     ) -> Manifest:
         """Make the manifest of a part that tierd writes.
 
         Args:
             origin: the checkpoint from which the attempt resumed.
             writer: the version of tierd.
+            started_from: the checkpoint of another run from which this run started.
         """
         return cls(
             version=VERSION,
@@ -123,6 +144,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             writer=f"tierd {writer}",
             metrics=metrics_to_json(metrics),
             files=files,
+            started_from=started_from,
         )
 
     @property
@@ -164,6 +186,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def chunks(self) -> Iterator[Chunk]:
         for file in self.files:
             yield from file.chunks
+
+    def under(self, run: str) -> Manifest:
+        """The same part under another run's name, which remembers this one's."""
+        if run == self.run:
+            return self
+        copied_from = (*self.copied_from, self.run)[-MAX_COPIES:]
+        return msgspec.structs.replace(self, run=run, copied_from=copied_from)
 
     def same_content(self, other: Manifest) -> bool:
         """Whether both describe the same raw bytes at the same paths, however they are stored."""

@@ -32,6 +32,7 @@ from tierd.core.planning.unflushed import Remaining
 from tierd.core.retention.policy import seconds
 from tierd.daemon.pause import TierPause
 from tierd.daemon.reconciling.agenda import Agenda
+from tierd.daemon.reconciling.backfill import Backfill
 from tierd.daemon.reconciling.backlog import Backlog
 from tierd.daemon.reconciling.flusher import Flusher
 from tierd.daemon.reconciling.live_inventory import LiveInventory
@@ -136,6 +137,7 @@ class Reconciler:
             wake=self.wake,
         )
         self.workers = {name: TierWorker(name) for name in (SPOOL, *stores)}
+        self._backfill = Backfill(config, stores, self.tiers)
         setup = Setup(
             config=config,
             spool=self.spool,
@@ -144,6 +146,7 @@ class Reconciler:
             scrubber=self.scrubber,
             workers=self.workers,
             live=self._live,
+            backfill=self._backfill,
             requests=self.requests,
             planner=self._planner,
             journal=self.journal,
@@ -307,9 +310,15 @@ class Reconciler:
         await self._live.look()
         if name != SPOOL:
             before = tiers.places[name]
-            await tiers.look(name, self._live.runs() | self.requests.interest, self._live.place.ranks)
+            backfill = self._backfill
+            if await backfill.list_runs(self._live.runs()):
+                self.wake()  # every tier is observed for them
+            runs = self._live.runs() | self.requests.interest | backfill.runs
+            await tiers.look(name, runs, self._live.place.ranks)
             if tiers is not self.tiers:  # the configuration changed meanwhile
                 return
+            if backfill.runs:
+                backfill.settle({part.checkpoint.run for part, _ in self.backlog.flushes(self.inventory())})
             self.save_events.durable(name, self._live.place, tiers.places)
             self.save_events.launches(self.inventory())
             self.save_events.unvouched(name, self.inventory())

@@ -29,7 +29,7 @@ from tierd.client.restoring.ranged_reader import Files, Span
 from tierd.client.restoring.search import Skipped
 from tierd.core.errors import CheckpointNotFound, ConfigError, ManifestError, StateMismatch, StateRefused
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import TENSORS, TREE
+from tierd.core.manifest import TENSORS, TREE, Ancestor
 from tierd.core.planning.place import SPOOL
 from tierd.core.save_policy import Goal
 from tierd.core.timeline.candidates import Candidate
@@ -76,6 +76,7 @@ class OpenReader(Reader):
         self.skipped: tuple[Skipped, ...] = ()
         self.unreached: tuple[str, ...] = ()
         self._files: Files | None = None
+        self._started_from: Ancestor | None = None
         self._metadata: Metadata | None = None
         self._saved: SavedState | None = None  # of a checkpoint that `Checkpointer.save` wrote
         self._by_rank = False  # saved with use_collectives=False: each rank's part has its own metadata
@@ -115,6 +116,8 @@ class OpenReader(Reader):
     def go_on(self) -> None:
         """Record that the launch resumes from this checkpoint. Must be called on all ranks, or on none."""
         self._launch.go_on_from(self.checkpoint, self.restorer.resume.attempts, self.restorer.agreement.clocks)
+        if self.checkpoint is not None:
+            self._launch.started_from = self._started_from
         self._choice.resume(self.checkpoint, self.restorer.resume)
 
     def _open(self, candidate: Candidate) -> None:
@@ -126,6 +129,7 @@ class OpenReader(Reader):
         self._files = Files(self._spool, checkpoint, candidate.world, source.link, source.alone)
         coordinator = self._files.part(0)
         manifest = self._files.manifest(coordinator)
+        self._started_from = manifest.started_from
         names = {file.path for file in manifest.files}
         self._by_rank = f"__0{dcp_metadata.NAME}" in names
         if self._by_rank and candidate.world != self._launch.world:

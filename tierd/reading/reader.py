@@ -53,10 +53,12 @@ class Loaded:
     """The result of `Reader.restore`. Its members have the same meanings as those of `Restored`.
 
     Attributes:
+        run: the run, so that `Checkpointer.start_from` can record it.
         rank: the rank whose part was loaded; 0 if the call named no rank, because all ranks have the same entries then.
         world_size: how many ranks saved the checkpoint.
     """
 
+    run: str
     step: int
     attempt: str
     rank: int
@@ -179,6 +181,7 @@ class Reader:
                 if into is not state and isinstance(state, MutableMapping):
                     state.update(into)
                 return Loaded(
+                    run=self.run,
                     step=manifest.step,
                     attempt=manifest.attempt,
                     rank=manifest.rank,

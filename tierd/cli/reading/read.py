@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +94,7 @@ def show(
     key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
-    """One checkpoint: its manifest's files, metrics, origin, and every copy."""
+    """One checkpoint: its manifest's files, metrics, origin, lineage, and every copy."""
     where = places(spool, url, config, key_file=key_file)
     inventory = asyncio.run(look(where, run))
     with answering(where, run):
@@ -112,10 +113,21 @@ def show(
     out.print(f"resumed from: {found.resumed_from or 'nothing'}")
     values = ", ".join(f"{name} {'none' if value is None else value}" for name, value in found.metrics.items())
     out.print(f"metrics: {values or 'none'}")
+    for line in _lineage(manifests):
+        out.print(line)
     out.print(checkpoints(Report((found,), ())))
     for manifest in manifests:
         rows = [(file.path, size(file.size), str(len(file.chunks))) for file in manifest.files]
         out.print(table(f"rank {manifest.rank} of {manifest.world_size}", ("FILE", "BYTES", "CHUNKS"), rows))
+
+
+def _lineage(manifests: list[Manifest]) -> Iterator[str]:
+    """Yield what the first readable manifest says of other runs."""
+    for one in manifests[:1]:
+        if one.started_from:
+            yield f"the run started from: {one.started_from}"
+        if one.copied_from:
+            yield f"copied from: {' → '.join(one.copied_from)}"
 
 
 @dataclass(frozen=True, slots=True)

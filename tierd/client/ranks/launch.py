@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from types import MappingProxyType
+from typing import Protocol
 
 import msgspec
 
@@ -19,8 +20,8 @@ from tierd import __version__
 from tierd.client.ranks.launchers import slurm_attempt
 from tierd.client.ranks.ranks import Ranks
 from tierd.core.errors import ConfigError, StepRefused, StoreUnavailable
-from tierd.core.ids import CheckpointId, PartId, check_attempt, check_step, next_attempt
-from tierd.core.manifest import Manifest
+from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check_step, next_attempt
+from tierd.core.manifest import Ancestor, Manifest
 from tierd.spool.spool import Spool
 
 
@@ -43,6 +44,19 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, str] = {}
     clock: Clock | None = None
     error: str = ""
+
+
+class Source(Protocol):
+    """What names another run's checkpoint, such as `tierd.Loaded`."""
+
+    @property
+    def run(self) -> str: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def attempt(self) -> str: ...
 
 
 class Launch:
@@ -74,6 +88,7 @@ class Launch:
     ) -> None:
         self.run, self.rank, self.world = run, ranks.rank, ranks.world
         self.steps: set[int] = set()
+        self.started_from: Ancestor | None = None  # the other run's checkpoint from which this run started, if known
         self.shared = False  # whether another process may save for this launch: its steps show only in the spool
         self._spool, self._given, self._seen, self._saving = spool, attempt, seen, saving
         self._derived = False  # whether `_given` comes from SLURM's environment
@@ -143,7 +158,27 @@ class Launch:
 
     def manifest(self, part: PartId, metrics: Mapping[str, float]) -> Manifest:
         """Make the manifest of `part`, without files."""
-        return Manifest.of(part, self._origin, metrics, datetime.now(UTC), __version__)
+        created, origin = datetime.now(UTC), self._origin
+        return Manifest.of(part, origin, metrics, created, __version__, started_from=self.started_from)
+
+    def start_from(self, source: Source) -> None:
+        """Record in the manifests from now on that the run started from another run's checkpoint.
+
+        Raises:
+            ConfigError: the checkpoint is of this run or names none, or this launch resumed from one of this run.
+        """
+        try:
+            run, step, attempt = source.run, source.step, source.attempt
+        except AttributeError as error:
+            raise ConfigError(
+                f"start_from(source): what tierd.open(…).restore(…) returns, with run, step and attempt: {error}"
+            ) from None
+        found = Ancestor(run=check_run(run), step=check_step(step), attempt=check_attempt(attempt))
+        if run == self.run:
+            raise ConfigError(f"start_from: {found} is of this run; restore() resumes from it")
+        if self._origin is not None:
+            raise ConfigError(f"start_from: this launch resumed from {self._origin}, so it did not start from {found}")
+        self.started_from = found
 
     def check_given(self, origin: CheckpointId | None, attempts: Collection[str]) -> None:
         """Raise `ConfigError` if a given attempt cannot continue from `origin`, or cannot be the run's latest."""

@@ -21,6 +21,7 @@ from tierd.core.errors import FormatTooNew
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.copies import CheckpointCopy, differing, is_complete, union
 from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.janitor import fills
 from tierd.core.planning.place import Place
 from tierd.core.retention.policies import EVERYTHING, policy_for, unknown
 from tierd.core.retention.policy import CheckpointInfo, Ranking, RetentionPolicy
@@ -101,6 +102,10 @@ class Demand:
         if place not in self._policies:
             self._policies[place] = policy_for(self.inventory, self._config, self.run, place)
         return self._policies[place]
+
+    def fills(self, tier: str) -> bool:
+        """Whether this daemon copies the run to a tier although it never saved the run."""
+        return fills(self.inventory, self._config, self.run, tier)
 
     def _wants(self, place: str) -> RetentionPolicy:
         """The policy by which a place wants checkpoints: a tier wants all while the run's policy cannot be read."""

@@ -28,7 +28,7 @@ def candidates_of(demand: Demand, name: str, tier: Place) -> Iterator[tuple[Flus
     if not waiting and len(inventory.places) < 3:  # no other tier answers
         return
     wanted, begun = wanted_on(demand, name, tier), _begun(tier, run)
-    for part in _relays(demand, tier, wanted):
+    for part in _relays(demand, name, tier, wanted):
         waiting.setdefault(part.checkpoint, []).append(Flush(part, name, relayed=True))
     for one, parts in waiting.items():
         if one in wanted.ids:
@@ -54,11 +54,12 @@ def wanted_on(demand: Demand, name: str, tier: Place) -> Wanted:
     return needed | wanted if needed else wanted
 
 
-def _relays(demand: Demand, tier: Place, wanted: Wanted) -> Iterator[PartId]:
-    """The parts that this daemon copies to `tier` from another tier.
+def _relays(demand: Demand, name: str, tier: Place, wanted: Wanted) -> Iterator[PartId]:
+    """The parts that this daemon copies to a tier from another tier.
 
     These are the parts of the ranks that the newest launch saved in this spool. A janitor also relays the parts of
-    ranks that the newest launch does not have, because no node saves those.
+    ranks that the newest launch does not have, because no node saves those. Of a run with which this daemon fills the
+    tier, these are all parts.
     """
     inventory, run = demand.inventory, demand.run
     there = tier.run(run)
@@ -71,10 +72,11 @@ def _relays(demand: Demand, tier: Place, wanted: Wanted) -> Iterator[PartId]:
     launch = inventory.spool.launches.get(run)
     if launch and launch.attempt == newest:
         own.append(launch.ranks)
-    if not own or len(inventory.places) < 3:
+    filled = not own and demand.fills(name)
+    if not (own or filled) or len(inventory.places) < 3:
         return  # no trainer saved the newest launch here, or no other tier answers
     ranks = frozenset[int]().union(*(some for one in own for some in one.values()))
-    beyond = math.inf
+    beyond = 0.0 if filled else math.inf
     if is_janitor(inventory, tier, run):
         sizes = [seen.ranks for one, seen in demand.merged.items() if one.attempt == newest]
         beyond = max((size for one in sizes for size in one), default=math.inf)

@@ -1,7 +1,8 @@
-"""Which node's daemon may prune a run on a tier that several nodes share."""
+"""Which node's daemon may prune a run on a tier that several nodes share, and which one fills a tier with it."""
 
 from __future__ import annotations
 
+from tierd.core.config import Config
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
 
@@ -17,6 +18,19 @@ def is_janitor(inventory: Inventory, tier: Place, run: str) -> bool:
     if known and _saved_first(inventory, run) >= max(known):
         return True
     return bool(known) and max(known) in mine and run not in inventory.spool.restored
+
+
+def fills(inventory: Inventory, config: Config, run: str, tier: str) -> bool:
+    """Whether this daemon copies a run that it never saved from other tiers to `tier`, because the tier has `backfill`.
+
+    It does not if another node has recorded a policy of the run there, because that node sends what the run needs. This
+    daemon records its own policy before it copies, so that no node which saves the run later prunes the copies at once.
+    """
+    place = inventory.tiers.get(tier)
+    if place is None or not config.named(tier).backfill or run in inventory.spool.launches:
+        return False
+    by = {one.by for one in place.policies.get(run, ())}
+    return not by or inventory.who in by
 
 
 def _saved_first(inventory: Inventory, run: str) -> str:

@@ -166,13 +166,14 @@ def _sent(inventory: Inventory, plans: Mapping[str, RunPlan], awake: Mapping[str
     found: list[Flush] = []
     for name, tier in awake.items():
         parts: dict[CheckpointId, list[Flush]] = {}
-        candidates: list[FlushCandidate] = []
+        own: list[FlushCandidate] = []
+        filled: list[FlushCandidate] = []  # after all others, because nobody here waits for them
         for one in plans.values():
             for candidate, some in one.sent(name):
-                candidates.append(candidate)
+                (filled if one.demand.fills(name) else own).append(candidate)
                 parts[candidate.checkpoint] = some
-        if candidates:
-            newest = {run: latest for run in plans if (latest := newest_on(tier, run))}
+        newest = {run: latest for run in plans if (latest := newest_on(tier, run))} if parts else {}
+        for candidates in (own, filled):
             turns = in_turn(candidates, newest, inventory.sent.get(name), inventory.needed)
             found += [flush for turn in turns for flush in parts[turn]]
     return tuple(found)

@@ -2,6 +2,7 @@
 
 - `unit_watch`: one watched directory: takes each unit that is due; synchronous.
 - `taking`: one unit's files into a stage.
+- `importing`: the checkpoints at a path into tiers, once, without a daemon.
 - `taken`: the record of what was taken, beside the spool's other records.
 - `intake`: the watches of a daemon, each in a thread of its own.
 - `in_place`: a checkpoint from the tiers back into a directory.

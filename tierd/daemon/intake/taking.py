@@ -76,11 +76,11 @@ def stage_unit(
                 raise Changed(f"{path}: a process has opened it for writing")
         described.append(file)
         hows[how] += 1
-    about = UnitFile(
-        path=unit.path,
-        program=unit.layout.program,
-        ranks=ranks,
-        modified_ns={path: max(0, entries[path].mtime_ns) for path in unit.files},
-    )
-    described.append(write_file(stage.path / UNIT_NAME, UNIT_NAME, about.encode()))
+    described.append(write_file(stage.path / UNIT_NAME, UNIT_NAME, about(unit, entries, ranks).encode()))
     return StagedUnit(tuple(sorted(described, key=lambda file: file.path)), hows)
+
+
+def about(unit: Unit, entries: Mapping[str, ListedEntry], ranks: int) -> UnitFile:
+    """Describe a unit for its `unit.json`; arguments as for `stage_unit`."""
+    modified_ns = {path: max(0, entries[path].mtime_ns) for path in unit.files}
+    return UnitFile(path=unit.path, program=unit.layout.program, ranks=ranks, modified_ns=modified_ns)

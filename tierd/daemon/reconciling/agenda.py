@@ -67,7 +67,8 @@ class Agenda:
             if slow or recent:
                 await self._setup.live.look()
                 action = self._next(worker)
-                if isinstance(action, Flush) and (slow or self._is_ours(action, worker.name)):
+                enough = slow and isinstance(action, Flush) and self._was_observed_for(action, worker.name)
+                if isinstance(action, Flush) and (enough or self._is_ours(action, worker.name)):
                     return action
                 if action is None and (slow or after_flush):
                     return None
@@ -75,6 +76,10 @@ class Agenda:
         if worker.name != SPOOL:
             await self._records.bring_up_to_date(worker.name)
         return self._next(worker)
+
+    def _was_observed_for(self, flush: Flush, tier: str) -> bool:
+        """Whether a relay's run was observed on the tier, where another node may have the run in its care."""
+        return not flush.relayed or self._setup.tiers.knows(tier, flush.part.checkpoint.run)
 
     def _is_ours(self, flush: Flush, tier: str) -> bool:
         """Whether an observation younger than `rescan` suffices to send a part.

@@ -24,7 +24,7 @@ class RunRecords:
     async def bring_up_to_date(self, tier: str) -> None:
         """Remove this node's leftovers from a tier, and record there the policies and heads of the runs that it saves.
 
-        Of a run that was only restored here, this daemon deletes nothing.
+        Of a run that was only restored here, or with which a tier is filled, this daemon deletes nothing.
         """
         setup, live, tiers = self._setup, self._setup.live, self._setup.tiers
         saved = sorted((live.runs() - live.place.restored) | live.place.launches.keys())
@@ -35,7 +35,7 @@ class RunRecords:
             await self.write_heads(tier, saved)
             await self._remember(saved)
             if not setup.phase.draining:
-                await tiers.record(tier, live.inventory(), setup.config, saved)
+                await tiers.record(tier, live.inventory(), setup.config, [*saved, *sorted(setup.backfill.runs)])
 
     async def write_heads(self, tier: str, runs: Iterable[str]) -> None:
         """Write the heads of `runs` to a tier, or leave it to the next observation if the tier refuses.

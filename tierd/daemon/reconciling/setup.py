@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tierd.core.config import Config
 from tierd.core.planning.plan import Planner
 from tierd.daemon.pause import TierPause
+from tierd.daemon.reconciling.backfill import Backfill
 from tierd.daemon.reconciling.live_inventory import LiveInventory
 from tierd.daemon.reconciling.phase import Phase
 from tierd.daemon.reconciling.requests import ClientRequests
@@ -28,6 +29,7 @@ class Setup:
         stores: tier name -> open store, in order of preference.
         workers: by place, the state of its worker.
         live: the live inventory.
+        backfill: the runs that are observed in order to fill tiers with them.
         requests: the requests of clients.
         wake: makes every worker observe its place again soon.
     """
@@ -39,6 +41,7 @@ class Setup:
     scrubber: Scrubber
     workers: Mapping[str, TierWorker]
     live: LiveInventory
+    backfill: Backfill
     requests: ClientRequests
     planner: Planner
     journal: Journal

@@ -1,7 +1,8 @@
 """The heads of runs on a tier and in a spool: read them, and write this node's own.
 
-Invariant: only the run's janitor writes heads on a tier, after the manifests to which they refer, and only new content.
-An unreadable head counts as absent, because the manifests hold the same facts and the next head repeats them.
+Invariant: only the run's janitor, or a node that fills the tier with the run, writes heads on a tier. It writes them
+after the manifests to which they refer, and only new content. An unreadable head counts as absent, because the
+manifests hold the same facts and the next head repeats them.
 """
 
 from __future__ import annotations
@@ -70,17 +71,17 @@ class Heads:
             return None
 
 
-def unwritten(inventory: Inventory, place: Place, run: str) -> Head | None:
+def unwritten(inventory: Inventory, place: Place, run: str, *, fills: bool = False) -> Head | None:
     """Return the head that this node should write to a tier; None if there is none to write.
 
-    There is one if this node is the run's janitor and a checkpoint is complete on the tier. In addition, its own head
-    must lack something, or other nodes' heads must still be there.
+    There is one if this node is the run's janitor, or fills the tier with the run (`fills`), and a checkpoint is
+    complete on the tier. In addition, its own head must lack something, or other nodes' heads must still be there.
     """
     complete = place.run(run).whole
-    if not complete or not is_janitor(inventory, place, run):
+    if not complete or not (fills or is_janitor(inventory, place, run)):
         return None
     there = place.heads.get(run, ())
-    head = _next(inventory, place, run, inventory.who, there)
+    head = following(inventory, place, run, inventory.who, there)
     return None if [one.launches for one in there] == [head.launches] else head
 
 
@@ -95,9 +96,27 @@ def remembering(inventory: Inventory, run: str, urls: Mapping[str, str]) -> Head
     before = inventory.spool.heads.get(run, ())
     there = {urls[name]: last_of(place.heads.get(run, ())) for name, place in inventory.tiers.items() if place}
     tiers = seeing(before[0].tiers if before else {}, there)
-    head = replace(_next(inventory, inventory.spool, run, "", before), tiers=tiers)
+    head = replace(following(inventory, inventory.spool, run, "", before), tiers=tiers)
     known = [(one.launches, one.tiers) for one in before]
     return None if not head.launches or known == [(head.launches, head.tiers)] else head
+
+
+def following(inventory: Inventory, place: Place, run: str, by: str, heads: tuple[Head, ...]) -> Head:
+    """Return the head that follows `heads`, the earlier ones of a place.
+
+    Args:
+        inventory: the observed places, which give the origins of launches.
+        place: the place that the head describes.
+        run: the run.
+        by: the id of the node that writes it, 8 hex digits; empty for a spool's, which describes all places.
+        heads: the earlier heads.
+    """
+    where = [place] if by else list(inventory.places.values())
+    complete = [newest for one in where for newest in one.run(run).newest_whole]
+    remembered = together(heads) if by else inventory.remembered(run)
+    known = [newest for one in inventory.places.values() for newest in one.run(run).newest_of_each]
+    launches = launches_of(complete, known, inventory.origins(run), remembered)
+    return successor(heads, run, by, launches, datetime.now(UTC).isoformat())
 
 
 async def rolled_back(store: Store, run: str, seen: Last | None, heads: tuple[Head, ...]) -> str | None:
@@ -129,12 +148,3 @@ async def write(store: Store, head: Head, others: tuple[Head, ...]) -> None:
     await store.put(head_key(head.run, head.by), encode(head))
     if stale := [head_key(one.run, one.by) for one in others if one.by != head.by]:
         await clear(store, stale)
-
-
-def _next(inventory: Inventory, place: Place, run: str, by: str, heads: tuple[Head, ...]) -> Head:
-    where = [place] if by else list(inventory.places.values())
-    complete = [newest for one in where for newest in one.run(run).newest_whole]
-    remembered = together(heads) if by else inventory.remembered(run)
-    known = [newest for one in inventory.places.values() for newest in one.run(run).newest_of_each]
-    launches = launches_of(complete, known, inventory.origins(run), remembered)
-    return successor(heads, run, by, launches, datetime.now(UTC).isoformat())

@@ -30,6 +30,7 @@ from tierd.core.manifest import Manifest
 from tierd.core.planning.copies import CheckpointCopy, ManifestFacts
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
+from tierd.core.planning.sharing import lender, worn
 from tierd.core.retention.stored import StoredRetention
 from tierd.core.timeline.head import Head
 from tierd.daemon.spool_observer import SpoolObserver as SpoolEye
@@ -90,6 +91,27 @@ async def missing_chunks(store: Store, manifest: Manifest) -> set[str]:
     there = await chunks_there(store, manifest.rank, manifest.owners)
     wanted = {f"{manifest.run}/{chunk.stored.key}": chunk.stored.size for chunk in manifest.chunks() if chunk.stored}
     return {key for key, size in wanted.items() if there.get(key) != size}
+
+
+async def base_of(store: Store, place: Place, part: PartId) -> tuple[Manifest | None, frozenset[CheckpointId]]:
+    """Find the base checkpoint of a flush of `part` to a tier.
+
+    Args:
+        store: the tier's store.
+        place: the tier as last observed.
+        part: the part.
+
+    Returns:
+        The manifest whose equal chunks need not be sent again, and the checkpoints whose chunks must be sent again
+            because enough others depend on them.
+    """
+    whose = lender(place, part)
+    if whose is None:
+        return None, frozenset()
+    try:
+        return await read_manifest(store, whose), worn(place, part)
+    except (ObjectNotFound, ManifestError):
+        return None, frozenset()  # pruned or damaged since the observation
 
 
 class TierObserver:

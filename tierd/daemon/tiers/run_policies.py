@@ -17,7 +17,7 @@ from tierd.core.config import Config
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, ObjectNotFound, WrongKey
 from tierd.core.ids import parse_retention, retention_key
 from tierd.core.planning.inventory import Inventory
-from tierd.core.planning.janitor import is_janitor
+from tierd.core.planning.janitor import fills, is_janitor
 from tierd.core.planning.place import Place
 from tierd.core.retention.policies import DEFAULT, known_policy, own_policies
 from tierd.core.retention.stored import MAX_SIZE, StoredRetention, decode, encode, unreadable
@@ -71,9 +71,9 @@ def unrecorded(inventory: Inventory, config: Config, tier: str, place: Place, ru
     """Return the policies that this node should record on a tier.
 
     These are the policies that this node gives `run`, where the tier has another one or none; or the default, where no
-    node gives one. A node that is not the run's janitor only replaces its own record that cannot be read, because the
-    tier would delete nothing of the run any more. The result is empty unless this node can read the objects there with
-    its key.
+    node gives one. A node that neither is the run's janitor nor fills the tier with the run only replaces its own
+    record that cannot be read, because the tier would delete nothing of the run any more. The result is empty unless
+    this node can read the objects there with its key.
     """
     there = place.policies.get(run, ())
     if any(one.alien for one in there) or any(
@@ -82,7 +82,8 @@ def unrecorded(inventory: Inventory, config: Config, tier: str, place: Place, ru
         return []
     own = {one.given: (one.retention, one.tiers) for one in there if one.by == inventory.who}
     damaged = {given for given, (policy, _) in own.items() if policy is None}
-    janitor, wanted = is_janitor(inventory, place, run), own_policies(inventory, config, run, tier)
+    janitor = is_janitor(inventory, place, run) or fills(inventory, config, run, tier)
+    wanted = own_policies(inventory, config, run, tier)
     if "default" in damaged or (not wanted and known_policy(inventory, config, run, tier) is None):
         wanted["default"] = DEFAULT
     tiers, host, now = tuple(inventory.tiers), socket.gethostname(), datetime.now(UTC).isoformat()

@@ -21,7 +21,6 @@ from tierd.core.config import Config
 from tierd.core.errors import (
     FormatTooNew,
     ManifestError,
-    ObjectNotFound,
     StoreRefused,
     StoreUnavailable,
     TierdError,
@@ -31,8 +30,8 @@ from tierd.core.ids import CheckpointId, PartId, pruning_prefix
 from tierd.core.manifest import Manifest
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.janitor import fills
 from tierd.core.planning.place import Place
-from tierd.core.planning.sharing import lender, worn
 from tierd.core.retention.policies import policy_for
 from tierd.core.timeline.head import Head
 from tierd.core.timeline.launches import disowning
@@ -42,7 +41,7 @@ from tierd.daemon.tiers.deletions import Confirm
 from tierd.daemon.tiers.heads import rolled_back, unwritten, write
 from tierd.daemon.tiers.holders import lacking
 from tierd.daemon.tiers.intents import announced, announcing, node, sweep
-from tierd.daemon.tiers.observe import TierObserver
+from tierd.daemon.tiers.observe import TierObserver, base_of
 from tierd.daemon.tiers.prune import prune
 from tierd.daemon.tiers.run_policies import record, unrecorded
 from tierd.daemon.transfer.chunk_source import Twin
@@ -250,7 +249,7 @@ class Tiers:
         """Write this node's heads of `runs` to a tier."""
         for run in runs:
             place = self.places[tier]
-            if place and (head := unwritten(inventory, place, run)):
+            if place and (head := unwritten(inventory, place, run, fills=fills(inventory, self._config, run, tier))):
                 said = [one.launches for one in place.heads.get(run, ()) if one.by == head.by]
                 if self.refusal(tier) and said == [head.launches]:
                     continue  # already said; `unwritten` repeats it because merged heads of others cannot be deleted
@@ -305,7 +304,7 @@ class Tiers:
                 readers could not read the part.
         """
         self._check_readable(part, tier)
-        twin, (whose, worn_out) = await self._twin(part, tier), await self._lender(part, tier)
+        twin, (whose, worn_out) = await self._twin(part, tier), await self._base(part, tier)
         return await flush(
             self._spool, part, self._ways[tier], twin=twin, lender=whose, worn_out=worn_out, spread=spread
         )
@@ -335,7 +334,7 @@ class Tiers:
         """
         self._check_readable(part, tier)
         others = {name: store for name, store in self._stores.items() if name != tier and self.has(part, name)}
-        whose, worn_out = await self._lender(part, tier)
+        whose, worn_out = await self._base(part, tier)
         return await relay(others, part, self._ways[tier], lender=whose, worn_out=worn_out)
 
     def _check_readable(self, part: PartId, tier: str) -> None:
@@ -348,21 +347,9 @@ class Tiers:
                     f"{disowning(other.checkpoint.run, other.checkpoint.attempt)}"
                 )
 
-    async def _lender(self, part: PartId, tier: str) -> tuple[Manifest | None, frozenset[CheckpointId]]:
-        """Find the base checkpoint of a flush on this tier.
-
-        Returns:
-            The manifest whose equal chunks need not be sent again, and the checkpoints whose chunks must be sent again
-                because enough others depend on them.
-        """
+    async def _base(self, part: PartId, tier: str) -> tuple[Manifest | None, frozenset[CheckpointId]]:
         place = self.places[tier]
-        whose = lender(place, part) if place else None
-        if place is None or whose is None:
-            return None, frozenset()
-        try:
-            return await read_manifest(self._stores[tier], whose), worn(place, part)
-        except (ObjectNotFound, ManifestError):
-            return None, frozenset()  # pruned or damaged since the observation
+        return (await base_of(self._stores[tier], place, part)) if place else (None, frozenset())
 
     async def _twin(self, part: PartId, tier: str) -> Twin | None:
         """Find another tier that, as last observed, holds the part, because a chunk is the same on every tier."""

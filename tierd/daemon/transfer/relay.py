@@ -32,6 +32,8 @@ async def relay(
     *,
     lender: Manifest | None = None,
     worn_out: Collection[CheckpointId] = (),
+    run: str = "",
+    read: Callable[[int], None] = lambda size: None,
 ) -> Flushed:
     """Copy a part to a tier from the other tiers that have it.
 
@@ -40,6 +42,8 @@ async def relay(
         part: the part.
         way: the route to the tier.
         lender, worn_out: as for `flush.flush`.
+        run: the run's name on the tier; empty for the part's own run.
+        read: called with the raw bytes of each chunk that was read from another tier.
 
     Raises:
         ObjectNotFound: no other tier has the part.
@@ -55,16 +59,24 @@ async def relay(
         copies.give_up("its manifest", copies.unavailable)
         raise AssertionError
     copies.agree(manifest)
-    return await send(manifest, part, way, _Tiered(copies, part, way), lender, worn_out)
+    manifest = manifest.under(run or manifest.run)
+    return await send(manifest, manifest.part, way, _Tiered(copies, manifest.part, way, read), lender, worn_out)
 
 
 class _Tiered:
-    """The other tiers' copies of a part, in order of preference."""
+    """The other tiers' copies of a part, in order of preference.
+
+    Args:
+        copies: the copies.
+        part: the part's name on the tier to which it is sent.
+        way: the route to that tier.
+        read: called with the raw bytes of each chunk that was read.
+    """
 
     copies = 3
 
-    def __init__(self, copies: Replicas, part: PartId, way: Route) -> None:
-        self._copies, self._part, self._way = copies, part, way
+    def __init__(self, copies: Replicas, part: PartId, way: Route, read: Callable[[int], None]) -> None:
+        self._copies, self._part, self._way, self._told = copies, part, way, read
 
     @contextmanager
     def reading(self, wanted: Collection[Content]) -> Iterator[None]:
@@ -76,13 +88,14 @@ class _Tiered:
     @asynccontextmanager
     async def read(self, where: Where, file: File) -> AsyncIterator[Encoded]:
         yield await self._read(where, file)
+        self._told(file.chunks[where[1]].size)
 
     async def _read(self, where: Where, file: File) -> Encoded:
         number, index = where
         for name, manifest in list(self._copies.manifests.items()):
             chunk: Chunk = manifest.files[number].chunks[index]
             try:
-                data = await get_stored(self._copies.stores[name], self._part.checkpoint.run, chunk)
+                data = await get_stored(self._copies.stores[name], self._copies.part.checkpoint.run, chunk)
             except CorruptChunk as error:
                 self._copies.defects[name] = str(error)
             except TierdError:

@@ -1,0 +1,114 @@
+"""`tierd copy` from the command line: what it says, how it ends, and that a killed process costs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.doubles import damage
+from support.world import RUN, commit, content, part
+
+from tierd.cli import run
+from tierd.daemon.transfer.flush import Route, flush
+from tierd.spool.spool import Spool
+from tierd.stores.file import FileStore
+
+KILLS = int(os.environ.get("TIERD_COPY_PROCESS_KILLS", "2"))
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> tuple[str, str]:
+    """A tier with five checkpoints of 100 chunks, and an empty one."""
+    spool = Spool(tmp_path / "spool")
+    for name in ("from", "to"):
+        (tmp_path / name).mkdir()
+
+    async def work() -> None:
+        store = FileStore(tmp_path / "from")
+        for step in range(1, 6):
+            commit(spool, part(step), content(step, chunks=100))
+            await flush(spool, part(step), Route(store))
+        await store.aclose()
+
+    asyncio.run(work())
+    return str(tmp_path / "from"), str(tmp_path / "to")
+
+
+def steps(tier: str, capsys: pytest.CaptureFixture[str], name: str = RUN) -> list[int]:
+    capsys.readouterr()
+    assert run(["verify", tier, "--run", name, "--json"]) == 0
+    return [one["step"] for one in json.loads(capsys.readouterr().out)["checks"]]
+
+
+def test_it_says_what_it_did_and_what_the_policy_there_would_prune(tiers, capsys) -> None:  # type: ignore[no-untyped-def]
+    source, target = tiers
+    assert run(["copy", source, target, "--run", RUN]) == 0
+    out = capsys.readouterr().out
+    assert f"copied {RUN}: 5 checkpoints" in out and "0 were there" in out
+    assert "would prune 2 of them" in out  # nobody gave a policy, and the default keeps three
+    assert run(["copy", source, target, "--run", RUN, "--as", "fork", "--step", "2"]) == 0
+    out = capsys.readouterr().out
+    assert f"copied {RUN} as fork: 1 checkpoints" in out and "pinned there: step 2" in out and "prune" not in out
+    assert run(["pin", RUN, "1", target]) == 0
+    assert run(["copy", source, target, "--run", RUN, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out.partition("\n")[2])
+    assert answer["unkept"] == [2] and [one["sent"] for one in answer["copy"]["checkpoints"]] == [0] * 5
+    assert steps(target, capsys) == [5, 4, 3, 2, 1] and steps(target, capsys, "fork") == [2]
+
+
+def test_what_is_corrupt_is_named_and_the_rest_is_copied(tiers, capsys) -> None:  # type: ignore[no-untyped-def]
+    source, target = tiers
+    damage(next(Path(source).glob(f"{RUN}/chunks/{3:012}.*/*/*")), "flip")
+    assert run(["copy", source, target, "--run", RUN]) == 5
+    said = capsys.readouterr()
+    assert "corrupt: step 3 " in said.err and "4 checkpoints" in said.out
+    assert steps(target, capsys) == [5, 4, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "says"),
+    [
+        (["FROM", "FROM", "--run", RUN], 3, "--as"),
+        (["FROM", "TO", "--run", "other"], 4, f"the runs there are: {RUN}"),
+        (["FROM", "TO", "--run", RUN, "--step", "9"], 4, "the steps there are: 1, 2, 3, 4, 5"),
+        (["FROM", "TO/none", "--run", RUN], 6, "mkdir"),
+        (["FROM", "TO", "--run", RUN, "--as", "a/b"], 3, "a run's name"),
+        (["TO", "FROM", "--run", RUN], 4, "there is no run at all"),
+    ],
+)
+def test_what_cannot_be_copied_has_a_way_out(more, code, says, tiers, capsys) -> None:  # type: ignore[no-untyped-def]
+    source, target = tiers
+    words = [one.replace("FROM", source).replace("TO", target) for one in more]
+    assert run(["copy", *words]) == code
+    said = "".join(capsys.readouterr().err.splitlines())
+    assert "".join(says.split()) in "".join(said.split())
+    assert list(Path(target).iterdir()) == []
+
+
+def test_a_process_that_is_killed_costs_nothing(tiers, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    """SIGKILL as soon as some chunks are there; then the same command again."""
+    source, target = tiers
+    command = [sys.executable, "-m", "tierd", "copy", source, target, "--run", RUN]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    chance = random.Random(7)
+    for _ in range(KILLS):
+        wanted = len(list(Path(target).rglob("*/chunks/*/*/*"))) + chance.randrange(1, 90)
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 100
+        while len(list(Path(target).rglob("*/chunks/*/*/*"))) < wanted and process.poll() is None:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if list(Path(target).glob(f"{RUN}/manifests/*/*")):
+            steps(target, capsys)
+    assert run(["copy", source, target, "--run", RUN]) == 0
+    assert steps(target, capsys) == [5, 4, 3, 2, 1]

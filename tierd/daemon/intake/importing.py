@@ -1,0 +1,301 @@
+"""Import checkpoints of other programs into tiers, for `tierd import`: each as a unit of files, as a watch takes it.
+
+Unlike a watch, an import orders checkpoints by their steps alone, because a directory that was copied here has lost its
+times. All are of one attempt, whose id depends only on the run and on the oldest checkpoint. So an import that was
+killed continues, and a later import of newer checkpoints adds to it.
+
+Invariant: nothing is written to the imported directory, and nothing is unpickled. What is committed is byte for byte a
+unit that was sound, and that did not change while it was read. No daemon is involved, so retention deletes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import xxhash
+
+from tierd import __version__
+from tierd.core.errors import CheckpointNotFound, ConfigError, CorruptChunk, ManifestError, ObjectNotFound
+from tierd.core.ids import CheckpointId, PartId, next_attempt
+from tierd.core.manifest import Manifest
+from tierd.core.planning.place import Place
+from tierd.core.timeline.alternatives import steps_there
+from tierd.daemon.intake.taking import Busy, about, stage_unit
+from tierd.daemon.tiers.observe import TierObserver, base_of
+from tierd.daemon.transfer.concurrency import to_the_end
+from tierd.daemon.transfer.download import Progress
+from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.replicas import read_manifest
+from tierd.formats.byte_source import ByteSource
+from tierd.spool.file_io import digest
+from tierd.spool.spool import Spool
+from tierd.stores.base import Store
+from tierd.watching.describe import Described, describe
+from tierd.watching.files import Tree
+from tierd.watching.inspect import Changed, inspect_unit
+from tierd.watching.layouts import Unit, lone_file, units
+from tierd.watching.listing import ListedEntry, Listing
+from tierd.watching.naming import made_at
+from tierd.watching.unit_file import UNIT_NAME
+
+log = logging.getLogger("tierd.daemon")
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedUnit:
+    """A checkpoint that is verified on every tier.
+
+    Attributes:
+        path: its path below the imported directory.
+        program: the program whose layout it has.
+        size: bytes of its files, before compression.
+        sent: bytes that were sent to all tiers together.
+        was_there: whether every tier had it before.
+    """
+
+    path: str
+    program: str
+    step: int
+    attempt: str
+    size: int
+    sent: int
+    was_there: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedUnit:
+    """A checkpoint that was not imported.
+
+    Attributes:
+        path: its path below the imported directory.
+        status: as in the answer of `inspect`; `stepless`: nothing says its step; `taken`: another checkpoint has it.
+        reason: why, for people.
+    """
+
+    path: str
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedRun:
+    """What an import put on the tiers.
+
+    Attributes:
+        units: the imported checkpoints, in the order of their steps.
+        refused: the others.
+    """
+
+    run: str
+    units: tuple[ImportedUnit, ...]
+    refused: tuple[RefusedUnit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A unit with its step, and its files as listed."""
+
+    unit: Unit
+    step: int
+    described: Described
+    entries: Mapping[str, ListedEntry]
+
+    @property
+    def made(self) -> datetime:
+        return made_at(max((entry.mtime_ns for entry in self.entries.values()), default=0))
+
+    @property
+    def size(self) -> int:
+        return sum(entry.size for entry in self.entries.values())
+
+
+async def import_units(
+    path: Path, stores: Mapping[str, Store], spool: Spool, run: str, step: int | None, progress: Progress
+) -> ImportedRun:
+    """Import the checkpoint at a path, or every one below it, in the order of their steps.
+
+    Args:
+        path: a checkpoint's file or directory, or a directory of checkpoints.
+        stores: the tiers, each of which gets every checkpoint.
+        spool: where one unit at a time is staged; best on the same file system, where it is linked.
+        run: the run that they become.
+        step: the only step to import, or the step of the one checkpoint there if its files do not say it.
+        progress: updated during the import, in raw bytes.
+
+    Raises:
+        CheckpointNotFound: there is no checkpoint, or none of this step.
+        ConfigError: a tier has checkpoints of the run that were not imported.
+        StoreUnavailable, StoreRefused, OSError: a tier, the spool or the directory failed; the same call continues.
+    """
+    places = {name: await TierObserver(store).look({run}, {run: (0,)}, chunks=False) for name, store in stores.items()}
+    directory, name = await to_the_end(_split, path)
+    with Tree(directory) as tree:
+        listing = await to_the_end(_listed, tree, directory, name)
+        found, refused = await to_the_end(_ordered, tree, listing, name, step)
+        if not found and not refused:
+            raise CheckpointNotFound(f"{path}: no checkpoint of a program that is known lies there")
+        work = _Import(tree, directory, name, stores, spool, run, _attempt(run, places, found), places)
+        progress.begin(sum(one.size for one in found))
+        done: list[ImportedUnit] = []
+        for one in found:
+            unit = await work.unit(one)
+            refused += [unit] if isinstance(unit, RefusedUnit) else []
+            done += [unit] if isinstance(unit, ImportedUnit) else []
+            progress.done += one.size
+            progress.told(progress)
+    return ImportedRun(run, tuple(done), tuple(refused))
+
+
+def _split(path: Path) -> tuple[Path, str | None]:
+    """Return the directory that is listed, and the name of the unit in it; None for all units below it."""
+    real = path.resolve(strict=True)
+    if not real.is_dir():
+        return real.parent, real.name
+    with Tree(real.parent) as tree:
+        alone = real.name and any(unit.path == real.name for unit in units(tree.listing(real.name)))
+    return (real.parent, real.name) if alone else (real, None)
+
+
+def _listed(tree: Tree, directory: Path, name: str | None) -> Listing:
+    return tree.listing(name) if name is None or (directory / name).is_dir() else tree.files()
+
+
+def _ordered(
+    tree: Tree, listing: Listing, name: str | None, step: int | None
+) -> tuple[list[_Found], list[RefusedUnit]]:
+    """Return the units to import, in the order of their steps, and those that have none of their own."""
+    there = [unit for unit in units(listing) if name is None or unit.path == name or name in unit.files]
+    if name is not None and not there and listing.entries[name].kind == "file":
+        there = [lone_file(name)]
+    found: dict[int, _Found] = {}
+    refused: list[RefusedUnit] = []
+    for unit in there:
+        described = describe(unit, lambda path: tree.opened(path, listing.entries[path]))
+        own = step if described.step is None and len(there) == 1 else described.step
+        if own is None:
+            refused.append(RefusedUnit(unit.path, "stepless", "nothing says its step; import it alone, with --step"))
+        elif own in found:
+            other = found[own].unit.path
+            refused.append(RefusedUnit(unit.path, "taken", f"step {own} is that of {other}, too; import it alone"))
+        else:
+            found[own] = _Found(unit, own, described, {path: listing.entries[path] for path in unit.files})
+    if step is not None and there and step not in found:
+        raise CheckpointNotFound(f"step {step}: there is no such checkpoint\n  {steps_there(step, list(found))}")
+    chosen = found if step is None else {step: found[step]}
+    return [chosen[one] for one in sorted(chosen)], refused if step is None else []
+
+
+def _attempt(run: str, places: Mapping[str, Place], found: Sequence[_Found]) -> str:
+    """Return the attempt of a run's imported checkpoints: the one that a tier has, or the one of the oldest unit.
+
+    Raises:
+        ConfigError: a tier has checkpoints of the run that were not imported.
+    """
+    token = xxhash.xxh3_64_hexdigest(f"{run}\0import".encode())[:8]
+    known = sorted({attempt for place in places.values() for attempt in place.run(run).attempts})
+    if foreign := [one for one in known if not one.endswith(f"-{token}")]:
+        raise ConfigError(
+            f"--run {run}: a tier has checkpoints of that run that were not imported (attempt {foreign[0]}), and two "
+            "histories do not mix; choose another name"
+        )
+    if known:
+        return known[0]
+    oldest = min((one.made for one in found), default=made_at(0))
+    return next_attempt(int(oldest.timestamp() * 1000), (), token)
+
+
+@dataclass(slots=True)
+class _Import:
+    """An import at work. `places` shows the tiers, with the parts that were sent."""
+
+    tree: Tree
+    directory: Path
+    name: str | None
+    stores: Mapping[str, Store]
+    spool: Spool
+    run: str
+    attempt: str
+    places: dict[str, Place]
+
+    async def unit(self, one: _Found) -> ImportedUnit | RefusedUnit:
+        """Import a unit, or say why not."""
+        part = PartId(CheckpointId(self.run, self.attempt, one.step), 0, 1)
+        lacking = []
+        for name in self.stores:
+            match await self._compare(name, part, one):
+                case None:
+                    lacking.append(name)
+                case False:
+                    other = f"{name} has other files of step {one.step}; import these under another run's name"
+                    return RefusedUnit(one.unit.path, "taken", other)
+        sent = 0
+        if lacking:
+            try:
+                await to_the_end(self._stage, part, one)
+            except (Busy, Changed, CorruptChunk) as error:
+                return RefusedUnit(one.unit.path, "changing", str(error))
+            except ManifestError as error:
+                return RefusedUnit(one.unit.path, "unknown", str(error))
+            except _Unsound as error:
+                return RefusedUnit(one.unit.path, error.status, str(error))
+            for name in lacking:
+                sent += await self._send(name, part)
+            await to_the_end(self.spool.remove, [part])
+        return ImportedUnit(
+            *(one.unit.path, one.unit.layout.program, one.step, self.attempt), one.size, sent, not lacking
+        )
+
+    async def _compare(self, name: str, part: PartId, one: _Found) -> bool | None:
+        """Return whether a tier's part has the files of a unit, by their sizes and times; None if it has no part."""
+        if not self.places[name].has(part):
+            return None
+        try:
+            manifest = await read_manifest(self.stores[name], part)
+        except (ObjectNotFound, ManifestError):
+            return None
+        wanted = about(one.unit, one.entries, one.described.ranks).encode()
+        found = {file.path: (file.size, file.chunks[0].xxh3_128 if file.chunks else "") for file in manifest.files}
+        sizes = {path: entry.size for path, entry in one.entries.items()}
+        told = found.pop(UNIT_NAME, None)
+        return told == (len(wanted), digest(wanted)) and {path: size for path, (size, _) in found.items()} == sizes
+
+    def _stage(self, part: PartId, one: _Found) -> None:
+        """Check a unit, and commit it to the spool; raises `_Unsound`, and as `stage_unit`."""
+
+        def opened(path: str) -> AbstractContextManager[ByteSource]:
+            return self.tree.opened(path, one.entries[path])
+
+        found = inspect_unit(one.unit, {path: entry.size for path, entry in one.entries.items()}, opened)
+        if found.status != "sound":
+            why = "; ".join(f"{each.file}: {each.reason}" for each in found.findings[:3])
+            raise _Unsound(found.status, why or "no format that can be checked")
+        with self.spool.stage(part) as stage:
+            staged = stage_unit(self.tree, one.unit, one.entries, one.described.ranks, stage, lambda: None)
+            after = _listed(self.tree, self.directory, self.name)
+            again = next((unit for unit in units(after) if unit.path == one.unit.path), one.unit)
+            if again.files != one.unit.files or any(
+                after.entries.get(path) != entry for path, entry in one.entries.items()
+            ):
+                raise Changed("it was written to, renamed or deleted")
+            stage.commit(Manifest.of(part, None, one.described.metrics, one.made, __version__, staged.files))
+
+    async def _send(self, name: str, part: PartId) -> int:
+        store = self.stores[name]
+        base, worn_out = await base_of(store, self.places[name], part)
+        done = await flush(self.spool, part, Route(store), lender=base, worn_out=worn_out)
+        self.places[name] = self.places[name].adding(part, done.facts)
+        log.info("%s: imported, %d bytes as %d, %d of them sent", part.checkpoint, done.raw, done.stored, done.sent)
+        return done.sent
+
+
+class _Unsound(Exception):
+    """A unit is not sound; `status` is that of its inspection."""
+
+    def __init__(self, status: str, why: str) -> None:
+        super().__init__(why)
+        self.status = status

@@ -1,0 +1,298 @@
+"""Copy a run, or one checkpoint of it, from one tier to another, for `tierd copy`: without spool or daemon.
+
+Each part is relayed (`daemon/transfer/relay.py`): a chunk that the target has is compared there and not sent, every
+other one is verified and confirmed, and the part's manifest is put last. So a copy that was killed continues, and half
+a copy is never a checkpoint.
+
+Invariant: whatever makes retention keep a checkpoint on the target is there before its manifest. A pin is put before
+the first chunk, and the run's policies before the first checkpoint. The run's head is written after the manifests that
+it describes.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from tierd.core.errors import (
+    ConfigError,
+    CorruptChunk,
+    FormatTooNew,
+    ManifestError,
+    ObjectNotFound,
+    StoreRefused,
+    TierdError,
+)
+from tierd.core.ids import CheckpointId, PartId, pin_key, retention_key
+from tierd.core.manifest import Manifest
+from tierd.core.planning.copies import complete_world_sizes
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.place import Place
+from tierd.core.retention.stored import encode
+from tierd.core.timeline.candidates import not_found, restore_candidates
+from tierd.daemon.tiers.heads import following, write
+from tierd.daemon.tiers.observe import TierObserver, base_of
+from tierd.daemon.transfer.concurrency import together
+from tierd.daemon.transfer.download import Progress
+from tierd.daemon.transfer.flush import Route
+from tierd.daemon.transfer.relay import relay
+from tierd.daemon.transfer.replicas import is_there, read_manifest
+from tierd.stores.base import Store
+
+_PARTS = 4  # ranks' parts of one checkpoint that are copied at once, because small ones cost many requests in a row
+_FEW = 1000  # manifests at the source, up to which all are read beforehand, for the size of the work
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedCheckpoint:
+    """One checkpoint of a copy.
+
+    Attributes:
+        size: bytes of its files, before compression.
+        sent: bytes that were sent; the target had the other chunks already.
+        was_there: whether every part was on the target before.
+    """
+
+    step: int
+    attempt: str
+    size: int
+    sent: int
+    was_there: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedRun:
+    """What a copy put on the target.
+
+    Attributes:
+        run: the run's name at the source.
+        to_run: its name on the target.
+        checkpoints: the checkpoints that are verified on the target, oldest first.
+        pinned: the steps that were pinned on the target.
+        policies: how many of the run's policies were put on the target.
+        failed: the checkpoints that are proven corrupt at the source, and why.
+        vanished: the steps that were pruned at the source meanwhile.
+        incomplete: how many checkpoints lack parts at the source; they are not copied.
+    """
+
+    run: str
+    to_run: str
+    checkpoints: tuple[CopiedCheckpoint, ...]
+    pinned: tuple[int, ...]
+    policies: int
+    failed: tuple[str, ...]
+    vanished: tuple[int, ...]
+    incomplete: int
+
+
+async def copy_run(
+    source: Store, target: Store, run: str, to_run: str, step: int | None, attempt: str | None, progress: Progress
+) -> CopiedRun:
+    """Copy the complete checkpoints of a run, oldest first, so that each shares chunks with the one before.
+
+    A whole run comes with its pins, its head, and its policies unless the target has others of that run. A single
+    checkpoint is pinned on the target, because a person asked for it and the policy there may not want it.
+
+    Args:
+        source: the tier to read.
+        target: the tier to write; the same store if only the name differs.
+        run: the run's name at the source.
+        to_run: its name on the target.
+        step: the checkpoint of this step only, as a restore would choose it; None: all.
+        attempt: checkpoints of this attempt only; None: of all.
+        progress: updated during the copy, in raw bytes.
+
+    Raises:
+        CheckpointNotFound: the source has no such complete checkpoint.
+        ConfigError: `to_run` is another run on the target.
+        StoreUnavailable, StoreRefused: a tier did not answer, or refused; the same call continues from there.
+    """
+    here = await TierObserver(source).look({run}, few=_FEW, chunks=False)
+    _check_readable(here, run, "the source")
+    wanted = _chosen(here, run, step, attempt)
+    there = await TierObserver(target).look({to_run}, {to_run: here.run(run).ranks}, chunks=False)
+    work = _Copy(source, target, run, to_run, here, there, progress, Route(target))
+    _check_readable(there, to_run, "the target")
+    await work.check_target()
+    pins = set(wanted) if step is not None else here.pins.intersection(wanted)
+    policies = 0 if step is not None else await work.put_policies()
+    progress.begin(sum(_size(here, part) for one in wanted for part in _parts(here, one)))
+    halves = [seen for seen in here.run(run).halves if step is None and attempt in (None, seen.id.attempt)]
+    failed = [_failure(seen.id, next(iter(seen.defects.values()))) for seen in halves if seen.complete]
+    done, vanished = [], []
+    for one in wanted:
+        if one in pins:
+            await target.put(pin_key(work.renamed(one)), b"")
+        match await work.outcome(one):
+            case CopiedCheckpoint() as copied:
+                done.append(copied)
+            case str(why):
+                failed.append(why)
+            case None:
+                vanished.append(one.step)
+    if step is None:
+        await work.put_head()
+    pinned = tuple(one.step for one in done if any((one.step, one.attempt) == (pin.step, pin.attempt) for pin in pins))
+    incomplete = sum(not seen.complete for seen in halves)
+    return CopiedRun(run, to_run, tuple(done), pinned, policies, tuple(failed), tuple(vanished), incomplete)
+
+
+def _check_readable(place: Place, run: str, where: str) -> None:
+    """Raise `StoreRefused` if a place has objects of the run that this process cannot read: it may lack the key."""
+    strange = [str(why) for part, why in place.defects() if isinstance(why, FormatTooNew)]
+    strange += [one.why for one in place.policies.get(run, ()) if one.alien]
+    if strange:
+        raise StoreRefused(f"run {run}: {where} has what cannot be read here: {strange[0]}")
+
+
+def _failure(one: CheckpointId, error: TierdError) -> str:
+    return f"step {one.step} (attempt {one.attempt}): {error}"
+
+
+def _chosen(here: Place, run: str, step: int | None, attempt: str | None) -> list[CheckpointId]:
+    resume = restore_candidates(Inventory(Place(), {"source": here}), run, step, attempt)
+    every = [one for one in here.run(run).whole if attempt in (None, one.attempt)]
+    found = every if step is None else [one.checkpoint for one in resume.candidates[:1]]
+    if not found:
+        raise not_found(resume, run, step, [], attempt)
+    return found
+
+
+def _parts(place: Place, one: CheckpointId) -> Iterator[PartId]:
+    """Yield the parts of a checkpoint, of the world sizes of which every rank is there."""
+    ranks = place.checkpoints[one].sound
+    return (PartId(one, rank, world) for world in complete_world_sizes(ranks) for rank in range(world))
+
+
+def _size(place: Place, part: PartId) -> int:
+    facts = place.facts(part)
+    return facts.size if facts else 0
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A copy at work. `there` shows the target, with the parts that were copied."""
+
+    source: Store
+    target: Store
+    run: str
+    to_run: str
+    here: Place
+    there: Place
+    progress: Progress
+    way: Route
+
+    def renamed(self, one: CheckpointId) -> CheckpointId:
+        return replace(one, run=self.to_run)
+
+    async def check_target(self) -> None:
+        """Raise `ConfigError` if the target has a run of the new name that was not copied from this one."""
+        for one in self.there.run(self.to_run).newest_of_each if self.to_run != self.run else ():
+            if self.run not in await self._copied_from(one):
+                raise ConfigError(
+                    f"--as {self.to_run}: the target has another run of that name (attempt {one.attempt} was not "
+                    f"copied from {self.run}), and two histories do not mix; choose another name"
+                )
+
+    async def _copied_from(self, one: CheckpointId) -> tuple[str, ...]:
+        for part in self.there.checkpoints[one].parts():
+            try:
+                return (await read_manifest(self.target, part)).copied_from
+            except (ObjectNotFound, ManifestError):
+                continue  # it tells nothing; another part may
+        return ()
+
+    async def put_policies(self) -> int:
+        """Put the source's policies of the run on the target, unless other nodes gave it a policy there.
+
+        Raises:
+            StoreRefused: a policy at the source cannot be read, so what the copy has to keep is not known.
+        """
+        own = {(one.by, one.given): one for one in self.here.policies.get(self.run, ())}
+        known = {(one.by, one.given) for one in self.there.policies.get(self.to_run, ())}
+        if any(given != "default" and (by, given) not in own for by, given in known):
+            return 0
+        fresh = [one for key, one in own.items() if key not in known]
+        if lost := [one for one in fresh if one.retention is None]:
+            raise StoreRefused(
+                f"what run {self.run} keeps is not known at the source, so a copy could be pruned wrongly: "
+                f"{lost[0].why}; copy single steps with --step, which are pinned"
+            )
+        for one in fresh:
+            data = encode(replace(one, run=self.to_run, tiers=()))
+            await self.target.put(retention_key(self.to_run, one.by, one.given), data)
+        self.there = self.there.with_policies([replace(one, run=self.to_run) for one in fresh])
+        return len(fresh)
+
+    async def outcome(self, one: CheckpointId) -> CopiedCheckpoint | str | None:
+        """Copy one checkpoint; return why it is corrupt instead, or None if it was pruned at the source meanwhile."""
+        try:
+            return await self._checkpoint(one)
+        except (CorruptChunk, ManifestError, ObjectNotFound) as error:
+            worlds = {part.world for part in _parts(self.here, one)}
+            there = all([await is_there({"": self.source}, one, world) for world in worlds])
+            return _failure(one, error) if there else None
+
+    async def _checkpoint(self, one: CheckpointId) -> CopiedCheckpoint:
+        parts = await together(_PARTS, [self._part(part) for part in _parts(self.here, one)])
+        if not parts:
+            raise ManifestError(f"{one}: no complete set of its manifests can be used")
+        sent = sum(sent or 0 for _, sent in parts)
+        was_there = all(sent is None for _, sent in parts)
+        return CopiedCheckpoint(one.step, one.attempt, sum(size for size, _ in parts), sent, was_there)
+
+    async def _part(self, part: PartId) -> tuple[int, int | None]:
+        """Copy one part; return its size in bytes, and the bytes that were sent, None if the target had the part."""
+        own = PartId(self.renamed(part.checkpoint), part.rank, part.world)
+        if self.there.has(own) and (manifest := await self._same(part, own)) is not None:
+            self._moved(_size(self.here, part))
+            return manifest.size, None
+        left = _size(self.here, part)
+
+        def read(size: int) -> None:
+            nonlocal left
+            left -= size
+            self._moved(size)
+
+        base, worn_out = await base_of(self.target, self.there, own)
+        sources = {"the source": self.source}
+        done = await relay(sources, part, self.way, lender=base, worn_out=worn_out, run=self.to_run, read=read)
+        self._moved(left)  # the chunks that the target had
+        self.there = self.there.adding(own, done.facts)
+        return done.raw, done.sent
+
+    def _moved(self, size: int) -> None:
+        self.progress.done += size
+        self.progress.told(self.progress)
+
+    async def _same(self, part: PartId, own: PartId) -> Manifest | None:
+        """Return the target's manifest of a part if it describes what the source has; None if it is damaged.
+
+        Raises:
+            StoreRefused: it describes something else.
+        """
+        try:
+            theirs = await read_manifest(self.target, own)
+        except (ManifestError, ObjectNotFound):
+            return None
+        if not theirs.same_content((await read_manifest(self.source, part)).under(self.to_run)):
+            raise StoreRefused(f"{own}: the target has other content by this name; copy with --as another name")
+        return theirs
+
+    async def put_head(self) -> None:
+        """Write the run's head on the target, unless the heads there say the same of each launch.
+
+        A launch of which the source has no checkpoint any more is known from the source's heads alone.
+        """
+        if not self.there.run(self.to_run).whole:
+            return
+        heads = tuple(msgspec.structs.replace(one, run=self.to_run) for one in self.here.heads.get(self.run, ()))
+        known = self.there.heads.get(self.to_run, ())
+        inventory = Inventory(Place(), {"target": self.there, "source": Place(heads={self.to_run: heads})})
+        head = following(inventory, self.there, self.to_run, secrets.token_hex(4), known)
+        before = Inventory(Place(), {"target": self.there}).remembered(self.to_run)
+        if any(before.get(attempt) != launch for attempt, launch in head.launches.items()):
+            await write(self.target, head, known)
