@@ -33,6 +33,7 @@ from tierd.cli.read import Check
 from tierd.cli.runs import Overviews
 from tierd.cli.space import Removal, Usages
 from tierd.client.saving.save import Stats
+from tierd.core.advice.notice import Fit
 from tierd.core.config import Config, HttpConfig, NotifyConfig, TierConfig, WatchConfig
 from tierd.core.diagnosis.findings import CHECKS, FINDINGS
 from tierd.core.event_kinds import KINDS, Event
@@ -81,6 +82,7 @@ SHAPES: dict[str, Any] = {
     "inspect": Inspections,
     "check-resume": Checked,
     "advise": Advised,
+    "advise --notice": Fit,
     "bench overhead": {"result": Result, "verdicts": list[TargetVerdict]},
     "/runs": Runs,  # over HTTP alone
     "--version": {"version": str, "protocol": str, "format": int},

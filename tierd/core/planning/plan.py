@@ -173,7 +173,8 @@ def _sent(inventory: Inventory, plans: Mapping[str, RunPlan], awake: Mapping[str
                 parts[candidate.checkpoint] = some
         if candidates:
             newest = {run: latest for run in plans if (latest := newest_on(tier, run))}
-            turns = in_turn(candidates, newest, inventory.sent.get(name), inventory.needed)
+            sent = inventory.sent.get(name)
+            turns = in_turn(candidates, newest, sent, inventory.needed, newest_first=inventory.node_ends)
             found += [flush for turn in turns for flush in parts[turn]]
     return tuple(found)
 
