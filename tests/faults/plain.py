@@ -11,6 +11,7 @@ from faults.inspecting import INSPECTING
 from faults.lines import LINES
 from faults.meetings import MEETINGS
 from faults.permissions import PERMISSIONS
+from faults.preempting import PREEMPTING
 from faults.rounds import Mutant
 from faults.shards import SHARDS
 from faults.space import SPACE
@@ -2367,6 +2368,7 @@ PLAIN = (
     + _VERSIONS
     + _READING
     + PERMISSIONS
+    + PREEMPTING
     + SHARDS
     + SPACE
     + TRANSFER

@@ -68,6 +68,27 @@ def test_hugging_faces_trainer_saves_and_stops(tmp_path: Path) -> None:
     assert launch()[0] == 36, "the next launch goes on to the end"
 
 
+def test_keras_saves_and_stops(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    keras = pytest.importorskip("keras")
+    from loaders.loops_keras import BATCH, SAMPLES, net, rows
+    from torch import arange
+
+    from tierd.adapters.keras import TierdCallback
+
+    class Preempt(keras.callbacks.Callback):  # type: ignore[misc,name-defined]
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == STEP - 1:
+                notify()
+
+    x, y = (one.numpy() for one in rows(arange(SAMPLES)))
+    with tierd.Checkpointer(tmp_path / "spool", "run", to=[], when=WHEN) as ckpt:
+        net().fit(x, y, BATCH, epochs=3, verbose=0, callbacks=[Preempt(), TierdCallback(ckpt)])
+        assert ckpt.notice is not None and ckpt.notice.startswith("SIGUSR1")
+        found = ckpt.restore()
+    assert found is not None and found.step == STEP
+
+
 def test_lightning_saves_and_stops(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
     from lightning.pytorch.callbacks import ModelCheckpoint

@@ -2,7 +2,8 @@
 
     python preempted.py RANK WORLD PORT SPOOL TIER STEP_S
 
-Each rank writes `at STEP` to stdout before the collective of a step, so that a test can signal it in the middle of one,
+With PORT 0 the ranks have no process group: they run freely, and meet in the spool by the launcher's variables. Each
+rank writes `at STEP` to stdout before the collective of a step, so that a test can signal it in the middle of one,
 `due STEP NOTICE` where it saved, and `ended` after `close`.
 """
 
@@ -23,7 +24,8 @@ MOST = 2000  # steps
 
 
 def main(rank: int, world: int, port: str, spool: str, tier: str, step_s: float) -> None:
-    if world > 1:
+    group = world > 1 and port != "0"
+    if group:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         distributed.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=120))
     when = tierd.When(steps=10_000, preemption=True)
@@ -34,7 +36,7 @@ def main(rank: int, world: int, port: str, spool: str, tier: str, step_s: float)
     for step in range(1, MOST):
         print("at", step, flush=True)
         time.sleep(step_s * (1 + rank))
-        if world > 1:
+        if group:
             distributed.all_reduce(torch.ones(1))
         if ckpt.due(step):
             found.append(step)
@@ -44,7 +46,7 @@ def main(rank: int, world: int, port: str, spool: str, tier: str, step_s: float)
             break
     ckpt.close(wait="file", deadline="100s")
     print("ended", flush=True)
-    if world > 1:
+    if group:
         distributed.barrier()
         distributed.destroy_process_group()
 

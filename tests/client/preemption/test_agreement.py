@@ -189,8 +189,22 @@ def test_a_rank_that_asked_further_than_the_one_with_the_notice_decides_the_step
         second.advance(board, clock.now)
     assert [first.due(5), second.due(6), first.due(6)] == [False, True, True]
     assert first.due(6) and not first.due(7) and not second.due(7), "once, and still at the same step"
-    first.restored(), second.restored()
-    assert not first.due(1) and not second.due(1), "nor after a restore"
+
+
+def test_a_notice_before_a_restore_is_due_at_the_first_step_after_it() -> None:
+    clock = Clock()
+    board = Board(clock, random.Random(2))
+    ranks = [Agreement(number, 2, "m/") for number in range(2)]
+    for one in ranks:
+        assert not one.due(500)
+    ranks[1].offer(Notice("SIGTERM", "SIGTERM", 0.0))
+    for _ in range(20):
+        clock.now += 1.0
+        for one in ranks:
+            one.advance(board, clock.now)
+    for one in ranks:
+        one.restored()  # all ranks go back to step 100 instead of asking again
+    assert [one.due(101) for one in ranks] == [True, True]
 
 
 def test_the_same_notice_counts_once_and_another_one_again() -> None:

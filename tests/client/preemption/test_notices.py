@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -135,14 +136,22 @@ def test_a_clouds_notice_is_read_where_it_is_asked_for_and_nowhere_else(spool, m
 
 
 def test_close_sends_the_newest_first_and_an_older_one_gives_way(spool, quick) -> None:
-    """Three checkpoints wait, and one of them is under way to a slow tier: the last one is there first."""
+    """Three checkpoints wait, and one of them is under way to a tier that hangs: the last one is there first."""
     slow = Double()
     with Daemon(spool.root, {"s3": slow}, keep=100, keep_local=100) as daemon:
-        slow.error = StoreUnavailable("503")
         ckpt = made(spool, to=None)
+        hung, real = threading.Event(), slow.put
+
+        async def put(key, data):
+            if "/chunks/" in key and not hung.is_set():  # until its flush is given up
+                hung.set()
+                await asyncio.sleep(60)
+            return await real(key, data)
+
+        slow.put = put
         for step in (1, 2):
             ckpt.save(step, tensors(step)).wait(timeout=20)
-        slow.error, slow.delay = None, 0.5
+        assert hung.wait(20)
         os.kill(os.getpid(), signal.SIGTERM)
         assert ckpt.due(3)
         ckpt.save(3, tensors(3)).wait(timeout=20)
@@ -186,6 +195,17 @@ def test_close_says_at_the_deadline_what_the_spool_has_not(spool, monkeypatch, c
     ckpt.close(deadline=0.2)
     assert "not durable in the spool at the deadline" in caplog.text
     assert same(restored(spool, 1)[1], 1), "and it was waited for"
+
+
+def test_a_deadline_counts_from_the_notice_and_without_one_from_the_call(spool) -> None:
+    with made(spool) as ckpt:
+        before_s = time.monotonic()
+        assert ckpt._choice.end_s("100s") >= before_s + 100
+        os.kill(os.getpid(), signal.SIGTERM)
+        known_s = time.monotonic()
+        time.sleep(0.05)
+        assert ckpt.due(1) and before_s + 100 <= ckpt._choice.end_s(100) <= known_s + 100
+        assert ckpt._choice.end_s(None) is None
 
 
 @pytest.mark.parametrize("deadline", [0, -1, "soon", True, float("inf")])
@@ -234,24 +254,41 @@ def test_a_notice_to_one_rank_is_due_on_all_at_one_step(spool, monkeypatch) -> N
 
 
 @contextmanager
-def training(home: Path, world: int, step_s: float) -> Iterator[list[subprocess.Popen[str]]]:
+def training(home: Path, world: int, step_s: float, *, group: bool = True) -> Iterator[list[subprocess.Popen[str]]]:
     """The processes of a launch, each after its first line."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+        port = str(free.getsockname()[1]) if group else "0"
     (home / "tier").mkdir()
     command = [sys.executable, str(TRAINER)]
     options = [str(world), port, str(home / "spool"), str(home / "tier"), str(step_s)]
     with ExitStack() as ending:
         running = []
         for rank in range(world):
+            launcher = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+            nobody = {ADDRESS: "127.0.0.1:9"}  # even where the tests run on a machine of a cloud
             process = subprocess.Popen(
-                [*command, str(rank), *options], env=environment(), stdout=subprocess.PIPE, text=True
+                [*command, str(rank), *options],
+                env=environment(**nobody, **({} if group else launcher)),
+                stdout=subprocess.PIPE,
+                text=True,
             )
             ending.callback(process.wait)
             ending.callback(process.kill)
             running.append(process)
         yield running
+
+
+def test_ranks_that_run_freely_and_meet_in_the_spool_find_one_step_too(tmp_path: Path) -> None:
+    """Without a process group and without a collective one rank is far ahead, and the other one was told."""
+    with training(tmp_path, 2, 0.05, group=False) as running:
+        while int(until(running[1], "at")[1]) < 3:
+            pass
+        running[1].send_signal(signal.SIGTERM)
+        dues = [until(process, "due") for process in running]
+        for process in running:
+            assert process.wait(120) == 0
+    assert dues[0] == dues[1] and int(dues[0][1]) > 3
 
 
 def until(process: subprocess.Popen[str], word: str) -> list[str]:
