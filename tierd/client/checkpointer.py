@@ -230,7 +230,7 @@ class Checkpointer:
         steps in advance.
 
         With `preemption`, `due` is True once for each notice, whichever rank got it, at the same step on every rank:
-        the first at which they ask after all of them know of it. Until then a call waits, for as long as messages take.
+        the first at which they ask after all of them know of it. Until then a call waits, about a second.
         A `save` at that step waits for a slot, whatever `when_busy` says. If ranks cannot be reached within 15 s, the
         log says so, and nothing is due by that notice.
 
