@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import os
 import re
 import shlex
+import signal
 import stat
 import subprocess
 from pathlib import Path
 
 import pytest
-from support.world import Daemon, commit, part
+from support.world import Daemon, commit, part, wait_until
 
 import tierd
 from tierd.cli import run
@@ -60,7 +62,7 @@ def typed(page: str) -> list[str]:
     return [one.strip() for one in spans]
 
 
-_PAGES = ("recovery", "operate", "doctor", "follow", "export")
+_PAGES = ("recovery", "operate", "doctor", "follow", "export", "spot")
 COMMANDS = [(page, one) for page in _PAGES for one in typed(page) if " run " not in one]
 
 
@@ -156,6 +158,43 @@ def test_the_commands_of_the_pages_about_copies_and_imports_do_what_they_say(tmp
     for command in typed("copy"):
         assert " rm " in command or typed_in(command) == 0, command
     assert {path.name for path in (tmp_path / "second").iterdir()} >= {"new", "r"}
+
+
+def test_a_batch_script_passes_the_signal_on_as_the_page_about_spot_instances_says(tmp_path: Path) -> None:
+    lines = (HOWTO / "spot.md").read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("    trap "))
+    script = tmp_path / "batch.sh"
+    script.write_text("\n".join(lines[at : at + 3]))
+    srun = tmp_path / "srun"
+    srun.write_text(f"#!/bin/bash\ntrap 'echo saved > {tmp_path}/saved; exit' USR1\necho $PPID > {tmp_path}/up\n")
+    with srun.open("a") as file:
+        file.write("for _ in $(seq 600); do sleep 0.1; done\n")
+    srun.chmod(0o755)
+    batch = subprocess.Popen(["bash", script], env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    try:
+        wait_until((tmp_path / "up").exists)
+        batch.send_signal(signal.SIGUSR1)
+        assert batch.wait(60) == 0
+    finally:
+        batch.kill()
+        batch.wait()
+    assert (tmp_path / "saved").exists(), "the script waited until the job had saved"
+
+
+def test_the_loop_of_the_page_about_spot_instances_saves_and_ends(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    torch = pytest.importorskip("torch")
+    (tmp_path / "tier").mkdir()
+    monkeypatch.setattr("tierd.client.preemption.clouds._detected", lambda dmi: None)
+    code = re.findall(r"^```python\n(.*?)^```", (HOWTO / "spot.md").read_text(), re.M | re.S)[0]
+    words = {"/nvme/tierd": f"{tmp_path}/spool", "s3://bucket/checkpoints": f"file://{tmp_path}/tier", '"s3"': '"file"'}
+    for word, value in words.items():
+        code = code.replace(word, value)
+    code = code.replace("    ...\n", "    if step == 3: os.kill(os.getpid(), signal.SIGTERM)\n")
+    state = {"step": 0, "weights": torch.zeros(10)}
+    exec(code, {"tierd": tierd, "state": state, "STEPS": 50, "os": os, "signal": signal})
+    assert state["step"] == 3
+    with tierd.open(f"file://{tmp_path}/tier", "llama-7b") as reader:
+        assert [one.step for one in reader.checkpoints()] == [3]
 
 
 def test_the_key_that_the_how_to_makes_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

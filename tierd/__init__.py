@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tierd.client.restoring.search import Skipped
     from tierd.client.sample_watch import SampleWatch
     from tierd.client.saving.save import Save
+    from tierd.core.early_stopping import EarlyStopping
     from tierd.core.errors import (
         CheckpointNotFound,
         ConfigError,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     )
     from tierd.core.retention.policy import Best
     from tierd.core.retention.policy import RetentionPolicy as Retention
-    from tierd.core.save_policy import EarlyStopping, When
+    from tierd.core.save_policy import When
     from tierd.observing import observe
     from tierd.reading import Loaded as Loaded
     from tierd.reading import Reader as Reader
@@ -52,7 +53,7 @@ logs.install()
 _HOMES = {
     "Best": "tierd.core.retention.policy",
     "Checkpointer": "tierd.client.checkpointer",
-    "EarlyStopping": "tierd.core.save_policy",
+    "EarlyStopping": "tierd.core.early_stopping",
     "Loaded": "tierd.reading",
     "Reader": "tierd.reading",
     "Restored": "tierd.client.restoring.restorer",

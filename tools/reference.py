@@ -34,6 +34,7 @@ from tierd.cli.reading.inspect import Inspections
 from tierd.cli.reading.read import Check
 from tierd.cli.reading.runs import Overviews
 from tierd.client.saving.save import Stats
+from tierd.core.advice.notice import Fit
 from tierd.core.config import Config, HttpConfig, NotifyConfig, TierConfig, WatchConfig
 from tierd.core.diagnosis.findings import CHECKS, FINDINGS
 from tierd.core.event_kinds import KINDS, Event
@@ -84,6 +85,7 @@ SHAPES: dict[str, Any] = {
     "inspect": Inspections,
     "check-resume": Checked,
     "advise": Advised,
+    "advise --notice": Fit,
     "bench overhead": {"result": Result, "verdicts": list[TargetVerdict]},
     "/runs": Runs,  # over HTTP alone
     "--version": {"version": str, "protocol": str, "format": int},

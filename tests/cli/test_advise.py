@@ -17,6 +17,7 @@ from typer.main import get_command
 
 from tierd.cli import app, run
 from tierd.cli.measuring.advise_show import account
+from tierd.cli.reading.status import EXIT_WARNING
 from tierd.core.advice.run_history import Past
 from tierd.core.advice.save_interval import Costs, advise, goodput
 from tierd.core.ids import CheckpointId, PartId
@@ -347,3 +348,62 @@ def test_without_matplotlib_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run([*JOB, "--plot", str(tmp_path / "goodput.png")]) == 3
     assert "pip install 'tierd[bench]'" in capsys.readouterr().err
+
+
+# -- a notice ---------------------------------------------------------------------------------------------------------
+
+NODE = ["advise", *COST, "--notice", "120s"]
+SPOT = (Path(__file__).parents[2] / "docs" / "howto" / "spot.md").read_text()
+
+
+def test_the_page_about_spot_instances_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"^    \$ tierd (advise.*)\n((?:    .*\n)+)", SPOT, re.M)
+    codes = []
+    for command, output in blocks:
+        codes.append(run(shlex.split(command)))
+        assert capsys.readouterr().out.splitlines() == [line.removeprefix("    ") for line in output.splitlines()]
+    assert codes == [0, EXIT_WARNING]
+
+
+def test_a_notice_is_answered_in_json_without_a_failure_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, *NODE, "--tier-bandwidth", "2GB/s", "--step-time", "6s")
+    assert found == {
+        "notice_s": 120,
+        "due_s": 20,
+        "durable_s": pytest.approx(44.9),
+        "on_tier_s": pytest.approx(92.9),
+        "left_s": pytest.approx(27.1),
+        "fits": True,
+        "why": "",
+    }
+    assert answer(capsys, *NODE)["on_tier_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--tier-bandwidth", "1GB/s"], r"9 s too late: 1\.1 GB/s to the tier, or a notice of 129 s"),
+        (["--step-time", "50s"], "not even durable in the spool when the node ends, 12.9 s too late"),
+        (["--tier-bandwidth", "2GB/s", "--drain", "60s"], "drain = 60 s: set drain to at least 81 s"),
+    ],
+)
+def test_a_state_that_is_not_in_time_is_told_what_would_do(
+    capsys: pytest.CaptureFixture[str], options: list[str], says: str
+) -> None:
+    assert run([*NODE, *options]) == EXIT_WARNING
+    assert re.search(says, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--drain", "60s", "--mtbf", "36h"], "--drain is for --notice"),
+        (["--notice", "120"], "--notice"),
+        (["--notice", "2m", "--tier-bandwidth", "fast"], "--tier-bandwidth"),
+    ],
+)
+def test_a_notice_that_is_given_wrongly_is_named(
+    capsys: pytest.CaptureFixture[str], options: list[str], says: str
+) -> None:
+    assert run(["advise", *COST, *options]) == 3
+    assert says in capsys.readouterr().err

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.worlds import checkpoint
 
+from tierd.core.early_stopping import EarlyStopping
 from tierd.core.errors import ConfigError, StateMismatch
-from tierd.core.save_policy import EarlyStopping, Goal, Saved, When, best_so_far, is_due, next_look
+from tierd.core.save_policy import Goal, Saved, When, best_so_far, is_due, next_look
 
 NAN = math.nan
 

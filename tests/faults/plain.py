@@ -12,6 +12,7 @@ from faults.lines import LINES
 from faults.meetings import MEETINGS
 from faults.moving import MOVING
 from faults.permissions import PERMISSIONS
+from faults.preempting import PREEMPTING
 from faults.rounds import Mutant
 from faults.shards import SHARDS
 from faults.space import SPACE
@@ -2390,6 +2391,7 @@ PLAIN = (
     + _VERSIONS
     + _READING
     + PERMISSIONS
+    + PREEMPTING
     + SHARDS
     + SPACE
     + TRANSFER

@@ -59,6 +59,8 @@ CONTROL: dict[str, wire.Request | bytes] = {
     "pin": wire.Pin(checkpoint=NEW.checkpoint, pinned=True),
     "failed": wire.Failed(part=NEW, why="the disk is full"),
     "leaked": wire.Leaked(part=NEW, why="4 samples of step 7 came twice in epoch 1"),
+    "preempted": wire.Preempted(part=NEW, why="SIGTERM to rank 0 on a"),
+    "backlog.newest": wire.Backlog(hurry=True, newest=True),
     "fell-back": wire.FellBack(checkpoint=OLD.checkpoint, skipped=("run step 2: corrupt",)),
     "restored": wire.Restored(part=OLD, place="tier", seconds=1.5),
     "launches": wire.Launches(run="run"),

@@ -33,6 +33,8 @@ _seeds = framework("keras.src.random.seed_generator", "keras")
 class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-defined]
     """Restore when training begins, and save while it runs; a step is a batch.
 
+    If the `Checkpointer` has a `when`, also save where `due` says so. After a notice of preemption, training stops.
+
     Args:
         checkpointer: saves and restores the state.
         every_batches: batches between saves inside an epoch; None saves at its end only.
@@ -82,8 +84,11 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._done += 1
-        if self._every is not None and self._done % self._every == 0:
+        due = self._checkpointer.when is not None and self._checkpointer.due(self._done)
+        if due or (self._every is not None and self._done % self._every == 0):
             self._save(self._epoch, within=True, logs=logs)
+        if self._checkpointer.notice is not None:
+            self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._save(epoch + 1, within=False, logs=logs)

@@ -62,7 +62,7 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
         self._checkpointer = checkpointer
         self._restored: tuple[str, dict[str, Any]] | None = None
         self._last = -1
-        self.callback = _Resume()
+        self.callback = _Resume(checkpointer)
 
     def latest(self) -> str | None:
         """Restore the newest verified checkpoint, and return the value for `ckpt_path`; None on a fresh start.
@@ -123,10 +123,18 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
 
 
 class _Resume(_callbacks.Callback):  # type: ignore[misc,name-defined]
-    """Restore generators and samplers' epochs after everything is loaded and before the first batch is fetched."""
+    """Restore generators and samplers' epochs after everything is loaded and before the first batch is fetched.
+
+    Save and stop after a notice of preemption.
+    """
 
     generators: dict[str, Any] | None = None
     loaders: Sequence[Any] = ()
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        super().__init__()
+        self._checkpointer = checkpointer
+        self._step = -1
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         generators, loaders = self.generators, self.loaders
@@ -138,6 +146,19 @@ class _Resume(_callbacks.Callback):  # type: ignore[misc,name-defined]
             iter(trainer.fit_loop._data_fetcher)
         if trainer.is_global_zero:
             RngState().load_state_dict(generators)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Save and stop if some rank got notice that it ends.
+
+        Each rank's `Checkpointer` knows its own notices alone, so the ranks agree by a collective of the trainer's.
+        """
+        when, before, self._step = self._checkpointer.when, self._step, trainer.global_step
+        if when is None or not when.preemption or trainer.should_stop or self._step == before:
+            return  # a batch whose gradients are accumulated ends no step
+        self._checkpointer.due(self._step)
+        if trainer.strategy.reduce_boolean_decision(self._checkpointer.notice is not None, all=False):
+            trainer.save_checkpoint(f"{trainer.default_root_dir}/preempted.ckpt")  # all of tierd's end at `io`
+            trainer.should_stop = True
 
     def _set_epochs(self, trainer: Any) -> bool:
         """Set the epoch of each sampler that has one, and return whether there was any."""

@@ -36,6 +36,8 @@ _callbacks = framework("transformers.trainer_callback", "transformers accelerate
 class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defined]
     """Save every `every_steps` optimizer steps and at the end of training, as step `global_step`.
 
+    If the `Checkpointer` has a `when`, also save where `due` says so. After a notice of preemption, training stops.
+
     Do not use it with FSDP, DeepSpeed or tensor parallelism, because a rank holds a shard there: use `tierd.dcp` or
     `Checkpointer.stage`.
 
@@ -81,8 +83,11 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         self._discard()
-        if state.global_step % self._every == 0:
+        due = self._checkpointer.when is not None and self._checkpointer.due(state.global_step)
+        if due or state.global_step % self._every == 0:
             self._save(state, control, parts)
+        if self._checkpointer.notice is not None:  # on every rank at the same step
+            control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         self._discard()

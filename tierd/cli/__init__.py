@@ -60,7 +60,8 @@ EXIT_CODES: dict[int, str] = {
     EXIT_HELD: "another daemon holds the spool",
     check.EXIT_NOT_EXACT: "`check-resume`: the killed run differs from the uninterrupted one",
     ending.EXIT_UNFINISHED: "`run` after SIGTERM, `drain`: some tier still lacks a part that it wants",
-    status.EXIT_WARNING: "`status --check`: a warning, and no alert; `doctor`: it works, at a cost or a risk",
+    status.EXIT_WARNING: "`status --check`: a warning, and no alert; `doctor`: it works, at a cost or a risk; "
+    "`advise --notice`: the state is not in time",
     status.EXIT_ALERT: "`status --check`: an alert: somebody has to act, or checkpoints may be lost; "
     "`doctor`: something that is needed will fail",
     follow.EXIT_UNDELIVERED: "`follow --once`: a checkpoint could not be delivered, or its command failed",

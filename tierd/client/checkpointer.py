@@ -44,7 +44,7 @@ from tierd.core.planning.place import SPOOL
 from tierd.core.retention.policy import RetentionPolicy, checked
 from tierd.core.save_policy import Goal, When, check_epoch
 from tierd.ipc.client import Link
-from tierd.ipc.messages import MAX_TOLD, Failed, Leaked
+from tierd.ipc.messages import MAX_TOLD, Failed, Leaked, Preempted
 from tierd.spool.conditions import translated
 from tierd.spool.records import set_policy
 from tierd.spool.spool import Spool
@@ -125,6 +125,7 @@ class Checkpointer:
         self._saved: set[str] = set()  # attempts under which this launch made a checkpoint durable
         self._failed: dict[int, str] = {}  # step -> reason, if no later save of that step became durable
         self._verified: set[str] = set()  # tiers that `close` has waited for with success
+        self._noticed: str | None = None  # the last notice that was reported
         self._pid = os.getpid()
         # While this link is open, the daemon does not delete the last restored directory.
         self._hold: Link | None = None
@@ -196,11 +197,26 @@ class Checkpointer:
         self._staged_bytes = 0  # size of the last staged part; the next one is probably about as large
         self._space = SpaceCheck(self._spool, lambda: self._daemon.keep_last)
         self._space.done = not self._daemon.tiers  # without tiers nothing is pruned, so no expected number is right
+        if self._choice.preemption is not None:
+            self._choice.preemption.begin()
 
     @property
     def attempt(self) -> str:
         """This launch's name. It is chosen at the first use, and sorts after every attempt that existed then."""
         return self._launch.attempt
+
+    @property
+    def when(self) -> When | None:
+        """The rule by which `due` decides; None without one."""
+        return self._choice.when
+
+    @property
+    def notice(self) -> str | None:
+        """The notice that this node or job ends, by which `due` was last True; None before, and without
+        `When(preemption=...)`. It is the same on every rank after the same call of `due`. Save, leave the loop and call
+        `close(deadline=...)`.
+        """
+        return self._choice.preemption.why if self._choice.preemption is not None else None
 
     def due(self, step: int, epoch: int | None = None, metrics: Mapping[str, float] | None = None) -> bool:
         """Return whether to save now by the rule `when`. Every rank must ask at the same steps; all get the same
@@ -215,6 +231,11 @@ class Checkpointer:
         `steps` and `epochs` need no communication between ranks. With `every` and `best`, rank 0 decides. The ranks
         then communicate only where metrics are given, and at steps that may be due by rank 0's clock. Rank 0 names such
         steps in advance.
+
+        With `preemption`, `due` is True once for each notice, whichever rank got it, at the same step on every rank:
+        the first at which they ask after all of them know of it. Until then a call waits, about a second.
+        A `save` at that step waits for a slot, whatever `when_busy` says. If ranks cannot be reached within 15 s, the
+        log says so, and nothing is due by that notice.
 
         Args:
             step: the training step, at least 0.
@@ -231,7 +252,18 @@ class Checkpointer:
             StoreUnavailable: another rank cannot be reached.
         """
         self._check_open()
-        return self._choice.due(check_step(step), None if epoch is None else check_epoch(epoch), metrics)
+        due = self._choice.due(check_step(step), None if epoch is None else check_epoch(epoch), metrics)
+        if due and self.notice not in (None, self._noticed):
+            self._tell_preempted(step)
+        return due
+
+    def _tell_preempted(self, step: int) -> None:
+        """Log a notice and report it to the daemon, which then sends the newest checkpoint first."""
+        self._noticed = self.notice
+        why, launch = str(self._noticed), self._launch
+        log.warning("notice: %s; a checkpoint is due at step %d, and training should end after it", why, step)
+        part = PartId(CheckpointId(launch.run, launch.attempt, step), launch.rank, launch.world)
+        self._daemon.tell(Preempted(part=part, why=why[:MAX_TOLD]))
 
     # -- save -------------------------------------------------------------------------------------------------------
 
@@ -264,7 +296,7 @@ class Checkpointer:
         self._check_open()
         part, numbers = self._part(step, metrics)
         save = Save(part, self._spool)
-        skips = self._when_busy != "wait" and self._pipeline.busy
+        skips = self._when_busy != "wait" and self._pipeline.busy and not self._choice.is_urgent(save.step)
         # Confirm earlier late copies first, because this save would be copied after them.
         self._gate.confirm(wait=not skips)
         if skips:
@@ -612,7 +644,7 @@ class Checkpointer:
             raise ConfigError("this process was forked from the one that made the Checkpointer: make one of its own")
         self._ranks.check_group()
 
-    def close(self, wait: str | None = None, timeout: float | None = None) -> None:
+    def close(self, wait: str | None = None, timeout: float | None = None, deadline: str | float | None = None) -> None:
         """Wait until every save is durable in the spool or has failed, then detach from the daemon, which flushes on.
 
         `close` warns of the saves that are on no tier, with their number and steps, if nobody would flush them later.
@@ -625,15 +657,19 @@ class Checkpointer:
                 retention keeps.
             timeout: how many seconds to wait for tiers, after every save has ended. None: 10 minutes, or for a named
                 tier, as long as the daemon works.
+            deadline: the node ends this long after the notice by which `due` was True, or after this call if there was
+                none: seconds, or `"120s"`. The daemon then sends the newest checkpoint first, and an older one that is
+                under way gives way. Until then `close` waits for the tiers, also if the daemon would flush on alone.
+                What is not durable in the spool by then is logged, and waited for.
 
         Raises:
             TimeoutError: the named tier lacks saves after `timeout`; the message names their steps.
             SaveFailed: the named tier has everything but saves that failed; the message names their steps.
             StoreRefused: the named tier refuses; the message names the steps.
-            ConfigError: `wait` or `timeout` cannot be used, or there is no such tier.
+            ConfigError: `wait`, `timeout` or `deadline` cannot be used, or there is no such tier.
             DaemonUnavailable: a tier was named, and no daemon answers.
 
-        The `Checkpointer` is closed even if `close` raises, unless `wait` or `timeout` has a wrong type. After an
+        The `Checkpointer` is closed even if `close` raises, unless an argument has a wrong type. After an
         error, or after a close that waited for no tier, call `close` again to wait for a named tier.
         """
         check_wait(wait, timeout, tiers=self._daemon.tiers)
@@ -641,13 +677,17 @@ class Checkpointer:
             return
         if self._closed and (wait in (None, SPOOL) or wait in self._verified):
             return
+        end_s = self._choice.end_s(deadline)
         if not self._closed:
             self._gate.detach()
-            self._pipeline.drain()
+            self._drain(end_s)
+        if end_s is not None:
+            left_s = max(0.0, end_s - time.monotonic())
+            timeout = left_s if timeout is None else min(timeout, left_s)
         patience_s = _PATIENCE_S
         try:
             if self._saved and self._daemon.tiers:
-                closing = Closing(self._spool, self._is_mine, self._daemon.renew)
+                closing = Closing(self._spool, self._is_mine, self._daemon.renew, node_ends=end_s is not None)
                 if wait not in (None, SPOOL):
                     closing.wait_for(wait, timeout)
                 else:
@@ -661,12 +701,23 @@ class Checkpointer:
         finally:
             if not self._closed:
                 self._closed = True
+                if self._choice.preemption is not None:
+                    self._choice.preemption.close()
                 self._pipeline.close()
                 self._staging.close()
             self._let_go()
             self._ranks.close()
             self._beside.close()
             self._daemon.close(patience_s)
+
+    def _drain(self, end_s: float | None) -> None:
+        """Wait for every save, and log once if that takes longer than until `end_s` of the monotonic clock."""
+        if end_s is not None and not self._pipeline.drain(max(0.0, end_s - time.monotonic())):
+            log.error(
+                "closing: the newest save is not durable in the spool at the deadline, and is lost if the node ends "
+                "now; `tierd advise --notice` computes what fits"
+            )
+        self._pipeline.drain()
 
     def _is_mine(self, part: PartId) -> bool:
         one = part.checkpoint

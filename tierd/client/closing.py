@@ -1,7 +1,7 @@
 """The end of a `Checkpointer`: wait for the saves of this launch that no tier has yet, or warn of them.
 
-Invariant: a plain close waits for tiers only if the daemon ends with this process; otherwise the daemon flushes on
-alone.
+Invariant: a plain close waits for tiers only if the daemon ends with this process or with the node; otherwise the
+daemon flushes on alone.
 """
 
 from __future__ import annotations
@@ -38,11 +38,14 @@ class Closing:
     Args:
         mine: returns whether this launch saved a part.
         renew: makes sure that a daemon runs, if one was asked for.
+        node_ends: whether the node ends soon, and the daemon with it.
     """
 
-    def __init__(self, spool: Spool, mine: Callable[[PartId], bool], renew: Callable[[], None]) -> None:
-        self._spool, self._mine, self._renew = spool, mine, renew
-        self._ends_with_us = False
+    def __init__(
+        self, spool: Spool, mine: Callable[[PartId], bool], renew: Callable[[], None], *, node_ends: bool = False
+    ) -> None:
+        self._spool, self._mine, self._renew, self._node_ends = spool, mine, renew, node_ends
+        self._ends_with_us = node_ends
 
     def wait_for(self, tier: str, timeout_s: float | None) -> None:
         """Return when `tier` has verified every save of this launch that its retention keeps.
@@ -85,7 +88,7 @@ class Closing:
         """Report the saves that are on no tier if nobody may flush them any more; raises nothing.
 
         Args:
-            patient: first wait for the tiers if the daemon ends with this process, at most `timeout_s`, or
+            patient: first wait for the tiers if the daemon ends with this process or the node, at most `timeout_s`, or
                 `LAST_FLUSH_S` without one.
         """
         begun_s = time.monotonic()
@@ -144,7 +147,7 @@ class Closing:
         they answer.
         """
         share = 0.6 if hurry else 1.0  # the rest is for the second question
-        request = AskBacklog(hurry=hurry)
+        request = AskBacklog(hurry=hurry, newest=hurry and self._node_ends)
         try:
             return self._answer(request, _limit(end_s, share))
         except DaemonUnavailable:
@@ -157,7 +160,7 @@ class Closing:
 
     def _answer(self, request: AskBacklog, limit_s: float) -> Unflushed:
         with Link(self._spool) as link:
-            self._ends_with_us = link.about_peer(ends_with_us)
+            self._ends_with_us = self._node_ends or link.about_peer(ends_with_us)
             return backlog_of(link.ask(request, limit_s))
 
     def _left(self, backlog: Unflushed) -> list[Remaining]:
@@ -174,7 +177,8 @@ class Closing:
         why = "they were not flushed in time" if waited else "this close waited for no tier"
         if backlog.trouble:
             why = f"no tier accepts checkpoints ({backlog.trouble})"
-        last = "; the daemon ends with this container, and nobody flushes them" if self._ends_with_us else ""
+        what = "node ends" if self._node_ends else "daemon ends with this container"
+        last = f"; the {what}, and nobody flushes them" if self._ends_with_us else ""
         log.warning("closed: %s on no tier, only in the spool: %s%s", _steps(nowhere), why, last)
 
     def _in_spool(self) -> list[Remaining]:

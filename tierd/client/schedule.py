@@ -1,7 +1,8 @@
 """Decide whether a checkpoint is due, by `tierd.When` and the same on every rank.
 
 Invariant: each rank counts steps and epochs for itself, from numbers that are the same on all ranks. If a clock or a
-metric decides, rank 0 decides and sends its decision to the others, only at steps that may be due.
+metric decides, rank 0 decides and sends its decision to the others, only at steps that may be due. On the step of a
+notice of preemption the ranks agree (`client/preemption/`) before any of them is asked there.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from threading import Lock
 
 import msgspec
 
+from tierd.client.preemption.preemption import Preemption
 from tierd.client.ranks.ranks import Ranks
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
-from tierd.core.save_policy import Saved, When, best_so_far, is_counted, is_due, next_look, value_of
+from tierd.core.save_policy import Saved, When, best_so_far, is_counted, is_due, length, next_look, value_of
 from tierd.core.timeline.candidates import RestoreOrder
 
 
@@ -44,7 +46,8 @@ class Schedule:
     rank's save.
 
     Raises:
-        ConfigError: `when` is no `When`; or it depends on a clock or a metric, and the ranks cannot talk to each other.
+        ConfigError: `when` is no `When`; or it depends on a clock, a metric or a notice, and the ranks cannot talk to
+            each other.
     """
 
     def __init__(self, when: When | None, ranks: Ranks, now: Callable[[], float] = time.monotonic) -> None:
@@ -63,6 +66,7 @@ class Schedule:
                 f"When({what}): rank 0 decides, and {ranks.world} ranks have no way to be told: initialise "
                 "torch.distributed first, or let steps and epochs decide"
             )
+        self.preemption = Preemption(when.preemption, ranks) if when is not None and when.preemption else None
 
     @property
     def metric(self) -> str | None:
@@ -77,6 +81,9 @@ class Schedule:
         if asked != step and self._ranks.world > 1:
             self._count(asked, ended)
             self._asked = _NOTHING
+        if self.preemption is not None and self.preemption.due(step):  # on every rank, so none waits in an exchange
+            self._asked, self._look = (step, epoch, None), step + 1
+            return True
         given = metrics if when.best is not None else None
         if self._ranks.world == 1:
             value = value_of(given, when.best or "") if given is not None else None
@@ -89,6 +96,21 @@ class Schedule:
         if found:
             self._asked = step, epoch, value
         return found
+
+    def is_urgent(self, step: int) -> bool:
+        """Return whether a checkpoint was found due at `step` by a notice. The result is the same on every rank."""
+        return self.preemption is not None and self.preemption.is_due_at(step)
+
+    def end_s(self, deadline: str | float | None) -> float | None:
+        """Return the monotonic time that lies `deadline` after the last notice, or after now without one.
+
+        Raises:
+            ConfigError: `deadline` is no time.
+        """
+        if deadline is None:
+            return None
+        length_s = length("deadline=", deadline)
+        return length_s + (self.preemption.begun_s() if self.preemption is not None else time.monotonic())
 
     def _is_asked(self, when: When, step: int, epoch: int | None, *, judged: bool) -> bool:
         """Return whether rank 0 has to decide. The result is the same on every rank."""
@@ -149,6 +171,8 @@ class Schedule:
             self._saved = Saved(self._now(), here.step, None, best) if here else Saved(self._now())
             self._values = {}
         self._asked, self._look, self._looked = _NOTHING, 0, None
+        if self.preemption is not None:
+            self.preemption.restored()
 
     def taking(self, step: int, numbers: dict[str, float]) -> dict[str, float]:
         """Return the metrics of a save that begins at `step`, with the value by which it was found due."""
@@ -168,6 +192,8 @@ class Schedule:
         asked, epoch, _ = self._asked
         with self._lock:
             self._saved = replace(self._saved, at=self._now())
+        if self.preemption is not None:
+            self.preemption.saved()
         if self._ranks.world == 1:
             self._count(asked if step is None else step, epoch if step in (None, asked) else None)
 

@@ -74,6 +74,11 @@ KINDS: dict[str, EventKind] = {
         "a trainer's `SampleWatch` saw samples twice in an epoch, or of the validation split; sent once an epoch",
         "error",
     ),
+    "preempted": EventKind(
+        "a trainer got notice that its node or job ends, and saves at this step; the daemon sends the newest "
+        "checkpoint first; sent once in ten minutes by each node",
+        urgent=True,
+    ),
     "given up": EventKind(
         "the daemon deleted the last copy of a checkpoint although a tier still wanted it", "alert", urgent=True
     ),

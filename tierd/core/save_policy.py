@@ -1,4 +1,4 @@
-"""The save policy: when a checkpoint is due, which checkpoint is the best, and when training may stop.
+"""The save policy: when a checkpoint is due, and which checkpoint is the best.
 
 Invariant: asking whether a checkpoint is due has no side effect. The last save, the time and the metric's value are
 arguments. NaN is never better than another value, and never better than having no value.
@@ -14,12 +14,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from tierd.core.errors import ConfigError, StateMismatch
+from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import is_metric_name
 from tierd.core.retention.policy import seconds
 from tierd.core.timeline.chain import way
 
+CLOUDS = ("ec2", "gce", "azure")
 _MODES = ("min", "max")
 _NAMES = 10  # the most names of metrics that an error lists
 
@@ -54,7 +55,8 @@ def check_goal(goal: Goal) -> Goal:
 
 @dataclass(frozen=True, slots=True)
 class When:
-    """When a checkpoint is due according to `Checkpointer.due`: as soon as one of `steps`, `epochs` and `every` is met.
+    """When a checkpoint is due according to `Checkpointer.due`: as soon as one of `steps`, `epochs` and `every` is met,
+    or `preemption`.
 
     Args:
         steps: due when a multiple of this was reached or passed since the last save, the restored step or step 0.
@@ -67,6 +69,10 @@ class When:
         best_only: a checkpoint is due only if it is better. `steps`, `epochs` and `every`, if given, then limit how
             often.
         threshold: until a value was saved, a value has to be better than this to be better.
+        preemption: also due once for each notice that this node or job ends, whatever `best_only` says. True: SIGTERM,
+            SIGUSR1 and, on a virtual machine of EC2, Compute Engine or Azure, the notices of its metadata server.
+            `"ec2"`, `"gce"`, `"azure"`: that server, without looking which cloud this is. These signals then no longer
+            end the process: end it after the save, see `Checkpointer.notice`.
 
     Raises:
         ConfigError: an argument cannot be used, or no argument makes a checkpoint due.
@@ -79,6 +85,7 @@ class When:
     mode: Literal["min", "max"] = "min"
     best_only: bool = False
     threshold: float | None = None
+    preemption: bool | Literal["ec2", "gce", "azure"] = False
     every_s: float = field(init=False, repr=False)  # infinity where `every` is not given
     goal: Goal | None = field(init=False, repr=False)
 
@@ -87,14 +94,16 @@ class When:
             if count is not None and (type(count) is not int or count < 1):
                 raise ConfigError(f"When({name}={count!r}): a number from 1 on")
         goal = check_goal(Goal("-" if self.best is None else self.best, self.mode))
-        object.__setattr__(self, "every_s", _length(self.every))
+        object.__setattr__(self, "every_s", math.inf if self.every is None else length("When(every=", self.every))
         object.__setattr__(self, "goal", None if self.best is None else goal)
         if self.best_only and self.best is None:
             raise ConfigError("When(best_only=True): by which metric? best='val_loss', say")
         if self.threshold is not None and (self.best is None or not math.isfinite(self.threshold)):
             raise ConfigError(f"When(threshold={self.threshold!r}): a finite number, with best= the metric")
-        if self.best is None and not self.is_bounded:
-            raise ConfigError("When(): nothing would ever be due; give steps, epochs, every or best")
+        if self.preemption not in (False, True, *CLOUDS):
+            raise ConfigError(f"When(preemption={self.preemption!r}): True, False or one of {', '.join(CLOUDS)}")
+        if self.best is None and not self.is_bounded and not self.preemption:
+            raise ConfigError("When(): nothing would ever be due; give steps, epochs, every, best or preemption")
 
     @property
     def is_bounded(self) -> bool:
@@ -102,16 +111,25 @@ class When:
         return (self.steps, self.epochs, self.every) != (None, None, None)
 
 
-def _length(every: object) -> float:
-    if every is None:
-        return math.inf
+def length(argument: str, value: object) -> float:
+    """Return a time given as seconds or as a text such as `90s`, in seconds.
+
+    Args:
+        argument: how the argument begins, for messages: `When(every=`.
+
+    Raises:
+        ConfigError: `value` is no time, or is not finite and longer than nothing.
+    """
+    given = f"{argument}{value!r}{')' * argument.count('(')}"
     try:
-        length = seconds(every) if isinstance(every, str) else float(every)  # type: ignore[arg-type]
+        if isinstance(value, bool):
+            raise TypeError(value)
+        found = seconds(value) if isinstance(value, str) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"When(every={every!r}): seconds, or 90s, 10m, 12h, 7d") from error
-    if not 0 < length < math.inf:
-        raise ConfigError(f"When(every={every!r}): longer than nothing, and no longer than for ever")
-    return length
+        raise ConfigError(f"{given}: seconds, or 90s, 10m, 12h, 7d") from error
+    if not 0 < found < math.inf:
+        raise ConfigError(f"{given}: longer than nothing, and no longer than for ever")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,78 +238,3 @@ def listed(metrics: Iterable[str]) -> str:
     names = sorted(metrics)
     more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
     return f"there are: {', '.join(names[:_NAMES])}{more}" if names else "there is none at all"
-
-
-class EarlyStopping:
-    """Decide to stop when a metric has not improved for `patience` calls of `stop` in a row. Save it in `state`.
-
-    Give every rank the same values, because otherwise ranks stop at different steps. To end with the best checkpoint,
-    call `ckpt.restore(state, best=metric)`; with `only="model"` this restores the weights alone.
-
-    Args:
-        metric: the name of the metric among those passed to `stop`.
-        patience: the number of calls without a better value after which to stop; 0 stops at the first such call.
-        min_delta: by how much a value has to be better than the best one to count.
-        mode: whether a smaller (``min``) or a larger (``max``) value is better.
-        baseline: a value better than the best one also has to be better than this, or the call counts as one without a
-            better value.
-
-    Attributes:
-        best: the best value that counted; None before the first.
-        waited: the number of calls since then.
-
-    Raises:
-        ConfigError: an argument cannot be used.
-    """
-
-    def __init__(
-        self,
-        metric: str,
-        patience: int,
-        min_delta: float = 0.0,
-        mode: Literal["min", "max"] = "min",
-        baseline: float | None = None,
-    ) -> None:
-        self._goal = check_goal(Goal(metric, mode))
-        if type(patience) is not int or patience < 0:
-            raise ConfigError(f"patience={patience!r}: a number of calls, from 0 on")
-        if not isinstance(min_delta, int | float) or not 0 <= min_delta < math.inf:
-            raise ConfigError(f"min_delta={min_delta!r}: a number from 0 on")
-        if baseline is not None and not math.isfinite(baseline):
-            raise ConfigError(f"baseline={baseline!r}: a finite number")
-        self._patience, self._min_delta, self._baseline = patience, float(min_delta), baseline
-        self.best: float | None = None
-        self.waited = 0
-
-    def stop(self, metrics: Mapping[str, float]) -> bool:
-        """Take the next values; return whether to stop. NaN is never better.
-
-        Raises:
-            ConfigError: `metrics` lacks the metric, and the message names those that it has; or the value is no number.
-        """
-        value = value_of(metrics, self._goal.metric)
-        if self._goal.better(value, self.best, self._min_delta):
-            self.best = value
-            if self._baseline is None or self._goal.better(value, self._baseline, self._min_delta):
-                self.waited = 0
-                return False
-        self.waited += 1
-        return self.waited >= self._patience
-
-    def state_dict(self) -> dict[str, Any]:
-        """The metric, its mode, the best value and the saves without a better one; all JSON."""
-        return {"metric": self._goal.metric, "mode": self._goal.mode, "best": self.best, "waited": self.waited}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state.
-
-        Raises:
-            StateMismatch: the state is of another metric or mode.
-        """
-        saved = state["metric"], state["mode"]
-        if saved != (self._goal.metric, self._goal.mode):
-            raise StateMismatch(
-                f"EarlyStopping watched {saved[0]!r} ({saved[1]}), and watches {self._goal.metric!r} "
-                f"({self._goal.mode}) now"
-            )
-        self.best, self.waited = state["best"], state["waited"]

@@ -217,7 +217,9 @@ class Control:
             case messages.Wait(part=part, tier=tier, timeout_s=timeout, needed=needed):
                 with self._reconciler.requests.waiting(part, needed=needed):
                     return await self._wait(part, tier, timeout)
-            case messages.Backlog(hurry=hurry, run=run):
+            case messages.Backlog(hurry=hurry, run=run, newest=newest):
+                if newest:
+                    self._reconciler.send_newest_first()
                 if hurry:
                     await self._handoff.settled()
                     self._reconciler.retry_now()
@@ -230,6 +232,10 @@ class Control:
                 return {}
             case messages.Leaked(part=part, why=why):
                 self._reconciler.journal.tell("samples leaked", SPOOL, part, why)
+                return {}
+            case messages.Preempted(part=part, why=why):
+                if self._reconciler.send_newest_first():  # the node's other ranks say the same
+                    self._reconciler.journal.tell("preempted", SPOOL, part, why)
                 return {}
             case messages.FellBack(checkpoint=checkpoint, skipped=skipped):
                 self._reconciler.save_events.fell_back(checkpoint, skipped)

@@ -100,7 +100,8 @@ class Reconciler:
         self.requests = ClientRequests()
         self._budget = Budget()
         self._repairer = Repairer(spool, stores, self.journal, self._budget)
-        self._live = LiveInventory(spool, self.requests, self._repairer, self._spool_seen)
+        self._phase = Phase()
+        self._live = LiveInventory(spool, self.requests, self._repairer, self._phase, self._spool_seen)
         self.room = SpoolSpace(
             spool,
             self.inventory,
@@ -111,7 +112,6 @@ class Reconciler:
         )
         self.save_events = SaveEvents(self.journal)
         self._moved = asyncio.Condition()  # notified after every observation and every action
-        self._phase = Phase()
         self._planner = Planner()
         self._random = random.Random()  # noqa: S311  # jitter
         self._next_config: tuple[Config, Mapping[str, Store], asyncio.Event] | None = None
@@ -212,6 +212,18 @@ class Reconciler:
         for worker in self.workers.values():
             worker.retry_now()
         self.wake()
+
+    def send_newest_first(self) -> bool:
+        """Send the newest checkpoints first for ten minutes, because the node ends; return whether this is news.
+
+        A flush of an older checkpoint gives way as soon as a newer one is in the spool.
+        """
+        news = self._phase.node_ends()
+        for worker in self.workers.values():
+            worker.plan_ahead((), 0.0)
+        self._flusher.give_way()
+        self.retry_now()
+        return news
 
     async def drain(self, timeout: float) -> tuple[Remaining, ...]:
         """Continue to flush, newest parts first, for at most `timeout` seconds; begin no other action any more.
@@ -335,6 +347,7 @@ class Reconciler:
         for name in self.tiers.places:
             self.save_events.durable(name, place, self.tiers.places)
         if changed:
+            self._flusher.give_way()
             self.wake()
 
     # -- acting -----------------------------------------------------------------------------------------------------

@@ -158,10 +158,12 @@ class Backlog(Request, frozen=True, kw_only=True, tag="backlog", omit_defaults=T
         hurry: first wait for the snapshots that dead trainers had handed over, observe every place again, and end every
             backoff.
         run: also observe this run, of which the spool may hold nothing yet.
+        newest: the node ends soon: send the newest checkpoints first for the next ten minutes, as for `Preempted`.
     """
 
     hurry: bool = False
     run: str | None = None
+    newest: bool = False
 
 
 class Pin(Request, frozen=True, kw_only=True, tag="pin"):
@@ -182,6 +184,15 @@ class Leaked(Request, frozen=True, kw_only=True, tag="leaked"):
     """A trainer found samples that repeat or belong to the validation split, at the step of `part`.
 
     Answer: `ok` only.
+    """
+
+    part: PartId
+    why: Told
+
+
+class Preempted(Request, frozen=True, kw_only=True, tag="preempted"):
+    """A trainer got notice that its node or job ends, and saves at the step of `part`. For the next ten minutes the
+    daemon sends the newest checkpoints first, and an older one that is under way gives way. Answer: `ok` only.
     """
 
     part: PartId
@@ -334,6 +345,7 @@ AnyRequest = (
     | FellBack
     | Restored
     | Leaked
+    | Preempted
     | Launches
     | Notes
     | Pause
@@ -387,7 +399,14 @@ def decode_request(line: bytes) -> Hello | AnyRequest:
                 check_run(run)
             case Fetch(wanted=wanted) if not all(_in_order(runs) for runs in (wanted or {}).values()):
                 raise ConfigError("runs of chunks are not in order, or one ends before it begins")
-            case Fetch(part=part) | Wait(part=part) | Failed(part=part) | Leaked(part=part) | Restored(part=part):
+            case (
+                Fetch(part=part)
+                | Wait(part=part)
+                | Failed(part=part)
+                | Leaked(part=part)
+                | Preempted(part=part)
+                | Restored(part=part)
+            ):
                 _check_checkpoint(part.checkpoint)
                 check_rank(part.rank, part.world)
             case Pin(checkpoint=checkpoint) | FellBack(checkpoint=checkpoint):

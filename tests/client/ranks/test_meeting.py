@@ -19,6 +19,7 @@ from support.ranks import environment
 from support.threads import together
 from support.world import Daemon
 
+from tierd.client.preemption.agreement import Agreement, Notice
 from tierd.client.ranks.board import DirectoryBoard, StoreBoard
 from tierd.client.ranks.meeting import Meeting
 from tierd.client.ranks.tier_board import TierBoard
@@ -61,6 +62,32 @@ def test_every_rank_hears_what_every_rank_says(boards):
         said = [f"{turn} {rank}".encode() * 1000 for rank in range(3)]
         heard = together(*(lambda rank=rank, said=said: made[rank].exchange(said[rank], 20) for rank in range(3)))
         assert heard == [said] * 3
+
+
+def test_another_thread_leaves_notes_in_a_meeting_and_they_end_with_it(boards):
+    """A notice of preemption is agreed on while the ranks exchange something else."""
+    made = meetings(boards, 2)
+    sides = [Agreement(rank, 2, meeting.notes()[1]) for rank, meeting in enumerate(made)]
+    notes = [meeting.notes()[0] for meeting in made]
+    sides[1].offer(Notice("SIGTERM", "SIGTERM", time.monotonic()))
+
+    def agree(rank: int) -> None:
+        end = time.monotonic() + 20
+        step = 0
+        while sides[rank].why is None and time.monotonic() < end:
+            sides[rank].advance(notes[rank], time.monotonic())
+            step += sides[rank].frozen_s is None and not sides[rank].due(step)
+            time.sleep(0.02)
+
+    work = [lambda rank=rank: agree(rank) for rank in range(2)]
+    work += [lambda one=one: one.exchange(b"x", 20) for one in made]
+    assert together(*work)[2:] == [[b"x"] * 2] * 2
+    assert [side.why for side in sides] == ["SIGTERM"] * 2
+    assert notes[0].read([f"{made[0].notes()[1]}notice/0/all"])
+    for one in made:
+        one.close()
+    if notes[0].outlives:
+        assert not notes[0].holds(made[0].notes()[1])
 
 
 def test_what_earlier_processes_left_is_not_taken_for_ours(boards):

@@ -17,11 +17,13 @@ import typer
 from msgspec import Meta
 
 from tierd.cli.known import answering
-from tierd.cli.measuring.advise_show import Advised, account, draw, draw_table, markdown, show
+from tierd.cli.measuring.advise_show import Advised, account, draw, draw_table, markdown, show, times
 from tierd.cli.options import JsonOption, RunOption, SpoolOption, places
 from tierd.cli.reading.read import look
+from tierd.cli.reading.status import EXIT_WARNING
 from tierd.cli.tables import console, print_json, print_lines
 from tierd.cli.units import LONGEST, SHORTEST, count, rate, size, time
+from tierd.core.advice.notice import Fit, fit
 from tierd.core.advice.run_history import Past, past
 from tierd.core.advice.save_interval import Advice, Costs, advise
 from tierd.core.advice.table import Job, TableRow, lines
@@ -92,6 +94,26 @@ PastOption = Annotated[
 ]
 
 
+NoticeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--notice",
+        metavar="TIME",
+        help="Whether the state fits: how long before its end a node says so: 120s.",
+        show_default=False,
+    ),
+]
+DrainOption = Annotated[
+    str | None,
+    typer.Option(
+        "--drain",
+        metavar="TIME",
+        help="With --notice: the daemon's `drain`, if the notice ends it, too.",
+        show_default=False,
+    ),
+]
+
+
 class _Measured(msgspec.Struct, frozen=True):
     state_bytes: Annotated[int, Meta(ge=0)]
     blocked_s: Annotated[float, Meta(ge=0, le=LONGEST)]
@@ -148,16 +170,25 @@ def advise_command(
     from_run: PastOption = None,
     spool: SpoolOption = None,
     run: RunOption = None,
+    notice: NoticeOption = None,
+    drain: DrainOption = None,
     plot: PlotOption = None,
     json: JsonOption = False,
 ) -> None:
-    """How often to save, and the goodput to expect, from what saving and failing cost."""
+    """How often to save, and the goodput to expect, from what saving and failing cost. With --notice: whether the last
+    save is in time when the node ends.
+    """
     went = _went(from_run, spool, run)
     sync_s = None if sync is None else time("--sync", sync)
     node_count = count("--nodes", nodes)
     if went is not None:
         state_size = state_size or f"{max(1, went.state_bytes // node_count)}B"
     measured = _measured(file, state_size, blocked, bandwidth, None if table else sync_s)
+    if notice is not None:
+        _answer_notice(_fit(measured, notice, drain, tier_bandwidth, _step_time(step_time, went)), json)
+        return
+    if drain is not None:
+        raise ConfigError("--drain is for --notice: how long the daemon sends after it")
     asked = _Asked(
         measured,
         _mtbf(mtbf, node_count, went),
@@ -236,6 +267,27 @@ def _print(found: Advised, asked: _Asked) -> None:
         print_lines("\n".join(markdown(found.table, _LOCAL, asked.node_loss or 1.0)))
     elif found.costs is not None and found.advice is not None:
         show(console(), found.costs, found.advice, found.sync)
+
+
+def _fit(measured: _Measured, notice: str, drain: str | None, tier_bandwidth: str | None, step_s: float | None) -> Fit:
+    return fit(
+        time("--notice", notice),
+        measured.state_bytes,
+        measured.blocked_s,
+        measured.durable_s,
+        None if tier_bandwidth is None else rate("--tier-bandwidth", tier_bandwidth),
+        step_s or 0.0,
+        None if drain is None else time("--drain", drain),
+    )
+
+
+def _answer_notice(found: Fit, json: bool) -> None:
+    if json:
+        print_json(found)
+    else:
+        print_lines("\n".join(times(found)))
+    if not found.fits:
+        raise typer.Exit(EXIT_WARNING)
 
 
 # -- values of the options -------------------------------------------------------------------------------------------

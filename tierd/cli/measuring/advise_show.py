@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tierd.cli.tables import table
 from tierd.cli.units import span
+from tierd.core.advice.notice import Fit
 from tierd.core.advice.run_history import Past
 from tierd.core.advice.save_interval import Advice, Costs, IntervalChoice, goodput
 from tierd.core.advice.table import SaveMode, TableRow
@@ -80,6 +81,17 @@ def account(past: Past, now: IntervalChoice, best: IntervalChoice) -> Iterator[s
     less = (best.goodput - now.goodput) * past.span_s
     if less > 0:
         yield f"every {best.steps} steps would have lost {span(less)} less"
+
+
+def times(found: Fit) -> Iterator[str]:
+    """Return lines on the last save after a notice."""
+    yield f"a notice of {span(found.notice_s)}: the last checkpoint is due after at most {span(found.due_s)},"
+    yield f"durable in the spool after {span(found.durable_s)},"
+    if found.on_tier_s is None:
+        yield "and on no tier whose bandwidth is known; say it with --tier-bandwidth if the disk ends with the node"
+    else:
+        yield f"and verified on the tier after {span(found.on_tier_s)}"
+    yield f"it fits, with {span(found.left_s)} left" if found.fits else f"it does not fit: {found.why}"
 
 
 def show(out: Console, costs: Costs, found: Advice, sync: Advice | None) -> None:

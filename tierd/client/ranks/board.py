@@ -55,6 +55,10 @@ class Board(Protocol):
         """Whether there is a note whose key begins with `prefix`, which ends with ``/``."""
         return False
 
+    def beside(self) -> Board:
+        """Return a board over the same notes, which another thread may use."""
+        return self
+
     def close(self) -> None:
         """Close connections. The board can be used again."""
         return

@@ -9,6 +9,7 @@
     <meeting>/<turn>/closing    by rank 0: all messages have arrived; a rank that gives up from now on waits for rank 0
     <meeting>/<turn>/all        by rank 0: all messages, or which ranks did not arrive
     <meeting>/seen/<rank>       the last turn whose end the rank has read; only if rank 0 hosts the board
+    <meeting>/notice/...        see client/preemption/agreement.py
 
 Invariant: every rank writes its note before it waits for another rank. A rank is waited for as long as it gives signs
 of life. A rank that did not arrive, or gives no sign of life, is waited for a bounded time. All ranks learn which rank
@@ -107,6 +108,10 @@ class Meeting:
                 self._submit(self._beat)
                 self._submit(done.set)
                 done.wait(_LAST_S)
+
+    def notes(self) -> tuple[Board, str]:
+        """Return a board for another thread, and the prefix of this meeting's keys, which end with the meeting."""
+        return self._board.beside(), f"{self._name}/"
 
     def close(self) -> None:
         """Remove this rank's notes from the board, and end the thread. A later call starts another thread.

@@ -155,6 +155,13 @@ class Ranks:
                 f"rank {self.rank} of {self.world}: the other ranks cannot be heard: {error}"
             ) from error
 
+    def notes(self) -> tuple[Board | None, str]:
+        """Return a board for another thread, and what the keys of this launch's notes begin with.
+
+        The board is None if there is one rank, or if the ranks cannot talk.
+        """
+        return (None, "") if self._meeting is None else self._meeting.notes()
+
     def close(self) -> None:
         """End the thread by which ranks talk. A later `gather` starts it again."""
         if self._meeting is not None:

@@ -11,6 +11,7 @@ absent.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import socket
 import struct
@@ -99,6 +100,11 @@ class TierBoard(Board):
 
     def holds(self, prefix: str) -> bool:
         return bool(self._names(_name(prefix)))
+
+    def beside(self) -> TierBoard:
+        other = copy.copy(self)
+        other._link, other._pieces = None, {}
+        return other
 
     def close(self) -> None:
         link, self._link = self._link, None

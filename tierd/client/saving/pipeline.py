@@ -106,10 +106,12 @@ class Pipeline:
         if arena is not None:
             self._slots[0].adopt(arena)
 
-    def drain(self) -> None:
-        """Return when every save has ended."""
-        self._copier.drain()
-        self._persister.drain()
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Return when every save has ended, or after `timeout_s`; return whether every save has."""
+        begun_s = time.monotonic()
+        if not self._copier.drain(timeout_s):
+            return False
+        return self._persister.drain(None if timeout_s is None else max(0.0, begun_s + timeout_s - time.monotonic()))
 
     def close(self) -> None:
         self._copier.close()

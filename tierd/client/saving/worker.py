@@ -71,12 +71,13 @@ class Worker:
             raise ConfigError("the interpreter is ending and runs nothing more: save before its exit")
         self._jobs.put(job)
 
-    def drain(self) -> None:
-        """Return when all queued jobs have run."""
-        if self._thread in _working:
-            done = Latch()
-            self.give(done.open)
-            done.wait()
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Return when all queued jobs have run, or after `timeout_s`; return whether all have."""
+        if self._thread not in _working:
+            return True
+        done = Latch()
+        self.give(done.open)
+        return done.wait(timeout_s)
 
     def close(self) -> None:
         """Run the jobs that are left, and end the thread."""

@@ -45,6 +45,7 @@ class Inventory:
     full: frozenset[str] = frozenset()  # tiers that refused a put as full, and from which nothing was deleted since
     append_only: frozenset[str] = frozenset()  # tiers that refuse deletions
     sent: Mapping[str, Sent] = field(default_factory=dict)  # by tier
+    node_ends: bool = False  # soon, so that the newest checkpoints are sent first
     who: str = ""  # this node's id among the nodes that share a tier, 8 hex digits
 
     @property

@@ -7,6 +7,8 @@ first.
 A tier that is slower than the saves would never receive anything but the newest checkpoint. Therefore the daemon sends
 some checkpoints that are wanted for good after each newest one: about the square root of the number that wait. So both
 kinds make progress however slow the tier is. The queue shrinks as long as saves add less than the tier can receive.
+
+Before the node ends, only the newest count.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ def in_turn(
     newest: Mapping[str, CheckpointId],
     sent: Sent | None,
     needed: Collection[CheckpointId] = (),
+    *,
+    newest_first: bool = False,
 ) -> list[CheckpointId]:
     """The candidates for one tier in the order in which to send them.
 
@@ -49,7 +53,10 @@ def in_turn(
         newest: by run, the newest checkpoint that is complete on the tier.
         sent: the checkpoint that this daemon sent there last, which is finished first.
         needed: the checkpoints for which a restore on another node waits.
+        newest_first: the newest checkpoints are first in any case, because the node ends.
     """
+    if newest_first:
+        return sorted((one.checkpoint for one in candidates), key=_newest, reverse=True)
     found = sorted(candidates, key=_age, reverse=True)
     first_of: dict[str, FlushCandidate | None] = {}
     for one in found:
@@ -89,6 +96,10 @@ def _is_ahead(one: FlushCandidate, newest: CheckpointId | None, sent: Sent | Non
 def _age(one: FlushCandidate) -> tuple[str, int, int, str]:
     """Sort key, largest first: the newest launch, and in it the checkpoint of which other nodes have sent most."""
     return one.checkpoint.attempt, one.begun, one.checkpoint.step, one.checkpoint.run
+
+
+def _newest(one: CheckpointId) -> tuple[str, int, str]:
+    return one.attempt, one.step, one.run
 
 
 def _danger(one: FlushCandidate) -> tuple[int, bool, CheckpointId]:

@@ -174,7 +174,8 @@ def _sent(inventory: Inventory, plans: Mapping[str, RunPlan], awake: Mapping[str
                 parts[candidate.checkpoint] = some
         newest = {run: latest for run in plans if (latest := newest_on(tier, run))} if parts else {}
         for candidates in (own, filled):
-            turns = in_turn(candidates, newest, inventory.sent.get(name), inventory.needed)
+            sent = inventory.sent.get(name)
+            turns = in_turn(candidates, newest, sent, inventory.needed, newest_first=inventory.node_ends)
             found += [flush for turn in turns for flush in parts[turn]]
     return tuple(found)
 

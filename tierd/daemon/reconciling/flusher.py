@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, TierdError
 from tierd.core.event_kinds import metrics_of
@@ -21,6 +23,7 @@ from tierd.daemon.reconciling.setup import Setup
 from tierd.daemon.transfer.flush_pacing import Spread
 
 log = logging.getLogger("tierd.daemon")
+S = TypeVar("S")
 
 
 class Flusher:
@@ -35,6 +38,7 @@ class Flusher:
 
     def __init__(self, setup: Setup, backlog: Backlog, records: RunRecords, repairs: Repairs) -> None:
         self._setup, self._backlog, self._records, self._repairs = setup, backlog, records, repairs
+        self._sending: dict[str, tuple[PartId, asyncio.Future[Any]]] = {}  # by tier
 
     async def flush(self, part: PartId, tier: str, *, relayed: bool = False) -> None:
         """Send a part to a tier; a part that cannot be sent is put off, repaired or left to the next plan.
@@ -52,7 +56,9 @@ class Flusher:
         if relayed:
             setup.save_events.relayed(tier, part)
         try:
-            done = await send(part, tier, self._spread(part, tier))
+            done = await self._send(tier, part, send(part, tier, self._spread(part, tier)))
+            if done is None:
+                return
         except ObjectNotFound:
             if relayed:
                 setup.workers[tier].put_off(part)  # until the other tiers were observed again
@@ -84,6 +90,32 @@ class Flusher:
         journal.tell("flushed", tier, part, told, **more, seconds=round(time.monotonic() - begun, 3))
         setup.save_events.durable(tier, live.place, tiers.places)
         await self._records.write_heads(tier, [part.checkpoint.run])
+
+    async def _send(self, tier: str, part: PartId, sending: Coroutine[Any, Any, S]) -> S | None:
+        """Return the result of `sending`; None if it gave way. The next try does not send again what is on the tier."""
+        task = asyncio.ensure_future(sending)
+        self._sending[tier] = part, task
+        try:
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is None or current.cancelling():
+                raise
+            log.info("%s: %s gives way to a newer checkpoint, because the node ends", tier, part)
+            return None
+        finally:
+            self._sending.pop(tier, None)
+
+    def give_way(self) -> None:
+        """If the newest are sent first: end each flush of a checkpoint older than its run's newest in the spool."""
+        if not self._setup.phase.newest_first:
+            return
+        for tier, (part, task) in self._sending.items():
+            run = part.checkpoint.run
+            newest, there = self._setup.live.place.run(run).newest, self._setup.tiers.places[tier]
+            waits = newest is not None and (there is None or newest not in there.run(run).whole)
+            if newest is not None and waits and part.checkpoint < newest:
+                task.cancel()
 
     def _spread(self, part: PartId, tier: str) -> Spread:
         """Return the pauses of a flush: none if the tier lacks other parts too, because the tier would fall behind."""

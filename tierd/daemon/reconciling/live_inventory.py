@@ -14,6 +14,7 @@ from tierd.core.planning.copies import differing
 from tierd.core.planning.inventory import Inventory, Sent
 from tierd.core.planning.place import Place
 from tierd.core.retention.policy import seconds
+from tierd.daemon.reconciling.phase import Phase
 from tierd.daemon.reconciling.requests import ClientRequests
 from tierd.daemon.scrub.repairer import Repairer
 from tierd.daemon.spool_observer import SpoolObserver
@@ -42,13 +43,19 @@ class LiveInventory:
         spool: the local tier.
         requests: the requests of clients.
         repairer: knows the interrupted fetches that never become a whole part.
+        phase: tells whether the node ends soon.
         seen: called after each observation of the spool, with whether it has other parts than before.
     """
 
     def __init__(
-        self, spool: Spool, requests: ClientRequests, repairer: Repairer, seen: Callable[[bool], None]
+        self,
+        spool: Spool,
+        requests: ClientRequests,
+        repairer: Repairer,
+        phase: Phase,
+        seen: Callable[[bool], None],
     ) -> None:
-        self._spool, self._requests, self._repairer, self._seen = spool, requests, repairer, seen
+        self._spool, self._requests, self._repairer, self._phase, self._seen = spool, requests, repairer, phase, seen
         self.place = Place()
         self.free = 1.0
         self.busy: Counter[PartId] = Counter()
@@ -92,6 +99,7 @@ class LiveInventory:
             full=frozenset(self.full),
             append_only=self._tiers.append_only,
             sent=dict(self.sent),
+            node_ends=self._phase.newest_first,
             who=self._tiers.who,
         )
 

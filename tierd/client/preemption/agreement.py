@@ -1,0 +1,238 @@
+"""Let all ranks find a checkpoint due at the same step after a notice that any of them got.
+
+    notice/<turn>/first     by any rank that has a notice: the notice (`Notice`)
+    notice/<turn>/<rank>    the last step at which the rank has asked whether a checkpoint is due (`_Asked`)
+    notice/<turn>/all       by rank 0: the step after which the checkpoint is due, or why there is none (`_Word`)
+
+A rank that reads `first` stops answering: its next question waits. Then it writes the last step at which it has asked.
+When rank 0 has read this note of every rank, it publishes the latest of these steps. The checkpoint is due at the first
+step after it at which a rank asks, which is the same step on every rank because all ask at the same steps. Training may
+be far into another step meanwhile: only notes are waited for, which another thread writes, and never a rank's training.
+So ranks that wait for each other in a collective do not wait for ever.
+
+Invariant: between a rank's note and rank 0's word, the rank answers no question. So no rank has passed the step that
+follows the latest note. A rank that waits in vain gives the turn up and says so; it never waits longer than `LATE_S`
+three times.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+log = logging.getLogger("tierd")
+
+LATE_S = 15.0  # how long rank 0 waits for the notes of all ranks
+
+
+class Notes(Protocol):
+    """The calls of a `Board` that an agreement makes."""
+
+    def put(self, key: str, value: bytes) -> None: ...
+
+    def read(self, keys: Collection[str]) -> dict[str, bytes]: ...
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """Word that this node or job ends.
+
+    Attributes:
+        key: what makes it another notice than an earlier one. Each key counts once in a launch.
+        why: the notice, for people.
+        at_s: when this process learned of it, monotonic seconds.
+    """
+
+    key: str
+    why: str
+    at_s: float
+
+
+class Moment(NamedTuple):
+    """When a rank asked: the number of restores before, which are made by all ranks together, and the step."""
+
+    restores: int = 0
+    step: int = -1
+
+
+class _First(msgspec.Struct, frozen=True):
+    why: str
+    age_s: float
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    restores: int
+    step: int
+    keys: tuple[str, ...]
+
+
+class _Word(msgspec.Struct, frozen=True):
+    restores: int = 0
+    step: int = -1
+    keys: tuple[str, ...] = ()
+    why: str = ""
+    error: str = ""
+
+
+class Agreement:
+    """One rank's side. With several ranks one thread calls `offer` and `advance`, and the one that trains the rest.
+    With one rank there is only the one that trains.
+
+    Args:
+        name: what the keys of all notes begin with, the same on every rank and different for each launch.
+        seen_s: how old a note may be when this rank first reads it, in seconds.
+
+    Attributes:
+        why: the notice by which a checkpoint was last due; None before.
+        since_s: when it was given, monotonic seconds, rather too early than too late.
+        frozen_s: since when this rank answers no question; None while it answers.
+    """
+
+    def __init__(self, rank: int, world: int, name: str = "", seen_s: float = 0.0) -> None:
+        self._rank, self._world, self._name, self._seen_s = rank, world, name, seen_s
+        self._changed = threading.Condition()  # protects what both threads use: `frozen_s`, `_asked`, `_after`
+        self._turn = 0
+        self._mine: dict[str, Notice] = {}
+        self._handled: set[str] = set()
+        self._asked = Moment()
+        self._after: Moment | None = None
+        self._due_at: Moment | None = None
+        self._next: tuple[str, float] = "", 0.0
+        self._note: bytes | None = None  # this rank's note, until it is written
+        self._unsaved = False
+        self.why: str | None = None
+        self.since_s = 0.0
+        self.frozen_s: float | None = None
+
+    # -- the thread that trains ---------------------------------------------------------------------------------------
+
+    def due(self, step: int) -> bool:
+        """Return whether a checkpoint is due by a notice; waits while this rank answers no question.
+
+        With one rank it stays due until a save counts, with several at the step at which it was first found due.
+        """
+        with self._changed:
+            turn = self._turn
+            if not self._changed.wait_for(lambda: self.frozen_s is None, 3 * LATE_S):
+                self._end(turn, _Word(error="the thread that talks to the other ranks hangs"))
+            self._asked = max(self._asked, Moment(self._asked.restores, step))
+            return self._is_due(step)
+
+    def _is_due(self, step: int) -> bool:
+        if self._world == 1 and self._mine:
+            first = min(self._mine.values(), key=lambda one: one.at_s)
+            self.why, self.since_s, self._unsaved = first.why, first.at_s, True
+            self._handled |= self._mine.keys()
+            self._mine.clear()
+        if self._world > 1 and self._after is not None and self._asked > self._after:
+            self._after, self._due_at = None, self._asked
+            self.why, self.since_s = self._next
+        return self.is_due_at(step)
+
+    def is_due_at(self, step: int) -> bool:
+        """Return whether `due` said so at `step`, and no save has counted since if there is one rank."""
+        return self._unsaved if self._world == 1 else self._due_at == (self._asked.restores, step)
+
+    def saved(self) -> None:
+        """Record a save that counts."""
+        self._unsaved = False
+
+    def restored(self) -> None:
+        """Record that all ranks restored, and ask at earlier steps again."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.frozen_s is None, 3 * LATE_S)
+            self._asked = Moment(self._asked.restores + 1, -1)
+
+    # -- the thread that reads and writes notes -----------------------------------------------------------------------
+
+    def offer(self, notice: Notice) -> None:
+        """Take a notice that this rank got. One that was handled before is ignored."""
+        if notice.key not in self._handled:
+            self._mine.setdefault(notice.key, notice)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do but to read whether another rank has a notice."""
+        return self.frozen_s is None and not self._mine
+
+    def advance(self, notes: Notes, now_s: float) -> None:
+        """Do the next part of a turn; call it again after a pause.
+
+        Raises:
+            RuntimeError, OSError: the notes cannot be read or written. The turn ends without a checkpoint if that
+                lasts.
+        """
+        turn, frozen_s = self._turn, self.frozen_s
+        if frozen_s is not None and now_s - frozen_s > 2 * LATE_S:
+            self._end(turn, _Word(error=f"rank {self._rank} got no word from rank 0"))
+            return
+        if frozen_s is None and not self._begin(notes, now_s):
+            return
+        if self._note is not None:
+            notes.put(self._key(str(self._rank)), self._note)
+            self._note = None
+        word = self._decide(notes, now_s, frozen_s or now_s) if self._rank == 0 else self._answer(notes)
+        if word is not None:
+            self._end(turn, word)
+
+    def _begin(self, notes: Notes, now_s: float) -> bool:
+        """Answer no question any more, if some rank has a notice."""
+        key = self._key("first")
+        data = notes.read([key]).get(key)
+        if data is None and not self._mine:
+            return False
+        if self._mine:
+            first = min(self._mine.values(), key=lambda one: one.at_s)
+            self._next = first.why, first.at_s
+            if data is None:
+                notes.put(key, msgspec.json.encode(_First(first.why, now_s - first.at_s)))
+        else:
+            assert data is not None
+            told = msgspec.json.decode(data, type=_First)
+            self._next = told.why, now_s - self._seen_s - max(0.0, told.age_s)
+        with self._changed:
+            self.frozen_s, asked = now_s, self._asked
+            self._note = msgspec.json.encode(_Asked(asked.restores, asked.step, tuple(self._mine)))
+        return True
+
+    def _decide(self, notes: Notes, now_s: float, frozen_s: float) -> _Word | None:
+        keys = {self._key(str(rank)): rank for rank in range(self._world)}
+        found = notes.read(keys.keys())
+        if len(found) < self._world:
+            if now_s - frozen_s <= LATE_S:
+                return None
+            absent = [str(rank) for key, rank in keys.items() if key not in found]
+            word = _Word(error=f"rank {', '.join(absent[:10])} of {self._world} did not say where it is")
+        else:
+            asked = [msgspec.json.decode(one, type=_Asked) for one in found.values()]
+            latest = max(Moment(one.restores, one.step) for one in asked)
+            every = tuple(sorted({key for one in asked for key in one.keys}))
+            word = _Word(latest.restores, latest.step, every, self._next[0])
+        notes.put(self._key("all"), msgspec.json.encode(word))
+        return word
+
+    def _answer(self, notes: Notes) -> _Word | None:
+        data = notes.read([self._key("all")]).get(self._key("all"))
+        return None if data is None else msgspec.json.decode(data, type=_Word)
+
+    def _end(self, turn: int, word: _Word) -> None:
+        with self._changed:
+            if self._turn != turn or self.frozen_s is None:  # the other thread has ended it
+                return
+            self._handled.update(word.keys or self._mine)
+            self._mine = {key: one for key, one in self._mine.items() if key not in self._handled}
+            self._turn += 1
+            why, since_s = self._next
+            if word.error:
+                log.error("notice: %s; no checkpoint is due by it, because %s", why, word.error)
+            else:
+                self._next = word.why, since_s
+                self._after = Moment(word.restores, word.step)
+            self.frozen_s = None
+            self._changed.notify_all()
+
+    def _key(self, last: str) -> str:
+        return f"{self._name}notice/{self._turn}/{last}"

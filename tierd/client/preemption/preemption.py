@@ -1,0 +1,174 @@
+"""The notices that reach this rank, and the threads that read them and agree with the other ranks.
+
+Invariant: training waits for a thread only while the ranks agree on the step of a notice. What no notice needs is not
+done: one rank has no thread for other ranks, and a machine of no known cloud none for a metadata server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tierd.client.preemption.agreement import Agreement, Notes, Notice
+from tierd.client.preemption.signals import Signals
+from tierd.client.ranks.ranks import Ranks
+from tierd.core.errors import ConfigError, TierdError
+
+if TYPE_CHECKING:
+    from tierd.client.preemption.clouds import Cloud
+
+log = logging.getLogger("tierd")
+
+CLOUD_S = 5.0  # between two reads of a metadata server, as EC2's documentation recommends
+_TURN_S = 0.01  # between two reads of notes while the ranks agree
+_END_S = 2.0  # how long `close` waits for a thread
+_HOST = socket.gethostname()
+
+
+class Preemption:
+    """The notices of one `Checkpointer`. Handlers and threads begin with `begin`.
+
+    Args:
+        asked: the value of `When(preemption=...)`.
+
+    Raises:
+        ConfigError: the ranks cannot talk to each other; or the environment's address of a metadata server is wrong.
+    """
+
+    def __init__(self, asked: bool | str, ranks: Ranks) -> None:
+        if not ranks.talk:
+            raise ConfigError(
+                f"When(preemption={asked!r}): {ranks.world} ranks have no way to agree on the step of a notice: "
+                "initialise torch.distributed first"
+            )
+        self._rank, self._world = ranks.rank, ranks.world
+        self._cloud = _cloud(asked) if asked else None
+        self._notes: Notes | None = None
+        board, name = ranks.notes()
+        if board is not None:
+            self._notes, self._pause_s = board, max(board.beat_s / 2, ranks.world / 1000)
+            self._quick_s = max(_TURN_S, ranks.world / 2000, board.poll_s / 4)
+            self._agreement = Agreement(ranks.rank, ranks.world, name, self._pause_s)
+        else:
+            self._agreement = Agreement(0, 1)
+        self._arrived: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._signals: Signals | None = None
+        self._agreeing: threading.Thread | None = None
+        self._told = ""  # the last failure that was logged
+
+    def begin(self) -> None:
+        """Set the handlers, and start the threads.
+
+        Raises:
+            ConfigError: as `Signals`.
+        """
+        self._signals = Signals(self._heard)
+        if self._notes is not None:
+            self._agreeing = threading.Thread(target=self._agree, name="tierd-notices", daemon=True)
+            self._agreeing.start()
+        if self._cloud is not None:
+            threading.Thread(target=self._read_cloud, name="tierd-metadata", daemon=True).start()
+        atexit.register(self.close)  # so that no note is read while the interpreter exits
+
+    @property
+    def why(self) -> str | None:
+        """The notice by which a checkpoint was last due; None before the first."""
+        return self._agreement.why
+
+    def due(self, step: int) -> bool:
+        """Return whether a checkpoint is due at `step` by a notice, the same on every rank."""
+        if self._notes is None:
+            self._drain()
+        return self._agreement.due(step)
+
+    def is_due_at(self, step: int) -> bool:
+        """Return whether `due` said so at `step`, and asks for a save that has not counted."""
+        return self._agreement.is_due_at(step)
+
+    def saved(self) -> None:
+        """Record a save that counts."""
+        self._agreement.saved()
+
+    def restored(self) -> None:
+        """Record that all ranks restored together."""
+        self._agreement.restored()
+
+    def begun_s(self) -> float:
+        """Return when the last notice was given, monotonic seconds; without one, now."""
+        return time.monotonic() if self.why is None else self._agreement.since_s
+
+    def close(self) -> None:
+        """Put the earlier handlers back, and end the threads. The one that reads a server ends after its answer."""
+        atexit.unregister(self.close)
+        if self._signals is not None:
+            self._signals.close()
+        self._ended.set()
+        self._arrived.put(None)
+        if self._agreeing is not None:
+            self._agreeing.join(_END_S)
+            self._agreeing = None
+
+    # -- how notices arrive -------------------------------------------------------------------------------------------
+
+    def _heard(self, signal_name: str) -> None:
+        """Take a signal. Runs inside its handler, wherever the training thread is: `put` of this queue is reentrant."""
+        to = f" to rank {self._rank}" if self._world > 1 else ""
+        self._arrived.put(Notice(signal_name, f"{signal_name}{to} on {_HOST}", time.monotonic()))
+
+    def _read_cloud(self) -> None:
+        assert self._cloud is not None
+        while not self._ended.is_set():
+            begun_s = time.monotonic()
+            try:
+                for found in self._cloud.read():
+                    self._arrived.put(Notice(found.key, f"{found.why} (node {_HOST})", begun_s))
+                self._told = ""
+            except OSError as error:
+                self._warn(f"{self._cloud.name}'s metadata server: {error or repr(error)}")
+            self._ended.wait(max(0.0, CLOUD_S - (time.monotonic() - begun_s)))
+
+    def _warn(self, why: str) -> None:
+        if why != self._told:
+            log.warning("no notice of preemption can be read from %s; asked again every %g s", why, CLOUD_S)
+        self._told = why
+
+    def _drain(self, wait_s: float = 0.0) -> None:
+        """Take the notices that have arrived, after at most `wait_s` for the first of them."""
+        try:
+            while True:
+                notice = self._arrived.get(timeout=wait_s) if wait_s else self._arrived.get_nowait()
+                if notice is not None:
+                    self._agreement.offer(notice)
+                wait_s = 0.0
+        except queue.Empty:
+            return
+
+    # -- the other ranks ----------------------------------------------------------------------------------------------
+
+    def _agree(self) -> None:
+        assert self._notes is not None
+        while not self._ended.is_set():
+            self._drain(self._pause_s if self._agreement.is_idle else self._quick_s)
+            if self._ended.is_set():
+                return
+            idle = self._agreement.is_idle
+            try:
+                self._agreement.advance(self._notes, time.monotonic())
+            except (RuntimeError, OSError, ValueError, TierdError, msgspec.MsgspecError) as error:
+                if not idle:  # otherwise nobody waits, and the ranks that have a notice say so
+                    log.warning("notice: the other ranks cannot be told yet: %s", str(error).partition("\n")[0])
+                self._ended.wait(self._pause_s)
+
+
+def _cloud(asked: bool | str) -> Cloud | None:
+    from tierd.client.preemption.clouds import cloud  # loads an HTTP client
+
+    return cloud(asked)
