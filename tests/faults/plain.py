@@ -3,6 +3,7 @@ copy, what was handed over before a death, and how a daemon and a trainer end.""
 
 from __future__ import annotations
 
+from faults.deploying import DEPLOYING
 from faults.devices import DEVICES
 from faults.doctoring import DOCTORING
 from faults.elsewhere import ELSEWHERE
@@ -2373,6 +2374,7 @@ PLAIN = (
     + LINES
     + MEETINGS
     + DEVICES
+    + DEPLOYING
     + DOCTORING
     + _POLICIES
     + _ENDING

@@ -78,8 +78,10 @@ def _groups(of: Subject) -> Iterable[asyncio.Task[list[Finding]]]:
     if of.url.scheme == "s3":
         checks = {"DNS": tier.server(of), "credentials": tier.credentials(of), "operations": tier.operations(of)}
         checks["lifecycle"] = tier.bucket(of)
-    else:
+    elif of.url.scheme == "file":
         checks["directory"] = tier.directory(of)
+    else:
+        checks["operations"] = tier.operations(of)
     return [asyncio.ensure_future(_gathered(of.place, check, source)) for check, source in checks.items()]
 
 
