@@ -91,6 +91,13 @@ DEPLOYING = (
         f"{_CLOUD} -k repeated",
     ),
     Mutant(
+        "a process is aborted at its end by a thread of obstore's",
+        _STORE,
+        "@atexit.register\n",
+        "",
+        f"{_CLOUD} -k ends_as_it_should",
+    ),
+    Mutant(
         "a pod is killed while its daemon drains",
         _DAEMONSET,
         "terminationGracePeriodSeconds: 180",

@@ -9,7 +9,9 @@ obstore's own retries are off, because `RetryingStore` retries. `answers` transl
 from __future__ import annotations
 
 import asyncio
+import atexit
 import re
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,7 +31,22 @@ _DELETES = 16  # concurrent deletions; a request deletes one object
 _UNSAFE = re.compile(r"[^A-Za-z0-9._/-]")  # obstore would encode these, and they would sort elsewhere
 _LAST = "z" * 256  # sorts after each name of a key
 
+_SETTLE_S = 0.25  # from the end of a request until obstore's threads certainly hold nothing of Python's
+
 Opening = Callable[[StoreUrl], Any]
+
+
+class _LastRequest:
+    """When the last request of this process ended, in monotonic seconds."""
+
+    ended_at = -_SETTLE_S
+
+
+@atexit.register
+def _settle() -> None:
+    """Wait until obstore's threads are done with the interpreter, because one that needs it while it ends aborts the
+    process (github.com/PyO3/pyo3-async-runtimes/issues/40)."""
+    time.sleep(max(0.0, _LastRequest.ended_at + _SETTLE_S - time.monotonic()))
 
 
 class CloudStore:
@@ -135,6 +152,8 @@ class CloudStore:
             if answer.is_of_credentials or answer.status in (401, 403):
                 self._store = None  # other credentials may be there at the next call
             raise translated(str(self._url), doing, error) from None
+        finally:
+            _LastRequest.ended_at = time.monotonic()
 
 
 def _offset(prefix: str, after: str) -> str | None:
