@@ -81,14 +81,14 @@ DEPLOYING = (
         _ANSWERS,
         'if action == "delete" and status in',
         "if False and status in",
-        f"{_CLOUD} -k refusal_to_delete",
+        "pytest tests/stores/test_cloud_answers.py -k refusal_to_delete",
     ),
     Mutant(
         "a server's words are shown",
         _ANSWERS,
         'return kind(f"{place}: {doing}: {shown or name}{advice}")',
         'return kind(f"{place}: {doing}: {shown or name}{advice} ({error})")',
-        f"{_CLOUD} -k repeated",
+        "pytest tests/stores/test_cloud_answers.py -k repeated",
     ),
     Mutant(
         "a process is aborted at its end by a thread of obstore's",
