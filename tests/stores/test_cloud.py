@@ -18,7 +18,7 @@ from support.s3stub import Bucket, serving
 import tierd
 from tierd.cli import run
 from tierd.cli.status import EXIT_ALERT, EXIT_WARNING
-from tierd.core.errors import DeleteRefused, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
+from tierd.core.errors import ConfigError, DeleteRefused, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import parse_url
 from tierd.stores.base import Store, children
 from tierd.stores.cloud.cloud_store import _LAST, CloudStore, _offset
@@ -262,6 +262,13 @@ def test_it_is_opened_by_its_url_and_nothing_is_read_before_the_first_call(monke
         store = open_store(parse_url(url), up=1000)
         assert url in repr(store)
         asyncio.run(store.aclose())
+
+
+def test_without_obstore_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.delitem(sys.modules, "tierd.stores.cloud.cloud_store")
+    with pytest.raises(ConfigError, match=r"gs://bucket needs the package obstore: pip install 'tierd\[obstore\]'"):
+        open_store(parse_url("gs://bucket"))
 
 
 def test_a_process_that_used_it_ends_as_it_should() -> None:
