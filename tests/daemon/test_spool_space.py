@@ -103,6 +103,21 @@ def test_a_copy_whose_tier_lost_it_stays(spool, disk, monkeypatch):
         assert runs(spool) == [("run", 1)]
 
 
+@pytest.mark.parametrize(("fault", "seconds"), [(StoreUnavailable("down"), 0.0), (None, 60.0)], ids=["fails", "stalls"])
+def test_a_copy_goes_although_the_first_of_the_tiers_that_hold_it_does_not_answer(spool, disk, fault, seconds):
+    """`faults simulation --only 1000145`: the save met a full disk twice, though another tier held verified copies."""
+    near, far = Double(), Double()
+    fill(spool, part(1), part(2), part(3))
+    with Daemon(spool.root, {"near": near, "far": far}) as daemon, Link(spool) as link:
+        link.ask(Attach(run="run"))
+        daemon.settle()
+        near.error, near.delay = fault, seconds
+        answer = link.ask(MakeRoom(run="run", size_bytes=5 * MIB // 2))
+        assert answer["enough"] and runs(spool) == [("run", 2), ("run", 3)]
+        assert ("get", part(1).manifest_key) in far.calls
+        near.delay = 0.0
+
+
 def test_with_a_quota_it_counts_what_it_deletes(spool, monkeypatch):
     """The file system has much free; this user has not."""
     fill(spool, part(1), part(2), part(3))

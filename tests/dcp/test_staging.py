@@ -174,18 +174,20 @@ def test_all_kinds_of_values_are_staged(local):
     assert staged["tied"].data_ptr() == staged["again"].data_ptr() != tied.data_ptr()
 
 
-def test_pickling_waits_for_the_copy(local):
-    """As a save in another process does it."""
+def test_pickling_waits_for_the_copy(local, monkeypatch):
+    """As a save in another process does it. The copy may be quick, so the wait itself is seen, too."""
     job = Job()
     local.attach(job.optimizer)
     expected = job.copy()
     writer = tierd.dcp.StorageWriter(local, 1)
     staged = writer.stage(job.state())
-    found = []
+    found, waited, wait = [], [], staged.staged.wait
+    monkeypatch.setattr(type(staged.staged), "wait", lambda self: waited.append(wait()))
     reading = threading.Thread(target=lambda: found.append(pickle.loads(pickle.dumps(staged))))
     reading.start()
     job.step()
     reading.join(20)
+    assert len(waited) == 1
     assert type(found[0]) is dict and alike(found[0], expected)
     assert writer._copies.room is None  # not used again: pickling may have moved it
 

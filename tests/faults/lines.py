@@ -41,7 +41,7 @@ LINES = (
         _LINE,
         "        except botocore.BotoCoreError:\n            self.state = State.DEAD\n            raise",
         "        except botocore.BotoCoreError:\n            raise",
-        _MODEL,
+        f"{_MODEL} -k broke_off",
     ),
     Mutant(
         "what comes behind an answer is the next one's",

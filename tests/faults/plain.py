@@ -912,6 +912,20 @@ _POLICIES = (
         "pytest tests/daemon/test_spool_space.py -k last_copy_went",
     ),
     Mutant(
+        "a tier that fails hides that another holds what a full disk asks for",
+        "tierd/daemon/tiers/holders.py",
+        "                    failure = error\n                    continue\n",
+        "                    raise error\n",
+        "pytest tests/daemon/test_spool_space.py -k 'first_of and fails'",
+    ),
+    Mutant(
+        "a tier that stalls hides that another holds what a full disk asks for",
+        "tierd/daemon/tiers/holders.py",
+        "timeout=_NEXT if later else None",
+        "timeout=None",
+        "pytest tests/daemon/test_spool_space.py -k 'first_of and stalls'",
+    ),
+    Mutant(
         "who saved a run deletes nothing of it once its last copy went",
         "tierd/core/planning/janitor.py",
         "    if known and _saved_first(inventory, run) >= max(known):\n",
@@ -1786,7 +1800,14 @@ _LAUNCHES = (
         "tierd/core/retention/policy.py",
         "            if alone.keep:",
         "            if False:",
-        f"{_BESIDE} -k keeps_what_it_would_keep_alone",
+        f"{_BESIDE} -k says_why_it_stays",
+    ),
+    Mutant(
+        "the quick answer forgets the launches that live beside a later one",
+        "tierd/core/retention/policy.py",
+        "return frozenset(found).union(*(alone.kept for alone in self._alone.values()))",
+        "return frozenset(found)",
+        "pytest tests/core/planning/test_planner.py -k what_each_verdict_keeps",
     ),
     Mutant(
         "a tier lacks what a launch that lives has saved beside a later one",

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -111,15 +111,6 @@ class Round:
         """A part of the round that cannot be done here."""
         self.skipped.append(why)
         print(f"SKIPPED in {self.kind}: {why}", flush=True)
-
-    def attempt(self, seed: int, trial: Callable[[int], int | None]) -> None:
-        """One trial that answers how many units it was worth (None: one), and raises what it lost."""
-        try:
-            units = trial(seed)
-        except Exception as error:
-            self.lost(seed, error)
-        else:
-            self.passed(1 if units is None else units)
 
     @property
     def _seconds(self) -> float:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from faults.hands import Trial, spread
 from faults.plain import PLAIN
 from faults.rounds import Lost, Mutant, Round
 
@@ -24,6 +25,7 @@ UNIT = "mutants"
 KITS = ("simulation", "power", "kills", "disk", "s3", "corruption", "hostile", "torn", "host")
 ROOT = Path(__file__).resolve().parents[2]
 _LIMIT = 420.0  # seconds that what finds a mutant may take
+_TRIAL_LIMIT_S = 900  # with it, and without it
 _MANY = 60  # mutants, for which the tests that find them are run as whole files first
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*.egg-info", ".demo", ".hypothesis")
 
@@ -48,32 +50,38 @@ def missing() -> str | None:
 def run(work: Round) -> None:
     """Seeds stride through the mutants, so that a short round has some of every kit's."""
     mutants = collect()
+    step = next(step for step in (7, 5, 3, 1) if len(mutants) % step)
     tree = work.room / "tree"
     shutil.copytree(ROOT, tree, ignore=_LEFT_OUT)
+    files_green = work.trials > _MANY and _files_are_green(mutants, tree)
 
-    @functools.cache
-    def all_green() -> bool:
-        """Whether every file of tests that finds a mutant is green: minutes, where one by one takes an hour."""
-        files = {word.split("::")[0] for by in {one.by for one in mutants} for word in by.split() if "/test_" in word}
-        command = ["-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider", *sorted(files)]
-        return not subprocess.run([sys.executable, *command], cwd=tree, env=_environment(tree), check=False).returncode
+    def prepare() -> Trial:
+        own = work.room / f"tree-{os.getpid()}"
+        shutil.copytree(tree, own)
 
-    @functools.cache
-    def green(by: str) -> bool:
-        return (by.startswith("pytest ") and work.trials > _MANY and all_green()) or not _reds(by, "", tree)
+        @functools.cache
+        def green(by: str) -> bool:
+            return (by.startswith("pytest ") and files_green) or not _reds(by, "", own)
 
-    def trial(seed: int) -> None:
-        step = next(step for step in (7, 5, 3, 1) if len(mutants) % step)
-        mutant = mutants[seed * step % len(mutants)]
-        if not green(mutant.by):
-            raise Lost(f"{mutant.by} is red without any mutant")
-        with _planted(mutant, tree):
-            if not _reds(mutant.by, mutant.told, tree):
-                raise Lost(f"mutant survived: {mutant.name} ({mutant.path}), by {mutant.by}")
-        work.notes[f"by {mutant.by.split()[0]}"] += 1
+        def trial(seed: int) -> tuple[int, list[str]]:
+            mutant = mutants[seed * step % len(mutants)]
+            if not green(mutant.by):
+                raise Lost(f"{mutant.by} is red without any mutant")
+            with _planted(mutant, own):
+                if not _reds(mutant.by, mutant.told, own):
+                    raise Lost(f"mutant survived: {mutant.name} ({mutant.path}), by {mutant.by}")
+            return 1, [f"by {mutant.by.split()[0]}"]
 
-    for seed in work.seeds():
-        work.attempt(seed, trial)
+        return trial
+
+    spread(work, prepare, deadline_s=_TRIAL_LIMIT_S, batch=1)
+
+
+def _files_are_green(mutants: tuple[Mutant, ...], tree: Path) -> bool:
+    """Whether every file of tests that finds a mutant is green: minutes, where one by one takes an hour."""
+    files = {word.split("::")[0] for by in {one.by for one in mutants} for word in by.split() if "/test_" in word}
+    command = ["-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider", *sorted(files)]
+    return not subprocess.run([sys.executable, *command], cwd=tree, env=_environment(tree), check=False).returncode
 
 
 @contextmanager

@@ -44,7 +44,7 @@ WRITERS = (
     ),
     Mutant(
         "a spool's copy goes for another content on the tier",
-        "tierd/daemon/tiers/prune.py",
+        "tierd/daemon/tiers/holders.py",
         "        if local is not None and not manifest.same_content(local):\n",
         "        if False:\n",
         f"{_NODES} -k another_node",

@@ -88,15 +88,15 @@ def cycle(seed: int, home: Path) -> tuple[list[str], float]:
     try:
         for node in range(4):
             made.start(node)
-        await_that(lambda: made.saves() >= 1, 120)
+        await_that(lambda: made.saves() >= 1, 240)
         lost = chance.sample((1, 2, 3), 1 + seed % 3)
         for node in lost:
             before, saves = len(made.worlds()), made.saves()
             made.lose(node)
-            await_that(lambda before=before, saves=saves: len(made.worlds()) > before and made.saves() > saves, 120)
+            await_that(lambda before=before, saves=saves: len(made.worlds()) > before and made.saves() > saves, 240)
         before = len(made.worlds())
         made.start(lost[0])
-        await_that(lambda: len(made.worlds()) > before or (home / "final").exists(), 120)
+        await_that(lambda: len(made.worlds()) > before or (home / "final").exists(), 240)
         for agent in made.running.values():
             assert agent.wait(300) == 0, told
     except AssertionError as error:

@@ -286,9 +286,9 @@ class Reconciler:
         if isinstance(error, StoreFull):
             self._live.full.add(worker.name)
         delay = worker.failed(error, self._random, long=isinstance(error, StoreRefused))
-        doing = describe(action) if action else "looking"
+        doing = describe(action) if action else "observing"
         known = isinstance(error, TierdError | OSError) or is_exhausted(error)
-        log.warning("%s: %s failed, again in %.0f s: %s", worker.name, doing, delay, error, exc_info=not known)
+        log.warning("%s: %s failed; next try in %.0f s: %s", worker.name, doing, delay, error, exc_info=not known)
         self.journal.failed((_LANE, worker.name), verb(action), worker.name, subject(action), str(error))
 
     def _worked(self, worker: TierWorker, action: Action | None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import assert_never
 
 from tierd.core.diagnosis.findings import NODE, SYSTEM, Finding, finding
 from tierd.core.errors import TierdError
@@ -75,13 +76,16 @@ async def _called(check: str, call: Callable[[], Iterable[Finding]], place: str 
 
 def _groups(of: Subject) -> Iterable[asyncio.Task[list[Finding]]]:
     checks: dict[str, AsyncIterator[Finding]] = {}
-    if of.url.scheme == "s3":
-        checks = {"DNS": tier.server(of), "credentials": tier.credentials(of), "operations": tier.operations(of)}
-        checks["lifecycle"] = tier.bucket(of)
-    elif of.url.scheme == "file":
-        checks["directory"] = tier.directory(of)
-    else:
-        checks["operations"] = tier.operations(of)
+    match of.url.scheme:
+        case "s3":
+            checks = {"DNS": tier.server(of), "credentials": tier.credentials(of), "operations": tier.operations(of)}
+            checks["lifecycle"] = tier.bucket(of)
+        case "file":
+            checks["directory"] = tier.directory(of)
+        case "gs" | "az":
+            checks["operations"] = tier.operations(of)
+        case _ as unknown:
+            assert_never(unknown)
     return [asyncio.ensure_future(_gathered(of.place, check, source)) for check, source in checks.items()]
 
 

@@ -117,8 +117,8 @@ class SaveEvents:
                 self._unvouched[tier, run, attempt] += 1
                 if self._unvouched[tier, run, attempt] == _LASTS:
                     log.warning(
-                        "%s: %s: nothing is pruned: names of attempt %s say that it is the newest, and nothing of it "
-                        "can be read (it is damaged, of a newer tierd, of another key, or not tierd's); %s",
+                        "%s: %s: nothing is pruned: by the names of its objects attempt %s is the newest, and none of "
+                        "them can be read (it is damaged, of a newer tierd, of another key, or not tierd's); %s",
                         tier,
                         run,
                         attempt,

@@ -122,13 +122,16 @@ def test_who_lent_something_gives_way_last_and_loses_nothing(spool, daemon, monk
     with tierd.Checkpointer(spool.root, "run") as ckpt, contextlib.ExitStack() as stack:
         ckpt.save(1, tensors(1)).wait(timeout=20)
         assert ckpt.stats.handed_over == 1
+        (first,) = [line for line in daemon.handoff._lines if line.lane]
         for _ in range(8):  # twice as many as there is room for
             newcomer()
+        assert first in daemon.handoff._lines and not first.ending  # a trainer would come again, and nobody notice
         ckpt.save(2, tensors(2)).wait(timeout=20)
         assert ckpt.stats.handed_over == 2
         wait_until(lambda: not any(line.working for line in daemon.handoff._lines))
         with daemon.handoff._changed:
             (mine,) = [line for line in daemon.handoff._lines if line.lane]
+            assert mine is first
             for line in daemon.handoff._lines:
                 line.heard = time.monotonic() + (100 if line is not mine else 0)
                 line.arenas.setdefault(63, Arena(4096))

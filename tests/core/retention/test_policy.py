@@ -12,15 +12,25 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import find, given, settings
 from hypothesis import strategies as st
 from support.worlds import EPOCH, attempt, histories, policies
 
+from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
-from tierd.core.retention.policy import Best, CheckpointInfo, Ranking, RetentionPolicy, decide, merged, seconds
+from tierd.core.retention.policy import Best, CheckpointInfo, Ranking, RetentionPolicy, checked, decide, merged, seconds
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "retention.json").read_text())["cases"]
 SUITE = settings(max_examples=150)
+
+# Each rule, with a policy that has it, and whether what it keeps is kept however many newer ones follow.
+RULES: dict[str, tuple[RetentionPolicy, bool]] = {
+    "keep_last": (RetentionPolicy(keep_last=7), False),
+    "keep_every_steps": (RetentionPolicy(keep_every_steps=10), True),
+    "keep_within": (RetentionPolicy(keep_within="3h"), False),
+    "keep_every": (RetentionPolicy(keep_every="6h"), True),
+    "keep_best": (RetentionPolicy(keep_best=Best(metric="loss")), True),
+}
 
 
 def read_row(row) -> tuple[CheckpointInfo, bool, tuple[str, ...]]:
@@ -78,10 +88,65 @@ def test_what_no_policy_may_delete(found, policy):
 @SUITE
 @given(infos(), policies, policies)
 def test_adding_a_rule_never_deletes_more(found, policy, other):
-    for rule in ("keep_every_steps", "keep_within", "keep_every", "keep_best"):
+    for rule in RULES.keys() - {"keep_last"}:
         without = msgspec.structs.replace(policy, **{rule: None})
         more = msgspec.structs.replace(without, **{rule: getattr(other, rule)})
         assert deleted(found, more) <= deleted(found, without)
+
+
+def test_every_rule_is_in_the_table():
+    """What stands in `RULES` is tested below, so a new rule belongs there."""
+    assert list(RULES) == list(RetentionPolicy.__struct_fields__)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_merging_keeps_every_rule(rule):
+    policy, _ = RULES[rule]
+    assert getattr(policy, rule) != getattr(RetentionPolicy(keep_last=1), rule)
+    for several in ([policy, RetentionPolicy(keep_last=1)], [RetentionPolicy(keep_last=1), policy]):
+        assert getattr(merged(several), rule) == getattr(policy, rule)
+
+
+@pytest.mark.parametrize("rule", RULES.keys() - {"keep_last"})
+def test_every_rule_is_drawn(rule):
+    """Else no property of any policy says anything of it."""
+    assert find(policies, lambda policy: getattr(policy, rule) is not None)
+
+
+@pytest.mark.parametrize(("rule", "for_good"), [(rule, good) for rule, (_, good) in RULES.items()])
+def test_what_a_rule_keeps_for_good(rule, for_good):
+    """Of a run's first checkpoints, and of its newest one, `is_for_good` names only what many newer ones leave."""
+    made = [
+        CheckpointInfo(
+            CheckpointId("r", attempt(1), 10 * n), True, True, False, EPOCH + timedelta(hours=n), {"loss": n}
+        )
+        for n in range(40)
+    ]
+    policy = msgspec.structs.replace(RULES[rule][0], keep_last=7 if rule == "keep_last" else 1)
+    ranking = Ranking(made, policy)
+    good = {info.id for info in made if ranking.is_for_good(info)}
+    assert bool(good) == for_good
+    assert good <= ranking.kept
+    later = [replace(info, id=replace(info.id, step=info.id.step + 401), metrics={}) for info in made]
+    later = [replace(info, created=info.created + timedelta(days=9)) for info in later]
+    assert Ranking([*made, *later], policy).kept & {info.id for info in made} == good
+
+
+@pytest.mark.parametrize("rule", ("keep_every_steps", "keep_every", "keep_best"))
+def test_a_program_gives_a_rule_no_more_values_than_a_file(rule):
+    several = {
+        "keep_every_steps": tuple(range(1, 18)),
+        "keep_every": tuple(f"{n}h" for n in range(1, 18)),
+        "keep_best": tuple(Best(metric=f"m{n}") for n in range(17)),
+    }
+    assert {name for name in RULES if takes_several(name)} == several.keys()
+    with pytest.raises(ConfigError, match=f"{rule} has 17 values, at most 16"):
+        checked(RetentionPolicy(**{rule: several[rule]}))
+
+
+def takes_several(rule: str) -> bool:
+    """Whether a rule takes one value or several, by its type."""
+    return "tuple" in str(RetentionPolicy.__annotations__[rule])
 
 
 @SUITE

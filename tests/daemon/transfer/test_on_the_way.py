@@ -10,7 +10,8 @@ import pytest
 from support.doubles import Double, flipped, is_manifest
 from support.world import commit, converge, part, reconciler, running, settle, steps_on
 
-from tierd.daemon.tiers.prune import holds, prune
+from tierd.daemon.tiers.holders import holds
+from tierd.daemon.tiers.prune import prune
 from tierd.spool.spool import Spool
 
 

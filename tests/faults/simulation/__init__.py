@@ -98,7 +98,7 @@ MUTANTS = (
         "        except TierdError:\n            self._saw(tier, begun, None)\n            raise\n",
         "        except TierdError:\n            self._saw(tier, begun, Place())\n",
         _OUTAGES,
-        "was right there",
+        "was right there | which no tier holds",
     ),
     Mutant(
         "what was put is not read back",

@@ -23,7 +23,7 @@ from faults.simulation.node import tierd_here
 from faults.simulation.region import Region, Site, Tier
 from faults.simulation.rules import Rules
 from faults.simulation.store import Weather
-from faults.simulation.training import SIZE, Training, any_of, restored
+from faults.simulation.training import RESTORING, SIZE, Training, any_of, restored
 from support.world import CHUNK
 
 from tierd.core.errors import TierdError
@@ -104,7 +104,7 @@ class Life:
         finally:
             for task in (work, *chaos):
                 task.cancel()
-            await asyncio.wait([*jobs, *chaos])
+            await asyncio.wait([*jobs, *chaos], timeout=RESTORING)  # a job may wait for a node that nobody starts now
         await self._end()
 
     async def _jobs(self, site: Site) -> None:

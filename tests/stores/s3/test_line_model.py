@@ -10,13 +10,17 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
 from unittest import mock
+from urllib.parse import urlsplit
 
 import pytest
+from botocore.awsrequest import AWSRequest
+from botocore.exceptions import BotoCoreError
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
@@ -322,3 +326,26 @@ def test_nothing_is_left_of_a_call_that_has_ended(machine: None, caplog: pytest.
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+def test_a_line_whose_answer_broke_off_is_dead() -> None:
+    """The model seldom sees the difference, because whoever gives the line back closes it as well."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = urlsplit(f"http://127.0.0.1:{server.getsockname()[1]}/k")
+        one = line.HttpLine(url, ssl.create_default_context, 5.0, 5.0)
+
+        def serve() -> None:
+            client, _ = server.accept()
+            with client:
+                client.recv(1 << 16)
+                client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nab")
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        request = AWSRequest("GET", url.geturl()).prepare()
+        assert one.exchange(url, request).size == 5 and one.state is State.BUSY
+        with pytest.raises(BotoCoreError, match="ended after 2 of the 5 bytes"):
+            one.read(100)
+        assert one.state is State.DEAD
+        serving.join()
+        one.close()

@@ -144,7 +144,7 @@ class Agreement:
         """Exchange in one gather whether each rank has loaded the checkpoint: all ranks continue from it, or none does.
 
         Raises:
-            StateMismatch: another rank could not load it; or the error that this rank was given.
+            StateMismatch: this rank loaded it, and another one could not. Otherwise `error`, if it is not None.
         """
         outcomes = self._ranks.gather(LoadOutcome("" if error is None else _text(error)))
         if error is not None:

@@ -1,4 +1,4 @@
-"""Choose which checkpoints a restore tries, in which order, and when it stops, the same for a trainer and for a reader.
+"""Walk down the candidates of a restore, and decide when it stops, the same for a trainer and for a reader.
 
 Invariant: a copy that is proven corrupt makes all ranks try the next candidate. A place that cannot be asked never
 does, on any rank.

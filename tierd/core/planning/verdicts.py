@@ -38,7 +38,7 @@ def _judge_tier_at_large(demand: Demand, name: str, tier: Place, *, drops: bool)
 def _at_large(demand: Demand, name: str, tier: Place, verdict: Verdict, over: str) -> Verdict:
     """The final verdict over a checkpoint that the tier's own contents alone would delete.
 
-    An incomplete checkpoint may still become complete, as in `_patient`.
+    An incomplete checkpoint may still become complete, as in `tier_verdicts`.
     """
     one, hoped = verdict.id, verdict.id.attempt >= over
     if reasons := demand.reasons(name, one, hoped=hoped):

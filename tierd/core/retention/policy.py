@@ -69,8 +69,8 @@ Steps = Annotated[int, Meta(ge=1)]
 class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A set of rules. A checkpoint is kept if any rule wants it.
 
-    The last three rules take one value or several. Policies of equal meaning compare equal, because several values are
-    stored sorted and without duplicates, and a single value is stored without a tuple.
+    `keep_every_steps`, `keep_every` and `keep_best` take one value or several. Policies of equal meaning compare equal,
+    because several values are stored sorted and without duplicates, and a single value is stored without a tuple.
 
     Attributes:
         keep_last: this many newest checkpoints, both along the timeline and by launch and step. These are the

@@ -142,7 +142,12 @@ class Intake:
                 async with asyncio.timeout(_PATIENCE_S):
                     await self._reconciler.look(name)
             except Exception as error:  # its worker reports it
-                log.info("%s: %s is watched without it: %s", name, run, error or type(error).__name__)
+                log.info(
+                    "%s does not answer: %s is watched without knowing what that tier has: %s",
+                    name,
+                    run,
+                    error or type(error).__name__,
+                )
 
     def _stay_interested(self, run: str) -> None:
         self._reconciler.requests.interest.add(run)

@@ -22,7 +22,6 @@ from tierd.core.planning.place import Place
 from tierd.daemon.tiers.doomed import Confirm, Deletions, Pass
 from tierd.daemon.tiers.intents import deleting
 from tierd.daemon.tiers.manifests import Manifests
-from tierd.daemon.tiers.observe import missing_chunks
 from tierd.daemon.tiers.shared_chunks import mark_of
 from tierd.daemon.transfer.replicas import put_manifest, read_manifest, surely
 from tierd.stores.base import Store
@@ -150,28 +149,6 @@ async def quarantine(store: Store, part: PartId) -> bool:
         await put_manifest(store, part.quarantine_key, data)
     await store.delete([part.manifest_key])
     return True
-
-
-async def holds(store: Store, part: PartId, local: Manifest | None) -> bool | None:
-    """Whether a tier holds a copy of a part: the content of `local`, with every chunk there at its stored size.
-
-    The bytes were verified before the manifest was put; this check precedes the deletion of the spool's copy.
-
-    Returns:
-        None if the part was pruned there, which is no sign of corruption.
-    """
-    try:
-        manifest = await read_manifest(store, part)
-        if local is not None and not manifest.same_content(local):
-            return False
-        if all(chunk.stored for chunk in manifest.chunks()) and not await missing_chunks(store, manifest):
-            return True
-        await store.get(part.manifest_key)  # raises ObjectNotFound if it was pruned meanwhile
-    except ObjectNotFound:
-        return None
-    except ManifestError:
-        pass
-    return False
 
 
 async def verify(store: Store, part: PartId, read: Callable[[int], None]) -> tuple[Manifest, list[str]]:

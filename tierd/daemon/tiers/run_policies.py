@@ -102,8 +102,8 @@ async def record(store: Store, tier: str, one: StoredRetention) -> None:
     await store.put(retention_key(one.run, one.by, one.given), encode(one))
     if one.given == "default":
         log.warning(
-            "%s: if nobody configured what run %s keeps, it keeps the last %d; recorded beside its manifests. To keep "
-            "more: retention in a configuration, --keep-last, or Checkpointer(retention=tierd.Retention(…))",
+            "%s: no policy for run %s is known here, so the default is recorded beside its manifests: keep_last = %d. "
+            "To keep more: retention in a configuration, --keep-last, or Checkpointer(retention=tierd.Retention(…))",
             tier,
             one.run,
             DEFAULT.keep_last,

@@ -40,9 +40,10 @@ from tierd.daemon.pause import TierPause
 from tierd.daemon.rank_notes import sweep_meetings
 from tierd.daemon.tiers.doomed import Confirm
 from tierd.daemon.tiers.heads import rolled_back, unwritten, write
+from tierd.daemon.tiers.holders import lacking
 from tierd.daemon.tiers.intents import announced, announcing, node, sweep
 from tierd.daemon.tiers.observe import TierObserver
-from tierd.daemon.tiers.prune import holds, prune
+from tierd.daemon.tiers.prune import prune
 from tierd.daemon.tiers.run_policies import record, unrecorded
 from tierd.daemon.transfer.chunk_source import Twin
 from tierd.daemon.transfer.flush import Flushed, Route, flush
@@ -436,15 +437,12 @@ class Tiers:
         Returns:
             None if a tier holds all of these parts, or if no tier was seen to have them. Otherwise the tiers and parts
                 that lack a chunk that their manifest names.
+
+        Raises:
+            TierdError, OSError: a tier failed, and no other holds them.
         """
         seen = [name for name in self.places if all(self.has(part, name) for part in local)]
-        lost: list[tuple[str, PartId]] = []
-        for name in seen:
-            found = [await holds(self._stores[name], part, manifest) for part, manifest in local.items()]
-            if all(found):
-                return None
-            lost += [(name, part) for part, held in zip(local, found, strict=True) if held is False]
-        return lost if seen else None
+        return await lacking({name: self._stores[name] for name in seen}, local)
 
     def doubt(self, tier: str) -> None:
         """Discard the last observation of a tier, because it proved wrong."""

@@ -236,7 +236,7 @@ def _held(aside: Path) -> Iterator[Path]:
         if aside.exists() and not any(home.iterdir()):
             aside.rmdir()
         elif aside.exists():
-            log.warning("what came stays in %s: the same command goes on from there", aside)
+            log.warning("what was fetched is kept in %s; run the same command again to continue", aside)
         os.close(lock)
 
 

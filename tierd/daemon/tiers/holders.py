@@ -1,0 +1,87 @@
+"""Whether some tier still holds what the spool is about to delete.
+
+Invariant: one tier that fails or stalls hides no other tier's answer, because a save that found the disk full waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from tierd.core.errors import ManifestError, ObjectNotFound, TierdError
+from tierd.core.ids import PartId
+from tierd.core.manifest import Manifest
+from tierd.daemon.tiers.observe import missing_chunks
+from tierd.daemon.transfer.replicas import read_manifest
+from tierd.stores.base import Store
+
+_NEXT = 0.5  # seconds after which the next tier is asked, too: most tiers answer sooner, and need no second request
+
+
+async def lacking(
+    stores: Mapping[str, Store], local: Mapping[PartId, Manifest | None]
+) -> list[tuple[str, PartId]] | None:
+    """Ask tiers whether they hold the content of these parts, until one of them holds all.
+
+    Args:
+        stores: the tiers that were seen to hold all parts, by name. Each is asked when the one before it has answered,
+            has failed, or has been silent for `_NEXT` seconds.
+        local: each part's manifest in the spool, None where it cannot be read.
+
+    Returns:
+        None if a tier holds all parts, or if there is no tier. Otherwise the tiers and parts that lack a chunk that
+        their manifest names.
+
+    Raises:
+        TierdError, OSError: a tier failed, and no tier holds or lacks anything.
+    """
+    later, asked = list(stores), dict[asyncio.Task[list[bool | None]], str]()
+    lost: list[tuple[str, PartId]] = []
+    failure: BaseException | None = None
+    try:
+        while later or asked:
+            if later:
+                name = later.pop(0)
+                asked[asyncio.create_task(_held(stores[name], local))] = name
+            done, _ = await asyncio.wait(asked, timeout=_NEXT if later else None, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                name = asked.pop(task)
+                if isinstance(error := task.exception(), (TierdError, OSError)):
+                    failure = error
+                    continue
+                if all(found := task.result()):
+                    return None
+                lost += [(name, part) for part, held in zip(local, found, strict=True) if held is False]
+    finally:
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+    if failure and not lost:
+        raise failure
+    return lost if stores else None
+
+
+async def _held(store: Store, local: Mapping[PartId, Manifest | None]) -> list[bool | None]:
+    return [await holds(store, part, manifest) for part, manifest in local.items()]
+
+
+async def holds(store: Store, part: PartId, local: Manifest | None) -> bool | None:
+    """Whether a tier holds a copy of a part: the content of `local`, with every chunk there at its stored size.
+
+    The bytes were verified before the manifest was put; this check precedes the deletion of the spool's copy.
+
+    Returns:
+        None if the part was pruned there, which is no sign of corruption.
+    """
+    try:
+        manifest = await read_manifest(store, part)
+        if local is not None and not manifest.same_content(local):
+            return False
+        if all(chunk.stored for chunk in manifest.chunks()) and not await missing_chunks(store, manifest):
+            return True
+        await store.get(part.manifest_key)  # raises ObjectNotFound if it was pruned meanwhile
+    except ObjectNotFound:
+        return None
+    except ManifestError:
+        pass
+    return False
