@@ -19,7 +19,7 @@ from tierd.core import errors
 
 HOUSE = Path(tierd.__file__).parent
 DAEMON_ONLY = {"asyncio", "aiofiles", "aiobotocore", "aiohttp", "botocore", "cryptography", "rich", "typer", "watchdog"}
-DAEMON_ONLY |= {"zstandard"}
+DAEMON_ONLY |= {"obstore", "zstandard"}
 
 # A room may import these rooms of tierd. A room is a package, or a module at the top; in packages that many import,
 # each module is a room of its own, because a trainer loads some of them and not the others.

@@ -24,7 +24,7 @@ from tools import sbom
 from tools.locked import LOCK, TORCH, Pin, header, read
 
 OUT = Path("dist")
-NODE = ("daemon", "s3", "crypt")  # the extras that the service installs
+NODE = ("daemon", "s3", "crypt", "metrics", "obstore")  # the extras that the service installs
 NAMESPACE = "tierd"  # of the signature: what a key signed for another purpose is no release
 _HOOK = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 

@@ -3,6 +3,7 @@ copy, what was handed over before a death, and how a daemon and a trainer end.""
 
 from __future__ import annotations
 
+from faults.deploying import DEPLOYING
 from faults.devices import DEVICES
 from faults.doctoring import DOCTORING
 from faults.elsewhere import ELSEWHERE
@@ -2399,6 +2400,7 @@ PLAIN = (
     + MEETINGS
     + MOVING
     + DEVICES
+    + DEPLOYING
     + DOCTORING
     + _POLICIES
     + _ENDING

@@ -26,11 +26,15 @@ from tierd.core.manifest import decode, seal, unwrap, wrap
 from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.core.urls import parse_url
 from tierd.stores.base import weight
+from tierd.stores.deletions import DeletionGuard
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.file import FileStore
 from tierd.stores.keys import Key, read_key
+from tierd.stores.limit import LimitedStore
 from tierd.stores.memory import MemoryStore
 from tierd.stores.open import open_store
+from tierd.stores.request_counts import CountedStore
+from tierd.stores.retry import RetryingStore
 
 SECRET = bytes(range(32))
 KEY, OTHER = Key(SECRET), Key(bytes(32))
@@ -379,5 +383,9 @@ def test_a_missing_file_a_fifo_and_anothers_file_are_refused(tmp_path):
 
 
 def test_what_is_moved_is_counted_twice_where_it_is_encrypted():
-    assert weight(EncryptedStore(MemoryStore(), KEY), 7) == 14
-    assert weight(MemoryStore(), 7) == 7
+    plain, copying = MemoryStore(), MemoryStore()
+    copying.held = 2  # type: ignore[attr-defined]
+    assert [weight(EncryptedStore(it, KEY), 7) for it in (plain, copying)] == [14, 21]
+    assert weight(plain, 7) == 7
+    for around in (RetryingStore, CountedStore, DeletionGuard, lambda store: LimitedStore(store, 1, 1)):
+        assert weight(around(copying), 7) == 14

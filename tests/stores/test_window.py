@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from datetime import UTC, datetime
 from email.utils import formatdate
@@ -66,7 +65,7 @@ async def asked(store: RetryingStore, at_once: int, times: int) -> None:
 def test_a_place_that_takes_few_is_soon_asked_few_at_once() -> None:
     async def work() -> None:
         busy = Busy(4)
-        store = RetryingStore(busy, attempts=200, rng=random.Random(1).random, sleep=lambda _: asyncio.sleep(0.001))
+        store = RetryingStore(busy, attempts=200, rng=lambda: 0.001, sleep=lambda _: asyncio.sleep(0.001))
         await asked(store, 32, 20)
         assert len(busy._objects) == 640
         late = busy.refused[len(busy.refused) // 2 :]
@@ -79,7 +78,7 @@ def test_a_place_that_takes_few_is_soon_asked_few_at_once() -> None:
 def test_and_many_again_when_it_takes_many() -> None:
     async def work() -> None:
         busy = Busy(2)
-        store = RetryingStore(busy, attempts=200, rng=random.Random(1).random, sleep=lambda _: asyncio.sleep(0.001))
+        store = RetryingStore(busy, attempts=200, rng=lambda: 0.001, sleep=lambda _: asyncio.sleep(0.001))
         await asked(store, 16, 5)
         assert store._window._most < 8
         busy.room = 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 import time
@@ -12,6 +13,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
+
+MODIFIED = "Thu, 01 Jan 2026 00:00:00 GMT"
+
+
+def _etag(data: bytes) -> str:
+    return hashlib.md5(data).hexdigest()
 
 
 class Bucket:
@@ -52,9 +59,10 @@ def serving(bucket: Bucket) -> Iterator[Bucket]:
         def log_message(self, *_: object) -> None:
             pass
 
-        def _say(self, status: int, body: bytes = b"") -> None:
+        def _say(self, status: int, body: bytes = b"", etag: str = "e") -> None:
             self.send_response(status)
-            self.send_header("ETag", '"e"')
+            self.send_header("ETag", f'"{etag}"')
+            self.send_header("Last-Modified", MODIFIED)
             for name, value in bucket.headers.items():
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(body)))
@@ -86,7 +94,7 @@ def serving(bucket: Bucket) -> Iterator[Bucket]:
         def do_PUT(self) -> None:
             if asked := self._ask("PutObject"):
                 bucket.objects[asked[0]] = asked[2]
-                self._say(200)
+                self._say(200, etag=_etag(asked[2]))
 
         def do_DELETE(self) -> None:
             if asked := self._ask("DeleteObject"):
@@ -119,7 +127,7 @@ def serving(bucket: Bucket) -> Iterator[Bucket]:
             elif not key:
                 self._list(query)
             elif key in bucket.objects:
-                self._say(200, bucket.objects[key])
+                self._say(200, bucket.objects[key], _etag(bucket.objects[key]))
             else:
                 self._say(404, b"<Error><Code>NoSuchKey</Code></Error>")
 
@@ -129,7 +137,8 @@ def serving(bucket: Bucket) -> Iterator[Bucket]:
             most = int(query.get("max-keys", ["1000"])[0])
             keys = sorted(key for key in list(bucket.objects) if key.startswith(prefix) and key > after)
             items = "".join(
-                f"<Contents><Key>{key}</Key><Size>{len(bucket.objects[key])}</Size><ETag>e</ETag></Contents>"
+                f"<Contents><Key>{key}</Key><Size>{len(bucket.objects[key])}</Size>"
+                f"<ETag>{_etag(bucket.objects[key])}</ETag><LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
                 for key in keys[:most]
             )
             more = f"<NextContinuationToken>{keys[most - 1]}</NextContinuationToken>" if len(keys) > most else ""

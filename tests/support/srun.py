@@ -4,12 +4,14 @@
 
 Every task gets the variables of `env_array_for_step` and `setup_env` (src/common/env.c). When one task fails the others
 are killed, the job is requeued under the same id, `SLURM_RESTART_COUNT` counts that, and the job's start is a later
-second. Ends with 0 once all tasks of a start have. `TIERD_TEST_NODES` says over how many nodes the tasks are spread.
+second. Like srun it forwards SIGUSR1 to its tasks. Ends with 0 once all tasks of a start have. `TIERD_TEST_NODES` says
+over how many nodes the tasks are spread.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -37,6 +39,7 @@ def step(tasks: int, restarts: int, started: int, command: list[str]) -> bool:
         node, local = divmod(one, tasks // nodes)
         own = {"SLURM_PROCID": str(one), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local), NODE: str(node)}
         running.append(subprocess.Popen(command, env={**os.environ, **common, **own}))
+    signal.signal(signal.SIGUSR1, lambda number, _: [one.send_signal(number) for one in running])
     try:
         while any(one.poll() is None for one in running):
             if any(one.returncode for one in running):

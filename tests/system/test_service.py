@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -80,14 +81,20 @@ def install(machine: Machine, config: str) -> None:
     edit(machine, config)
 
 
-def edit(machine: Machine, config: str) -> None:
+def edit(machine: Machine, config: str, name: str = "tierd") -> None:
     """As an editor does it: owner and mode stay."""
-    machine.run(f"printf %s {shlex.quote(config)} > /etc/tierd/tierd.toml")
+    machine.run(f"printf %s {shlex.quote(config)} > /etc/tierd/{name}.toml")
 
 
-def train(machine: Machine, steps: str, *more: str, user: str = "alice") -> None:
-    words = shlex.join(["/opt/tierd/bin/python", "-c", TRAINER, "/nvme/tierd", steps, *more])
-    machine.run(f"cd / && setpriv --reuid {user} --regid {user} --clear-groups env HOME=/home/{user} {words}")
+def become(machine: Machine, user: str, *words: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
+    account = f"setpriv --reuid {user} --regid {user} --clear-groups env HOME=/home/{user} "
+    return machine.run(f"cd / && {account}{shlex.join(words)}", ok=ok, timeout=200)
+
+
+def train(
+    machine: Machine, steps: str, *more: str, user: str = "alice", spool: str = "/nvme/tierd"
+) -> subprocess.CompletedProcess[str]:
+    return become(machine, user, "/opt/tierd/bin/python", "-c", TRAINER, spool, steps, *more)
 
 
 def manifests(machine: Machine, tier: str) -> int:
@@ -146,3 +153,31 @@ def test_a_configuration_that_cannot_be_used_does_not_start_it_again_and_again(m
     assert (machine.show("tierd", "ActiveState"), machine.show("tierd", "NRestarts")) == ("failed", "0")
     assert machine.show("tierd", "ExecMainStatus") == "3"
     assert "tierd.toml" in machine.run("systemctl status tierd", ok=False).stdout
+
+
+@pytest.mark.timeout(600)
+def test_each_account_has_a_daemon_of_its_own(machine: Machine) -> None:
+    """Two instances of the template: neither account reaches the other's spool, and one's end is not the other's."""
+    machine.run("useradd --create-home bob")
+    machine.run(f"cd {SOURCE} && set -e\n" + blocks()[2])
+    spools = {account: f"/nvme/tierd/{account}" for account in ("alice", "bob")}
+    tiers = {account: f"/mnt/checkpoints/tierd/{account}" for account in spools}
+    for account, spool in spools.items():
+        edit(machine, CONFIG.format(spool=spool, tier=tiers[account]), account)
+    machine.run("set -e\n" + blocks()[3], timeout=200)
+    for account, spool in spools.items():
+        unit = f"tierd@{account}"
+        assert (machine.show(unit, "ActiveState"), machine.show(unit, "Slice")) == ("active", "system-tierd.slice")
+        assert machine.run(f"stat -c %U /proc/$(systemctl show -P MainPID {unit})").stdout.strip() == account
+        train(machine, "1,2", "disk", user=account, spool=spool)
+        assert manifests(machine, tiers[account]) == 2
+    strange = become(machine, "bob", "/opt/tierd/bin/tierd", "status", "--spool", spools["alice"], ok=False)
+    assert strange.returncode and spools["alice"] in strange.stdout + strange.stderr, strange
+    found = become(machine, "alice", "/opt/tierd/bin/tierd", "doctor", "--config", "/etc/tierd/alice.toml", ok=False)
+    assert "tierd@alice.service" in found.stdout, found.stdout + found.stderr
+
+    machine.run("systemctl stop tierd@alice")
+    states = {account: machine.show(f"tierd@{account}", "ActiveState") for account in spools}
+    assert states == {"alice": "inactive", "bob": "active"} and machine.show("tierd@alice", "Result") == "success"
+    train(machine, "3", "disk", user="bob", spool=spools["bob"])
+    assert manifests(machine, tiers["bob"]) == 3

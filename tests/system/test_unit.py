@@ -28,13 +28,16 @@ pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).parent.parent.parent
 UNIT = ROOT / "systemd" / "tierd.service"
+TEMPLATE = UNIT.with_name("tierd@.service")
+OF_AN_INSTANCE = {"ExecStart", "EnvironmentFile", "User", "Group", "ReadWritePaths", "StateDirectory"}
 USER = 1717  # nobody in particular
 
 
-def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("unit", "name"), [(UNIT, "tierd.service"), (TEMPLATE, "tierd@alice.service")])
+def test_systemd_accepts_the_unit(tmp_path: Path, unit: Path, name: str) -> None:
     tierd = Path(sys.executable).with_name("tierd")
-    copy = tmp_path / "tierd.service"
-    copy.write_text(UNIT.read_text().replace("/opt/tierd/bin/tierd", str(tierd)))
+    copy = tmp_path / name
+    copy.write_text(unit.read_text().replace("/opt/tierd/bin/tierd", str(tierd)))
     done = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -54,6 +57,13 @@ def test_the_unit_is_hardened() -> None:
         timeout=60,
     )
     assert done.returncode == 0, done.stdout  # exposure at most 1.5 of 10
+
+
+def test_the_template_is_the_unit_but_for_what_belongs_to_an_account() -> None:
+    """So all that is shown of the one unit holds for the other."""
+    one, each = directives(UNIT), directives(TEMPLATE)
+    assert {name for name in one.keys() | each.keys() if one.get(name) != each.get(name)} == OF_AN_INSTANCE
+    assert each["User"] == ["%i"] and all("%i" in each[name][0] for name in OF_AN_INSTANCE - {"Group"})
 
 
 def test_the_unit_takes_no_shared_memory_from_a_training() -> None:

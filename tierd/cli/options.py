@@ -26,7 +26,9 @@ ConfigOption = Annotated[
 ]
 UrlArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[URL]...", help="Tiers: file:///path or s3://bucket/prefix.", show_default=False),
+    typer.Argument(
+        metavar="[URL]...", help="Tiers: file:///path, s3://bucket/prefix, gs:// or az://.", show_default=False
+    ),
 ]
 RunOption = Annotated[str | None, typer.Option("--run", metavar="RUN", help="Only this run.", show_default=False)]
 StepOption = Annotated[int | None, typer.Option("--step", metavar="N", help="Only this step.", show_default=False)]

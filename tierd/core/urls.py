@@ -14,7 +14,22 @@ from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from tierd.core.errors import ConfigError
 
-_BUCKET = re.compile(r"(?!.*\.\.)(?!\d+\.\d+\.\d+\.\d+$)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+# Names of buckets, and their description for messages.
+_BUCKETS = {
+    "s3": (
+        re.compile(r"(?!.*\.\.)(?!\d+\.\d+\.\d+\.\d+$)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"),
+        "bucket name: 3 to 63 lower-case letters, digits, '-' or '.'; "
+        "a server's address goes into ?endpoint=http://host:port",
+    ),
+    "gs": (
+        re.compile(r"(?!.*\.\.)(?!\d+\.\d+\.\d+\.\d+$)[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]"),
+        "bucket name: 3 to 63 lower-case letters, digits, '-', '_' or '.'",
+    ),
+    "az": (
+        re.compile(r"(?!.*--)[a-z0-9][a-z0-9-]{1,61}[a-z0-9]"),
+        "container name: 3 to 63 lower-case letters, digits or single '-'; the account goes into ?account=NAME",
+    ),
+}
 _PREFIX = re.compile(r"(?!\.\.?$)[A-Za-z0-9._=-]{1,255}")
 _MAX_PREFIX = 256  # characters; with the longest of tierd's keys this remains below S3's limit of 1,024
 _HOST = re.compile(r"([A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*\.?|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
@@ -23,16 +38,35 @@ _PLAIN = re.compile(r"[A-Za-z_-]{1,32}")  # too short and too plain to be a secr
 _SECRET_NAMES = ("key", "secret", "token", "password", "credential")
 _CHAIN = (
     "credentials do not belong in a URL, which ends up in logs and argument lists; tierd takes them from the standard "
-    "AWS chain: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws/credentials, or the instance's role"
 )
+_CHAINS = {
+    "s3": "AWS chain: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws/credentials, or the instance's role",
+    "gs": "chain of Google Cloud: GOOGLE_APPLICATION_CREDENTIALS, or the instance's service account",
+    "az": "variables of Azure: AZURE_STORAGE_ACCOUNT_KEY, AZURE_CLIENT_ID and others, or the instance's identity",
+}
+_ENDPOINT = (re.compile(r".+"), "http(s)://host[:port]")
 # The parameters after '?': the form of each value, and its description for messages.
 _PARAMETERS = {
-    "addressing": (re.compile(r"auto|path|virtual"), "auto, path or virtual"),
-    "endpoint": (re.compile(r".+"), "http(s)://host[:port]"),
-    "region": (re.compile(r"[a-z0-9-]{1,64}"), "lower-case letters, digits and '-', as in eu-central-1"),
-    "sse_kms_key_id": (re.compile(r"[A-Za-z0-9:/_-]{1,512}"), "a KMS key's id, ARN or alias"),
-    "storage_class": (re.compile(r"[A-Z_]{1,64}"), "capital letters and '_', as in STANDARD_IA"),
+    "s3": {
+        "addressing": (re.compile(r"auto|path|virtual"), "auto, path or virtual"),
+        "endpoint": _ENDPOINT,
+        "region": (re.compile(r"[a-z0-9-]{1,64}"), "lower-case letters, digits and '-', as in eu-central-1"),
+        "sse_kms_key_id": (re.compile(r"[A-Za-z0-9:/_-]{1,512}"), "a KMS key's id, ARN or alias"),
+        "storage_class": (re.compile(r"[A-Z_]{1,64}"), "capital letters and '_', as in STANDARD_IA"),
+    },
+    "gs": {"endpoint": _ENDPOINT},
+    "az": {
+        "account": (re.compile(r"[a-z0-9]{3,24}"), "a storage account: 3 to 24 lower-case letters and digits"),
+        "endpoint": _ENDPOINT,
+    },
 }
+_FORMS = {
+    "file": "file:///mnt/tier",
+    "s3": "s3://bucket/prefix",
+    "gs": "gs://bucket/prefix",
+    "az": "az://container/prefix?account=NAME",
+}
+_PLACES = "file:///path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix?account=NAME"
 _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")  # storage classes whose objects must be restored before they can be read
 
 
@@ -40,12 +74,13 @@ _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")  # storage classes whose objects must be
 class StoreUrl:
     """A store's place. `str()` gives the canonical URL, which holds no secret and parses to the same `StoreUrl`."""
 
-    scheme: Literal["file", "s3"]
+    scheme: Literal["file", "s3", "gs", "az"]
     path: str = ""  # file: absolute
-    bucket: str = ""  # s3, like all below
+    bucket: str = ""  # of all but file; Azure calls it a container
     prefix: str = ""  # no '/' at either end; may be empty
-    endpoint: str | None = None  # None: AWS's own
-    region: str | None = None
+    endpoint: str | None = None  # None: the provider's own
+    account: str | None = None  # az: the storage account
+    region: str | None = None  # s3, like all below
     addressing: str = "auto"  # auto, path (http://host/bucket) or virtual (http://bucket.host)
     sse_kms_key_id: str | None = None
     storage_class: str | None = None
@@ -54,23 +89,25 @@ class StoreUrl:
         match self.scheme:
             case "file":
                 return f"file://{quote(self.path)}"
-            case "s3":
-                return self._s3_url()
+            case "s3" | "gs" | "az":
+                return self._bucket_url()
             case _ as unknown:  # a scheme that was added above and not here
                 assert_never(unknown)
 
-    def _s3_url(self) -> str:
-        given = {name: getattr(self, name) for name in _PARAMETERS}
-        if self.addressing == "auto":
+    def _bucket_url(self) -> str:
+        given = {name: getattr(self, name) for name in _PARAMETERS[self.scheme]}
+        if given.get("addressing") == "auto":
             del given["addressing"]
         query = "&".join(f"{name}={quote(value, safe=':/[]')}" for name, value in given.items() if value is not None)
-        return f"s3://{self.bucket}{'/' * bool(self.prefix)}{self.prefix}{'?' * bool(query)}{query}"
+        return f"{self.scheme}://{self.bucket}{'/' * bool(self.prefix)}{self.prefix}{'?' * bool(query)}{query}"
 
 
 def parse_url(text: str) -> StoreUrl:
-    """Parse ``file:///path``, a plain absolute path, or ``s3://bucket[/prefix][?parameter=value&...]``.
+    """Parse ``file:///path``, a plain absolute path, or ``s3://bucket[/prefix][?parameter=value&...]``; likewise ``gs://``
+    and ``az://``.
 
-    The parameters of s3 are `StoreUrl`'s fields: endpoint, region, addressing, sse_kms_key_id, storage_class.
+    The parameters are `StoreUrl`'s fields. s3: endpoint, region, addressing, sse_kms_key_id, storage_class.
+    gs: endpoint. az: account, which is required, and endpoint.
 
     Raises:
         ConfigError: a piece cannot be used; the message names the piece and a remedy.
@@ -81,19 +118,17 @@ def parse_url(text: str) -> StoreUrl:
         return StoreUrl("file", path=_file_path(text))
     scheme, colon, rest = text.partition(":")
     if not colon or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]{0,15}", scheme):
-        _refuse("a store is an absolute path, file:///path or s3://bucket/prefix; a relative path is none of these")
+        _refuse(f"a store is an absolute path, {_PLACES}; a relative path is none of these")
     if (scheme := scheme.lower()) not in _PARSERS:
-        _refuse(f"unknown scheme {scheme!r}{_near(scheme, _PARSERS)}: a store is file:///path or s3://bucket/prefix")
+        _refuse(f"unknown scheme {scheme!r}{_near(scheme, _PARSERS)}: a store is {_PLACES}")
     if not rest.startswith("//"):
-        _refuse(
-            f"{scheme}: is followed by '//', as in {'file:///mnt/tier' if scheme == 'file' else 's3://bucket/prefix'}"
-        )
+        _refuse(f"{scheme}: is followed by '//', as in {_FORMS[scheme]}")
     try:
         split = urlsplit(text)
     except ValueError:  # its text may repeat the authority
         _refuse("the part between '//' and the next '/' is not well formed")
     if "@" in split.netloc:
-        _refuse(_CHAIN)
+        _refuse(_CHAIN + _CHAINS.get(scheme, _CHAINS["s3"]))
     if split.fragment or text.endswith("#"):
         _refuse("'#' and what follows it mean nothing here; write it as %23 if it is part of a path")
     return _PARSERS[scheme](split)
@@ -123,27 +158,12 @@ def _file_path(path: str) -> str:
 
 
 def _s3(split: SplitResult) -> StoreUrl:
-    bucket = split.netloc
-    if not bucket:
-        _refuse("the bucket is missing: write s3://bucket/prefix")
-    if not _BUCKET.fullmatch(bucket):
-        _refuse(
-            f"{_shown(bucket)} is no bucket name: 3 to 63 lower-case letters, digits, '-' or '.'; "
-            "a server's address goes into ?endpoint=http://host:port"
-        )
-    components = [part for part in unquote(split.path, errors="replace").split("/") if part]
-    prefix = "/".join(components)
-    for part in components:
-        if not _PREFIX.fullmatch(part):
-            _refuse(f"{_shown(part)} in the prefix: each component is made of A-Za-z0-9._=- and is not '.' or '..'")
-    if len(prefix) > _MAX_PREFIX:
-        _refuse(f"the prefix has {len(prefix)} characters; at most {_MAX_PREFIX} leave room for tierd's own keys")
-    given = _parameters(split.query)
+    given = _parameters("s3", split.query)
     return StoreUrl(
         "s3",
-        bucket=bucket,
-        prefix=prefix,
-        endpoint=_endpoint(given["endpoint"]) if "endpoint" in given else None,
+        bucket=_bucket("s3", split.netloc),
+        prefix=_prefix(split.path),
+        endpoint=_endpoint("s3", given),
         region=given.get("region"),
         addressing=given.get("addressing", "auto"),
         sse_kms_key_id=given.get("sse_kms_key_id"),
@@ -151,21 +171,55 @@ def _s3(split: SplitResult) -> StoreUrl:
     )
 
 
-_PARSERS = {"file": _file, "s3": _s3}
+def _gs(split: SplitResult) -> StoreUrl:
+    given, bucket = _parameters("gs", split.query), _bucket("gs", split.netloc)
+    return StoreUrl("gs", bucket=bucket, prefix=_prefix(split.path), endpoint=_endpoint("gs", given))
 
 
-def _parameters(query: str) -> dict[str, str]:
+def _az(split: SplitResult) -> StoreUrl:
+    given, bucket = _parameters("az", split.query), _bucket("az", split.netloc)
+    if "account" not in given:
+        _refuse(f"parameter account is missing: write {_FORMS['az']}")
+    prefix, endpoint = _prefix(split.path), _endpoint("az", given)
+    return StoreUrl("az", bucket=bucket, prefix=prefix, endpoint=endpoint, account=given["account"])
+
+
+def _bucket(scheme: str, bucket: str) -> str:
+    form, words = _BUCKETS[scheme]
+    if not bucket:
+        _refuse(f"the {words.split()[0]} is missing: write {_FORMS[scheme]}")
+    if not form.fullmatch(bucket):
+        _refuse(f"{_shown(bucket)} is no {words}")
+    return bucket
+
+
+def _prefix(path: str) -> str:
+    components = [part for part in unquote(path, errors="replace").split("/") if part]
+    prefix = "/".join(components)
+    for part in components:
+        if not _PREFIX.fullmatch(part):
+            _refuse(f"{_shown(part)} in the prefix: each component is made of A-Za-z0-9._=- and is not '.' or '..'")
+    if len(prefix) > _MAX_PREFIX:
+        _refuse(f"the prefix has {len(prefix)} characters; at most {_MAX_PREFIX} leave room for tierd's own keys")
+    return prefix
+
+
+_PARSERS = {"file": _file, "s3": _s3, "gs": _gs, "az": _az}
+
+
+def _parameters(scheme: str, query: str) -> dict[str, str]:
     given: dict[str, str] = {}
+    known = _PARAMETERS[scheme]
     for pair in query.split("&") if query else ():
         name, _, value = (unquote(part, errors="replace") for part in pair.partition("="))
-        if name not in _PARAMETERS:
-            if any(word in name.lower() for word in _SECRET_NAMES) and not _near(name, _PARAMETERS):
-                _refuse(_CHAIN)
-            shown = f"{name!r}{_near(name, _PARAMETERS)}" if _PLAIN.fullmatch(name) else "(not repeated here)"
-            _refuse(f"unknown parameter {shown}: there are {', '.join(_PARAMETERS)}")
+        if name not in known:
+            if any(word in name.lower() for word in _SECRET_NAMES) and not _near(name, known):
+                _refuse(_CHAIN + _CHAINS[scheme])
+            shown = f"{name!r}{_near(name, known)}" if _PLAIN.fullmatch(name) else "(not repeated here)"
+            _refuse(f"unknown parameter {shown}: there are {', '.join(known)}")
         if name in given:
             _refuse(f"parameter {name} stands twice")
-        form, words = _PARAMETERS[name]
+        form, words = known[name]
         if not form.fullmatch(value):
             _refuse(f"parameter {name} is {words}{'; here it has no value' if not value else ''}")
         if name == "storage_class" and value in _ARCHIVES:
@@ -177,20 +231,22 @@ def _parameters(query: str) -> dict[str, str]:
     return given
 
 
-def _endpoint(text: str) -> str:
+def _endpoint(scheme: str, given: dict[str, str]) -> str | None:
+    if (text := given.get("endpoint")) is None:
+        return None
     try:
         split = urlsplit(text)
         port = split.port
     except ValueError:
         _refuse("parameter endpoint: its host or port is not well formed")
     if "@" in text:
-        _refuse(f"parameter endpoint: {_CHAIN}")
+        _refuse(f"parameter endpoint: {_CHAIN}{_CHAINS[scheme]}")
     if split.scheme not in ("http", "https"):
         _refuse("parameter endpoint begins with http:// or https://, as in endpoint=http://127.0.0.1:7480")
     if not _HOST.fullmatch(split.netloc) or port == 0:
         _refuse("parameter endpoint: a host name or address, and perhaps a port, follow http(s)://")
     if split.query or split.fragment or not _ENDPOINT_PATH.fullmatch(split.path):
-        _refuse("parameter endpoint: nothing but a path may follow the host; the bucket is named by s3://bucket")
+        _refuse(f"parameter endpoint: nothing but a path may follow the host; the bucket is named by {_FORMS[scheme]}")
     return f"{split.scheme}://{split.netloc.lower()}{split.path.rstrip('/')}"
 
 

@@ -82,6 +82,8 @@ def _groups(of: Subject) -> Iterable[asyncio.Task[list[Finding]]]:
             checks["lifecycle"] = tier.bucket(of)
         case "file":
             checks["directory"] = tier.directory(of)
+        case "gs" | "az":
+            checks["operations"] = tier.operations(of)
         case _ as unknown:
             assert_never(unknown)
     return [asyncio.ensure_future(_gathered(of.place, check, source)) for check, source in checks.items()]

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 
 from tierd.core.errors import DeleteRefused
-from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, is_authentic
+from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, held, is_authentic
 
 _AGAIN_S = 600.0  # seconds for which a refusal counts before the store is asked again
 
@@ -23,12 +23,12 @@ class DeletionGuard:
         refused: the latest reason that the store gave; empty while no refusal is known.
         has_left: whether a deletion was refused since the owner last set this to False, so that its objects may still
             be there although the store permits deletions again.
-        encrypts: the same as `inner.encrypts`.
+        encrypts, held: the same as `inner`'s.
     """
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
-        self.encrypts = is_authentic(inner)
+        self.encrypts, self.held = is_authentic(inner), held(inner)
         self.refused = ""
         self.has_left = False
         self._until: dict[str, float] = {}  # kind of object -> monotonic seconds until which no deletion of it is tried

@@ -37,7 +37,7 @@ from tierd.core.retention.stored import is_plain
 from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.priority import POLITE, is_hasty
 from tierd.spool.direct_io import memory_for
-from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, check_key, directories, octets, room
+from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, check_key, directories, held, octets, room
 from tierd.stores.keys import Key
 
 _NONCE, _TAG = 12, 16  # bytes
@@ -55,13 +55,15 @@ class EncryptedStore:
     """Present the encrypted objects of `inner` as plain objects, using `key`.
 
     Attributes:
-        encrypts: always true. An object is in memory twice while it is moved: plain and encrypted.
+        encrypts: always true.
+        held: one more than `inner.held`, because an object is in memory plain and encrypted while it is moved.
     """
 
     encrypts = True
 
     def __init__(self, inner: Store, key: Key) -> None:
         self._inner, self._key = inner, key
+        self.held = 1 + held(inner)
         # The directory, with the ciphers that encrypt and decrypt its names.
         self._names: tuple[str, CipherContext, CipherContext] | None = None
 

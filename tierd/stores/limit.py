@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from tierd.priority import is_hasty
-from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, directories
+from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, directories, held
 
 _BURST_S = 1.0  # seconds of its rate that an idle bucket saves up
 
@@ -76,6 +76,7 @@ class LimitedStore:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._inner = inner
+        self.held = held(inner)
         self._up = _Bucket(up, clock, sleep) if up else None
         self._down = _Bucket(down, clock, sleep) if down else None
 

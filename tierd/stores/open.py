@@ -27,7 +27,7 @@ def open_store(
         attempts: how often a call is tried while the server does not answer.
 
     Raises:
-        ConfigError: an s3 URL is given and aiobotocore is not installed, or a key and cryptography is not.
+        ConfigError: the library for this kind of URL, or for a key, is not installed.
     """
     store: Store = RetryingStore(_plain(url), attempts=attempts)
     store = LimitedStore(store, up, down) if up or down else store
@@ -48,6 +48,8 @@ def _plain(url: StoreUrl) -> Store:
             return FileStore(Path(url.path))
         case "s3":
             return _s3(url)
+        case "gs" | "az":
+            return _cloud(url)
         case _ as unknown:
             assert_never(unknown)
 
@@ -58,3 +60,11 @@ def _s3(url: StoreUrl) -> Store:
     except ModuleNotFoundError as error:
         raise ConfigError(f"{url} needs the package {error.name}: pip install 'tierd[s3]'") from error
     return S3Store(url)
+
+
+def _cloud(url: StoreUrl) -> Store:
+    try:
+        from tierd.stores.cloud.cloud_store import CloudStore
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{url} needs the package {error.name}: pip install 'tierd[obstore]'") from error
+    return CloudStore(url)

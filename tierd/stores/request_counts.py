@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from tierd.stores.base import FIRST_PAGE, PAGE, Buffer, ObjectInfo, Store, asked_s, is_authentic
+from tierd.stores.base import FIRST_PAGE, PAGE, Buffer, ObjectInfo, Store, asked_s, held, is_authentic
 
 
 class CountedStore:
@@ -17,13 +17,13 @@ class CountedStore:
 
     Attributes:
         kinds: the number so far of each kind: `put`, `get`, `list` (pages), `delete` (of up to 1,000 keys each).
-        encrypts: the same as `inner.encrypts`.
+        encrypts, held: the same as `inner`'s.
     """
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
         self.kinds = Counter(put=0, get=0, list=0, delete=0)
-        self.encrypts = is_authentic(inner)
+        self.encrypts, self.held = is_authentic(inner), held(inner)
 
     def __repr__(self) -> str:
         return f"CountedStore({self._inner!r})"

@@ -17,7 +17,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from tierd.core.errors import StoreUnavailable
-from tierd.stores.base import LARGEST, Buffer, ObjectInfo, Store, directories
+from tierd.stores.base import LARGEST, Buffer, ObjectInfo, Store, directories, held
 from tierd.stores.window import StoreThrottled, Window
 
 T = TypeVar("T")
@@ -53,10 +53,11 @@ class RetryingStore:
         self._inner = inner
         self._attempts = attempts
         self._deadline_s = deadline_s
+        self.held = held(inner)
         self._slowest = getattr(inner, "slowest", _SLOWEST)
         self._rng = rng
         self._sleep = sleep
-        self._window = Window(sleep=sleep)
+        self._window = Window(sleep=sleep, rng=rng)
 
     def __repr__(self) -> str:
         return f"RetryingStore({self._inner!r})"

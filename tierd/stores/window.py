@@ -4,6 +4,9 @@ Invariant: additive increase, multiplicative decrease, as in TCP's congestion co
 halves the window, once for all the requests that were in flight together. Each answer widens the window a little, so
 that a whole window of answers adds one.
 
+A window of one request is still too wide if a thousand nodes have one each. So a refusal also closes the window for a
+random part of a delay, which doubles with each refusal and is halved by each answer.
+
 If the server names a wait, no request begins until it has passed. Before the first refusal, and once the window is wide
 again, no request waits. Nodes that share a server thus find their shares of its capacity without any communication.
 """
@@ -11,12 +14,15 @@ again, no request waits. Nodes that share a server thus find their shares of its
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from tierd.core.errors import StoreUnavailable
 
+_FIRST_REST_S, _LONGEST_REST_S = 0.25, 20.0  # before the jitter; as `retry` waits for one request
+_MOST_DOUBLINGS = 7  # with them a rest is at its longest
 _WIDE = 64.0  # concurrent requests; the window is no limit at this width, because no store of tierd sends as many
 
 
@@ -33,17 +39,19 @@ class StoreThrottled(StoreUnavailable):
 
 
 class Window:
-    """A limit on the requests in flight to one store. Tests replace `clock` (in seconds) and `sleep`."""
+    """A limit on the requests in flight to one store. Tests replace `clock` (in seconds), `sleep` and `rng`."""
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        rng: Callable[[], float] = random.random,
     ) -> None:
-        self._clock, self._sleep = clock, sleep
+        self._clock, self._sleep, self._rng = clock, sleep, rng
         self._most = _WIDE
         self._under_way = 0
-        self._closed_until = self._halved_at = -1.0
+        self._closed_until = self._resting_until = self._halved_at = -1.0
+        self._doublings = 0  # of the next rest
         self._changed = asyncio.Condition()
 
     @property
@@ -64,18 +72,23 @@ class Window:
             raise
         else:
             self._most = min(_WIDE, self._most + 1.0 / self._most)
+            self._doublings = max(0, self._doublings - 1)
         finally:
             self._under_way -= 1
             async with self._changed:
                 self._changed.notify_all()
 
     async def _wait(self) -> None:
-        while self._under_way >= self._most or self._clock() < self._closed_until:
-            if (left := self._closed_until - self._clock()) > 0:
+        while self._under_way >= self._most or self._clock() < self._opens_at:
+            if (left := self._opens_at - self._clock()) > 0:
                 await self._sleep(left)
                 continue
             async with self._changed:
                 await self._changed.wait_for(lambda: self._under_way < self._most)
+
+    @property
+    def _opens_at(self) -> float:
+        return max(self._closed_until, self._resting_until)
 
     def _refused(self, begun: float, wait_s: float) -> None:
         now = self._clock()
@@ -84,3 +97,6 @@ class Window:
         if begun >= self._halved_at:
             self._most = max(1.0, min(self._most, self._under_way) / 2)
             self._halved_at = now
+            rest_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0**self._doublings)
+            self._resting_until = now + self._rng() * rest_s
+            self._doublings = min(self._doublings + 1, _MOST_DOUBLINGS)

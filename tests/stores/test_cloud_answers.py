@@ -1,0 +1,61 @@
+"""What obstore's texts say of a failed request, in tierd's errors; and that no text of others is repeated."""
+
+from __future__ import annotations
+
+import pytest
+
+from tierd.core.errors import DeleteRefused, StoreRefused, StoreUnavailable, TierdError
+from tierd.stores.cloud.answers import Answer, read, translated
+
+SECRET = "sv=2023&sig=c2VjcmV0"
+PUT = (
+    "Generic GCS error: Error performing PUT http://127.0.0.1:1/bucket/k?{} in 1.5ms - Server returned non-2xx status "
+    "code: {}: <?xml version='1.0'?><Error><Code>{}</Code><Message>{}</Message></Error>\n\n"
+    "Debug source:\nstatus code: 418"
+)
+TOKEN = (
+    "Generic GCS error: Error performing token request: Error performing GET http://169.254.169.254/computeMetadata/v1 "
+    "in 3ms - {}\n\nDebug source:"
+)
+
+
+def test_a_text_is_read() -> None:
+    assert read(PUT.format("", "503 Service Unavailable", "SlowDown", "")) == Answer(503, "SlowDown", False)
+    assert read(TOKEN.format("Server returned non-2xx status code: 403 Forbidden: no")) == Answer(403, "", True)
+    assert read("error sending request") == Answer(0, "", False)
+    said = PUT.format("", "403 Forbidden", "AccessDenied", "the credential was not good enough")
+    assert read(said) == Answer(403, "AccessDenied", False), "the server's words are no trouble of the source's"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "says"),
+    [
+        (
+            TOKEN.format("Server returned non-2xx status code: 403 Forbidden: x"),
+            StoreRefused,
+            "GOOGLE_APPLICATION_CRED",
+        ),
+        (TOKEN.format("Server returned non-2xx status code: 503 Busy: x"), StoreUnavailable, "does not answer"),
+        (TOKEN.format("error sending request"), StoreUnavailable, "does not answer"),
+        ("error sending request: invalid peer certificate: UnknownIssuer", StoreRefused, "does not verify"),
+        (PUT.format("", "409 Conflict", "ContainerBeingDeleted", ""), StoreUnavailable, "409"),
+        (PUT.format("", "403 Forbidden", "AccessDenied", ""), StoreRefused, "storage.objects.create"),
+    ],
+)
+def test_what_a_text_means(text: str, expected: type[TierdError], says: str) -> None:
+    error = translated("gs://bucket/p", "put k", OSError(text))
+    assert type(error) is expected and says in str(error)
+
+
+@pytest.mark.parametrize(("status", "code"), [("403 Forbidden", ""), ("409 Conflict", "BlobImmutableDueToPolicy")])
+def test_what_may_not_be_deleted_is_a_refusal_to_delete(status: str, code: str) -> None:
+    error = translated("az://container", "delete k", OSError(PUT.format("", status, code, "")))
+    assert type(error) is DeleteRefused and "append-only" in str(error)
+
+
+def test_no_text_of_others_is_repeated() -> None:
+    for status in ("400 Bad Request", "403 Forbidden", "404 Not Found", "500 Oops", "503 Busy"):
+        for operation in ("put", "get", "scan", "delete"):
+            text = PUT.format(SECRET, status, "Custom", SECRET)
+            assert SECRET not in str(translated("az://container", f"{operation} k", OSError(text)))
+    assert SECRET not in str(translated("az://container", "put k", OSError(f"error sending to http://h/?{SECRET}")))

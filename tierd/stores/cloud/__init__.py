@@ -1,0 +1,1 @@
+"""Objects in Google Cloud Storage and in Azure Blob Storage, through obstore. Only `stores/open.py` imports it."""

@@ -1,0 +1,195 @@
+"""Objects in a bucket of Google Cloud Storage, or in a container of Azure Blob Storage, through obstore.
+
+Invariant: one object is one request, so no partial object can exist. A request never uses the caller's buffer: obstore
+ends a cancelled request some time after the call has ended. So a put sends a copy, and a get fills the buffer here.
+
+obstore's own retries are off, because `RetryingStore` retries. `answers` translates all of its errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import re
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import obstore
+from obstore.exceptions import BaseError
+
+from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
+from tierd.core.urls import StoreUrl
+from tierd.stores.base import PAGE, Buffer, ObjectInfo, check_key, check_size, is_key, octets, room
+from tierd.stores.cloud.answers import SOURCES, read, translated
+
+_CONNECT_TIMEOUT_S, _TIMEOUT_S = 10, 3600  # the latter is longer than any deadline of `RetryingStore`
+_PIECE = 1 << 20  # bytes of a body that arrive together
+_DELETES = 16  # concurrent deletions; a request deletes one object
+_UNSAFE = re.compile(r"[^A-Za-z0-9._/-]")  # obstore would encode these, and they would sort elsewhere
+_LAST = "z" * 256  # sorts after each name of a key
+
+_SETTLE_S = 0.25  # from the end of a request until obstore's threads certainly hold nothing of Python's
+
+Opening = Callable[[StoreUrl], Any]
+
+
+class _LastRequest:
+    """When the last request of this process ended, in monotonic seconds."""
+
+    ended_at = -_SETTLE_S
+
+
+@atexit.register
+def _settle() -> None:
+    """Wait until obstore's threads are done with the interpreter, because one that needs it while it ends aborts the
+    process (github.com/PyO3/pyo3-async-runtimes/issues/40)."""
+    time.sleep(max(0.0, _LastRequest.ended_at + _SETTLE_S - time.monotonic()))
+
+
+class CloudStore:
+    """A `Store` in the bucket, and under the prefix, that `url` names. Connects at the first call.
+
+    Args:
+        opening: makes obstore's store; tests give another.
+    """
+
+    held = 2  # while an object is put there is a copy of it
+
+    def __init__(self, url: StoreUrl, opening: Opening | None = None) -> None:
+        self._url = url
+        self._opening = opening or _opened
+        self._store: Any = None
+
+    def __repr__(self) -> str:
+        return f"CloudStore({str(self._url)!r})"
+
+    async def put(self, key: str, data: Buffer) -> str:
+        name, copy = check_key(key), bytes(octets(data))
+        with self._translated(f"put {key}"):
+            await obstore.put_async(self._connected(), name, copy, use_multipart=False)
+        return ""
+
+    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
+        name, doing = check_key(key), f"{self._url}: get {key}"
+        with self._translated(f"get {key}"):
+            answer = await obstore.get_async(self._connected(), name)
+            size = int(answer.meta["size"])
+            if into is None:
+                check_size(size, doing)
+            view = memoryview(bytearray(size)) if into is None else room(into, size, doing)
+            count = 0
+            async for piece in answer.stream(min_chunk_size=_PIECE):
+                end = count + len(piece)
+                if end > size:
+                    raise StoreUnavailable(f"{doing}: more than {size} bytes came")
+                view[count:end] = memoryview(piece)
+                count = end
+        if count != size:
+            raise StoreUnavailable(f"{doing}: {count} of {size} bytes came")
+        return view
+
+    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        # obstore lists whole directories, from any name on.
+        directory, offset, last = prefix.rpartition("/")[0], _offset(prefix, after), ""
+        if directory and not is_key(directory):
+            return
+        with self._translated(f"scan {prefix}"):
+            listing = obstore.list(self._connected(), directory or None, offset=offset, chunk_size=PAGE)
+        while True:
+            with self._translated(f"scan {prefix}"):
+                try:
+                    found = await anext(listing)
+                except StopAsyncIteration:
+                    return
+            for one in found:
+                key = one["path"]
+                if key <= last:
+                    raise StoreRefused(f"{self._url} lists keys out of order, as Azure's hierarchical namespaces do")
+                last = key
+                if not key.startswith(prefix):
+                    if key > prefix:
+                        return
+                elif key > after and is_key(key):
+                    yield ObjectInfo(key, one["size"], str(one["e_tag"]).strip('"'))
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        names, turns = [check_key(key) for key in keys], asyncio.Semaphore(_DELETES)
+
+        async def one(name: str) -> None:
+            async with turns:
+                try:
+                    with self._translated(f"delete {name}"):
+                        await obstore.delete_async(self._connected(), name)
+                except ObjectNotFound:
+                    pass
+
+        tasks = [asyncio.ensure_future(one(name)) for name in names]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()  # those that a failure left
+
+    async def aclose(self) -> None:
+        self._store = None  # its connections end with it
+
+    def _connected(self) -> Any:
+        """Return obstore's store, which is made at the first call, and after its credentials were refused."""
+        if self._store is None:
+            self._store = self._opening(self._url)
+        return self._store
+
+    @contextmanager
+    def _translated(self, doing: str) -> Iterator[None]:
+        """Translate the errors of obstore; `doing` is for their messages."""
+        try:
+            yield
+        except (BaseError, OSError) as error:  # obstore's "not found" is a FileNotFoundError
+            answer = read(str(error))
+            if answer.is_of_credentials or answer.status in (401, 403):
+                self._store = None  # other credentials may be there at the next call
+            raise translated(str(self._url), doing, error) from None
+        finally:
+            _LastRequest.ended_at = time.monotonic()
+
+
+def _offset(prefix: str, after: str) -> str | None:
+    """Return a name at which a listing may begin: not after `after`, nor after the first key with `prefix`."""
+    before = prefix[:-1] + chr(ord(prefix[-1]) - 1) + _LAST if prefix and not prefix.endswith("/") else ""
+    found = max(after, before)
+    if unsafe := _UNSAFE.search(found):
+        found = found[: unsafe.start()] + (_LAST if unsafe[0] > "z" else "")
+    found = found.rstrip("/")
+    return found if found and "//" not in found and not found.startswith("/") else None
+
+
+def _opened(url: StoreUrl) -> Any:
+    """Make obstore's store for `url`. It takes credentials from the environment.
+
+    Raises:
+        StoreRefused: the configuration in the environment cannot be used.
+    """
+    from obstore.store import AzureStore, GCSStore
+
+    options = {
+        "connect_timeout": timedelta(seconds=_CONNECT_TIMEOUT_S),
+        "timeout": timedelta(seconds=_TIMEOUT_S),
+        "allow_http": (url.endpoint or "").startswith("http://"),
+    }
+    retries = {"max_retries": 0, "retry_timeout": timedelta(seconds=_TIMEOUT_S)}
+    place: Any = {"account_name": url.account}
+    if url.endpoint:
+        place["endpoint"] = url.endpoint
+    common: dict[str, Any] = {"prefix": url.prefix or None, "client_options": options, "retry_config": retries}
+    try:
+        if url.scheme == "gs":
+            return GCSStore(url.bucket, config={"base_url": url.endpoint} if url.endpoint else {}, **common)
+        return AzureStore(url.bucket, config=place, **common)
+    except (BaseError, OSError, ValueError) as error:
+        raise StoreRefused(
+            f"{url}: {type(error).__name__}: what the environment says of credentials cannot be used; they come from "
+            f"{SOURCES[url.scheme]}"
+        ) from None
