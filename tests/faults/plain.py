@@ -15,8 +15,8 @@ from faults.rounds import Mutant
 from faults.shards import SHARDS
 from faults.space import SPACE
 from faults.supply import SUPPLY
+from faults.taking import TAKING
 from faults.transfer import TRANSFER
-from faults.watched import WATCHED
 from faults.web import WEB
 from faults.writers import WRITERS
 
@@ -2388,5 +2388,5 @@ PLAIN = (
     + SUPPLY
     + INSPECTING
     + ELSEWHERE
-    + WATCHED
+    + TAKING
 )
