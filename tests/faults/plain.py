@@ -3,6 +3,7 @@ copy, what was handed over before a death, and how a daemon and a trainer end.""
 
 from __future__ import annotations
 
+from faults.adapting import ADAPTING
 from faults.devices import DEVICES
 from faults.doctoring import DOCTORING
 from faults.elsewhere import ELSEWHERE
@@ -2389,4 +2390,5 @@ PLAIN = (
     + INSPECTING
     + ELSEWHERE
     + TAKING
+    + ADAPTING
 )

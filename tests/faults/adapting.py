@@ -1,0 +1,46 @@
+"""Mutants of what fits tierd into other programs' training: names under wrappers, adapters."""
+
+from __future__ import annotations
+
+from faults.rounds import Mutant
+
+_NAMES = "pytest tests/state/kinds/test_wrapped_names.py -k"
+_WRAPPED = "tierd/state/kinds/wrapped_names.py"
+
+ADAPTING = (
+    Mutant(
+        "a submodule called module is taken for DDP's",
+        _WRAPPED,
+        '    return all(_bare(name, False).startswith(f"{_IN_FRONT}.") for name in names)\n',
+        '    return any(_bare(name, False).startswith(f"{_IN_FRONT}.") for name in names)\n',
+        f"{_NAMES} differs_by_more",
+    ),
+    Mutant(
+        "two names that become one are renamed",
+        _WRAPPED,
+        "    if len(here) != len(mine) or here.keys() != there.keys():\n",
+        "    if here.keys() != there.keys():\n",
+        f"{_NAMES} differs_by_more",
+    ),
+    Mutant(
+        "a renamed state forgets its modules' versions",
+        _WRAPPED,
+        "    if isinstance(metadata, dict) and isinstance(wanted, dict):\n",
+        "    if False:\n",
+        f"{_NAMES} those_of_the_target",
+    ),
+    Mutant(
+        "the saved mapping itself is renamed",
+        _WRAPPED,
+        "            found = copy.copy(found) if found is saved else found\n",
+        "",
+        f"{_NAMES} any_depth",
+    ),
+    Mutant(
+        "a reader ignores ignore_prefixes",
+        "tierd/reading/reader.py",
+        "            tree = with_names_of(into, tree) if ignore_prefixes else tree\n",
+        "",
+        f"{_NAMES} names_the_argument",
+    ),
+)
