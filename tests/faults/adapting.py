@@ -5,6 +5,7 @@ from __future__ import annotations
 from faults.rounds import Mutant
 
 _NAMES = "pytest tests/state/kinds/test_wrapped_names.py -k"
+_BEST = "pytest tests/loaders/test_best.py -k"
 _WRAPPED = "tierd/state/kinds/wrapped_names.py"
 
 ADAPTING = (
@@ -42,5 +43,36 @@ ADAPTING = (
         "            tree = with_names_of(into, tree) if ignore_prefixes else tree\n",
         "",
         f"{_NAMES} names_the_argument",
+    ),
+    Mutant(
+        "a checkpoint of Trainer carries an earlier evaluation's metrics",
+        "tierd/adapters/transformers.py",
+        '(not name.startswith("eval_") or entry.get("step") == state.global_step)',
+        "True",
+        f"{_BEST} a_rule_saves",
+    ),
+    Mutant(
+        "Trainer saves beside tierd",
+        "tierd/adapters/transformers.py",
+        "        wanted, control.should_save = control.should_save, False\n",
+        "        wanted = control.should_save\n",
+        f"{_BEST} trainers_own",
+    ),
+    Mutant(
+        "a file that stands for a checkpoint may be another run's",
+        "tierd/adapters/lightning.py",
+        '        if named is not None and named["run"] != self._checkpointer.run:\n',
+        "        if False:\n",
+        f"{_BEST} lightnings",
+    ),
+    Mutant(
+        "a rank's failed save_state is committed",
+        "tierd/adapters/accelerate.py",
+        "                self._accelerator.save_state(str(path), **options)\n"
+        "            except Exception as raised:\n                error = raised\n"
+        "            self._agree(error, SaveFailed)\n",
+        "                self._accelerator.save_state(str(path), **options)\n"
+        "            except Exception as raised:\n                error = raised\n",
+        "pytest tests/loaders/test_accelerate.py",
     ),
 )

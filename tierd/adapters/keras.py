@@ -4,8 +4,9 @@
     model.fit(loader, epochs=10, callbacks=[saving])
 
 The callback saves weights, optimizer, metrics, seed generators and the process's generators. It saves at the end of
-every epoch and of every `every_batches`-th batch, with `fit`'s logs as metrics. A later call of `fit` in another
-process resumes from there, without `initial_epoch`.
+every epoch and of every `every_batches`-th batch, with `fit`'s logs as metrics; or when the checkpointer's `when` says
+so: `When(best="val_loss", best_only=True)` saves the best alone. A later call of `fit` in another process resumes from
+there, without `initial_epoch`. `load_best` loads the best weights.
 
 A resume at an epoch's end is always exact. Inside an epoch `fit` cannot skip batches, so:
 
@@ -17,7 +18,7 @@ A resume at an epoch's end is always exact. Inside an epoch `fit` cannot skip ba
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tierd.adapters import framework
 from tierd.core.errors import ConfigError, StateMismatch
@@ -25,9 +26,11 @@ from tierd.state.kinds.rng import RngState
 
 if TYPE_CHECKING:
     from tierd.client.checkpointer import Checkpointer
+    from tierd.client.restoring.restorer import Restored
 
-_keras = framework("keras", "keras")
-_seeds = framework("keras.src.random.seed_generator", "keras")
+_BACKEND = ", and set the environment variable KERAS_BACKEND=torch before Keras is imported"
+_keras = framework("keras", "keras", _BACKEND)
+_seeds = framework("keras.src.random.seed_generator", "keras", _BACKEND)
 
 
 class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-defined]
@@ -35,11 +38,13 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
 
     Args:
         checkpointer: saves and restores the state.
-        every_batches: batches between saves inside an epoch; None saves at its end only.
+        every_batches: batches between saves inside an epoch; None saves at its end only. Not together with the
+            checkpointer's `when`.
         data: the `StatefulDataLoader` that `fit` reads, if it reads one.
 
     Raises:
-        ConfigError: Keras uses another backend than torch, or `every_batches` is no positive number.
+        ConfigError: Keras uses another backend than torch, `every_batches` is no positive number, or it is given
+            together with `when`.
     """
 
     def __init__(self, checkpointer: Checkpointer, every_batches: int | None = None, data: Any = None) -> None:
@@ -50,6 +55,8 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
             )
         if every_batches is not None and (type(every_batches) is not int or every_batches < 1):
             raise ConfigError(f"every_batches={every_batches!r}: a number from 1")
+        if every_batches is not None and checkpointer.when is not None:
+            raise ConfigError(f"every_batches={every_batches}: the Checkpointer's when= decides; give one of them")
         self._checkpointer = checkpointer
         self._every = every_batches
         self._data = data
@@ -82,16 +89,34 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._done += 1
-        if self._every is not None and self._done % self._every == 0:
+        if self._checkpointer.when is not None:  # its metric is of the epoch's end, where validation's logs are
+            due = self._checkpointer.due(self._done)
+        else:
+            due = self._every is not None and self._done % self._every == 0
+        if due:
             self._save(self._epoch, within=True, logs=logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._save(epoch + 1, within=False, logs=logs)
+        if self._checkpointer.when is None or self._checkpointer.due(self._done, epoch, _numbers(logs)):
+            self._save(epoch + 1, within=False, logs=logs)
+
+    def load_best(self, metric: str, mode: Literal["min", "max"] = "min") -> Restored | None:
+        """Load the weights with the smallest (`mode="min"`) or largest value of a metric into the model.
+
+        Call it after `fit`. It needs a retention rule that keeps the best checkpoint (`keep_best`).
+
+        Returns:
+            What was restored; None if the run has no checkpoint.
+
+        Raises:
+            As `Checkpointer.restore`.
+        """
+        state = {"model": _Variables(lambda: self.model.variables)}
+        return self._checkpointer.restore(state, best=metric, mode=mode, only="model")
 
     def _save(self, epoch: int, within: bool, logs: Any) -> None:
         if self._done > self._last:
-            metrics = {name: float(value) for name, value in (logs or {}).items()}
-            self._checkpointer.save(self._done, self._state(epoch, within), metrics=metrics)
+            self._checkpointer.save(self._done, self._state(epoch, within), metrics=_numbers(logs))
             self._last = self._done
 
     def _state(self, epoch: int, within: bool) -> dict[str, Any]:
@@ -108,6 +133,10 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
             "within": within,
             "done": self._done,
         }
+
+
+def _numbers(logs: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in (logs or {}).items()}
 
 
 class _Variables:
