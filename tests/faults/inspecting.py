@@ -152,8 +152,8 @@ INSPECTING = (
     Mutant(
         "a unit is due as soon as it looks complete",
         _SETTLE,
-        "now_s - seen.since_s >= self._wait_s(seen)",
-        "now_s >= seen.since_s",
+        "now_s - seen.since_s < self._wait_s(seen)",
+        "now_s < seen.since_s",
         f"{_SETTLING} long_enough",
     ),
     Mutant(

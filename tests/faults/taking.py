@@ -12,6 +12,13 @@ _NAMING, _ADOPT = "tierd/watching/naming.py", "tierd/spool/adopt.py"
 
 TAKING = (
     Mutant(
+        "what a dead program left is waited for without end",
+        "tierd/watching/settle.py",
+        "        return any(not (seen.judged or seen.left) for seen in self._seen.values())\n",
+        "        return any(not seen.judged for seen in self._seen.values())\n",
+        "pytest tests/watching/test_settle.py -k incomplete_unit_is_never_due",
+    ),
+    Mutant(
         "a unit that changed while it was taken is kept",
         _UNIT_WATCH,
         "            if not is_unchanged(due, after):\n",
