@@ -153,6 +153,40 @@ train(net, optimizer, done, save)
         "6/*",
         "4",
     ),
+    "torchtitan": Script(
+        "torchtitan",
+        """
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torchtitan.components.checkpoint import CheckpointManager
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+net, flat = Net(), StateDictOptions(flatten_optimizer_state_dict=True)
+optimizer = torch.optim.Adam(net.parameters())
+class Optimizers:
+    def state_dict(self):
+        return get_optimizer_state_dict(net, optimizer, options=flat)
+    def load_state_dict(self, state):
+        set_optimizer_state_dict(net, optimizer, state, options=flat)
+class Progress:
+    step = 0
+    def state_dict(self):
+        return {"step": self.step}
+    def load_state_dict(self, state):
+        self.step = state["step"]
+progress = Progress()
+schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+manager = CheckpointManager(CheckpointManager.Config(enable=True, interval=EVERY), dataloader=None, model_parts=[net],
+    optimizers=Optimizers(), lr_schedulers=schedule, states={"train_state": progress}, sd_adapter=None, base_folder=out)
+def save(step):
+    progress.step = step
+    manager.save(step)
+manager.load()
+train(net, optimizer, progress.step, save)
+manager.close()
+torch.distributed.destroy_process_group()
+""",
+        "checkpoint/step-6/*",
+        "checkpoint/step-4",
+    ),
     "torch_checkpointing": Script(
         "torch_checkpointing",
         """
@@ -175,6 +209,58 @@ manager.close()
 """,
         "*step_6*",
         "step_4",
+        renamed=True,
+    ),
+    "Lightning, Fabric, sharded": Script(
+        "lightning",
+        """
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torchdata.stateful_dataloader import StatefulDataLoader
+class Lit(L.LightningModule):
+    def configure_model(self):
+        if not hasattr(self, "net"):
+            self.net = Net()
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+    def training_step(self, batch):
+        return self.net(batch["x"])
+    def on_train_batch_end(self, outputs, batch, number):
+        tell(self.trainer.global_step, outputs["loss"])
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+keep = ModelCheckpoint(out, every_n_train_steps=EVERY, save_top_k=-1)
+names = sorted(name for name in os.listdir(out) if name.endswith(".ckpt"))
+L.Trainer(accelerator="cpu", devices=1, strategy=ModelParallelStrategy(1, 1), max_steps=STEPS, callbacks=[keep],
+    logger=False, enable_progress_bar=False, enable_model_summary=False).fit(
+    Lit(), StatefulDataLoader(Rows(), batch_size=2), ckpt_path=f"{out}/{names[-1]}" if names else None)
+""",
+        "*step=6.ckpt/*",
+        "*step=4.ckpt",
+    ),
+    "Orbax": Script(
+        "orbax.checkpoint",
+        """
+import jax, jax.numpy as jnp
+import orbax.checkpoint as ocp
+options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+manager = ocp.CheckpointManager(out, options=options)
+state = {"weight": jnp.linspace(0.0, 1.0, WIDTH), "speed": jnp.zeros(WIDTH)}
+done = manager.latest_step() or 0
+if done:
+    state = manager.restore(done, args=ocp.args.StandardRestore(state))
+for step in range(done, STEPS):
+    loss, slope = jax.value_and_grad(lambda weight: jnp.sum((weight - jnp.sin(step + 1.0)) ** 2))(state["weight"])
+    speed = 0.9 * state["speed"] + slope
+    state = {"weight": state["weight"] - 0.01 * speed, "speed": speed}
+    tell(step + 1, loss)
+    if (step + 1) % EVERY == 0:
+        manager.save(step + 1, args=ocp.args.StandardSave(state))
+manager.close()
+""",
+        "6*",
+        "4",
         renamed=True,
     ),
     "Keras": Script(
@@ -240,14 +326,15 @@ _DCP = "torch's DCP writer, in the layout of its source"
 ROWS = (
     Row("HF Trainer", ("trainer", "trainer_on_deepspeed")),
     Row("Accelerate", ("accelerate",)),
-    Row("Lightning, Fabric", ("lightning", "lightning_sharded"), "sharded directories: torch's DCP writer"),
+    Row("Lightning, Fabric", ("lightning",)),
+    Row("Lightning, Fabric, sharded", ("lightning_sharded",)),
     Row("DCP", ("plain_dcp",)),
-    Row("torchtitan", ("torchtitan",), _DCP),
+    Row("torchtitan", ("torchtitan",), "its `CheckpointManager`, without its trainer"),
     Row("torch_checkpointing", ("torch_checkpointing",)),
     Row("DeepSpeed", ("deepspeed",), "`torch.save`, in the layout of its source"),
     Row("Megatron-LM", ("megatron", "megatron_by_ranks"), f"{_DCP}; `torch.save` for the older one"),
     Row("NeMo", ("nemo",), _DCP),
-    Row("Orbax", ("orbax",), "a manifest after the format in its source, with arrays that are not read"),
+    Row("Orbax", ("orbax",)),
     Row("Keras", ()),
     Row("Composer", ("composer",), "`torch.save`, in the layout of its source"),
     Row("TensorFlow", ("tensorflow",), "bundles after the format in its source"),
