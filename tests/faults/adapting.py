@@ -75,4 +75,11 @@ ADAPTING = (
         "            except Exception as raised:\n                error = raised\n",
         "pytest tests/loaders/test_accelerate.py",
     ),
+    Mutant(
+        "a rank of Trainer but the first has no model to resume from",
+        "tierd/adapters/transformers.py",
+        "    if trainer.args.should_save:\n",
+        "    if True:\n",
+        "pytest tests/loaders/test_trainer_ranks.py",
+    ),
 )

@@ -186,9 +186,19 @@ def _exported(callbacks: list[Any]) -> dict[str, Any]:
     return {name: found[0] if len(found) == 1 else found for name, found in states.items()}
 
 
+def _save_model(directory: Path, model: Any) -> None:
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(directory)
+    else:
+        torch.save(model.state_dict(), directory / "pytorch_model.bin")
+
+
 def _write(directory: Path, trainer: Any, state: dict[str, Any]) -> None:
     """Write a directory of the same form as `Trainer._save_checkpoint` does."""
-    trainer._save(str(directory))
+    if trainer.args.should_save:
+        trainer._save(str(directory))
+    else:  # `Trainer._save` writes nothing on other ranks, and each rank loads its own directory
+        _save_model(directory, trainer.accelerator.unwrap_model(trainer.model))
     torch.save(state["optimizer"], directory / "optimizer.pt")
     torch.save(state["scheduler"], directory / "scheduler.pt")
     if state["scaler"] is not None:
