@@ -10,6 +10,13 @@ _SETTLE, _SETTLING = "tierd/watching/settle.py", "pytest tests/watching/test_set
 
 INSPECTING = (
     Mutant(
+        "Accelerate's checkpoint is complete without its registered objects",
+        "tierd/watching/layouts.py",
+        " or _indexed(here) or _registered(here)\n",
+        " or _indexed(here)\n",
+        f"{_INSPECT} registered_objects",
+    ),
+    Mutant(
         "an index of shards may name the wrong one",
         "tierd/watching/inspect.py",
         "partial(check_safetensors, named=tensors, by=name)",
