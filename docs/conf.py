@@ -28,7 +28,7 @@ exclude_patterns = ["_build"]
 default_role = "code"  # docstrings write `name`
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_mock_imports = ["keras", "lightning", "nvidia", "transformers"]
+autodoc_mock_imports = ["accelerate", "keras", "lightning", "nvidia", "transformers"]
 napoleon_google_docstring = True
 
 smartquotes = False  # it would make one dash of `--json`

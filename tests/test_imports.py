@@ -126,7 +126,16 @@ MAY: dict[str, set[str]] = {
         "core",
         "",
     },
-    "exporting": {"exporting", "dcp", "client", "state", "spool.direct_io", "spool.file_io", "core"},
+    "exporting": {
+        "exporting",
+        "dcp",
+        "client",
+        "state",
+        "spool.direct_io",
+        "spool.file_io",
+        "watching",
+        "core",
+    },
     "reading": {
         "reading",
         "exporting",

@@ -24,7 +24,10 @@ from faults import page
 from faults.page import RESULTS
 from faults.rounds import Kit, Round, joined, kept_in, save, say
 
-KINDS = ("simulation", "power", "kills", "disk", "s3", "corruption", "hostile", "torn", "host", "launchers", "sabotage")
+KINDS = (
+    *("simulation", "power", "kills", "disk", "s3", "corruption", "hostile", "torn", "host", "watched", "followers"),
+    *("launchers", "sabotage"),
+)
 
 
 def kit(kind: str) -> Kit:

@@ -6,9 +6,38 @@ from faults.rounds import Mutant
 
 _FOLLOW = "pytest tests/reading/test_follow.py"
 _KILLED = "pytest tests/reading/test_follow_killed.py"
+_UNITS = "pytest tests/reading/test_export_units.py -k"
 _EXPORT = "pytest tests/reading/test_export.py"
 
 ELSEWHERE = (
+    Mutant(
+        "a view in an archive is exported from its storage's beginning",
+        "tierd/exporting/archive_reader.py",
+        "        return begin + int(tensor.storage_offset()) * tensor.dtype.itemsize\n",
+        "        return begin\n",
+        f"{_UNITS} archive_has",
+    ),
+    Mutant(
+        "a tensor that is not row-major is exported as if it were",
+        "tierd/exporting/archive_reader.py",
+        "        if key is None or not tensor.is_contiguous():\n",
+        "        if key is None:\n",
+        f"{_UNITS} cannot_be_exported",
+    ),
+    Mutant(
+        "of two tensors of one name the last is exported",
+        "tierd/exporting/units.py",
+        "    if tensor.name in found:\n",
+        "    if tensor.name in ():\n",
+        f"{_UNITS} cannot_be_exported",
+    ),
+    Mutant(
+        "a watched directory of DCP is looked for at the root",
+        "tierd/dcp/entries.py",
+        "        part, rest = first, base + path\n",
+        "        part, rest = first, path\n",
+        f"{_UNITS} 'directories_of_dcp and torchtitan'",
+    ),
     Mutant(
         "a delivery in a loop is not recorded",
         "tierd/reading/follow.py",

@@ -10,6 +10,13 @@ _SETTLE, _SETTLING = "tierd/watching/settle.py", "pytest tests/watching/test_set
 
 INSPECTING = (
     Mutant(
+        "Accelerate's checkpoint is complete without its registered objects",
+        "tierd/watching/layouts.py",
+        " or _indexed(here) or _registered(here)\n",
+        " or _indexed(here)\n",
+        f"{_INSPECT} registered_objects",
+    ),
+    Mutant(
         "an index of shards may name the wrong one",
         "tierd/watching/inspect.py",
         "partial(check_safetensors, named=tensors, by=name)",
@@ -152,8 +159,8 @@ INSPECTING = (
     Mutant(
         "a unit is due as soon as it looks complete",
         _SETTLE,
-        "now_s - seen.since_s >= self._wait_s(seen)",
-        "now_s >= seen.since_s",
+        "now_s - seen.since_s < self._wait_s(seen)",
+        "now_s < seen.since_s",
         f"{_SETTLING} long_enough",
     ),
     Mutant(

@@ -3,6 +3,7 @@ copy, what was handed over before a death, and how a daemon and a trainer end.""
 
 from __future__ import annotations
 
+from faults.adapting import ADAPTING
 from faults.deploying import DEPLOYING
 from faults.devices import DEVICES
 from faults.doctoring import DOCTORING
@@ -18,9 +19,9 @@ from faults.rounds import Mutant
 from faults.shards import SHARDS
 from faults.space import SPACE
 from faults.supply import SUPPLY
+from faults.taking import TAKING
 from faults.terminals import TERMINALS
 from faults.transfer import TRANSFER
-from faults.watched import WATCHED
 from faults.web import WEB
 from faults.writers import WRITERS
 
@@ -2416,6 +2417,7 @@ PLAIN = (
     + SUPPLY
     + INSPECTING
     + ELSEWHERE
-    + WATCHED
     + TERMINALS
+    + TAKING
+    + ADAPTING
 )

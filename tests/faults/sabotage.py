@@ -22,7 +22,7 @@ from faults.plain import PLAIN
 from faults.rounds import Lost, Mutant, Round
 
 UNIT = "mutants"
-KITS = ("simulation", "power", "kills", "disk", "s3", "corruption", "hostile", "torn", "host")
+KITS = ("simulation", "power", "kills", "disk", "s3", "corruption", "hostile", "torn", "host", "watched")
 ROOT = Path(__file__).resolve().parents[2]
 _LIMIT = 420.0  # seconds that what finds a mutant may take
 _TRIAL_LIMIT_S = 900  # with it, and without it

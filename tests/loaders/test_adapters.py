@@ -72,14 +72,15 @@ def test_lightnings_dictionary_is_refused_by_its_key(tmp_path: Path) -> None:
         assert io.latest() is None
         checkpoint = {"global_step": 3, "optimizer_states": [], "hyper_parameters": {"act": Pipe}}
         with pytest.raises(StateRefused, match=r'state\["lightning"\]\["hyper_parameters"\]\["act"\]'):
-            io.save_checkpoint(checkpoint, "any.ckpt")
+            io.save_checkpoint(checkpoint, tmp_path / "any.ckpt")
         checkpoint["hyper_parameters"] = {"width": 8}
-        io.save_checkpoint(checkpoint, "any.ckpt")
-        io.save_checkpoint(checkpoint, "last.ckpt")  # the same step, at its epoch's end
+        io.save_checkpoint(checkpoint, tmp_path / "any.ckpt")
+        io.save_checkpoint(checkpoint, tmp_path / "last.ckpt")  # the same step, at its epoch's end
         assert io.latest() == "tierd:3" and io.load_checkpoint("tierd:3") == checkpoint
         assert io.load_checkpoint("tierd:3") == checkpoint, "asked for by its step"
         with pytest.raises(ConfigError, match="tierd:newest"):
             io.load_checkpoint("tierd:newest")
+        assert io.load_checkpoint(tmp_path / "last.ckpt") == checkpoint, "asked for by its path"
         with pytest.raises(FileNotFoundError):
             io.load_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(ConfigError, match="rank=0, world_size=1"):

@@ -61,4 +61,6 @@ def follow_forever(tier: str, home: str, words: list[str], period_s: float) -> N
     """Follow with a command in a process group of its own, until killed."""
     os.setpgid(0, 0)
     with tierd.open(f"file://{tier}", RUN) as reader:
-        CommandFollower(reader.tiers, Path(home), words, print).run(latest=False, period_s=period_s, once=False)
+        CommandFollower(reader.tiers, Path(home), words, lambda delivery: None).run(
+            latest=False, period_s=period_s, once=False
+        )

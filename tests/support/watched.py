@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 from support import layouts
 from support.layouts import WRITERS
 
@@ -24,7 +24,6 @@ from tierd.watching.listing import MARKERS, ListedEntry, Listing
 from tierd.watching.programs import DEEPSPEED, MEGATRON, SHARDED
 from tierd.watching.settle import Due, Settling
 
-SEEDS = int(os.environ.get("TIERD_WATCHED", "150"))
 SETTLE_S = 10.0
 LOOK_S = 3.0
 LAST = ("trainer_state.json", "random_states_0.pkl", "meta.pt", "metadata.json", "_CHECKPOINT_METADATA", "latest")
@@ -32,12 +31,13 @@ LAST += ("latest_checkpointed_iteration.txt",)
 Files = dict[str, bytes]
 
 
-def write_saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Files]]:
+def write_saves(home: Path) -> dict[str, list[Files]]:
     """Two versions of each layout's checkpoint, by path: same names, and mostly the same sizes."""
     found: dict[str, list[Files]] = {}
     for write in WRITERS:
         for version in (0.0, 1.0):
-            root = tmp_path_factory.mktemp("save")
+            root = home / f"{write.__name__}-{version:.0f}"
+            root.mkdir()
             layouts.version = version
             write(root)
             files = {
@@ -73,6 +73,7 @@ class World:
         self.whole = False  # since the last save ended, nothing was written, deleted or renamed
         self.finished: list[Files] = []  # each state in which the writer left a whole checkpoint
         self.calm_since_s = 0.0  # when the writer last did anything
+        self.acts = Counter[str]()  # what the writer did, or what was done to it
         self.writer = self.life()
         self.over = False
 
@@ -158,6 +159,7 @@ class World:
             if next(steps, None) is None:
                 return
             yield "."
+        self.acts["killed"] += 1
 
     def whole_life(self) -> Iterator[str]:
         yield from self.one_save(self.save[0])
@@ -166,6 +168,7 @@ class World:
             for _ in range(self.chance.choice((0, 5, 80)) if self.hard else 80):  # some 40 s of training
                 yield "training"
             act = self.chance.choice(("again", "delete", "delete and save", "rename"))
+            self.acts[act] += 1
             if act.startswith("delete"):
                 self.whole = False
                 for path in self.root.glob("*step=30*"):

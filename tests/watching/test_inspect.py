@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.layouts import (
     WRITERS,
+    accelerate,
     composer,
     deepspeed,
     distributed,
@@ -256,6 +257,17 @@ def test_incomplete(write: Callable, change: Callable, reason: str, tmp_path: Pa
     change(write(tmp_path))
     code, [found] = ask(tmp_path)
     assert (code, found["status"]) == (4, "incomplete") and reason in found["findings"][0]["reason"]
+
+
+def test_accelerates_registered_objects_are_those_of_the_checkpoint_before(tmp_path: Path, ask: Ask) -> None:
+    home = accelerate(tmp_path)
+    for number in (4, 5):
+        shutil.copytree(home, home.with_name(f"checkpoint_{number}"))
+    for path in (home, home.with_name("checkpoint_5")):
+        pt(path / "custom_checkpoint_0.pkl")
+    code, found = ask(tmp_path)
+    assert (code, [one["status"] for one in found]) == (4, ["sound", "incomplete", "sound"])
+    assert "0 of 1 custom_checkpoint_N.pkl" in str(found[1]), "it was killed before its registered object"
 
 
 def test_a_later_step_in_the_tracker_makes_earlier_ones_complete(tmp_path: Path, ask: Ask) -> None:

@@ -12,16 +12,18 @@ from pathlib import Path
 
 import pytest
 from support.layouts import WRITERS
-from support.watched import LOOK_S, SEEDS, SETTLE_S, Files, World, write_saves
+from support.watched import LOOK_S, SETTLE_S, Files, World, write_saves
 
 from tierd.watching.layouts import Unit
 from tierd.watching.listing import ListedEntry, Listing
 from tierd.watching.settle import Settling
 
+_SEEDS = 8  # of each layout; `python -m faults watched` has thousands, beside a real spool
+
 
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Files]]:
-    return write_saves(tmp_path_factory)
+    return write_saves(tmp_path_factory.mktemp("saves"))
 
 
 @pytest.mark.parametrize("name", [one.__name__ for one in WRITERS])
@@ -29,7 +31,7 @@ def test_no_torn_checkpoint_is_taken_and_no_sound_one_is_lost(
     name: str, saves: dict[str, list[Files]], tmp_path: Path
 ) -> None:
     taken_at_all = killed = 0
-    for seed in range(SEEDS // len(WRITERS) + 1):
+    for seed in range(_SEEDS):
         root = tmp_path / str(seed) / "watched"
         root.mkdir(parents=True)
         world, settling = World(root, seed, saves[name]), Settling(SETTLE_S)
@@ -78,7 +80,8 @@ def test_what_was_refused_is_due_again_after_a_change_alone() -> None:
     settling = Settling(10.0)
     settling.look(listing(1), 0.0)
     [due] = settling.look(listing(1), 10.0)
-    assert settling.finish(due, False, listing(1)) == "refused"
+    assert settling.waiting
+    assert settling.finish(due, False, listing(1)) == "refused" and not settling.waiting
     assert settling.look(listing(1), 500.0) == []
     settling.look(listing(2), 501.0)
     assert len(settling.look(listing(2), 511.0)) == 1
@@ -114,7 +117,9 @@ def test_an_incomplete_unit_is_never_due() -> None:
     settling = Settling(10.0)
     assert [settling.look(Listing(entries), now) for now in (0.0, 10.0, 1e6)] == [[], [], []]
     whole = entries | {"checkpoint-1/trainer_state.json": ListedEntry("file", 2, 2, (1, 3))}
+    assert not settling.waiting, "what a dead program left is waited for"
     settling.look(Listing(whole), 1e6)
+    assert settling.waiting
     [due] = settling.look(Listing(whole), 1e6 + 10)
     assert isinstance(due.unit, Unit) and settling.finish(due, True, Listing(entries)) == "changed"
 

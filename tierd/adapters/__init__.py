@@ -1,4 +1,4 @@
-"""Adapters that run tierd inside other training loops: `lightning`, `transformers`, `keras`, `dali`.
+"""Adapters that run tierd inside other training loops: `accelerate`, `lightning`, `transformers`, `keras`, `dali`.
 
 Invariant: none of these frameworks is a dependency of tierd. Each module imports its framework when it is itself
 imported, and no other module of tierd imports these modules.
@@ -10,13 +10,14 @@ from importlib import import_module
 from types import ModuleType
 
 
-def framework(module: str, package: str) -> ModuleType:
+def framework(module: str, package: str, advice: str = "") -> ModuleType:
     """Import a framework's module.
 
     Raises:
-        ImportError: the import failed; the message names the package that provides the module, and the reason.
+        ImportError: the import failed; the message names the package that provides the module, the reason, and
+            `advice`.
     """
     try:
         return import_module(module)
     except ImportError as error:
-        raise ImportError(f"{module} cannot be imported ({error}): pip install {package}") from error
+        raise ImportError(f"{module} cannot be imported ({error}): pip install {package}{advice}") from error

@@ -4,8 +4,9 @@
     model.fit(loader, epochs=10, callbacks=[saving])
 
 The callback saves weights, optimizer, metrics, seed generators and the process's generators. It saves at the end of
-every epoch and of every `every_batches`-th batch, with `fit`'s logs as metrics. A later call of `fit` in another
-process resumes from there, without `initial_epoch`.
+every epoch and of every `every_batches`-th batch, with `fit`'s logs as metrics; or when the checkpointer's `when` says
+so: `When(best="val_loss", best_only=True)` saves the best alone. A later call of `fit` in another process resumes from
+there, without `initial_epoch`. `load_best` loads the best weights.
 
 A resume at an epoch's end is always exact. Inside an epoch `fit` cannot skip batches, so:
 
@@ -17,7 +18,7 @@ A resume at an epoch's end is always exact. Inside an epoch `fit` cannot skip ba
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tierd.adapters import framework
 from tierd.core.errors import ConfigError, StateMismatch
@@ -25,19 +26,22 @@ from tierd.state.kinds.rng import RngState
 
 if TYPE_CHECKING:
     from tierd.client.checkpointer import Checkpointer
+    from tierd.client.restoring.restorer import Restored
 
-_keras = framework("keras", "keras")
-_seeds = framework("keras.src.random.seed_generator", "keras")
+_BACKEND = ", and set the environment variable KERAS_BACKEND=torch before Keras is imported"
+_keras = framework("keras", "keras", _BACKEND)
+_seeds = framework("keras.src.random.seed_generator", "keras", _BACKEND)
 
 
 class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-defined]
     """Restore when training begins, and save while it runs; a step is a batch.
 
-    If the `Checkpointer` has a `when`, also save where `due` says so. After a notice of preemption, training stops.
+    If the `Checkpointer` has a `when`, save where `due` says so; else at the end of each epoch. After a notice of
+    preemption, training stops.
 
     Args:
         checkpointer: saves and restores the state.
-        every_batches: batches between saves inside an epoch; None saves at its end only.
+        every_batches: also save every so many batches, and at the end of each epoch, whatever `when` says.
         data: the `StatefulDataLoader` that `fit` reads, if it reads one.
 
     Raises:
@@ -91,12 +95,27 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
             self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._save(epoch + 1, within=False, logs=logs)
+        due = self._checkpointer.when is None or self._checkpointer.due(self._done, epoch, _numbers(logs))
+        if due or self._every is not None:
+            self._save(epoch + 1, within=False, logs=logs)
+
+    def load_best(self, metric: str, mode: Literal["min", "max"] = "min") -> Restored | None:
+        """Load the weights with the smallest (`mode="min"`) or largest value of a metric into the model.
+
+        Call it after `fit`. It needs a retention rule that keeps the best checkpoint (`keep_best`).
+
+        Returns:
+            What was restored; None if the run has no checkpoint.
+
+        Raises:
+            As `Checkpointer.restore`.
+        """
+        state = {"model": _Variables(lambda: self.model.variables)}
+        return self._checkpointer.restore(state, best=metric, mode=mode, only="model")
 
     def _save(self, epoch: int, within: bool, logs: Any) -> None:
         if self._done > self._last:
-            metrics = {name: float(value) for name, value in (logs or {}).items()}
-            self._checkpointer.save(self._done, self._state(epoch, within), metrics=metrics)
+            self._checkpointer.save(self._done, self._state(epoch, within), metrics=_numbers(logs))
             self._last = self._done
 
     def _state(self, epoch: int, within: bool) -> dict[str, Any]:
@@ -113,6 +132,10 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
             "within": within,
             "done": self._done,
         }
+
+
+def _numbers(logs: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in (logs or {}).items()}
 
 
 class _Variables:

@@ -12,9 +12,16 @@ the error names its key. Nothing is pickled.
 `io.callback` restores the generators and the epochs of samplers, because Lightning 2.6 calls `set_epoch` too late for
 the resumed epoch (https://github.com/Lightning-AI/pytorch-lightning/issues/21938).
 
-Invariant: a path that begins with ``tierd:`` is one of tierd's checkpoints and was verified; every other path is
-Lightning's own file. Lightning writes checkpoints with weights alone (`save_weights_only`) to their path, because
-training cannot resume from them.
+At each path that `ModelCheckpoint` names, a small text stands for the checkpoint: it names the run, the step and the
+attempt. So `ckpt_path="best"`, `"last"` and `best_model_path` work as without tierd, and `save_top_k` removes these
+texts alone. `LightningModule.load_from_checkpoint(io.file(path))` loads a model from one.
+
+Sharded strategies (`FSDPStrategy(state_dict_type="sharded")`, `ModelParallelStrategy`) write their shards without a
+`CheckpointIO`. The callback refuses them, because tierd would never get a checkpoint; `tierd watch` takes theirs.
+
+Invariant: a path that begins with ``tierd:``, or whose file is such a text, is one of tierd's checkpoints and was
+verified; every other path is Lightning's own file. Lightning writes checkpoints with weights alone
+(`save_weights_only`) to their path, because training cannot resume from them.
 
 Lightning passes only rank 0's dictionary to a `CheckpointIO`, and every rank gets it back with rank 0's data state.
 That is correct if all ranks have drawn the same number of samples, each from its own share. Generators are restored on
@@ -23,9 +30,14 @@ rank 0.
 
 from __future__ import annotations
 
+import io
+import json
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from tierd.adapters import framework
 from tierd.core.errors import CheckpointNotFound, ConfigError
@@ -39,6 +51,8 @@ _callbacks = framework("lightning.pytorch.callbacks", "lightning")
 _io = framework("lightning.fabric.plugins.io.torch_io", "lightning")
 
 SCHEME = "tierd:"
+_MEMBERS = {"run": str, "step": int, "attempt": str}
+_LONGEST = 4096  # bytes of a text that stands for a checkpoint
 
 
 class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-defined]
@@ -87,33 +101,63 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
         _forget_what_is_read(checkpoint)
         if step == self._last:
             log.info("step %d is saved already: %s is the same", step, path)
-            return
-        state = {"lightning": checkpoint, "rng": RngState()}
-        self._checkpointer.save(step, state, metrics=_monitored(checkpoint))
-        self._last = step
+        else:
+            state = {"lightning": checkpoint, "rng": RngState()}
+            self._checkpointer.save(step, state, metrics=_monitored(checkpoint))
+            self._last = step
+        if "://" not in str(path):  # only local paths get a text
+            self._name(Path(path), step)
+
+    def _name(self, path: Path, step: int) -> None:
+        """Write the text that stands for a checkpoint at the path that Lightning has for it."""
+        here = {"run": self._checkpointer.run, "step": step, "attempt": self._checkpointer.attempt}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.name}.new")
+        aside.write_text(json.dumps({"tierd": here}) + "\n")
+        aside.replace(path)
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        """Return the dictionary that `latest` restored, that of another step (``tierd:500``), or Lightning's own file.
+        """Return the dictionary that `latest` restored, or that of a step (``tierd:500``), of a file that stands for a
+        checkpoint, or of Lightning's own file.
 
         Raises:
             CheckpointNotFound: there is no verified checkpoint of that step.
+            ConfigError: the file stands for a checkpoint of another run.
         """
-        if not str(path).startswith(SCHEME):
+        text = str(path)
+        named = None if text.startswith(SCHEME) else _named_in(Path(text))
+        if named is None and not text.startswith(SCHEME):
             own: dict[str, Any] = super().load_checkpoint(path, *args, **options)
             return own
-        if self._restored is None or self._restored[0] != str(path):
-            step = str(path).removeprefix(SCHEME)
+        if named is not None and named["run"] != self._checkpointer.run:
+            raise ConfigError(f"{path}: a checkpoint of run {named['run']!r}, and this is {self._checkpointer.run!r}")
+        if named is not None or self._restored is None or self._restored[0] != text:
+            step = str(named["step"]) if named else text.removeprefix(SCHEME)
             if not step.isdecimal():
                 raise ConfigError(f"{path}: write {SCHEME} and a step, or pass what latest() returns")
-            if self._restore(int(step)) is None:
+            if self._restore(int(step), named["attempt"] if named else None) is None:
                 raise CheckpointNotFound(f"{path}: this run has no checkpoint anywhere")
         assert self._restored is not None
         (_, checkpoint), self._restored = self._restored, None
         return checkpoint
 
-    def _restore(self, step: int | None) -> str | None:
+    def file(self, path: Any) -> io.BytesIO:
+        """Return a checkpoint as the file that Lightning would have written: for `load_from_checkpoint`.
+
+        Args:
+            path: as for `load_checkpoint`, such as `ModelCheckpoint.best_model_path`.
+
+        Raises:
+            As `load_checkpoint`.
+        """
+        written = io.BytesIO()
+        torch.save(self.load_checkpoint(path), written)
+        written.seek(0)
+        return written
+
+    def _restore(self, step: int | None, attempt: str | None = None) -> str | None:
         state: dict[str, Any] = {"lightning": None, "rng": None}
-        found = self._checkpointer.restore(state, step)
+        found = self._checkpointer.restore(state, step, attempt=attempt)
         if found is None:
             return None
         path = f"{SCHEME}{found.step}"
@@ -135,6 +179,16 @@ class _Resume(_callbacks.Callback):  # type: ignore[misc,name-defined]
         super().__init__()
         self._checkpointer = checkpointer
         self._step = -1
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        strategy = trainer.strategy
+        sharded = getattr(strategy, "_state_dict_type", None) == "sharded"
+        if sharded or getattr(strategy, "_save_distributed_checkpoint", False):
+            raise ConfigError(
+                f"{type(strategy).__name__} writes its shards without a CheckpointIO, so tierd would get none: leave "
+                "the plugin out and let `tierd watch` take its directories; or save whole states "
+                '(state_dict_type="full", save_distributed_checkpoint=False)'
+            )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         generators, loaders = self.generators, self.loaders
@@ -172,6 +226,18 @@ class _Resume(_callbacks.Callback):  # type: ignore[misc,name-defined]
         for sampler in samplers:
             sampler.set_epoch(trainer.current_epoch)
         return bool(samplers)
+
+
+def _named_in(path: Path) -> dict[str, Any] | None:
+    """Return the run, step and attempt of the checkpoint for which a file stands; None if it is no such file."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_LONGEST)
+        found = json.loads(text)["tierd"] if text.startswith(b'{"tierd":') else {}
+    except (OSError, ValueError, KeyError):
+        return None
+    fits = isinstance(found, dict) and all(type(found.get(name)) is kind for name, kind in _MEMBERS.items())
+    return found if fits else None
 
 
 def _loaders(checkpoint: dict[str, Any]) -> list[Any]:

@@ -51,6 +51,7 @@ from tierd.spool.spool import Spool
 from tierd.spool.stage import describe_directory
 from tierd.state.capture import Capture, Capturer
 from tierd.state.flatten import unflatten
+from tierd.state.kinds.wrapped_names import with_names_of
 from tierd.state.load import check_fit, chosen, load
 
 if TYPE_CHECKING:
@@ -204,6 +205,11 @@ class Checkpointer:
     def attempt(self) -> str:
         """This launch's name. It is chosen at the first use, and sorts after every attempt that existed then."""
         return self._launch.attempt
+
+    @property
+    def run(self) -> str:
+        """The training job's name."""
+        return self._launch.run
 
     @property
     def when(self) -> When | None:
@@ -464,6 +470,7 @@ class Checkpointer:
         mode: Literal["min", "max"] = "min",
         only: str | Collection[str] | None = None,
         at_least: int | None = None,
+        ignore_prefixes: bool = False,
     ) -> Restored | None:
         """Load the newest verified checkpoint of this run's timeline into `state`, or the best one by a metric.
 
@@ -484,6 +491,8 @@ class Checkpointer:
                 `state` stays unchanged. Every byte of these entries is verified; other entries are not read.
             at_least: a step that is known to have been saved. Nothing older is restored, and an empty run raises
                 instead of counting as a fresh start.
+            ignore_prefixes: also load a model whose names differ by prefixes of wrappers alone: `_orig_mod.` of
+                `torch.compile`, `module.` of DDP, and those of FSDP1 and activation checkpointing.
 
         Returns:
             What was restored; None if the run has no checkpoint in any place, which means a fresh start.
@@ -508,9 +517,10 @@ class Checkpointer:
         def fits(found: Found) -> dict[str, Any]:
             self._launch.check_given(found.part.checkpoint, found.attempts)
             into = chosen({} if state is None else state, names)
-            tree = {} if state is None else self._tree(found)
-            if state is not None:
-                check_fit(into, tree)
+            if state is None:
+                return {}
+            tree = with_names_of(into, self._tree(found)) if ignore_prefixes else self._tree(found)
+            check_fit(into, tree)
             return tree
 
         self._let_go()

@@ -21,7 +21,9 @@ from tierd.core.ids import PartId
 from tierd.spool.file_io import flat
 
 
-def position_of(storage: Mapping[Any, Any] | None, index: MetadataIndex, first: PartId) -> tuple[PartId, str, int, int]:
+def position_of(
+    storage: Mapping[Any, Any] | None, index: MetadataIndex, first: PartId, base: str = ""
+) -> tuple[PartId, str, int, int]:
     """Return the part, the file, the offset and the length of an entry.
 
     It lies in the part named at the start of its path, or else in the coordinator's part.
@@ -30,6 +32,7 @@ def position_of(storage: Mapping[Any, Any] | None, index: MetadataIndex, first: 
         storage: `storage_data` of DCP's metadata, which has a `_StorageInfo` for each entry.
         index: the entry.
         first: the coordinator's part.
+        base: the directory of all files in that part, of a checkpoint that DCP wrote by itself; it ends in `/`.
 
     Raises:
         ManifestError: the metadata does not say where the entry lies.
@@ -43,8 +46,8 @@ def position_of(storage: Mapping[Any, Any] | None, index: MetadataIndex, first: 
         raise StateMismatch(f"{first.checkpoint}: {index.fqn!r} was written through an extension")
     head, _, rest = path.partition("/")
     part = PartId.parse(first.checkpoint.run, first.checkpoint.name, head)
-    if part is None or not rest or part.world != first.world:
-        part, rest = first, path
+    if base or part is None or not rest or part.world != first.world:
+        part, rest = first, base + path
     return part, rest, info.offset, info.length
 
 

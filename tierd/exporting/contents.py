@@ -1,7 +1,6 @@
 """The contents of a checkpoint of `Checkpointer.save` or of `tierd.dcp`, in one form: tensors and other values.
 
-Invariant: values are typed JSON, or are read by torch's weights-only reader. From torch the module uses that reader's
-unpickler and `PyTorchFileReader`, with which `torch.load` finds the records of an archive.
+Invariant: values are typed JSON, or are read by torch's weights-only reader.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from tierd.dcp import metadata as dcp_metadata
 from tierd.dcp.entries import position_of
 from tierd.dcp.native_checkpoint import SavedState
 from tierd.dcp.native_leaves import NativeLeaf, SavedArray
+from tierd.exporting.archive_reader import NO_ARCHIVE, Archive
 from tierd.exporting.chunk_reader import ChunkReader, RangeStream
 from tierd.exporting.tensors import Piece, SavedTensor
 from tierd.state.kinds.device_meshes import replaced
 
 Path = tuple[Any, ...]
-_untyped: Any = torch  # the calls below have no types
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def read_contents(files: PartRanges, first: PartId, only: str | None, *, values:
     manifest = files.manifest(first)
     paths = [file.path for file in manifest.files]
     if dcp_metadata.NAME in paths:
-        return _of_dcp(files, first, only)
+        return of_dcp(files, first, only)
     if f"__0{dcp_metadata.NAME}" in paths:
         raise StateMismatch(
             f"{first}: saved through DCP with use_collectives=False, each rank for itself; `tierd restore` copies it"
@@ -83,7 +82,7 @@ def read_contents(files: PartRanges, first: PartId, only: str | None, *, values:
     return _of_save(files, manifest, only, values)
 
 
-def _chosen(paths: Mapping[str, Path], only: str | None, where: str) -> dict[str, str]:
+def chosen_names(paths: Mapping[str, Path], only: str | None, where: str) -> dict[str, str]:
     """Return the exported name of each name."""
     if only is None:
         return {name: name for name in paths}
@@ -96,7 +95,7 @@ def _chosen(paths: Mapping[str, Path], only: str | None, where: str) -> dict[str
     return found
 
 
-def _nested(stand_ins: Mapping[str, Any], paths: Mapping[str, Path], only: str | None) -> Any:
+def nested(stand_ins: Mapping[str, Any], paths: Mapping[str, Path], only: str | None) -> Any:
     tree = unflatten_state_dict(dict(stand_ins), {name: paths[name] for name in stand_ins})
     return tree if only is None else tree[next(iter(paths[name] for name in stand_ins))[0]]
 
@@ -108,7 +107,7 @@ def _of_save(files: PartRanges, manifest: Manifest, only: str | None, values: bo
     # `SavedState` calls `manifest`, `span`, `fill` and `part`, which every reader of a checkpoint has.
     saved = SavedState(cast(Files, files), 0, 1)
     paths = dict(saved.metadata.planner_data)
-    names = _chosen(paths, only, str(manifest.part.checkpoint))
+    names = chosen_names(paths, only, str(manifest.part.checkpoint))
     tensors, others = {}, {}
     for name, exported in names.items():
         rank, value = saved.own(name)
@@ -120,7 +119,7 @@ def _of_save(files: PartRanges, manifest: Manifest, only: str | None, values: bo
             tensors[exported] = _native_tensor(saved, name, exported, value)
         else:
             load = partial(_native_value, files, saved.part(rank), value)
-            others[exported] = Value(load, partial(_archived, load))
+            others[exported] = Value(load, partial(archived, load))
 
     def tree() -> tuple[Any, dict[int, str]]:
         whole, stand_ins = saved.tree
@@ -131,15 +130,15 @@ def _of_save(files: PartRanges, manifest: Manifest, only: str | None, values: bo
                 else others[names[name]].load()
                 for name in names
             }
-            return _nested(flat, paths, only), {id(flat[name]): names[name] for name in names}
+            return nested(flat, paths, only), {id(flat[name]): names[name] for name in names}
         whole = _native_value(files, saved.part(0), whole)
         state = whole if only is None else next(one for key, one in whole.items() if str(key) == only)
         return state, {id(stand_ins[name]): names[name] for name in names}
 
-    return Contents(tensors, others, {names[name]: _below(paths[name], only) for name in names}, tree)
+    return Contents(tensors, others, {names[name]: below(paths[name], only) for name in names}, tree)
 
 
-def _below(path: Path, only: str | None) -> Path:
+def below(path: Path, only: str | None) -> Path:
     return path if only is None else path[1:] or path
 
 
@@ -148,11 +147,11 @@ def _native_tensor(saved: SavedState, name: str, exported: str, value: NativeLea
     for part, leaf, box in saved.blocks(name):
         place = part, TENSORS, leaf.entry.offset
         order.append(place)
-        pieces.append(Piece(partial(_at, place), leaf.shape, box.local, box.offset, box.size))
+        pieces.append(Piece(partial(at_place, place), leaf.shape, box.local, box.offset, box.size))
     return SavedTensor(exported, value.dtype, tuple(value.whole), tuple(pieces), min(order, default=()))
 
 
-def _at(place: tuple[PartId, str, int], reader: ChunkReader) -> tuple[PartId, str, int]:
+def at_place(place: tuple[PartId, str, int], reader: ChunkReader) -> tuple[PartId, str, int]:
     return place
 
 
@@ -160,7 +159,7 @@ def _native_value(files: PartRanges, part: PartId, value: Any) -> Any:
     return replaced(value, SavedArray, lambda one: one.made(read_tensor(files, part, one.entry)))
 
 
-def _archived(load: Callable[[], Any]) -> bytes:
+def archived(load: Callable[[], Any]) -> bytes:
     file = io.BytesIO()
     torch.save(load(), file)
     return file.getvalue()
@@ -169,27 +168,27 @@ def _archived(load: Callable[[], Any]) -> bytes:
 # -- DCP --------------------------------------------------------------------------------------------------------------
 
 
-def _of_dcp(files: PartRanges, first: PartId, only: str | None) -> Contents:
+def of_dcp(files: PartRanges, first: PartId, only: str | None, base: str = "") -> Contents:
+    """Read the contents of a DCP checkpoint. `base` is its directory in rank 0's part, with a slash, if it has one."""
     reader = ChunkReader(files)
-    size = reader.size(first, dcp_metadata.NAME)
+    path = base + dcp_metadata.NAME
+    size = reader.size(first, path)
     if size > dcp_metadata.MAX_SIZE:
-        raise ManifestError(f"{first}: {dcp_metadata.NAME}: {size} bytes; at most {dcp_metadata.MAX_SIZE} are read")
-    metadata = dcp_metadata.read_metadata(
-        reader.read(first, dcp_metadata.NAME, 0, size), f"{first}: {dcp_metadata.NAME}"
-    )
+        raise ManifestError(f"{first}: {path}: {size} bytes; at most {dcp_metadata.MAX_SIZE} are read")
+    metadata = dcp_metadata.read_metadata(reader.read(first, path, 0, size), f"{first}: {path}")
     planned = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     paths: dict[str, Path] = {}
     for name in metadata.state_dict_metadata:
-        path = planned.get(name)
-        paths[name] = path if type(path) is tuple and path else tuple(str(name).split("."))
-    names = _chosen(paths, only, str(first.checkpoint))
+        way = planned.get(name)
+        paths[name] = way if type(way) is tuple and way else tuple(str(name).split("."))
+    names = chosen_names(paths, only, str(first.checkpoint))
     tensors, others = {}, {}
     for name, exported in names.items():
         found = metadata.state_dict_metadata[name]
         if isinstance(found, TensorStorageMetadata):
-            tensors[exported] = _dcp_tensor(metadata, first, name, exported, found)
+            tensors[exported] = _dcp_tensor(metadata, first, name, exported, found, base)
         else:
-            place = position_of(metadata.storage_data, MetadataIndex(name), first)
+            place = position_of(metadata.storage_data, MetadataIndex(name), first, base)
             data = partial(_bytes, reader, place)
             others[exported] = Value(partial(_dcp_value, data, f"{first.checkpoint}: {printable(str(name))!r}"), data)
 
@@ -200,9 +199,9 @@ def _of_dcp(files: PartRanges, first: PartId, only: str | None) -> Contents:
             else others[exported].load()
             for name, exported in names.items()
         }
-        return _nested(flat, paths, only), {id(flat[name]): exported for name, exported in names.items()}
+        return nested(flat, paths, only), {id(flat[name]): exported for name, exported in names.items()}
 
-    return Contents(tensors, others, {names[name]: _below(paths[name], only) for name in names}, tree)
+    return Contents(tensors, others, {names[name]: below(paths[name], only) for name in names}, tree)
 
 
 _Position = tuple[PartId, str, int, int]
@@ -223,12 +222,12 @@ def _dcp_value(data: Callable[[], bytes], where: str) -> Any:
 
 
 def _dcp_tensor(
-    metadata: Metadata, first: PartId, name: str, exported: str, found: TensorStorageMetadata
+    metadata: Metadata, first: PartId, name: str, exported: str, found: TensorStorageMetadata, base: str
 ) -> SavedTensor:
     pieces, order = [], []
     dtype = found.properties.dtype
     for chunk in found.chunks:
-        place = position_of(metadata.storage_data, MetadataIndex(name, chunk.offsets), first)
+        place = position_of(metadata.storage_data, MetadataIndex(name, chunk.offsets), first, base)
         shape = tuple(chunk.sizes)
         order.append(place)
         locate = partial(_locate, place, dtype, shape, f"{first.checkpoint}: {printable(str(name))!r}")
@@ -245,33 +244,17 @@ def _locate(
         StateMismatch: the archive does not hold this tensor, row-major.
     """
     part, path, offset, length = place
-
-    def storage(saved: tuple[Any, ...]) -> Any:
-        _, kind, key, _, count = saved
-        of = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
-        keys.append(str(key))
-        empty = _untyped.UntypedStorage(count * of.itemsize, device="meta")
-        return _untyped.storage.TypedStorage(wrap_storage=empty, dtype=of, _internal=True)
-
-    keys: list[str] = []
     try:
-        stream = RangeStream(reader, part, path, offset, length)
-        archive = _untyped._C.PyTorchFileReader(stream)
-        if archive.has_record("byteorder") and archive.get_record("byteorder") != b"little":
-            raise ValueError("its bytes are big-endian")
-        unpickler = _untyped._weights_only_unpickler.Unpickler(io.BytesIO(archive.get_record("data.pkl")))
-        unpickler.persistent_load = storage
-        tensor = unpickler.load()
+        archive = Archive(RangeStream(reader, part, path, offset, length))
+        tensor = archive.value
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or (tensor.dtype, tuple(tensor.shape)) != (
             dtype,
             shape,
         ):
             raise ValueError("it holds no such tensor")
-        if not tensor.is_contiguous() or len(keys) != 1:
-            raise ValueError("the tensor is not row-major, so that it cannot be streamed; `tierd restore` copies it")
-        begin = archive.get_record_offset(f"data/{keys[0]}") + tensor.storage_offset() * dtype.itemsize
+        begin = archive.offset(tensor)
         if begin + tensor.numel() * dtype.itemsize > length:
             raise ValueError("the tensor reaches over its end")
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except NO_ARCHIVE as error:
         raise StateMismatch(f"{where}: the entry of {path}: {str(error).splitlines()[0][:200]}") from error
     return part, path, offset + begin

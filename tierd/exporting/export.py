@@ -17,6 +17,7 @@ from tierd.core.ids import PartId
 from tierd.core.printable import printable
 from tierd.exporting.chunk_reader import ChunkReader
 from tierd.exporting.contents import Contents, read_contents
+from tierd.exporting.units import is_unit, read_unit
 from tierd.exporting.writers import FORMATS, WITH_VALUES, Export
 from tierd.spool.file_io import remove, sync_directory
 
@@ -74,7 +75,10 @@ def export(files: PartRanges, first: PartId, target: Path, options: ExportOption
         ConfigError: something else was put at `target` meanwhile.
         Also as `PartRanges.fill`. Nothing is at `target` then.
     """
-    contents = read_contents(files, first, options.only, values=options.format in WITH_VALUES)
+    if is_unit(files, first):
+        contents = read_unit(files, first, options.only)
+    else:
+        contents = read_contents(files, first, options.only, values=options.format in WITH_VALUES)
     if options.strip:
         contents = _stripped(contents, options.strip)
     if not contents.tensors and options.format not in WITH_VALUES:

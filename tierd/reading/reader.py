@@ -35,6 +35,7 @@ from tierd.reading.listing import Listed, list_checkpoints
 from tierd.reading.tiers import RunOnTiers, TierFiles, TierView
 from tierd.reading.whole import read_part
 from tierd.state.flatten import unflatten
+from tierd.state.kinds.wrapped_names import with_names_of
 from tierd.state.load import check_fit, chosen, load
 from tierd.stores.base import Store
 from tierd.stores.keys import read_key
@@ -144,13 +145,14 @@ class Reader:
         only: str | Collection[str] | None = None,
         rank: int | None = None,
         at_least: int | None = None,
+        ignore_prefixes: bool = False,
     ) -> Loaded:
         """Load the newest verified checkpoint of the run's timeline into `state`, or the best.
 
         The result is the same as that of `Checkpointer.restore`, with the tiers as its only source.
 
         Args:
-            state, step, attempt, best, mode, only, at_least: as for `Checkpointer.restore`.
+            state, step, attempt, best, mode, only, at_least, ignore_prefixes: as for `Checkpointer.restore`.
             rank: load this rank's part, independently of the present number of ranks. If it is not given, the loaded
                 entries must be the same on all ranks that saved.
 
@@ -171,7 +173,7 @@ class Reader:
         search = Search(self.run, Ranks(0, 1), TierView(self.tiers, (best,) if isinstance(best, str) else ()))
         for candidate in search.whole(step, attempt, None if best is None else Goal(best, mode), at_least):
             files = TierFiles(self.tiers, candidate.checkpoint, candidate.world)
-            found, error = self._try(search, candidate, files, state, names, rank)
+            found, error = self._try(search, candidate, files, chosen(state, names), names, rank, ignore_prefixes)
             unfit = isinstance(error, StateMismatch | ConfigError)
             if search.settle(candidate, error, unfit=unfit).load:
                 assert found is not None
@@ -200,11 +202,12 @@ class Reader:
         search: Search,
         candidate: Candidate,
         files: TierFiles,
-        state: Mapping[str, Any],
+        into: Mapping[str, Any],
         names: Collection[str] | None,
         rank: int | None,
+        ignore_prefixes: bool,
     ) -> tuple[tuple[Manifest, dict[str, Any], memoryview] | None, Exception | None]:
-        """Read and verify `candidate`, and check that it fits `state`.
+        """Read and verify `candidate`, and check that it fits `into`.
 
         Returns:
             The manifest, the tree and the tensors, or None and the error.
@@ -213,7 +216,8 @@ class Reader:
             manifest, found = read_part(files, names, rank)
             search.check_origin(manifest)
             tree = unflatten(found[TREE], found[TENSORS])
-            check_fit(chosen(state, names), tree)
+            tree = with_names_of(into, tree) if ignore_prefixes else tree
+            check_fit(into, tree)
             return (manifest, tree, found[TENSORS]), None
         except (CorruptChunk, ManifestError) as error:
             return None, corrupt_or_gone(self.tiers, candidate, error)

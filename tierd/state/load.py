@@ -37,6 +37,7 @@ from tierd.state.kinds.optimizers import tensors_in
 from tierd.state.kinds.packed_tensors import is_plain
 from tierd.state.kinds.rng import RngState
 from tierd.state.kinds.shard_datasets import mismatch_error
+from tierd.state.kinds.wrapped_names import differing
 from tierd.state.reclaim import ReclaimedMemory
 from tierd.state.tensor_file import Buffer
 from tierd.state.values import (
@@ -280,6 +281,9 @@ def _misfits(
             yield from shared.differing(path, target, saved)
         if _is_simple(target) and _is_simple(saved):
             return
+        if isinstance(saved, dict) and (reason := differing(target, saved)):
+            yield f"{show(path)}: {reason}"
+            return
         for key, inner in target.items():
             there = saved.get(key, _MISSING) if isinstance(saved, dict) else _MISSING
             yield from _misfits(inner, there, (*path, key), stateful, shared)
@@ -356,6 +360,9 @@ def _module_misfits(module: nn.Module, saved: Any, path: Path, shared: Aliased) 
         own = module.state_dict()
     except Exception as error:
         yield f"its own state_dict() raised {type(error).__name__}: {error}"
+        return
+    if reason := differing(own, saved):
+        yield reason
         return
     missing, extra = [k for k in own if k not in saved], [k for k in saved if k not in own]
     if missing:

@@ -183,11 +183,24 @@ _WEIGHTS = r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin
 
 def _accelerate(here: _Directory) -> _Found | None:
     if here.files(r"random_states_\d+\.pkl"):
-        return ACCELERATE, _ranks(here, r"random_states_(\d+)\.pkl", 0) or _indexed(here)
+        return ACCELERATE, _ranks(here, r"random_states_(\d+)\.pkl", 0) or _indexed(here) or _registered(here)
     begun = here.has("optimizer.bin", "scheduler.bin", "sampler.bin", "scaler.pt") or here.files(_WEIGHTS)
     if re.fullmatch(r"checkpoint_\d+", here.name) and begun:
         return ACCELERATE, "random_states_0.pkl is not there, which is written last"
     return None
+
+
+def _registered(here: _Directory) -> str | None:
+    """Return a reason if Accelerate's checkpoint lacks registered objects, which are written after the generators.
+
+    Only the checkpoint before it says how many there are.
+    """
+    number = re.fullmatch(r"checkpoint_(\d{1,18})", here.name)
+    names = here.tree.get(joined(here.parent, f"checkpoint_{int(number[1]) - 1}")) if number else None
+    objects = r"custom_checkpoint_\d+\.pkl"
+    before = [name for name in names or () if re.fullmatch(objects, name)]
+    there = len(here.files(objects))
+    return f"{there} of {len(before)} custom_checkpoint_N.pkl, which are written last" if there < len(before) else None
 
 
 def _deepspeed(here: _Directory) -> _Found | None:

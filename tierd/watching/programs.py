@@ -34,7 +34,8 @@ TRAINER = UnitLayout(
 ACCELERATE = UnitLayout(
     "Accelerate",
     "`checkpoint_N/`",
-    "`random_states_R.pkl` of every rank; there is no marker, and these are written last",
+    "`random_states_R.pkl` of every rank, and as many `custom_checkpoint_N.pkl` as in the checkpoint before it; "
+    "there is no marker, and these are written last",
     "accelerate 1.15, checkpointing.py `save_accelerator_state`; custom objects follow in accelerator.py `save_state`",
 )
 LIGHTNING = UnitLayout(

@@ -65,6 +65,7 @@ class _Seen:
     since_s: float  # when a listing first showed this shape
     tries: int = 0
     judged: bool = False  # whether it was taken or refused in this shape
+    left: bool = False  # whether it is incomplete, or mixed from two saves, and at rest: its program may be dead
     former: Mapping[str, ListedEntry] = field(default_factory=dict)  # its files and markers when it was last due
 
 
@@ -95,8 +96,10 @@ class Settling:
                 # then.
                 self._seen[path] = _Seen(shape, now_s, seen.tries, former=seen.former) if seen else _Seen(shape, now_s)
                 continue
-            settled = not seen.judged and unit.missing is None and now_s - seen.since_s >= self._wait_s(seen)
-            if settled and _is_one_save(unit, listing.entries, seen.former):
+            if seen.judged or now_s - seen.since_s < self._wait_s(seen):
+                continue
+            seen.left = unit.missing is not None or not _is_one_save(unit, listing.entries, seen.former)
+            if not seen.left:
                 seen.former = {name: listing.entries[name] for name in (*unit.files, *unit.markers)}
                 due.append(Due(unit, shape, seen.tries))
         return sorted(due, key=lambda one: max((entry.mtime_ns for _, entry in one.shape), default=0), reverse=True)
@@ -108,8 +111,8 @@ class Settling:
 
     @property
     def waiting(self) -> bool:
-        """Whether a unit of the last listing was neither taken nor refused yet, complete or not."""
-        return any(not seen.judged for seen in self._seen.values())
+        """Whether a unit of the last listing is still to be taken or refused, or may still be being written."""
+        return any(not (seen.judged or seen.left) for seen in self._seen.values())
 
     def _wait_s(self, seen: _Seen) -> float:
         return float(self._settle_s * 2 ** min(seen.tries, _MOST_DOUBLINGS))

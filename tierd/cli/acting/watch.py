@@ -34,7 +34,7 @@ def watch(
         typer.Option("--keep-last", min=1, help="Checkpoints to keep in each place; not given: the run's own policy."),
     ] = None,
     until_idle: Annotated[
-        bool, typer.Option("--until-idle", help="End when every checkpoint there is taken and flushed.")
+        bool, typer.Option("--until-idle", help="End when every complete checkpoint there is taken and flushed.")
     ] = False,
     key_file: KeyFileOption = None,
     json: JsonOption = False,

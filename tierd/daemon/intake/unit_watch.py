@@ -89,7 +89,7 @@ class UnitWatch:
 
     @property
     def waiting(self) -> bool:
-        """Whether a unit of the last listing was neither taken nor refused yet."""
+        """Whether a unit of the last listing is still to be taken or refused, or may still be being written."""
         return self._settling.waiting
 
     def look(self, known: History, now_s: float) -> None:

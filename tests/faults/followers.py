@@ -1,0 +1,44 @@
+"""Followers: `tierd follow --exec` is killed at any point, alone or with its command, while checkpoints arrive.
+
+Required, by the judge of `support/killed_followers.py`: a follower that is killed alone and started again runs its
+command for each checkpoint exactly once, over the whole files; if the command is killed as well, it is run again until
+it has ended once.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+from faults.hands import room
+from faults.rounds import Mutant, Round
+
+UNIT, SHORT, GATE = "lives of a follower", 8, 400  # every second one is killed with its command
+MET = (
+    *("killed alone", "killed with its command"),
+    *("killed before the first command", "killed while a command runs", "killed between commands"),
+)
+MUTANTS: tuple[Mutant, ...] = ()  # those of faults/elsewhere.py are found by a few seeds of this
+
+
+def missing() -> str | None:
+    return None
+
+
+def run(work: Round) -> None:
+    from support.following import put
+    from support.killed_followers import STEPS, play, processes
+
+    place, context = room(work), processes()
+    try:
+        full = put(place, STEPS)
+
+        def trial(seed: int) -> None:
+            home = place / str(seed)
+            home.mkdir()
+            work.notes.update(play(seed, bool(seed % 2), full, home, context))
+            shutil.rmtree(home)
+
+        for seed in work.seeds():
+            work.attempt(seed, trial)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)

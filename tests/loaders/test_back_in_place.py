@@ -1,0 +1,119 @@
+"""Programs that know nothing of tierd are watched, killed in the middle of a save, damaged, prepared and started again
+with their own resume: their losses are those of an uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import layouts
+from support.programs import ROWS, SCRIPTS, Script, table
+
+from tierd.watching.programs import LAYOUTS
+
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "watch.md"
+_LIMIT_S = 600
+_TRIES = 5  # launches, until one is killed within its save and not a moment later
+
+
+def start(script: Script, out: Path, log: Path) -> subprocess.Popen[str]:
+    out.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", script.whole, str(out), str(log)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def train(script: Script, out: Path, log: Path) -> None:
+    running = start(script, out, log)
+    said, _ = running.communicate(timeout=_LIMIT_S)
+    assert running.returncode == 0, said[-3000:]
+
+
+def killed(script: Script, out: Path, log: Path) -> None:
+    """Train until the third save has begun, and kill the program there."""
+    running = start(script, out, log)
+    end = time.monotonic() + _LIMIT_S
+    while not any(out.glob(script.third)):
+        assert running.poll() is None and time.monotonic() < end, running.communicate()[0][-3000:]
+        time.sleep(0.0005)
+    running.kill()
+    running.communicate()
+
+
+def losses(log: Path) -> dict[int, float]:
+    found = [line.split() for line in log.read_text().splitlines()]
+    return {int(step): float(loss) for step, loss in found}
+
+
+def tierd(*arguments: object) -> str:
+    command = [sys.executable, "-m", "tierd", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def flip(unit: Path) -> None:
+    """Flip a bit in the middle of a unit's largest file, as a disk does."""
+    paths = [path for path in unit.rglob("*") if path.is_file()] if unit.is_dir() else [unit]
+    path = max(paths, key=lambda one: one.stat().st_size)
+    before, data = path.stat(), bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def prepared(out: Path, tier: Path) -> dict[str, dict[str, object]]:
+    units = json.loads(tierd("prepare", out, "--run", "run", "--to", tier, "--json"))["units"]
+    return {one["path"]: one for one in units}
+
+
+@pytest.mark.loaders
+@pytest.mark.timeout(3 * _LIMIT_S)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_it_resumes_as_if_nothing_had_happened(name: str, tmp_path: Path) -> None:
+    script = SCRIPTS[name]
+    if importlib.util.find_spec(script.package) is None:
+        reason = f"{script.package} is not installed: `make loaders` does it"
+        pytest.fail(reason) if os.environ.get("TIERD_LOADERS") == "all" else pytest.skip(reason)
+    train(script, tmp_path / "whole", tmp_path / "whole.log")
+    wanted = losses(tmp_path / "whole.log")
+    assert sorted(wanted) == list(range(1, 9)) and len(set(wanted.values())) == 8
+    for number in range(_TRIES):
+        out, log, tier = (tmp_path / f"{kind}{number}" for kind in ("out", "log", "tier"))
+        killed(script, out, log)
+        tier.mkdir()
+        tierd("watch", out, "--run", "run", "--to", tier, "--until-idle")
+        [newest] = out.glob(script.newest)
+        flip(newest)
+        found = prepared(out, tier)
+        if script.renamed or any(one["moved"] and not one["replaced"] for one in found.values()):
+            break
+    else:
+        pytest.fail(f"each of {_TRIES} kills came after the save: {found}")
+    path = str(newest.relative_to(out))
+    assert (found[path]["verdict"], found[path]["replaced"]) == ("damaged", True), found
+    resumed = tmp_path / "resumed.log"
+    train(script, out, resumed)
+    first, then = losses(log), losses(resumed)
+    done = min(then) - 1
+    assert done == 4 or (script.renamed and done == 6), (first, then)
+    assert {step: first[step] for step in range(1, done + 1)} | then == wanted
+
+
+def test_each_program_has_its_row_and_the_page_has_the_rows() -> None:
+    sharded = ", sharded"
+    assert {one.name.removesuffix(sharded) for one in ROWS} == {one.program for one in LAYOUTS} - {"HF model"}
+    assert set(SCRIPTS) <= {one.name for one in ROWS}
+    known = {write.__name__: program for write, (program, _) in layouts.WRITERS.items()}
+    for row in ROWS:
+        assert {known[name] for name in row.writers} <= {row.name.removesuffix(sharded)}
+        assert (row.name in SCRIPTS) or (row.writers and row.by), row
+    marks = "<!-- programs: made of tests/support/programs.py -->\n", "<!-- programs: end -->"
+    assert PAGE.read_text().split(marks[0])[1].split(marks[1])[0] == table()

@@ -1,0 +1,80 @@
+"""Two ranks of Hugging Face's Trainer each save and resume through the callback, each with its own generators."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from support.ranks import processes
+
+from tierd.spool.spool import Spool
+
+SCRIPT = """
+import os, sys
+rank, port, home, again = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4] == "again"
+os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+import tierd
+from tierd.adapters.transformers import TierdCallback
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 48
+    def __getitem__(self, index):
+        return {"x": torch.full((4,), index / 48)}
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.Dropout(0.5), torch.nn.Linear(32, 1))
+    def forward(self, x):
+        loss = self.net(x).square().mean()
+        self.seen = loss.item()
+        return {"loss": loss}
+class Tell(TrainerCallback):
+    def on_step_end(self, args, state, control, **parts):
+        if state.global_step > 4:
+            print(state.global_step, net.seen, flush=True)
+
+torch.manual_seed(1)
+net = Net()
+args = TrainingArguments(home + "/out", max_steps=6, per_device_train_batch_size=2, save_strategy="no", report_to=[],
+    use_cpu=True, ddp_backend="gloo", disable_tqdm=True, logging_strategy="no", remove_unused_columns=False, seed=3)
+assert args.world_size == 2
+with tierd.Checkpointer(home + "/spool", "run", to=[]) as ckpt:
+    saving = TierdCallback(ckpt, every_steps=4)
+    trainer = Trainer(model=net, args=args, train_dataset=Rows(), callbacks=[Tell(), saving])
+    path = saving.resume(trainer)
+    assert (path is not None) == again
+    trainer.train(resume_from_checkpoint=path)
+torch.distributed.destroy_process_group()
+"""
+
+
+def port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        return str(made.getsockname()[1])
+
+
+@pytest.mark.loaders
+@pytest.mark.timeout(900)
+def test_two_ranks_of_trainer_resume_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    outputs = []
+    for word in ("first", "again"):
+        here = port()
+        said = processes(SCRIPT, [[rank, here, str(tmp_path), word] for rank in ("0", "1")], timeout=400)
+        outputs.append([[line for line in one.splitlines() if line[0].isdigit()] for one in said])
+        spool = Spool(tmp_path / "spool")
+        parts = list(spool.parts("run"))
+        assert {(part.rank, part.world) for part in parts} == {(0, 2), (1, 2)}
+        for part in parts:
+            if part.checkpoint.step == 6:  # the end of training, which a killed launch does not save
+                shutil.rmtree(spool.path(part).parent, ignore_errors=True)
+    assert outputs[0] == outputs[1] and all(len(one) == 2 for one in outputs[0])
+    assert outputs[0][0] != outputs[0][1], "each rank has its own samples and generators"

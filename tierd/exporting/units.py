@@ -1,0 +1,166 @@
+"""The contents of another program's checkpoint that was taken by a watch: in DCP, in safetensors, or in one archive.
+
+Sources of the names: transformers 5.23 `utils/__init__.py` (`WEIGHTS_NAME`, `SAFE_WEIGHTS_NAME`), accelerate 1.15
+`utils/constants.py` (`MODEL_NAME`); of a directory of DCP, torch 2.13 `distributed/checkpoint/filesystem.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from tierd.client.restoring.ranged_reader import PartRanges
+from tierd.core.errors import StateMismatch, StateRefused
+from tierd.core.ids import PartId
+from tierd.core.printable import printable
+from tierd.dcp import metadata as dcp_metadata
+from tierd.exporting.archive_reader import NO_ARCHIVE, Archive
+from tierd.exporting.chunk_reader import ChunkReader, RangeStream
+from tierd.exporting.contents import Contents, Value, archived, at_place, below, chosen_names, nested, of_dcp
+from tierd.exporting.tensors import Piece, SavedTensor
+from tierd.state.kinds.device_meshes import replaced
+from tierd.state.tensor_file import MAX_HEADER, parse_header
+from tierd.watching.unit_file import UNIT_NAME
+
+_MODEL = "model"  # the entry under which weights in safetensors stand
+
+
+def is_unit(files: PartRanges, first: PartId) -> bool:
+    """Return whether a watch took this checkpoint."""
+    return any(file.path == UNIT_NAME for file in files.manifest(first).files)
+
+
+def read_unit(files: PartRanges, first: PartId, only: str | None) -> Contents:
+    """Read the names, shapes and places of a unit's contents.
+
+    Weights in safetensors are the entry `model`, and their names have no prefix. An archive has the entries of its
+    mapping, and a directory of DCP those of its state.
+
+    Raises:
+        StateMismatch: there is no such entry, or no file has a form that can be exported.
+        StateRefused: torch's weights-only reader refuses the archive.
+        Also as `PartRanges.fill`.
+    """
+    paths = [file.path for file in files.manifest(first).files if file.path != UNIT_NAME]
+    names = {path: PurePosixPath(path).name for path in paths}
+    distributed = [path for path in paths if names[path] == dcp_metadata.NAME]
+    if len(distributed) == 1:
+        return of_dcp(files, first, only, distributed[0].removesuffix(dcp_metadata.NAME))
+    reader = ChunkReader(files)
+    tensors = [path for path in paths if path.endswith(".safetensors")]
+    if tensors:
+        return _of_tensors(reader, first, tensors, only)
+    weights = [path for path in paths if names[path].startswith("pytorch_model") and path.endswith(".bin")]
+    archives = weights or (paths if len(paths) == 1 else [])
+    if archives:
+        return _of_archives(reader, first, archives, only, _MODEL if weights else None)
+    raise StateMismatch(
+        f"{first.checkpoint}: {len(paths)} files of another program, and none in a form that is exported: DCP, "
+        "safetensors, or one archive of torch.save; `tierd restore` copies them"
+    )
+
+
+def _of_tensors(reader: ChunkReader, first: PartId, files: list[str], only: str | None) -> Contents:
+    found: dict[str, SavedTensor] = {}
+    for path in files:
+        size = reader.size(first, path)
+        length = int.from_bytes(reader.read(first, path, 0, min(8, size)), "little")
+        if length > min(MAX_HEADER, size - 8):
+            raise StateMismatch(f"{first.checkpoint}: {path}: a header of {length} bytes in a file of {size}")
+        layout = parse_header(bytes(reader.read(first, path, 0, 8 + length)), size, f"{first.checkpoint}: {path}")
+        for name, entry in layout.entries.items():
+            _add(found, _tensor(name, entry.dtype, entry.shape, (first, path, entry.offset)), first)
+    return _contents(found, {}, {name: (_MODEL, name) for name in found}, only, first)
+
+
+def _of_archives(reader: ChunkReader, first: PartId, files: list[str], only: str | None, entry: str | None) -> Contents:
+    """Read archives of weights, which are the entry `entry`; or, without one, one archive of a mapping."""
+    tensors: dict[str, SavedTensor] = {}
+    values: dict[str, Value] = {}
+    paths: dict[str, tuple[Any, ...]] = {}
+    whole: Any = None
+    stand_ins: dict[str, torch.Tensor] = {}
+    for path in files:
+        try:
+            archive = Archive(RangeStream(reader, first, path, 0, reader.size(first, path)))
+            if not isinstance(archive.value, dict):
+                raise ValueError("it holds no mapping of names")
+            flat, own = flatten_state_dict(archive.value)
+            for name, value in flat.items():
+                paths[name] = tuple(own[name]) if entry is None else (entry, name)
+                if isinstance(value, torch.Tensor):
+                    place = first, path, archive.offset(value)
+                    _add(tensors, _tensor(name, value.dtype, tuple(value.shape), place), first)
+                    stand_ins[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+                else:
+                    load = partial(_same, value)
+                    values[name] = Value(load, partial(archived, load))
+        except NO_ARCHIVE as error:
+            raise StateRefused(
+                f"{first.checkpoint}: {path}: {str(error).splitlines()[0][:300]}; `tierd restore` copies it"
+            ) from error
+        if entry is None:
+            new = {id(flat[name]): one for name, one in stand_ins.items()}
+            whole = replaced(archive.value, torch.Tensor, partial(_stand_in, new))
+    contents = _contents(tensors, values, paths, only, first)
+    if entry is not None:
+        return contents
+    # The mapping as it was saved: its keys may be numbers, which names are not.
+    names = chosen_names(paths, only, str(first.checkpoint))
+    state = whole if only is None else next(one for key, one in whole.items() if str(key) == only)
+    known = {id(one): names[name] for name, one in stand_ins.items() if name in names}
+    return replace(contents, tree=lambda: (state, known))
+
+
+def _stand_in(new: dict[int, torch.Tensor], one: torch.Tensor) -> torch.Tensor:
+    return new[id(one)]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _tensor(name: str, dtype: torch.dtype, shape: tuple[int, ...], place: tuple[PartId, str, int]) -> SavedTensor:
+    piece = Piece(partial(at_place, place), shape, (0,) * len(shape), (0,) * len(shape), shape)
+    return SavedTensor(name, dtype, shape, (piece,), place)
+
+
+def _add(found: dict[str, SavedTensor], tensor: SavedTensor, first: PartId) -> None:
+    if tensor.name in found:
+        raise StateMismatch(f"{first.checkpoint}: {printable(tensor.name)!r} is in two files")
+    found[tensor.name] = tensor
+
+
+def _contents(
+    tensors: dict[str, SavedTensor],
+    values: dict[str, Value],
+    paths: dict[str, tuple[Any, ...]],
+    only: str | None,
+    first: PartId,
+) -> Contents:
+    names = chosen_names(paths, only, str(first.checkpoint))
+
+    def tree() -> tuple[Any, dict[int, str]]:
+        flat = {
+            name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta")
+            if name in tensors
+            else values[name].load()
+            for name in names
+        }
+        return nested(flat, paths, only), {id(flat[name]): exported for name, exported in names.items()}
+
+    return Contents(
+        {new: _named(tensors[name], new) for name, new in names.items() if name in tensors},
+        {new: values[name] for name, new in names.items() if name in values},
+        {new: below(paths[name], only) for name, new in names.items()},
+        tree,
+    )
+
+
+def _named(tensor: SavedTensor, name: str) -> SavedTensor:
+    return SavedTensor(name, tensor.dtype, tensor.shape, tensor.pieces, tensor.order)
