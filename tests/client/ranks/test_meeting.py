@@ -178,6 +178,15 @@ def test_rank_0_may_end_with_its_store_only_when_others_have_read_why():
         return bool(store.check([f"launch/{made[0]._name}/seen/1"]))
 
     def second() -> None:
+        read = made[1]._get
+
+        def late(key: str) -> bytes | None:
+            found = read(key)
+            if key == "1/all" and found is not None:
+                time.sleep(1.0)  # rank 0 has long noticed that rank 2 is absent
+            return found
+
+        made[1]._get = late
         with pytest.raises(StoreUnavailable, match="rank 2"):
             made[1].exchange(b"", 1.0)
 
