@@ -1,6 +1,7 @@
 """Take checkpoints of other programs into the spool, and put them back where the programs look for them.
 
 - `unit_watch`: one watched directory: takes each unit that is due; synchronous.
+- `ordering`: the order in which units are taken, and what is in doubt about it.
 - `taking`: one unit's files into a stage.
 - `taken`: the record of what was taken, beside the spool's other records.
 - `intake`: the watches of a daemon, each in a thread of its own.

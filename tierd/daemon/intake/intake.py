@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from tierd.core.config import WatchConfig
-from tierd.core.errors import ConfigError, StoreRefused
-from tierd.core.ids import PartId
+from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable
+from tierd.core.ids import CheckpointId, PartId, pin_key
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.daemon.reconcile import Reconciler
@@ -117,6 +117,7 @@ class Intake:
                     if watch is None:
                         watch = await _run(pool, one, self._make, one, reports)
                     await _run(pool, one, watch.look, known, began)
+                    await self._share_pins(run)
                     one.idle = not watch.waiting
                     rest_s = max(_LOOK_S, _SHARE * watch.listing_s)
                 except (OSError, StoreRefused, ConfigError) as error:
@@ -125,6 +126,16 @@ class Intake:
                 else:
                     self._reconciler.journal.worked(("watch", run))
                 await asyncio.sleep(rest_s)
+
+    async def _share_pins(self, run: str) -> None:
+        """Put the pins that only the spool has on every tier, because a spool may be lost."""
+        for checkpoint in self._reconciler.inventory().local_pins:
+            if checkpoint.run == run:
+                for name, store in self._reconciler.stores.items():
+                    try:
+                        await store.put(pin_key(checkpoint), b"")
+                    except (StoreUnavailable, StoreRefused) as error:
+                        log.info("%s: %s cannot be pinned there yet: %s", name, checkpoint, error)
 
     def _make(self, one: _Watching, reports: _ToReconciler) -> UnitWatch:
         directory = Path(one.watch.directory)
@@ -182,3 +193,12 @@ class _ToReconciler:
             self._reconciler.journal.tell("not taken", SPOOL, path, why, run=self._run)
 
         self._loop.call_soon_threadsafe(tell)
+
+    def in_doubt(self, path: str, checkpoint: CheckpointId) -> None:
+        why = (
+            f"{path} has a later step and an earlier time than other checkpoints: its program went back, or the times "
+            "are wrong. Each such one is pinned, so that nothing is lost; `tierd unpin` frees it"
+        )
+        self._loop.call_soon_threadsafe(
+            functools.partial(self._reconciler.journal.tell, "in doubt", SPOOL, checkpoint, why)
+        )
