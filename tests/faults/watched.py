@@ -9,6 +9,7 @@ _NAMES, _PLACE = "pytest tests/watching/test_naming.py", "pytest tests/watching/
 _UNIT_WATCH, _TAKING = "tierd/daemon/intake/unit_watch.py", "tierd/daemon/intake/taking.py"
 _IN_PLACE, _PREPARE = "tierd/daemon/intake/in_place.py", "tierd/daemon/intake/prepare.py"
 _NAMING, _ADOPT = "tierd/watching/naming.py", "tierd/spool/adopt.py"
+_INTAKE, _ENDS = "tierd/daemon/intake/intake.py", "pytest tests/watching/test_watch_ends.py -k"
 _ORDER = "pytest tests/watching/test_order.py -k"
 _PREPARE_ORDER = "pytest tests/watching/test_prepare_order.py -k"
 
@@ -84,6 +85,48 @@ WATCHED = (
         f"{_NAMES} -k 'anew or older'",
     ),
     Mutant(
+        "a time that names no later attempt names one",
+        _NAMING,
+        "_LATEST_NS = 3_155_760_000 * 10**9",
+        "_LATEST_NS = 7_258_118_400 * 10**9",
+        f"{_NAMES} -k range",
+    ),
+    Mutant(
+        "a trainer's run is watched",
+        _INTAKE,
+        "if manifest is not None and all(",
+        "if False and all(",
+        f"{_ENDS} trainers_run",
+    ),
+    Mutant(
+        "what is not taken does not show in the exit code",
+        "tierd/daemon/service.py",
+        "                failure, left = intake.failure, intake.refused\n",
+        "                failure = intake.failure\n",
+        f"{_ENDS} everything",
+    ),
+    Mutant(
+        "what is not taken does not show in the status",
+        "tierd/daemon/status.py",
+        "problems=(*problems(found), *lasting)",
+        "problems=problems(found)",
+        f"{_ENDS} status",
+    ),
+    Mutant(
+        "a unit with a directory that cannot be read is whole",
+        "tierd/watching/files.py",
+        '                entries[path] = ListedEntry("other")\n',
+        "",
+        f"{_ENDS} 'below_that and step-100'",
+    ),
+    Mutant(
+        "a directory that vanished is waited for",
+        _INTAKE,
+        "            if one.error is not None and one.tries >= _TRIES:\n",
+        "            if False:\n",
+        f"{_ENDS} vanished",
+    ),
+    Mutant(
         "a date in a name is a step",
         "tierd/watching/layouts.py",
         '_DATE.sub("", name)',
@@ -116,7 +159,7 @@ WATCHED = (
         "tierd/daemon/intake/ordering.py",
         "for one in reversed(due) if",
         "for one in due if",
-        f"{_ORDER} 'while_no_daemon or copies_without'",
+        f"{_ORDER} went_back_while",
     ),
     Mutant(
         "two units of one step and time count as one",

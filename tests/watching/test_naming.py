@@ -104,4 +104,12 @@ def test_the_same_unit_is_known_by_its_step_and_time() -> None:
 
 def test_a_time_keeps_its_microseconds_and_one_out_of_range_is_1970() -> None:
     assert made_at(1_767_225_600_123_456_789).isoformat() == "2026-01-01T00:00:00.123456+00:00"
-    assert made_at((1 << 63) - 1).year == made_at(-1).year == 1970
+    assert made_at((1 << 63) - 1).year == made_at(-1).year == made_at(3_155_760_000 * 10**9).year == 1970
+    assert made_at(3_155_760_000 * 10**9 - 1).year == 2069
+
+
+def test_an_attempt_after_the_latest_time_sorts_last() -> None:
+    latest = made_at(3_155_760_000 * 10**9 - 1)
+    first = name_unit(RUN, "checkpoint-20", 20, latest, History())
+    known = History().with_one(first.checkpoint, latest, None)
+    assert name_unit(RUN, "checkpoint-10", 10, at(10), known, after=first.checkpoint).checkpoint > first.checkpoint

@@ -71,6 +71,16 @@ def test_what_was_written_while_no_daemon_ran_follows_in_its_order(root: Path, s
     assert len({part.checkpoint.attempt for part in spool.parts(RUN)}) == 1
 
 
+def test_a_program_that_went_back_while_no_daemon_ran_has_a_new_attempt(root: Path, spool: Spool) -> None:
+    for step in (10, 20, 30):
+        save(root, f"a-{step}.pt", step)
+    take(spool, root)
+    for step in (20, 40):
+        save(root, f"a-{step}.pt", 100 + step)
+    take(spool, root)
+    assert newest_first(spool) == [40, 20, 30, 20, 10] and spool.pins() == set()
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_copies_without_times_lose_none(first: bool, root: Path, spool: Spool) -> None:
     """`cp -r` copies by name: step 1000 before 800 and 900."""

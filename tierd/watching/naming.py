@@ -19,11 +19,12 @@ from datetime import UTC, datetime, timedelta
 
 import xxhash
 
-from tierd.core.ids import LATEST_MS, CheckpointId, is_attempt, next_attempt
+from tierd.core.ids import CheckpointId, is_attempt, next_attempt
 from tierd.core.planning.inventory import Inventory
 from tierd.watching.describe import Described
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_LATEST_NS = 3_155_760_000 * 10**9  # 2070
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,17 @@ def history(inventory: Inventory, run: str) -> History:
 
 
 def made_at(modified_ns: int) -> datetime:
-    """Convert a file's time to the time of a checkpoint, in microseconds; a time out of range to 1970."""
-    return _EPOCH + timedelta(microseconds=modified_ns // 1000 if 0 <= modified_ns < LATEST_MS * 1_000_000 else 0)
+    """Convert a file's time to the time of a checkpoint, in microseconds; a time out of range to 1970.
+
+    A time after 2069 is out of range. An attempt of that name would sort after all later ones, because `next_attempt`
+    ignores names far ahead of the clock.
+    """
+    return _EPOCH + timedelta(microseconds=modified_ns // 1000 if is_in_range(modified_ns) else 0)
+
+
+def is_in_range(modified_ns: int) -> bool:
+    """Whether a file's time can be a checkpoint's: from 1970 to 2069."""
+    return 0 <= modified_ns < _LATEST_NS
 
 
 def step_of(described: Described, made: datetime) -> int:

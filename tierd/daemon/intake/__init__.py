@@ -5,6 +5,7 @@
 - `taking`: one unit's files into a stage.
 - `taken`: the record of what was taken, beside the spool's other records.
 - `intake`: the watches of a daemon, each in a thread of its own.
+- `manifests`: a manifest from the first place that has it right.
 - `in_place`: a checkpoint from the tiers back into a directory.
 - `prepare`: verifies a directory before a launch, and replaces what is damaged.
 

@@ -17,20 +17,17 @@ from typing import Literal, TypeAlias
 from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
-    ManifestError,
-    ObjectNotFound,
     StoreUnavailable,
-    TierdError,
 )
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.planning.inventory import Inventory
 from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.intake.in_place import QUARANTINE, PutBack, point_to, put_back, set_aside
+from tierd.daemon.intake.manifests import first_manifest
 from tierd.daemon.tiers.observe import look_around
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.replicas import read_manifest
 from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
@@ -164,7 +161,7 @@ async def _recorded(
     oldest = made_at(min((listing.entries[path].mtime_ns for path in one.unit.files), default=0))
     mixed = sorted(((made, checkpoint) for made, checkpoint in same if oldest <= made < one.made), reverse=True)
     for checkpoint in (*sorted(exact, reverse=True), *(checkpoint for _, checkpoint in mixed)):
-        manifest = await _manifest(checkpoint, spool, stores)
+        manifest = await first_manifest(PartId(checkpoint, 0, 1), spool, stores)
         if manifest is not None and _is_of(one.unit, manifest):
             one.checkpoint = checkpoint
             return manifest
@@ -175,18 +172,6 @@ def _is_of(unit: Unit, manifest: Manifest) -> bool:
     """Whether a checkpoint was taken from a unit's place: another unit may have the same step and time."""
     paths = {file.path for file in manifest.files}
     return not paths.isdisjoint(unit.files) or any(path.startswith(f"{unit.path}/") for path in paths)
-
-
-async def _manifest(checkpoint: CheckpointId, spool: Spool | None, stores: Mapping[str, Store]) -> Manifest | None:
-    """Return the manifest of a watched checkpoint, from the first place that has it right."""
-    part = PartId(checkpoint, 0, 1)
-    if spool is not None:
-        with suppress(TierdError, OSError):
-            return await to_the_end(spool.manifest, part)
-    for store in stores.values():
-        with suppress(ObjectNotFound, ManifestError):
-            return await read_manifest(store, part)
-    return None
 
 
 def _judge(tree: Tree, one: _Judged, listing: Listing, manifest: Manifest | None) -> None:

@@ -31,7 +31,7 @@ from tierd.watching.describe import Described, describe
 from tierd.watching.files import Tree
 from tierd.watching.inspect import Changed, Inspected, Opener, inspect_unit
 from tierd.watching.listing import Listing
-from tierd.watching.naming import History, Named, name_unit, step_of
+from tierd.watching.naming import History, Named, is_in_range, name_unit, step_of
 from tierd.watching.settle import Due, Settling, is_unchanged
 
 log = logging.getLogger("tierd.daemon")
@@ -73,6 +73,7 @@ class UnitWatch:
     Attributes:
         listing_s: how long the last listing took, in seconds.
         refused: the units of the last listing that are not taken as they are, by path, and why.
+        unreadable: the directories that the last listing could not read.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class UnitWatch:
         self._known = History()
         self._now_s = self.listing_s = 0.0
         self.refused: dict[str, str] = {}
+        self.unreadable: tuple[str, ...] = ()
         self._stepless: set[str] = set()  # units without a step that were reported
         self._doubted = False  # whether a doubt about the order was reported
 
@@ -114,10 +116,11 @@ class UnitWatch:
             StoreRefused, ConfigError: it cannot be listed.
         """
         self._known, self._now_s = self._known.merged(known), now_s
-        with Tree(self._directory) as tree:
+        with Tree(self._directory, skip=True) as tree:
             began = time.monotonic()
             listing = tree.listing()
             self.listing_s = time.monotonic() - began
+            self.unreadable = tuple(tree.unreadable)
             due = self._settling.look(listing, now_s)
             self._forget()
             self._ordering.see(self._known)
@@ -262,6 +265,8 @@ class UnitWatch:
         self._taken.add(due.unit.path, due.shape)
         how = ", ".join(f"{count} by {name}" for name, count in sorted(staged.how.items()))
         log.info("%s: taken as %s: %s", due.unit.path, named.checkpoint, how)
+        if not all(is_in_range(entry.mtime_ns) for entry in entries.values()):
+            log.warning("%s: a file's time is not one of 1970 to 2069, and counts as 1970", due.unit.path)
         size = sum(file.size for file in staged.files)
         self._reports.taken(part, CommittedPart(size, direct=False, recycled=False, metrics=dict(described.metrics)))
 
