@@ -23,12 +23,11 @@ class Beside:
     """
 
     def __init__(self, units: Mapping[str, Unit], shapes: Mapping[str, Shape]) -> None:
-        self._units, self._shapes = units, shapes
+        self._units = units
+        self._made = [(unit, made_of(shapes[path])) for path, unit in units.items() if unit.step is not None]
 
     def _others(self, path: str) -> Iterator[tuple[Unit, datetime]]:
-        for other, unit in self._units.items():
-            if other != path and unit.step is not None:
-                yield unit, made_of(self._shapes[other])
+        return ((unit, made) for unit, made in self._made if unit.path != path)
 
     def count(self, path: str, step: int, made: datetime) -> int:
         """Return how many units have this step and this time, the one at `path` included."""
