@@ -127,6 +127,27 @@ WATCHED = (
         f"{_ENDS} vanished",
     ),
     Mutant(
+        "a second name of a step is a second attempt",
+        _UNIT_WATCH,
+        "        if self._is_repeated(tree, due, step):\n",
+        "        if False:\n",
+        f"{_ORDER} second_name_of_a_step",
+    ),
+    Mutant(
+        "a second name is left where the first is damaged",
+        _UNIT_WATCH,
+        "if other is None or (self._settling.is_judged(other) and other in self.refused):",
+        "if other is None:",
+        f"{_ORDER} second_name_is_taken",
+    ),
+    Mutant(
+        "a new node forgets what the tiers' times contradict",
+        "tierd/daemon/intake/ordering.py",
+        "return newest is not None and checkpoint < newest and checkpoint.step > newest.step",
+        "return False",
+        f"{_ORDER} new_node",
+    ),
+    Mutant(
         "a date in a name is a step",
         "tierd/watching/layouts.py",
         '_DATE.sub("", name)',
