@@ -133,3 +133,13 @@ def test_a_trainers_own_daemon_is_refused_in_words_and_a_reader_of_nested_places
     (tmp_path / "outer" / "inner").mkdir(parents=True)
     with tierd.open([str(tmp_path / "outer"), str(tmp_path / "outer" / "inner")], "run") as reader:
         assert reader.checkpoints() == () and not reader.unreached
+
+
+def test_a_watched_directory_that_does_not_exist_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tier").mkdir()
+    watch = f'[[watch]]\ndirectory = "{tmp_path}/out"\nrun = "r"\n'
+    (tmp_path / "tierd.toml").write_text(f'spool = "{tmp_path}/spool"\n' + _TIER.format(home=tmp_path) + watch)
+    assert run(["config", "check", str(tmp_path / "tierd.toml")]) == 6
+    assert "out as run r  not a directory" in capsys.readouterr().out
+    (tmp_path / "out").mkdir()
+    assert run(["config", "check", str(tmp_path / "tierd.toml")]) == 0

@@ -161,8 +161,8 @@ PERMISSIONS = (
     Mutant(
         "a tier that takes nothing passes the check",
         "tierd/cli/acting/act.py",
-        'if any(one.mode in (None, "read-only") for one in reached.values()):',
-        "if any(one.mode is None for one in reached.values()):",
+        'any(one.mode in (None, "read-only") for one in reached.values()):',
+        "any(one.mode is None for one in reached.values()):",
         f"{_REACH} -k command",
     ),
     Mutant(

@@ -9,6 +9,9 @@ _NAMES, _PLACE = "pytest tests/watching/test_naming.py", "pytest tests/watching/
 _UNIT_WATCH, _TAKING = "tierd/daemon/intake/unit_watch.py", "tierd/daemon/intake/taking.py"
 _IN_PLACE, _PREPARE = "tierd/daemon/intake/in_place.py", "tierd/daemon/intake/prepare.py"
 _NAMING, _ADOPT = "tierd/watching/naming.py", "tierd/spool/adopt.py"
+_INTAKE, _ENDS = "tierd/daemon/intake/intake.py", "pytest tests/watching/test_watch_ends.py -k"
+_ORDER = "pytest tests/watching/test_order.py -k"
+_PREPARE_ORDER = "pytest tests/watching/test_prepare_order.py -k"
 
 TAKING = (
     Mutant(
@@ -84,9 +87,135 @@ TAKING = (
     Mutant(
         "a program that went back goes on in its attempt",
         _NAMING,
-        "    return all((other < step and at <= made) or (other > step and at >= made) for other, at in own)\n",
-        "    return all(other != step for other, _ in own)\n",
+        "    return all((step < one.step and at <= made) or (step > one.step and at >= made) for step, at in times)\n",
+        "    return all(step != one.step for step, _ in times)\n",
         f"{_NAMES} -k 'anew or older'",
+    ),
+    Mutant(
+        "a time that names no later attempt names one",
+        _NAMING,
+        "_LATEST_NS = 3_155_760_000 * 10**9",
+        "_LATEST_NS = 7_258_118_400 * 10**9",
+        f"{_NAMES} -k range",
+    ),
+    Mutant(
+        "a trainer's run is watched",
+        _INTAKE,
+        "if manifest is not None and all(",
+        "if False and all(",
+        f"{_ENDS} trainers_run",
+    ),
+    Mutant(
+        "what is not taken does not show in the exit code",
+        "tierd/daemon/service.py",
+        "                failure, left = intake.failure, intake.refused\n",
+        "                failure = intake.failure\n",
+        f"{_ENDS} everything",
+    ),
+    Mutant(
+        "what is not taken does not show in the status",
+        "tierd/daemon/status.py",
+        "problems=(*problems(found), *lasting)",
+        "problems=problems(found)",
+        f"{_ENDS} status",
+    ),
+    Mutant(
+        "a unit with a directory that cannot be read is whole",
+        "tierd/watching/files.py",
+        '                entries[path] = ListedEntry("other")\n',
+        "",
+        f"{_ENDS} 'below_that and step-100'",
+    ),
+    Mutant(
+        "a directory that vanished is waited for",
+        _INTAKE,
+        "            if one.error is not None and one.tries >= _TRIES:\n",
+        "            if False:\n",
+        f"{_ENDS} vanished",
+    ),
+    Mutant(
+        "a second name of a step is a second attempt",
+        _UNIT_WATCH,
+        "        if self._is_repeated(tree, due, step):\n",
+        "        if False:\n",
+        f"{_ORDER} second_name_of_a_step",
+    ),
+    Mutant(
+        "a second name is left where the first is damaged",
+        _UNIT_WATCH,
+        "if other is None or (self._settling.is_judged(other) and other in self.refused):",
+        "if other is None:",
+        f"{_ORDER} second_name_is_taken",
+    ),
+    Mutant(
+        "a new node forgets what the tiers' times contradict",
+        "tierd/daemon/intake/ordering.py",
+        "return newest is not None and checkpoint < newest and checkpoint.step > newest.step",
+        "return False",
+        f"{_ORDER} new_node",
+    ),
+    Mutant(
+        "a date in a name is a step",
+        "tierd/watching/layouts.py",
+        '_DATE.sub("", name)',
+        "name",
+        "pytest tests/watching/test_describe.py -k date",
+    ),
+    Mutant(
+        "an earlier time makes a later unit older",
+        _NAMING,
+        "if after is None or one > after}",
+        "}",
+        f"{_ORDER} clock_was_set_back",
+    ),
+    Mutant(
+        "a doubt about the order is not pinned",
+        _UNIT_WATCH,
+        "        self._spool.pin(checkpoint, pinned=True)\n",
+        "",
+        f"{_ORDER} copies_without_times",
+    ),
+    Mutant(
+        "a killed first watch makes the oldest the newest",
+        "tierd/daemon/intake/taken.py",
+        "was if was and was.sizes == sizes else _Waiting(sizes, after)",
+        "_Waiting(sizes, after)",
+        f"{_ORDER} killed",
+    ),
+    Mutant(
+        "later units are named in the order of taking",
+        "tierd/daemon/intake/ordering.py",
+        "for one in reversed(due) if",
+        "for one in due if",
+        f"{_ORDER} went_back_while",
+    ),
+    Mutant(
+        "two units of one step and time count as one",
+        "tierd/daemon/intake/ordering.py",
+        ">= self.beside.count(path, step, made)",
+        ">= 1",
+        f"{_ORDER} one_time",
+    ),
+    Mutant(
+        "the files of one step are several checkpoints",
+        "tierd/watching/layouts.py",
+        "else first.setdefault(step, name)",
+        "else name",
+        f"{_ORDER} files_of_one_step",
+    ),
+    Mutant(
+        "a unit is compared with another one of its step",
+        _PREPARE,
+        "if manifest is not None and _is_of(one.unit, manifest):",
+        "if manifest is not None:",
+        f"{_PREPARE_ORDER} apart",
+    ),
+    Mutant(
+        "prepare fetches what only its time makes newer",
+        _PREPARE,
+        "        return checkpoint > one.checkpoint\n",
+        "        pass\n",
+        f"{_PREPARE_ORDER} time_alone",
     ),
     Mutant(
         "an attempt resumed from its own last checkpoint",
@@ -133,8 +262,8 @@ TAKING = (
     Mutant(
         "prepare takes a file that was changed later for a new save",
         _PREPARE,
-        "if oldest <= made < one.made]",
-        "if made < oldest]",
+        "if oldest <= made < one.made)",
+        "if made < oldest)",
         f"{_PLACE} 'flipped_bit and safetensors-False'",
     ),
     Mutant(

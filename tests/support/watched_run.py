@@ -6,7 +6,7 @@ from pathlib import Path
 
 from support.world import Daemon
 
-from tierd.core.ids import PartId
+from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.inventory import Inventory
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.daemon.spool_observer import SpoolObserver
@@ -25,6 +25,7 @@ class Reported:
         self.parts: list[PartId] = []
         self.failures: list[Exception] = []
         self.reasons: dict[str, str] = {}
+        self.doubts: dict[str, CheckpointId] = {}
 
     def taken(self, part: PartId, outcome: CommittedPart | Exception) -> None:
         if isinstance(outcome, Exception):
@@ -34,6 +35,9 @@ class Reported:
 
     def not_taken(self, path: str, why: str) -> None:
         self.reasons[path] = why
+
+    def in_doubt(self, path: str, checkpoint: CheckpointId) -> None:
+        self.doubts[path] = checkpoint
 
 
 def observed(spool: Spool) -> History:

@@ -15,7 +15,7 @@ from support.layouts import WRITERS
 from support.watched import LOOK_S, SETTLE_S, Files, World, unit_of
 
 from tierd.core.errors import CorruptChunk
-from tierd.core.ids import PartId
+from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.inventory import Inventory
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.daemon.spool_observer import SpoolObserver
@@ -86,6 +86,9 @@ class _Judge:
 
     def not_taken(self, path: str, why: str) -> None:
         self.reasons[path] = why
+
+    def in_doubt(self, path: str, checkpoint: CheckpointId) -> None:
+        raise AssertionError(f"a single unit is in doubt: {path} as {checkpoint}")
 
 
 def _watch_to_the_end(world: World, spool: Spool, watch: UnitWatch, judge: _Judge) -> None:

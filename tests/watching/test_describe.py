@@ -12,6 +12,7 @@ from support import layouts
 from tierd.watching.describe import Described, describe
 from tierd.watching.files import Tree
 from tierd.watching.layouts import units
+from tierd.watching.listing import ListedEntry, Listing
 
 
 def described(root: Path) -> Described:
@@ -47,6 +48,24 @@ def test_what_is_no_step_and_no_metric_counts_for_nothing(tmp_path: Path, conten
 def test_a_lightning_file_without_a_step_in_its_name_has_it_inside(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "global_step": 1234, "state_dict": {"w": torch.ones(3)}}, tmp_path / "last.ckpt")
     assert described(tmp_path) == Described(1234)
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        *(("model_step100.pt", 100), ("model-10.pt", 10), ("000010.pt", 10), ("model.10.pt", 10)),
+        *(("10.5.pt", None), ("model-2024-11-23.pt", None), ("ckpt_000010_20241123.pt", 10), ("20241123.pt", None)),
+        *(("model_20000000.pt", 20_000_000), ("step_20241123.pt", 20_241_123), ("checkpoint-2.3.pt", None)),
+    ],
+)
+def test_a_date_or_a_fraction_in_a_name_is_no_step(name: str, step: int | None) -> None:
+    (unit,) = units(Listing({name: ListedEntry("file", 1)}))
+    assert unit.step == step
+
+
+def test_a_metric_in_the_name_of_a_lightning_file_is_no_step(tmp_path: Path) -> None:
+    torch.save({"global_step": 4000, "w": torch.ones(3)}, tmp_path / "epoch=3-val_loss=0.19.ckpt")
+    assert described(tmp_path) == Described(4000, {"val_loss": 0.19})
 
 
 def test_a_name_may_hold_metrics(tmp_path: Path) -> None:

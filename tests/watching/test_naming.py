@@ -61,6 +61,26 @@ def test_an_older_launch_that_is_found_later_is_no_newer_one() -> None:
     assert max(names) == names[1] and known.origins[names[2].attempt] is None
 
 
+def test_a_unit_that_was_seen_later_is_newer_whatever_its_time_is() -> None:
+    known, names = taken((10, 100), (20, 200))
+    for step in (30, 20, 15):
+        found = name_unit(RUN, f"checkpoint-{step}", step, at(50), known, after=names[1])
+        assert found.checkpoint > names[1] and not found.below
+        assert (found.checkpoint.attempt == names[0].attempt) == (step == 30)
+
+
+def test_units_that_were_seen_together_keep_the_order_of_their_times() -> None:
+    known, names = taken((10, 1000), (20, 2000), (40, 50))
+    assert max(names) != names[2]
+    known, names = taken((10, 1000))
+    first = name_unit(RUN, "checkpoint-40", 40, at(50), known, after=names[0])
+    known = known.with_one(first.checkpoint, at(50), first.origin)
+    found = name_unit(RUN, "checkpoint-30", 30, at(40), known, after=names[0])
+    assert names[0] < found.checkpoint < first.checkpoint
+    rolled_back = name_unit(RUN, "checkpoint-5", 5, at(40), known, after=names[0])
+    assert rolled_back.below and rolled_back.checkpoint < names[0]
+
+
 def test_equal_times_are_of_one_attempt() -> None:
     _, names = taken((100, 10), (200, 10), (50, 10))
     assert len({one.attempt for one in names}) == 1
@@ -79,9 +99,17 @@ def test_a_name_of_which_nothing_is_read_is_not_given_again() -> None:
 
 def test_the_same_unit_is_known_by_its_step_and_time() -> None:
     known, _ = taken((100, 10))
-    assert known.has(100, at(10)) and not known.has(100, at(11)) and not known.has(101, at(10))
+    assert [len(known.find(*one)) for one in ((100, at(10)), (100, at(11)), (101, at(10)))] == [1, 0, 0]
 
 
 def test_a_time_keeps_its_microseconds_and_one_out_of_range_is_1970() -> None:
     assert made_at(1_767_225_600_123_456_789).isoformat() == "2026-01-01T00:00:00.123456+00:00"
-    assert made_at((1 << 63) - 1).year == made_at(-1).year == 1970
+    assert made_at((1 << 63) - 1).year == made_at(-1).year == made_at(3_155_760_000 * 10**9).year == 1970
+    assert made_at(3_155_760_000 * 10**9 - 1).year == 2069
+
+
+def test_an_attempt_after_the_latest_time_sorts_last() -> None:
+    latest = made_at(3_155_760_000 * 10**9 - 1)
+    first = name_unit(RUN, "checkpoint-20", 20, latest, History())
+    known = History().with_one(first.checkpoint, latest, None)
+    assert name_unit(RUN, "checkpoint-10", 10, at(10), known, after=first.checkpoint).checkpoint > first.checkpoint

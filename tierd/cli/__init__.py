@@ -59,7 +59,8 @@ EXIT_CODES: dict[int, str] = {
     6: "a store or the daemon did not answer, or refused; this proves nothing wrong",
     EXIT_HELD: "another daemon holds the spool",
     check.EXIT_NOT_EXACT: "`check-resume`: the killed run differs from the uninterrupted one",
-    ending.EXIT_UNFINISHED: "`run` after SIGTERM, `drain`: some tier still lacks a part that it wants",
+    ending.EXIT_UNFINISHED: "`run` after SIGTERM, `drain`: some tier still lacks a part that it wants; "
+    "`--until-idle`: a checkpoint in a watched directory was not taken",
     status.EXIT_WARNING: "`status --check`: a warning, and no alert; `doctor`: it works, at a cost or a risk; "
     "`advise --notice`: the state is not in time",
     status.EXIT_ALERT: "`status --check`: an alert: somebody has to act, or checkpoints may be lost; "

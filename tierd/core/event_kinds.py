@@ -42,6 +42,10 @@ KINDS: dict[str, EventKind] = {
         "it was taken",
         "error",
     ),
+    "in doubt": EventKind(
+        "a checkpoint in a watched directory has a later step and an earlier time than others: it is taken and pinned",
+        "error",
+    ),
     "failing": EventKind(
         "the same action failed three times in a row, or the backlog of prunes grew for ten minutes; repeated at "
         "growing intervals while that lasts",

@@ -25,7 +25,7 @@ from tierd.daemon.control import Control
 from tierd.daemon.fs_events import watching
 from tierd.daemon.handoff import HandoffServer
 from tierd.daemon.http.start import server_of
-from tierd.daemon.intake.intake import Intake
+from tierd.daemon.intake.intake import Intake, RunNotWatched
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.reload import Reload
 from tierd.daemon.reports import last_status
@@ -87,7 +87,7 @@ async def serve(
     await_trainer: bool = False,
     reread: Callable[[], Config] | None = None,
     told: Callable[[Event], None] | None = None,
-) -> tuple[Remaining, ...]:
+) -> tuple[Remaining | str, ...]:
     """Run the daemon until a signal ends it, or with `until_idle` until no trainer is left and all is flushed.
 
     Args:
@@ -98,11 +98,13 @@ async def serve(
         told: callback that gets every event as it happens.
 
     Returns:
-        The parts that some tier still lacked when `drain` was over after a signal; empty otherwise.
+        The parts that some tier still lacked when `drain` was over after a signal; with `until_idle` the paths of
+        checkpoints in watched directories that are not taken, because they are damaged.
 
     Raises:
         SpoolUnusable: the spool cannot be used, or another daemon holds it.
-        ConfigError: as `open_all`.
+        ConfigError: as `open_all`; or a watched run is a trainer's, and nothing else can be served.
+        StoreRefused: with `until_idle`: a watched directory cannot be watched.
     """
     leave_no_core()
     spare_address_space()
@@ -151,6 +153,7 @@ async def serve(
         life = asyncio.ensure_future(feed_watchdog())
         rest = _idle(reconciler, control, handoff, intake, await_trainer) if until_idle else asyncio.Event().wait()
         idle = asyncio.ensure_future(rest)
+        refusing = asyncio.ensure_future(_refused(intake) if reread is None else asyncio.Event().wait())
         reloading = asyncio.ensure_future(reload.run(hup, reconciler, control))
         notify("READY=1")
         tiers = ", ".join(f"{tier.name} {parse_url(tier.url)}" for tier in config.tier)
@@ -158,9 +161,10 @@ async def serve(
         if until := reconciler.pause.until:
             log.warning("paused: %s; to go on: tierd resume --spool %s", until, spool.root)
         stopped = asyncio.ensure_future(stop.wait())
-        left: tuple[Remaining, ...] = ()
+        failure: BaseException | None = None
+        left: tuple[Remaining | str, ...] = ()
         try:
-            await asyncio.wait([stopped, work, idle], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([stopped, work, idle, refusing], return_when=asyncio.FIRST_COMPLETED)
             if stopped.done():
                 notify("STOPPING=1")
                 taking.cancel()
@@ -169,14 +173,21 @@ async def serve(
                         await reload.turn.acquire()  # let a reload under way end, and prevent another
                 log.info("stopping: flushes in hand have %s", reconciler.config.drain)
                 left = await _drain(reconciler, seconds(reconciler.config.drain))
+            elif not work.done():
+                failure, left = intake.failure, intake.refused
         finally:
-            tasks = (work, taking, life, idle, stopped, reloading, recording, answering)
+            tasks = (work, taking, life, idle, refusing, stopped, reloading, recording, answering)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.to_thread(last_status.write, spool.control, control.status())
-        if work.done() and not work.cancelled() and (failure := work.exception()):
+        if work.done() and not work.cancelled():
+            failure = failure or work.exception()
+        if failure is not None:
             raise failure
+        for path in left:
+            if isinstance(path, str):
+                log.error("%s was not taken", path)
         log.info("ended")
     return left
 
@@ -205,6 +216,12 @@ async def _drain(reconciler: Reconciler, timeout_s: float) -> tuple[Remaining, .
         shown.cancel()
     notify(f"STATUS={'not ' if left else ''}drained: {reconciler.backlog.describe()}")
     return left
+
+
+async def _refused(intake: Intake) -> None:
+    """Return when a watch's run is a trainer's, which no further try changes."""
+    while not isinstance(intake.failure, RunNotWatched):
+        await asyncio.sleep(0.2)
 
 
 async def _idle(

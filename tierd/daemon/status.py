@@ -167,7 +167,8 @@ def status(
         alerts=reconciler.journal.alerts(),
         notify=notify,
     )
-    return replace(found, problems=problems(found))
+    lasting = (Problem("warning", SPOOL, why) for why in reconciler.journal.warnings.values())
+    return replace(found, problems=(*problems(found), *lasting))
 
 
 @dataclass(frozen=True, slots=True)

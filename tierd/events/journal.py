@@ -54,11 +54,15 @@ class Journal:
 
     Args:
         told: called with every event as it happens.
+
+    Attributes:
+        warnings: what lasts and is no failure, by the thing that it concerns.
     """
 
     def __init__(self, told: Callable[[Event], None] | None = None) -> None:
         self.counters: Counter[str] = Counter()
         self.events: deque[Event] = deque(maxlen=_KEPT)
+        self.warnings: dict[Thing, str] = {}
         self._alerts: Alerts[Subject] = Alerts()
         self._delivered = told or (lambda event: None)
 

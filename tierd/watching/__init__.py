@@ -10,6 +10,7 @@ file's structure is sound.
 - `settle`: the units that are ready to be taken, from successive listings; pure.
 - `describe`: a unit's step, metrics and number of ranks, from its files.
 - `naming`: the checkpoint that a unit becomes; pure.
+- `beside`: a unit among the other units of its listing; pure.
 - `unit_file`: the description of a unit inside its part.
 - `pointers`: the files by which programs find their newest checkpoint; pure.
 - `files`: the only module that touches a file system; it never writes.

@@ -54,9 +54,9 @@ def describe(unit: Unit, opener: Opener) -> Described:
     if state is not None and isinstance(told := _read(opener, state, read_json), dict):
         step = _step(told.get("global_step"), step)
         metrics |= _logged(told.get("log_history"))
-    elif step is None and unit.layout is LIGHTNING and len(unit.files) == 1:
+    elif unit.layout is LIGHTNING and len(unit.files) == 1 and "step=" not in basename(unit.path):
         data = _read(opener, unit.files[0], lambda source: read_record(source, "/data.pkl", _MAX_PICKLE))
-        step = _step(find_int(data, "global_step") if data else None, None)
+        step = _step(find_int(data, "global_step") if data else None, step)
     found = (_RANKED.fullmatch(basename(path)) for path in unit.files)
     ranks = max((int(match[1]) + 1 for match in found if match), default=1)
     kept = dict(list(metrics.items())[:MAX_METRICS])

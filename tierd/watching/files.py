@@ -19,6 +19,7 @@ from tierd.watching.listing import MARKERS, MAX_MARKER, Kind, ListedEntry, Listi
 
 MAX_NAMES = 1_000_000  # names below one directory, at most
 OWN = ".tierd-"  # what `restore --into` and `prepare` make in the directory begins with this, and is not listed
+_LOST_FOUND = "lost+found"  # at the top of ext4, readable by root only, and no program's
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
@@ -26,12 +27,20 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 class Tree:
     """A directory whose files are listed and read. Use it as a context manager.
 
+    Args:
+        directory: the directory.
+        skip: list a directory below it that may not be read as one special file, instead of raising.
+
+    Attributes:
+        unreadable: the directories that the last listing skipped.
+
     Raises:
         OSError: the directory cannot be opened.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._shown = directory
+    def __init__(self, directory: Path, *, skip: bool = False) -> None:
+        self._shown, self._skip = directory, skip
+        self.unreadable: list[str] = []
         self._root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def __enter__(self) -> Tree:
@@ -50,6 +59,7 @@ class Tree:
             StoreRefused: a directory cannot be listed.
         """
         entries: dict[str, ListedEntry] = {}
+        self.unreadable = []
         if name is None:
             pending = self._list("", entries)
         else:
@@ -74,6 +84,10 @@ class Tree:
         except FileNotFoundError:
             return []  # deleted since the parent was listed
         except OSError as error:
+            if isinstance(error, PermissionError) and path and (self._skip or path == _LOST_FOUND):
+                entries[path] = ListedEntry("other")
+                self.unreadable += [path] if path != _LOST_FOUND else []
+                return []
             raise StoreRefused(f"{self._shown / path}: it cannot be listed: {error.strerror}") from error
 
     def _add(self, path: str, entries: dict[str, ListedEntry]) -> list[str]:

@@ -38,7 +38,8 @@ class Unit:
 
     Attributes:
         layout: the layout of its program.
-        path: the directory or file, from the listing's directory; for several files, the prefix of their names.
+        path: the directory or file, from the listing's directory; for several files, the prefix of their names, or the
+            first of them.
         step: the step in its name; None if the name has none.
         files: its regular files, as sorted paths from the listing's directory.
         strange: its links and special files, in the same form.
@@ -373,16 +374,19 @@ def _counted(files: Sequence[str]) -> str | None:
 
 
 _ENDING = re.compile(r"(\.weights)?\.(h5|hdf5|keras|ckpt|pt|pth|bin|pkl|npz|safetensors)$|-rank\*\.\w+$")
-_STEP = (r"step[=_-]?(\d+)", r"ba(\d+)", r"iter_(\d+)", r"[-_.=](\d+)$", r"^(\d+)$")
+_STEP = (r"step[=_-]?(\d+)", r"ba(\d+)", r"iter_(\d+)")
+_LAST = re.compile(r"(?:[-_=]|(?<!\d)\.|^)(\d+)$")
+_DATE = re.compile(r"(?<!\d)(?:19|20)\d\d(?:-\d\d-\d\d|_\d\d_\d\d|(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01]))(?!\d)")
 
 
 def _step(name: str) -> int | None:
-    """Return the step in a name: the number after the word, or at the name's end."""
+    """Return the step in a name: the number after the word, or at the name's end. A date or a fraction is none."""
     name = _ENDING.sub("", name)
     for pattern in _STEP:
         if match := re.search(pattern, name):
             return int(match[1]) if len(match[1]) < 19 else None
-    return None
+    match = _LAST.search(_DATE.sub("", name).rstrip("-_."))
+    return int(match[1]) if match and len(match[1]) < 19 else None
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -418,7 +422,18 @@ def _groups(here: _Directory) -> list[Unit]:
         else:
             continue
         groups.setdefault(key, []).append(name)
-    return [_group(here, layout, name, names) for (layout, name), names in groups.items()]
+    return [_group(here, layout, name, names) for (layout, name), names in _joined_by_step(groups).items()]
+
+
+def _joined_by_step(groups: Mapping[tuple[UnitLayout, str], list[str]]) -> dict[tuple[UnitLayout, str], list[str]]:
+    """Join the files of one step that a program writes side by side, such as `model_10.pt` and `opt_10.pt`."""
+    found: dict[tuple[UnitLayout, str], list[str]] = {}
+    first: dict[int, str] = {}  # by step, the name of its first file
+    for (layout, name), names in groups.items():
+        step = _step(name) if layout is FILE else None
+        key = name if step is None else first.setdefault(step, name)
+        found.setdefault((layout, key), []).extend(names)
+    return found
 
 
 def _model(here: _Directory) -> Unit:

@@ -4,6 +4,9 @@ Pure. A program that is watched names no launches, so its history is read from s
 steps were written later. A unit that breaks this was written after its program had gone back to an earlier step, or by
 a launch from before that: it belongs to another attempt.
 
+A file's time is weak evidence, because a clock may be set back, and a copy may lose the time. So it orders only units
+that were first seen together. A unit that was first seen after a checkpoint was taken is newer than that checkpoint.
+
 The names depend only on the files and on the checkpoints that are known, not on the node or the moment. So nodes that
 watch one directory, and a watcher that starts again, give a unit the same name, and a tier keeps it once.
 """
@@ -16,11 +19,12 @@ from datetime import UTC, datetime, timedelta
 
 import xxhash
 
-from tierd.core.ids import LATEST_MS, CheckpointId, is_attempt, next_attempt
+from tierd.core.ids import CheckpointId, is_attempt, next_attempt
 from tierd.core.planning.inventory import Inventory
 from tierd.watching.describe import Described
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_LATEST_NS = 3_155_760_000 * 10**9  # 2070
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +49,22 @@ class History:
         """Return both histories; `newer` was observed later."""
         return History({**self.made, **newer.made}, {**self.origins, **newer.origins}, newer.unread - self.made.keys())
 
-    def has(self, step: int, made: datetime) -> bool:
-        """Whether a unit of this step that was finished at this time is among the checkpoints."""
-        return any(one.step == step and at == made for one, at in self.made.items())
+    def find(self, step: int, made: datetime) -> list[CheckpointId]:
+        """Return the checkpoints that have this step and were finished at this time."""
+        return [one for one, at in self.made.items() if one.step == step and at == made]
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The name of a unit's checkpoint, and the origin of its attempt."""
+    """The name of a unit's checkpoint, and the origin of its attempt.
+
+    Attributes:
+        below: whether it sorts before a checkpoint that had been taken when the unit was first seen.
+    """
 
     checkpoint: CheckpointId
     origin: CheckpointId | None
+    below: bool = False
 
 
 def history(inventory: Inventory, run: str) -> History:
@@ -71,8 +80,17 @@ def history(inventory: Inventory, run: str) -> History:
 
 
 def made_at(modified_ns: int) -> datetime:
-    """Convert a file's time to the time of a checkpoint, in microseconds; a time out of range to 1970."""
-    return _EPOCH + timedelta(microseconds=modified_ns // 1000 if 0 <= modified_ns < LATEST_MS * 1_000_000 else 0)
+    """Convert a file's time to the time of a checkpoint, in microseconds; a time out of range to 1970.
+
+    A time after 2069 is out of range. An attempt of that name would sort after all later ones, because `next_attempt`
+    ignores names far ahead of the clock.
+    """
+    return _EPOCH + timedelta(microseconds=modified_ns // 1000 if is_in_range(modified_ns) else 0)
+
+
+def is_in_range(modified_ns: int) -> bool:
+    """Whether a file's time can be a checkpoint's: from 1970 to 2069."""
+    return 0 <= modified_ns < _LATEST_NS
 
 
 def step_of(described: Described, made: datetime) -> int:
@@ -80,7 +98,9 @@ def step_of(described: Described, made: datetime) -> int:
     return int(made.timestamp()) if described.step is None else described.step
 
 
-def name_unit(run: str, path: str, step: int, made: datetime, known: History) -> Named:
+def name_unit(
+    run: str, path: str, step: int, made: datetime, known: History, after: CheckpointId | None = None
+) -> Named:
     """Name the checkpoint of a unit that `known` does not have.
 
     Args:
@@ -89,30 +109,34 @@ def name_unit(run: str, path: str, step: int, made: datetime, known: History) ->
         step: its step.
         made: when its newest file was last written.
         known: the checkpoints that are known.
+        after: the newest checkpoint when the unit was first seen. Times are compared with later ones only. None if the
+            unit was there when the watch began.
     """
     attempts = sorted({one.attempt for one in known.made} | set(known.origins), reverse=True)
-    fitting = next((one for one in attempts if _fits(one, step, made, known)), None)
-    if fitting is not None:
-        return Named(CheckpointId(run, fitting, step), known.origins.get(fitting))
+    peers = {one: at for one, at in known.made.items() if after is None or one > after}
+    for attempt in attempts:
+        checkpoint = CheckpointId(run, attempt, step)
+        if (after is None or checkpoint > after) and _fits(checkpoint, made, known, peers):
+            return Named(checkpoint, known.origins.get(attempt))
     token = xxhash.xxh3_64_hexdigest(f"{run}\0{path}\0{step}\0{made.isoformat()}".encode())[:8]
     at_ms = (made - _EPOCH) // timedelta(milliseconds=1)
-    if any(at > made for at in known.made.values()):  # by a launch from before the newest one, so it sorts before it
+    if any(at > made for at in peers.values()):  # by a launch from before the newest one, so it sorts before it
         attempt = f"{max(0, min(at_ms, int(attempts[0][:12], 16) - 1)):012x}-{token}"
         assert is_attempt(attempt)
-        return Named(CheckpointId(run, attempt, step), None)
+        checkpoint = CheckpointId(run, attempt, step)
+        return Named(checkpoint, None, below=after is not None and checkpoint < after)
     origin = _origin(step, attempts, known)
     return Named(CheckpointId(run, next_attempt(at_ms, attempts, token), step), origin)
 
 
-def _fits(attempt: str, step: int, made: datetime, known: History) -> bool:
-    """Whether an attempt stays in order with a unit: later steps were made later, and each step once."""
-    own = [(one.step, at) for one, at in known.made.items() if one.attempt == attempt]
-    origin = known.origins.get(attempt)
-    if not own or (origin is not None and step <= origin.step):
+def _fits(one: CheckpointId, made: datetime, known: History, peers: Mapping[CheckpointId, datetime]) -> bool:
+    """Whether an attempt stays in order with a checkpoint: later steps were made later, and each step once."""
+    own = [known_one for known_one in known.made if known_one.attempt == one.attempt]
+    origin = known.origins.get(one.attempt)
+    if not own or (origin is not None and one.step <= origin.step) or one in known.unread or one in known.made:
         return False
-    if any((one.attempt, one.step) == (attempt, step) for one in known.unread):
-        return False
-    return all((other < step and at <= made) or (other > step and at >= made) for other, at in own)
+    times = [(peer.step, at) for peer, at in peers.items() if peer.attempt == one.attempt]
+    return all((step < one.step and at <= made) or (step > one.step and at >= made) for step, at in times)
 
 
 def _origin(step: int, attempts: list[str], known: History) -> CheckpointId | None:

@@ -116,8 +116,8 @@ COMPOSER = UnitLayout(
 )
 FILE = UnitLayout(
     "torch.save, safetensors",
-    "`*.pt`, `*.pth`, `*.bin`, `*.pkl`, `*.npz`, `*.safetensors`",
-    "the file is whole; it is written in place",
+    "`*.pt`, `*.pth`, `*.bin`, `*.pkl`, `*.npz`, `*.safetensors`; files of one step in one directory",
+    "each file is whole; it is written in place",
     "torch 2.13, serialization.py `save`; safetensors 0.5 `serialize_file`",
 )
 LAYOUTS = (

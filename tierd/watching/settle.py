@@ -80,12 +80,11 @@ class Settling:
     def __init__(self, settle_s: float) -> None:
         self._settle_s = settle_s
         self._seen: dict[str, _Seen] = {}
-        self.has_steps = False  # whether a unit of the last listing has a step in its name
+        self.units: dict[str, Unit] = {}  # of the last listing, by path
 
     def look(self, listing: Listing, now_s: float) -> list[Due]:
         """Process a listing, and return the due units, the newest first. `now_s` is any monotonic clock."""
-        found = {unit.path: unit for unit in units(listing)}
-        self.has_steps = any(unit.step is not None for unit in found.values())
+        found = self.units = {unit.path: unit for unit in units(listing)}
         for path in self._seen.keys() - found.keys():
             del self._seen[path]
         due = []
@@ -105,9 +104,18 @@ class Settling:
         return sorted(due, key=lambda one: max((entry.mtime_ns for _, entry in one.shape), default=0), reverse=True)
 
     @property
-    def paths(self) -> set[str]:
-        """The paths of the units in the last listing."""
-        return set(self._seen)
+    def has_steps(self) -> bool:
+        """Whether a unit of the last listing has a step in its name."""
+        return any(unit.step is not None for unit in self.units.values())
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The shapes of the units in the last listing, by path."""
+        return {path: seen.shape for path, seen in self._seen.items()}
+
+    def is_judged(self, path: str) -> bool:
+        """Whether a unit of the last listing was taken or refused as it is now."""
+        return path in self._seen and self._seen[path].judged
 
     @property
     def waiting(self) -> bool:

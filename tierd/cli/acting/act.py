@@ -189,8 +189,8 @@ def config_check(
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Check a configuration file as `run` does; exit code 3 when it cannot be used, 6 when a tier does not answer,
-    or takes nothing."""
+    """Check a configuration file as `run` does; exit code 3 when it cannot be used, 6 when a tier does not answer
+    or takes nothing, or a watched directory does not exist."""
     found = load_config(file)
     Spool(Path(found.spool), write=False)
     reached = asyncio.run(_opened(found, reach=reach))
@@ -205,10 +205,12 @@ def config_check(
             key = f"encrypted with key {keys[tier.name].id}  " if tier.name in keys else ""
             out.print(f"  {tier.name}  {parse_url(tier.url)}  {key}{_describe_reach(reached.get(tier.name))}")
         for index, watch in enumerate(found.watch):
-            out.print(f"  watch[{index}]  {watch.directory} as run {watch.run}")
+            there = "" if Path(watch.directory).is_dir() else "  not a directory"
+            out.print(f"  watch[{index}]  {watch.directory} as run {watch.run}{there}")
         for index, receiver in enumerate(without_addresses(found).notify):
             out.print(f"  notify[{index}]  {receiver.url or (receiver.command or ('',))[0]}")
-    if any(one.mode in (None, "read-only") for one in reached.values()):
+    absent = [watch.directory for watch in found.watch if not Path(watch.directory).is_dir()]
+    if absent or any(one.mode in (None, "read-only") for one in reached.values()):
         raise typer.Exit(6)
 
 

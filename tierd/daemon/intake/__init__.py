@@ -1,10 +1,12 @@
 """Take checkpoints of other programs into the spool, and put them back where the programs look for them.
 
 - `unit_watch`: one watched directory: takes each unit that is due; synchronous.
+- `ordering`: the order in which units are taken, and what is in doubt about it.
 - `taking`: one unit's files into a stage.
 - `importing`: the checkpoints at a path into tiers, once, without a daemon.
 - `taken`: the record of what was taken, beside the spool's other records.
 - `intake`: the watches of a daemon, each in a thread of its own.
+- `manifests`: a manifest from the first place that has it right.
 - `in_place`: a checkpoint from the tiers back into a directory.
 - `prepare`: verifies a directory before a launch, and replaces what is damaged.
 

@@ -17,20 +17,17 @@ from typing import Literal, TypeAlias
 from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
-    ManifestError,
-    ObjectNotFound,
     StoreUnavailable,
-    TierdError,
 )
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.planning.inventory import Inventory
 from tierd.core.timeline.candidates import restore_candidates
-from tierd.daemon.intake.in_place import PutBack, point_to, put_back, set_aside
+from tierd.daemon.intake.in_place import QUARANTINE, PutBack, point_to, put_back, set_aside
+from tierd.daemon.intake.manifests import first_manifest
 from tierd.daemon.tiers.observe import look_around
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.replicas import read_manifest
 from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
@@ -90,6 +87,7 @@ class _Judged:
     unit: Unit
     step: int
     made: datetime
+    checkpoint: CheckpointId | None = None  # it was taken as this one
     verdict: Verdict = "unknown"
     why: str = ""
     moved: tuple[str, ...] = ()
@@ -128,8 +126,7 @@ async def prepare(
         listing = await to_the_end(tree.listing)
         judged = await to_the_end(lambda: [_described(tree, unit, listing) for unit in units(listing)])
         for one in judged:
-            recorded = _recorded(one, known, listing)
-            manifest = await _manifest(recorded, spool, stores) if recorded else None
+            manifest = await _recorded(one, known, listing, spool, stores)
             await to_the_end(_judge, tree, one, listing, manifest)
     if busy := [one.unit.path for one in judged if one.why == _CHANGING]:
         raise ConfigError(f"{directory / busy[0]}: {_CHANGING}; stop the program first. Nothing was moved")
@@ -151,31 +148,30 @@ def _described(tree: Tree, unit: Unit, listing: Listing) -> _Judged:
     return _Judged(unit, step_of(described, made), made)
 
 
-def _recorded(one: _Judged, known: History, listing: Listing) -> CheckpointId | None:
-    """Return the checkpoint that a unit should be byte for byte: it was taken as this one.
+async def _recorded(
+    one: _Judged, known: History, listing: Listing, spool: Spool | None, stores: Mapping[str, Store]
+) -> Manifest | None:
+    """Return the manifest of the checkpoint that a unit should be byte for byte: it was taken as this one.
 
     A unit whose files are partly newer than the checkpoint of its step is no later save, because a save writes all
     files anew. Such a file was changed after the save.
     """
     same = [(made, checkpoint) for checkpoint, made in known.made.items() if checkpoint.step == one.step]
     exact = [checkpoint for made, checkpoint in same if made == one.made]
-    if exact:
-        return max(exact)
     oldest = made_at(min((listing.entries[path].mtime_ns for path in one.unit.files), default=0))
-    mixed = [(made, checkpoint) for made, checkpoint in same if oldest <= made < one.made]
-    return max(mixed)[1] if mixed else None
-
-
-async def _manifest(checkpoint: CheckpointId, spool: Spool | None, stores: Mapping[str, Store]) -> Manifest | None:
-    """Return the manifest of a watched checkpoint, from the first place that has it right."""
-    part = PartId(checkpoint, 0, 1)
-    if spool is not None:
-        with suppress(TierdError, OSError):
-            return await to_the_end(spool.manifest, part)
-    for store in stores.values():
-        with suppress(ObjectNotFound, ManifestError):
-            return await read_manifest(store, part)
+    mixed = sorted(((made, checkpoint) for made, checkpoint in same if oldest <= made < one.made), reverse=True)
+    for checkpoint in (*sorted(exact, reverse=True), *(checkpoint for _, checkpoint in mixed)):
+        manifest = await first_manifest(PartId(checkpoint, 0, 1), spool, stores)
+        if manifest is not None and _is_of(one.unit, manifest):
+            one.checkpoint = checkpoint
+            return manifest
     return None
+
+
+def _is_of(unit: Unit, manifest: Manifest) -> bool:
+    """Whether a checkpoint was taken from a unit's place: another unit may have the same step and time."""
+    paths = {file.path for file in manifest.files}
+    return not paths.isdisjoint(unit.files) or any(path.startswith(f"{unit.path}/") for path in paths)
 
 
 def _judge(tree: Tree, one: _Judged, listing: Listing, manifest: Manifest | None) -> None:
@@ -234,8 +230,11 @@ async def _replace(
     whole = {path for path in inside if path.startswith(f"{one.unit.path}/")} == own
     moved: tuple[str, ...] = ()
     with suppress(CheckpointNotFound, ConfigError):
-        put = await put_back(stores, run, directory, one.step, None, progress, point=False)
+        attempt = one.checkpoint.attempt if one.checkpoint else None
+        put = await put_back(stores, run, directory, one.step, attempt, progress, point=False)
         one.replaced, moved = put.path == one.unit.path, put.moved
+        kept = {path for path in own if any(at.startswith(f"{QUARANTINE}/{path}") for at in moved)}
+        one.replaced, own = one.replaced or bool(kept), own - kept
     if not one.replaced:
         left = await to_the_end(set_aside, directory, [one.unit.path] if whole else sorted(own))
         moved = (*moved, *left)
@@ -253,8 +252,8 @@ async def _newest(
 ) -> PutBack | None:
     """Fetch the newest verified checkpoint if it is newer than every whole unit of the directory."""
     order = restore_candidates(inventory, run)
-    there = [one.made for one in judged if one.is_good]
-    newer = [one for one in order.candidates if all(known.made.get(one.checkpoint, _NEVER) > made for made in there)]
+    there = [one for one in judged if one.is_good]
+    newer = [one for one in order.candidates if all(_is_newer(one.checkpoint, known, other) for other in there)]
     on_tiers = [
         one for one in newer if any(place and one.checkpoint in place.checkpoints for place in inventory.tiers.values())
     ]
@@ -267,6 +266,13 @@ async def _newest(
         return await put_back(stores, run, directory, newest.step, newest.attempt, progress)
     except CheckpointNotFound:
         return None
+
+
+def _is_newer(checkpoint: CheckpointId, known: History, one: _Judged) -> bool:
+    """Whether a checkpoint is newer than a unit: by the run's order, or by time if no place has the unit."""
+    if one.checkpoint is not None:
+        return checkpoint > one.checkpoint
+    return known.made.get(checkpoint, _NEVER) > one.made
 
 
 def _point(directory: Path, judged: list[_Judged]) -> list[str]:

@@ -1,25 +1,44 @@
-"""The record of the units that were taken from a directory: `.tierd/watched/<run>.json`.
+"""The record of a watched directory: `.tierd/watched/<run>.json`.
 
-A cache: without it, units that retention deleted everywhere, and that their program kept, are taken once more when a
-daemon starts.
+It holds the units that were taken. A cache: without it, units that retention deleted everywhere, and that their program
+kept, are taken once more when a daemon starts.
+
+It also holds, for each unit that was not taken yet, the newest checkpoint when the unit was first seen. A unit that
+appears later is never older than that one, whatever its files' times are. Without the record, times alone order.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import TypeAlias
 
 import msgspec
 
+from tierd.core.ids import CheckpointId
 from tierd.spool.file_io import private
 from tierd.spool.spool import Spool
 from tierd.watching.settle import Shape
 
 _WATCHED = "watched"
+_Sizes: TypeAlias = dict[str, tuple[int, int]]  # by file: its size in bytes, its time of modification in ns
+
+
+class _Waiting(msgspec.Struct, frozen=True):
+    """A unit that was not taken yet, and the attempt and the step of the newest checkpoint when it was first seen."""
+
+    sizes: _Sizes
+    after: tuple[str, int] | None
+
+
+class _Record(msgspec.Struct):
+    taken: dict[str, _Sizes]
+    waiting: dict[str, _Waiting]
 
 
 class TakenUnits:
-    """By path, the size and the time of change of each file of the units that were taken.
+    """By path, the size and the time of modification of each file of the units that were taken, or wait.
 
     Args:
         spool: the spool.
@@ -27,40 +46,60 @@ class TakenUnits:
     """
 
     def __init__(self, spool: Spool, run: str) -> None:
-        self._path = spool.control / _WATCHED / f"{run}.json"
-        self._units: dict[str, dict[str, tuple[int, int]]] = {}
+        self._run, self._path = run, spool.control / _WATCHED / f"{run}.json"
+        self._record: _Record | None = None  # None before the first listing of a directory
         with suppress(OSError, msgspec.DecodeError, ValueError):
-            self._units = _decoder.decode(self._path.read_bytes())
+            self._record = _decoder.decode(self._path.read_bytes())
 
     def has(self, path: str, shape: Shape) -> bool:
         """Whether a unit was taken as it is now."""
-        return self._units.get(path) == _sizes(shape)
+        return self._record is not None and self._record.taken.get(path) == _sizes(shape)
 
     def add(self, path: str, shape: Shape) -> None:
         """Record that a unit was taken, or that a place has it. Raises nothing."""
+        record = self._record = self._record or _Record({}, {})
         if self.has(path, shape):
             return
-        self._units[path] = _sizes(shape)
-        self._write()
+        record.taken[path] = _sizes(shape)
+        record.waiting.pop(path, None)
+        self._write(record)
 
-    def keep(self, paths: set[str]) -> None:
-        """Forget the units that are not in the directory any more. Raises nothing."""
-        if gone := self._units.keys() - paths:
-            for path in gone:
-                del self._units[path]
-            self._write()
+    def see(self, shapes: Mapping[str, Shape], newest: CheckpointId | None) -> None:
+        """Record a listing, and forget the units that are not in it any more. Raises nothing.
 
-    def _write(self) -> None:
+        Args:
+            shapes: the units of the listing, by path.
+            newest: the newest checkpoint that is known.
+        """
+        record, newest = self._record or _Record({}, {}), newest if self._record else None
+        after = (newest.attempt, newest.step) if newest else None
+        taken = {path: sizes for path, sizes in record.taken.items() if path in shapes}
+        waiting = {}
+        for path, shape in shapes.items():
+            if taken.get(path) != (sizes := _sizes(shape)):
+                was = record.waiting.get(path)
+                waiting[path] = was if was and was.sizes == sizes else _Waiting(sizes, after)
+        fresh = _Record(taken, waiting)
+        if fresh != self._record:
+            self._write(fresh)
+        self._record = fresh
+
+    def after(self, path: str) -> CheckpointId | None:
+        """Return the newest checkpoint when a unit was first seen as it is now; None if it was there from the start."""
+        waiting = self._record.waiting.get(path) if self._record else None
+        return CheckpointId(self._run, *waiting.after) if waiting and waiting.after else None
+
+    def _write(self, record: _Record) -> None:
         fresh = self._path.with_name(f".{secrets.token_hex(8)}")
         with suppress(OSError):
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
             with open(fresh, "xb", opener=private) as file:
-                file.write(msgspec.json.encode(self._units))
+                file.write(msgspec.json.encode(record))
             fresh.replace(self._path)
 
 
-def _sizes(shape: Shape) -> dict[str, tuple[int, int]]:
+def _sizes(shape: Shape) -> _Sizes:
     return {path: (entry.size, entry.mtime_ns) for path, entry in shape}
 
 
-_decoder = msgspec.json.Decoder(dict[str, dict[str, tuple[int, int]]])
+_decoder = msgspec.json.Decoder(_Record)

@@ -1,7 +1,7 @@
 """One unit's files into a stage: linked or copied, digested, and compared with the listing before and after.
 
-Invariant: each file is opened once, and what was opened is what is staged. If its size, its time of change, its inode
-or its name differ from the listing before or after, nothing of the unit is kept.
+Invariant: each file is opened once, and what was opened is what is staged. If its size, its time of modification,
+its inode or its name differ from the listing before or after, nothing of the unit is kept.
 """
 
 from __future__ import annotations

@@ -17,19 +17,21 @@ from typing import Protocol
 
 from tierd import __version__
 from tierd.core.errors import CorruptChunk, ManifestError, StepRefused
-from tierd.core.ids import PartId
+from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
+from tierd.daemon.intake.ordering import Ordering
 from tierd.daemon.intake.taken import TakenUnits
 from tierd.daemon.intake.taking import Busy, stage_unit
 from tierd.formats.byte_source import ByteSource
 from tierd.spool.commit import CommittedPart, Room
 from tierd.spool.conditions import condition, is_full
 from tierd.spool.spool import Spool
+from tierd.watching.beside import made_of
 from tierd.watching.describe import Described, describe
 from tierd.watching.files import Tree
 from tierd.watching.inspect import Changed, Inspected, Opener, inspect_unit
 from tierd.watching.listing import Listing
-from tierd.watching.naming import History, Named, made_at, name_unit, step_of
+from tierd.watching.naming import History, Named, is_in_range, name_unit, step_of
 from tierd.watching.settle import Due, Settling, is_unchanged
 
 log = logging.getLogger("tierd.daemon")
@@ -51,6 +53,10 @@ class Reports(Protocol):
         """A unit is not taken unless it changes."""
         ...
 
+    def in_doubt(self, path: str, checkpoint: CheckpointId) -> None:
+        """A unit is taken as this checkpoint, which is pinned, because steps and times contradict each other."""
+        ...
+
 
 class UnitWatch:
     """A watched directory.
@@ -66,6 +72,8 @@ class UnitWatch:
 
     Attributes:
         listing_s: how long the last listing took, in seconds.
+        refused: the units of the last listing that are not taken as they are, by path, and why.
+        unreadable: the directories that the last listing could not read.
     """
 
     def __init__(
@@ -82,10 +90,14 @@ class UnitWatch:
         self._room, self._going = room, going
         self._settling = Settling(settle_s)
         self._taken = TakenUnits(spool, run)
+        self._ordering = Ordering(self._settling, self._taken)
         self._off: dict[str, float] = {}  # by unit, until when it is not tried
         self._known = History()
         self._now_s = self.listing_s = 0.0
+        self.refused: dict[str, str] = {}
+        self.unreadable: tuple[str, ...] = ()
         self._stepless: set[str] = set()  # units without a step that were reported
+        self._doubted = False  # whether a doubt about the order was reported
 
     @property
     def waiting(self) -> bool:
@@ -104,14 +116,17 @@ class UnitWatch:
             StoreRefused, ConfigError: it cannot be listed.
         """
         self._known, self._now_s = self._known.merged(known), now_s
-        with Tree(self._directory) as tree:
+        with Tree(self._directory, skip=True) as tree:
             began = time.monotonic()
             listing = tree.listing()
             self.listing_s = time.monotonic() - began
-            for due in self._settling.look(listing, now_s):
-                if now_s >= self._off.get(due.unit.path, now_s):
-                    self._consider(tree, due, listing)
-        self._taken.keep(self._settling.paths)
+            self.unreadable = tuple(tree.unreadable)
+            due = self._settling.look(listing, now_s)
+            self._forget()
+            self._ordering.see(self._known)
+            for one in self._ordering.sort(due):
+                if now_s >= self._off.get(one.unit.path, now_s):
+                    self._consider(tree, one, listing)
 
     def _consider(self, tree: Tree, due: Due, listing: Listing) -> None:
         path, entries = due.unit.path, dict(due.shape)
@@ -122,20 +137,22 @@ class UnitWatch:
         def opener(name: str) -> AbstractContextManager[ByteSource]:
             return tree.opened(name, entries[name])
 
-        made = made_at(max((entry.mtime_ns for _, entry in due.shape), default=0))
+        made = made_of(due.shape)
         described = describe(due.unit, opener)
         step = self._step(due, described, made)
         if step is None:
             self._settling.finish(due, False, listing)
             return
-        if self._known.has(step, made):
+        if self._is_repeated(tree, due, step):
+            return
+        if self._ordering.has(path, step, made, self._known):
             self._finish(tree, due)
             return
         found = self._inspect(due, opener)
         if found.status != "sound":
             self._refuse(tree, due, found)
             return
-        named = name_unit(self._run, path, step, made, self._known)
+        named = name_unit(self._run, path, step, made, self._known, self._taken.after(path))
         self._take(tree, due, described, named, made)
 
     def _step(self, due: Due, described: Described, made: datetime) -> int | None:
@@ -146,6 +163,23 @@ class UnitWatch:
             self._stepless.add(due.unit.path)
             log.info("%s: not taken: it has no step, and other checkpoints there have one", due.unit.path)
         return None
+
+    def _is_repeated(self, tree: Tree, due: Due, step: int) -> bool:
+        """Whether a unit without a step in its name waits for the one beside it that names this step, or repeats it."""
+        other = self._ordering.beside.namesake(due.unit.path, step)
+        if other is None or (self._settling.is_judged(other) and other in self.refused):
+            return False
+        if self._settling.is_judged(other) and self._settling.finish(due, False, tree.listing()) == "refused":
+            log.info("%s: not taken: %s has its step", due.unit.path, other)
+        return True
+
+    def _forget(self) -> None:
+        """Forget the refused units that are gone, or that changed."""
+        self.refused = {path: why for path, why in self.refused.items() if self._settling.is_judged(path)}
+
+    def _refused(self, path: str, why: str) -> None:
+        self.refused[path] = why
+        self._reports.not_taken(path, why)
 
     def _inspect(self, due: Due, opener: Opener) -> Inspected:
         sizes = {path: entry.size for path, entry in due.shape}
@@ -165,7 +199,7 @@ class UnitWatch:
             log.warning("%s: it cannot be read: %s", path, found.findings[0].reason)
         elif self._settling.finish(due, False, tree.listing()) == "refused":
             why = "; ".join(f"{one.file}: {one.reason}" for one in found.findings[:3])
-            self._reports.not_taken(path, f"it is {found.status}: {why or 'no format that can be checked'}")
+            self._refused(path, f"it is {found.status}: {why or 'no format that can be checked'}")
 
     def _changed(self, due: Due, why: str) -> None:
         """Wait longer each time, because a unit changed while it was read; report it after some tries."""
@@ -196,7 +230,7 @@ class UnitWatch:
             self._finish(tree, due)
         except ManifestError as error:
             self._settling.finish(due, False, tree.listing())
-            self._reports.not_taken(path, str(error))
+            self._refused(path, str(error))
         except OSError as error:
             self._off[path] = self._now_s + _AGAIN_S
             self._reports.taken(part, condition(error, f"spool {self._spool.root}"))
@@ -207,6 +241,15 @@ class UnitWatch:
             return False
         return self._room(part, sum(entry.size for _, entry in due.shape), error.errno == errno.EDQUOT)
 
+    def _keep(self, path: str, checkpoint: CheckpointId) -> None:
+        """Pin a checkpoint whose place in the order is in doubt, before retention can see it; report the first."""
+        self._spool.pin(checkpoint, pinned=True)
+        if self._doubted:
+            log.warning("%s: in doubt: pinned as %s", path, checkpoint)
+        else:
+            self._doubted = True
+            self._reports.in_doubt(path, checkpoint)
+
     def _commit(self, tree: Tree, due: Due, described: Described, named: Named, made: datetime) -> None:
         part, entries = PartId(named.checkpoint, 0, 1), dict(due.shape)
         with self._spool.stage(part) as stage:
@@ -214,11 +257,15 @@ class UnitWatch:
             after = tree.listing()
             if not is_unchanged(due, after):
                 raise Changed("it was written to, renamed or deleted")
+            if self._ordering.is_in_doubt(due.unit.path, named, made, self._known):
+                self._keep(due.unit.path, named.checkpoint)
             stage.commit(Manifest.of(part, named.origin, described.metrics, made, __version__, staged.files))
         self._settling.finish(due, True, after)
         self._known = self._known.with_one(named.checkpoint, made, named.origin)
         self._taken.add(due.unit.path, due.shape)
         how = ", ".join(f"{count} by {name}" for name, count in sorted(staged.how.items()))
         log.info("%s: taken as %s: %s", due.unit.path, named.checkpoint, how)
+        if not all(is_in_range(entry.mtime_ns) for entry in entries.values()):
+            log.warning("%s: a file's time is not one of 1970 to 2069, and counts as 1970", due.unit.path)
         size = sum(file.size for file in staged.files)
         self._reports.taken(part, CommittedPart(size, direct=False, recycled=False, metrics=dict(described.metrics)))

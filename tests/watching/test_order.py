@@ -1,0 +1,206 @@
+"""What a watch keeps when the times of files lie: a clock set back, copies without times, files of one step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support import layouts
+from support.watched_run import RUN, Reported, observed, take
+
+from tierd.daemon.intake.unit_watch import UnitWatch
+from tierd.spool.spool import Spool
+from tierd.watching.naming import History
+
+HOUR = 3600
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    return Spool(tmp_path / "spool")
+
+
+def save(root: Path, name: str, second: int) -> None:
+    """Write a checkpoint that was finished at a second."""
+    (root / name).parent.mkdir(exist_ok=True)
+    torch.save({"w": torch.full((10,), float(len(name) + second))}, root / name)
+    os.utime(root / name, (second, second))
+
+
+def newest_first(spool: Spool) -> list[int]:
+    """The steps of the run, in the order in which retention and a restore see them."""
+    return [one.step for one in sorted((part.checkpoint for part in spool.parts(RUN)), reverse=True)]
+
+
+def test_what_is_written_after_a_clock_was_set_back_is_newer(root: Path, spool: Spool) -> None:
+    for step in (10, 20, 30):
+        save(root, f"a-{step}.pt", 100_000 + HOUR + step)
+    take(spool, root)
+    for step in (40, 50):
+        save(root, f"a-{step}.pt", 100_000 + step)
+    take(spool, root)
+    assert newest_first(spool) == [50, 40, 30, 20, 10] and spool.pins() == set()
+    assert len({part.checkpoint.attempt for part in spool.parts(RUN)}) == 1
+
+
+def test_a_program_that_goes_back_after_a_clock_was_set_back_is_newer(root: Path, spool: Spool) -> None:
+    for step in (10, 20, 30):
+        save(root, f"a-{step}.pt", 100_000 + HOUR + step)
+    take(spool, root)
+    for step in (15, 25):
+        save(root, f"a-{step}.pt", 100_000 + step)
+    take(spool, root)
+    assert newest_first(spool) == [25, 15, 30, 20, 10]
+
+
+def test_what_was_written_while_no_daemon_ran_follows_in_its_order(root: Path, spool: Spool) -> None:
+    save(root, "a-10.pt", 10)
+    take(spool, root)
+    for step in (40, 20, 50, 30):
+        save(root, f"a-{step}.pt", step)
+    take(spool, root)
+    assert newest_first(spool) == [50, 40, 30, 20, 10] and spool.pins() == set()
+    assert len({part.checkpoint.attempt for part in spool.parts(RUN)}) == 1
+
+
+def test_a_program_that_went_back_while_no_daemon_ran_has_a_new_attempt(root: Path, spool: Spool) -> None:
+    for step in (10, 20, 30):
+        save(root, f"a-{step}.pt", step)
+    take(spool, root)
+    for step in (20, 40):
+        save(root, f"a-{step}.pt", 100 + step)
+    take(spool, root)
+    assert newest_first(spool) == [40, 20, 30, 20, 10] and spool.pins() == set()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_copies_without_times_lose_none(first: bool, root: Path, spool: Spool) -> None:
+    """`cp -r` copies by name: step 1000 before 800 and 900."""
+    if not first:
+        save(root, "a-700.pt", 10)
+        take(spool, root)
+    for second, step in enumerate((1000, 800, 900)):
+        save(root, f"a-{step}.pt", 100 + second)
+    reported = take(spool, root)
+    (pinned,) = spool.pins()
+    assert pinned.step == 1000 and reported.doubts == {"a-1000.pt": pinned}
+    assert newest_first(spool)[0] == 900
+
+
+def test_a_launch_in_another_directory_leaves_no_doubt(root: Path, spool: Spool) -> None:
+    for step in (100, 200):
+        save(root, f"one/a-{step}.pt", step)
+        save(root, f"two/a-{step // 2}.pt", 1000 + step)
+    take(spool, root)
+    assert newest_first(spool) == [100, 50, 200, 100] and spool.pins() == set()
+
+
+def test_a_first_watch_that_was_killed_goes_on_as_it_began(root: Path, spool: Spool) -> None:
+    for step in (10, 20, 30, 40):
+        save(root, f"a-{step}.pt", step)
+
+    class Killed(Exception):
+        pass
+
+    class Killer(Reported):
+        def taken(self, part, outcome) -> None:  # type: ignore[no-untyped-def]
+            raise Killed
+
+    watch = UnitWatch(spool, root, RUN, Killer(), settle_s=0.0)
+    watch.look(History(), 1.0)
+    with pytest.raises(Killed):
+        watch.look(History(), 2.0)
+    assert newest_first(spool) == [40]
+    take(spool, root)
+    assert newest_first(spool) == [40, 30, 20, 10]
+    assert len({part.checkpoint.attempt for part in spool.parts(RUN)}) == 1
+
+
+def test_a_new_node_keeps_what_the_times_on_a_tier_contradict(root: Path, spool: Spool, tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(root, f"a-{step}.pt", 100_000 + HOUR + step)
+    take(spool, root)
+    (tmp_path / "other").mkdir()
+    save(tmp_path / "other", "a-40.pt", 100_040)
+    reported, node = Reported(), Spool(tmp_path / "node")
+    watch = UnitWatch(node, tmp_path / "other", RUN, reported, settle_s=0.0)
+    for now_s in (1.0, 2.0):
+        watch.look(observed(spool), now_s)
+    assert [one.step for one in node.pins()] == [40] and list(reported.doubts) == ["a-40.pt"]
+
+
+# -- several files of one step ----------------------------------------------------------------------------------------
+
+
+def test_the_files_of_one_step_are_one_checkpoint(root: Path, spool: Spool) -> None:
+    for step in (10, 20):
+        save(root, f"model_{step}.pt", step)
+        save(root, f"opt_{step}.pt", step)  # at the same time, by a coarse clock
+    assert len(take(spool, root).parts) == 2
+    assert newest_first(spool) == [20, 10]
+    for part in spool.parts(RUN):
+        step = part.checkpoint.step
+        assert {file.path for file in spool.manifest(part).files} == {
+            f"model_{step}.pt",
+            f"opt_{step}.pt",
+            "unit.json",
+        }
+
+
+def test_units_of_one_step_and_one_time_are_all_taken(root: Path, spool: Spool) -> None:
+    for name in ("one/a-10.pt", "two/a-10.pt"):
+        save(root, name, 10)
+    assert len(take(spool, root).parts) == 2
+    assert take(spool, root).parts == []
+    assert {file.path for part in spool.parts(RUN) for file in spool.manifest(part).files} == {
+        *("one/a-10.pt", "two/a-10.pt", "unit.json"),
+    }
+
+
+def test_a_second_name_of_a_step_is_not_taken_twice(root: Path, spool: Spool) -> None:
+    """Lightning's `save_last` writes each checkpoint once more, as `last.ckpt`."""
+    for name in ("epoch=3-step=40.ckpt", "last.ckpt"):
+        torch.save({"global_step": 40, "w": torch.ones(3)}, root / name)
+        os.utime(root / name, (100 + len(name), 100 + len(name)))
+    take(spool, root)
+    (part,) = spool.parts(RUN)
+    assert "epoch=3-step=40.ckpt" in {file.path for file in spool.manifest(part).files}
+
+
+def test_a_second_name_is_taken_if_the_first_is_damaged(root: Path, spool: Spool) -> None:
+    for name in ("epoch=3-step=40.ckpt", "last.ckpt"):
+        torch.save({"global_step": 40, "w": torch.ones(3)}, root / name)
+    path = root / "epoch=3-step=40.ckpt"
+    path.write_bytes(path.read_bytes()[:-50])
+    reported = Reported()
+    watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
+    for now_s in (1.0, 2.0, 3.0):
+        watch.look(observed(spool), now_s)
+    (part,) = spool.parts(RUN)
+    assert "last.ckpt" in {file.path for file in spool.manifest(part).files} and list(reported.reasons)
+    assert set(watch.refused) == {"epoch=3-step=40.ckpt"}
+
+
+# -- what lies beside -------------------------------------------------------------------------------------------------
+
+
+def test_a_refused_unit_is_named_until_it_is_gone(root: Path, spool: Spool) -> None:
+    path = layouts.torch_save(root)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-50])
+    watch = UnitWatch(spool, root, RUN, Reported(), settle_s=0.0)
+    for now_s in (1.0, 2.0):
+        watch.look(History(), now_s)
+    assert "damaged" in watch.refused["model_step100.pt"]
+    path.write_bytes(whole)
+    for now_s in (3.0, 4.0):
+        watch.look(History(), now_s)
+    assert watch.refused == {} and len(spool.parts(RUN)) == 1

@@ -1,0 +1,76 @@
+"""`prepare` beside times that lie, and beside several files or units of one step."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support.watched_run import RUN, files, flush, take
+
+from tierd.cli import run
+from tierd.spool.spool import Spool
+
+
+class Home:
+    """A program's directory, the spool that takes its checkpoints, and a tier."""
+
+    def __init__(self, home: Path) -> None:
+        self.root, self.tier, self.spool = home / "out", home / "tier", Spool(home / ".out.tierd")
+        self.root.mkdir()
+
+    def taken(self) -> None:
+        assert take(self.spool, self.root).parts
+        flush(self.spool, self.tier)
+
+    def prepare(self, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
+        capsys.readouterr()
+        assert run(["prepare", str(self.root), "--run", RUN, "--to", str(self.tier), "--json"]) == 0
+        return {one["path"]: one for one in json.loads(capsys.readouterr().out)["units"]}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path)
+
+
+def test_prepare_knows_units_of_one_step_and_time_apart(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        (home.root / name).mkdir()
+        torch.save({"w": torch.ones(3), "name": name}, home.root / name / "a-10.pt")
+        os.utime(home.root / name / "a-10.pt", (10, 10))
+    home.taken()
+    right = files(home.root)
+    os.truncate(home.root / "two" / "a-10.pt", 500)
+    os.utime(home.root / "two" / "a-10.pt", (10, 10))
+    found = home.prepare(capsys)
+    assert {path: one["verdict"] for path, one in found.items()} == {
+        "one/a-10.pt": "verified",
+        "two/a-10.pt": "damaged",
+    }
+    assert files(home.root) == right
+
+
+def test_prepare_fetches_nothing_that_is_newer_by_its_time_alone(home: Home, capsys) -> None:  # type: ignore[no-untyped-def]
+    """The clock was set back by an hour after step 30, whose file the program deleted since."""
+    for step, second in ((30, 3600), (40, 40)):
+        torch.save({"w": torch.ones(3), "step": step}, home.root / f"a-{step}.pt")
+        os.utime(home.root / f"a-{step}.pt", (second, second))
+        home.taken()
+    (home.root / "a-30.pt").unlink()
+    assert {path: one["verdict"] for path, one in home.prepare(capsys).items()} == {"a-40.pt": "verified"}
+    assert sorted(files(home.root)) == ["a-40.pt"]
+
+
+def test_prepare_puts_a_missing_file_of_a_step_back(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("model_10.pt", "opt_10.pt"):
+        torch.save({"w": torch.ones(3), "name": name}, home.root / name)
+        os.utime(home.root / name, (10, 10))
+    home.taken()
+    right = files(home.root)
+    for name in right:
+        (home.root / name).unlink()
+        (found,) = home.prepare(capsys).values()
+        assert (found["verdict"], found["replaced"]) == ("damaged", True) and files(home.root) == right

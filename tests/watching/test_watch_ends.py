@@ -1,0 +1,112 @@
+"""How `tierd watch` ends: what it could not take or list shows in its exit code and in the status."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support import layouts
+from support.world import Daemon, commit, part, wait_until
+
+from tierd.cli import run
+from tierd.core.config import WatchConfig
+from tierd.daemon.intake import intake, unit_watch
+from tierd.daemon.intake.intake import Intake
+from tierd.daemon.status import status
+from tierd.spool.spool import Spool
+from tierd.stores.file import FileStore
+from tierd.watching import files
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "_LOOK_S", 0.02)
+    monkeypatch.setattr(unit_watch.UnitWatch.__init__, "__defaults__", (None, lambda: None, 0.05))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "tier").mkdir()
+    return tmp_path / "out"
+
+
+def watched(root: Path, *more: str) -> int:
+    return run(["watch", str(root), "--run", "r", "--to", f"file://{root.parent}/tier", "--until-idle", *more])
+
+
+def test_a_watch_that_took_everything_ends_with_0(root: Path) -> None:
+    layouts.torch_save(root)
+    assert watched(root) == 0
+    assert list((root.parent / "tier" / "r").iterdir())
+
+
+def test_a_watch_that_did_not_take_everything_ends_with_9(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = layouts.torch_save(root)
+    torch.save({"w": torch.ones(3)}, root / "model_step200.pt")
+    path.write_bytes(path.read_bytes()[:-50])
+    assert watched(root) == 9
+    assert f"{path} was not taken" in caplog.text
+    assert list((root.parent / "tier" / "r").iterdir())
+
+
+def test_a_directory_that_vanished_ends_a_watch_with_6(root: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)
+    assert watched(root.parent / "absent") == 6
+    assert "cannot be watched" in capsys.readouterr().err
+
+
+def test_a_trainers_run_is_not_watched(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layouts.torch_save(root)
+    commit(Spool(root.parent / ".out.tierd"), part(7, run="r"))
+    assert watched(root) == 3
+    assert "a trainer saved" in capsys.readouterr().err
+    assert [one.checkpoint.step for one in Spool(root.parent / ".out.tierd").parts("r")] == [7]
+
+
+def test_a_status_names_what_is_not_taken_or_listed(root: Path) -> None:
+    path = layouts.torch_save(root)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-50])
+    watch = WatchConfig(directory=str(root), run="r")
+    with Daemon(root.parent / "spool", lambda: {"file": FileStore(root.parent / "tier")}, watch=(watch,)) as daemon:
+
+        def problems() -> list[str]:
+            return [one.why for one in status(daemon.reconciler, 0, 0).problems if "model_step100.pt" in one.why]
+
+        async def begin() -> None:
+            daemon.intake = Intake(daemon.reconciler, lambda: None)  # type: ignore[attr-defined]
+            daemon.task = daemon.loop.create_task(daemon.intake.run())  # type: ignore[attr-defined]
+
+        async def end() -> None:
+            daemon.task.cancel()  # type: ignore[attr-defined]
+
+        daemon.call(begin())
+        wait_until(lambda: len(problems()) == 1, 60)
+        assert "is not taken: it is damaged" in problems()[0]
+        path.write_bytes(whole)
+        wait_until(lambda: problems() == [], 60)
+        daemon.call(end())
+
+
+@pytest.mark.parametrize(("where", "code"), [("secret", 0), ("lost+found", 0), ("step-100/secret", 9)])
+def test_a_directory_below_that_may_not_be_read_stops_nothing_else(
+    where: str, code: int, root: Path, monkeypatch
+) -> None:  # type: ignore[no-untyped-def]
+    layouts.torch_save(root)
+    if "/" in where:
+        layouts.torchtitan(root)
+    (root / where).mkdir()
+    names = files._names
+
+    def refused(descriptor: int) -> list[str]:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(root / where):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return names(descriptor)
+
+    monkeypatch.setattr(files, "_names", refused)
+    assert watched(root) == code
+    assert len(list((root.parent / "tier" / "r" / "manifests").iterdir())) == 1

@@ -1,0 +1,73 @@
+"""The order in which a watch takes units, and whether the order of a unit is in doubt.
+
+Invariant: no unit that a watch takes is pruned as old only because its file's time lies before another one's. It is
+newer than what was taken before it was first seen. Where time alone orders it, and its step contradicts the time, it is
+in doubt, and its checkpoint is pinned.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from tierd.core.ids import CheckpointId
+from tierd.daemon.intake.taken import TakenUnits
+from tierd.watching.beside import Beside
+from tierd.watching.layouts import Unit
+from tierd.watching.naming import History, Named
+from tierd.watching.settle import Due, Settling
+
+
+class Ordering:
+    """The units of a watched directory, as last listed.
+
+    Args:
+        settling: the units.
+        taken: the record of those that were taken.
+
+    Attributes:
+        beside: the units of the last listing.
+    """
+
+    def __init__(self, settling: Settling, taken: TakenUnits) -> None:
+        self._settling, self._taken = settling, taken
+        self._foreign: CheckpointId | None = None  # the newest that was known before the first listing
+        self._looked = False
+        self.beside = Beside({}, {})
+
+    def see(self, known: History) -> None:
+        """Record the last listing."""
+        newest = max(known.made, default=None)
+        if not self._looked:
+            self._looked, self._foreign = True, newest
+        shapes = self._settling.shapes
+        self.beside = Beside(self._settling.units, shapes)
+        self._taken.see(shapes, newest)
+
+    def sort(self, due: list[Due]) -> list[Due]:
+        """Order due units: those that were there from the start, the newest first; then the others, the oldest first.
+
+        The newest of many is safe soon. Later ones follow as they were written, because each is named after the last.
+        """
+        first = [one for one in due if self._taken.after(one.unit.path) is None]
+        return first + [one for one in reversed(due) if self._taken.after(one.unit.path) is not None]
+
+    def has(self, path: str, step: int, made: datetime, known: History) -> bool:
+        """Whether a place has a unit; if several have its step and its time, whether a place has that many."""
+        return len(known.find(step, made)) >= self.beside.count(path, step, made)
+
+    def is_in_doubt(self, path: str, named: Named, made: datetime, known: History) -> bool:
+        """Whether a unit may be newer than checkpoints that sort after it."""
+        checkpoint = named.checkpoint
+        contradicting = self.beside.contradicting(path, checkpoint.step, made)
+        if named.below or any(self._sorts_after(checkpoint, unit, at, known) for unit, at in contradicting):
+            return True
+        # On a new node the directory may lack the files of which the tiers tell.
+        newest = self._foreign
+        return newest is not None and checkpoint < newest and checkpoint.step > newest.step
+
+    def _sorts_after(self, checkpoint: CheckpointId, unit: Unit, made: datetime, known: History) -> bool:
+        """Whether a unit sorts after a checkpoint, or will when it is taken. One that was pruned does not."""
+        found = known.find(unit.step or 0, made)
+        if not found:
+            return not self._taken.has(unit.path, self._settling.shapes[unit.path])
+        return max(found) > checkpoint

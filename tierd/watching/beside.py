@@ -1,0 +1,55 @@
+"""Compare a unit with the other units of its listing: their steps and times. Pure.
+
+A unit counts here only if its name has a step, because nothing is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from posixpath import dirname
+
+from tierd.watching.layouts import Unit
+from tierd.watching.naming import made_at
+from tierd.watching.settle import Shape
+
+
+class Beside:
+    """The units of a listing.
+
+    Args:
+        units: the units, by path.
+        shapes: their shapes, by path.
+    """
+
+    def __init__(self, units: Mapping[str, Unit], shapes: Mapping[str, Shape]) -> None:
+        self._units = units
+        self._made = [(unit, made_of(shapes[path])) for path, unit in units.items() if unit.step is not None]
+
+    def _others(self, path: str) -> Iterator[tuple[Unit, datetime]]:
+        return ((unit, made) for unit, made in self._made if unit.path != path)
+
+    def count(self, path: str, step: int, made: datetime) -> int:
+        """Return how many units have this step and this time, the one at `path` included."""
+        return 1 + sum((unit.step, at) == (step, made) for unit, at in self._others(path))
+
+    def contradicting(self, path: str, step: int, made: datetime) -> Iterator[tuple[Unit, datetime]]:
+        """Yield the units of the same directory that have a smaller step and a later time.
+
+        Their program went back to an earlier step, or the times are wrong: nothing in the directory says which.
+        """
+        for unit, at in self._others(path):
+            if dirname(unit.path) == dirname(path) and at > made and (unit.step or 0) < step:
+                yield unit, at
+
+    def namesake(self, path: str, step: int) -> str | None:
+        """Return the complete unit of the same directory whose name has this step, if the one at `path` names none."""
+        if self._units[path].step is not None:
+            return None
+        beside = (unit for unit, _ in self._others(path) if dirname(unit.path) == dirname(path))
+        return next((unit.path for unit in beside if unit.step == step and unit.missing is None), None)
+
+
+def made_of(shape: Shape) -> datetime:
+    """Return when the newest file of a unit was last written."""
+    return made_at(max((entry.mtime_ns for _, entry in shape), default=0))
