@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +64,7 @@ async def export(
     budget: Budget | None = None,
     best: Goal | None = None,
     rank: int | None = None,
+    accept: Callable[[Manifest], None] = lambda manifest: None,
 ) -> Exported:
     """Restore every rank's files of the newest verified checkpoint, or of the best one, into a directory.
 
@@ -77,6 +78,7 @@ async def export(
         budget: the memory budget.
         best: restore the best checkpoint by this goal, not the newest one.
         rank: restore this rank's files only.
+        accept: called with each manifest before any file is fetched; it may raise `ConfigError`.
 
     Raises:
         CheckpointNotFound: no checkpoint could be verified, or the requested one could not.
@@ -86,9 +88,9 @@ async def export(
         ConfigError: `target` is not usable, or another restore to it is running; or the checkpoint has no such rank.
     """
     target = usable(target)
-    work = _Export(stores, run, target, progress, budget or Budget(), rank)
+    work = _Export(stores, run, target, progress, budget or Budget(), rank, accept)
     resume = await work.look(step, attempt, best)
-    aside = target.with_name(f".{target.name}.partial")
+    aside = _aside(target)
     with _held(aside) as home:
         for _ in range(_LOOKS):
             exported = await work.first(resume, home, aside, step)
@@ -111,7 +113,7 @@ async def export_one(
     """
     target = usable(target)
     work = _Export(stores, candidate.checkpoint.run, target, progress, budget, None)
-    aside = target.with_name(f".{target.name}.partial")
+    aside = _aside(target)
     with _held(aside) as home:
         return await work.one(candidate, home, aside, ())
 
@@ -138,6 +140,7 @@ class _Export:
     progress: Progress
     budget: Budget
     rank: int | None
+    accept: Callable[[Manifest], None] = lambda manifest: None
 
     async def look(self, step: int | None, attempt: str | None, best: Goal | None) -> RestoreOrder:
         resume = restore_candidates(await look_around(None, self.stores, self.run), self.run, step, attempt, best)
@@ -183,6 +186,8 @@ class _Export:
             raise ConfigError(f"rank={self.rank!r}: {candidate.checkpoint} has ranks 0..{candidate.world - 1}")
         ranks = range(candidate.world) if self.rank is None else (self.rank,)
         found = [await _ask(self.stores, PartId(candidate.checkpoint, rank, candidate.world)) for rank in ranks]
+        for _, manifest in found:
+            self.accept(manifest)
         self.progress.begin(sum(manifest.size for _, manifest in found))
         needed = sum(missing(directory / manifest.part.name, manifest) for _, manifest in found)
         room = os.statvfs(directory)
@@ -200,6 +205,14 @@ class _Export:
             await to_the_end(_describe, home, await _whole(home, copies, self.budget, self.progress))
             used |= copies.used
         return [manifest for _, manifest in found], tuple(name for name in self.stores if name in used)
+
+
+def _aside(target: Path) -> Path:
+    """Return where a restore to `target` gathers its files.
+
+    A hidden target's name gets no second dot, because a watch of the directory knows tierd's own files by their prefix.
+    """
+    return target.with_name(f".{target.name.removeprefix('.')}.partial")
 
 
 @contextmanager
