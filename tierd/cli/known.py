@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 
 from tierd.cli.options import Places
+from tierd.cli.tables import complain
 from tierd.core.errors import CheckpointNotFound, TierdError
 from tierd.core.timeline.alternatives import runs_there
 from tierd.daemon.service import open_tiers
@@ -33,6 +34,12 @@ def unknown(where: Places, run: str) -> str | None:
     except (TierdError, OSError):
         return None  # the first error is the one to be told
     return None if run in there else runs_there(run, there)
+
+
+def note_unknown(where: Places, run: str) -> None:
+    """Tell on stderr if no place has a run that a command was given: it may be new, or its name is wrong."""
+    if more := unknown(where, run):
+        complain(f"run {run!r}: no place has a checkpoint of it; {more}")
 
 
 async def _runs(where: Places) -> set[str]:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from tierd.cli.known import answering
+from tierd.cli.known import answering, note_unknown
 from tierd.cli.options import (
     ConfigOption,
     JsonOption,
@@ -162,7 +162,10 @@ def du(
     json: JsonOption = False,
 ) -> None:
     """The room that each run takes in each place, and how much of it several checkpoints share."""
-    found = asyncio.run(_usages(places(spool, url, config, key_file=key_file), run and check_run(run)))
+    where = places(spool, url, config, key_file=key_file)
+    found = asyncio.run(_usages(where, run and check_run(run)))
+    if run and not found.usage and not found.unreached:
+        note_unknown(where, run)
     if json:
         print_json(found)
     else:

@@ -50,11 +50,13 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files of an export by name, with their sizes in bytes, and the names of values that were left out."""
+    """The files of an export by name, with their sizes in bytes; the names of values that were left out, and of tensors
+    in which another dtype made finite values infinite."""
 
     written: dict[str, int]
     tensors: int
     left_out: tuple[str, ...]
+    overflowed: tuple[str, ...]
 
 
 def export(files: PartRanges, first: PartId, target: Path, options: ExportOptions) -> Files:
@@ -97,7 +99,7 @@ def export(files: PartRanges, first: PartId, target: Path, options: ExportOption
         if home.exists():
             remove(home)
     left_out = () if options.format in WITH_VALUES else tuple(contents.values)
-    return Files(work.written, len(contents.tensors), left_out)
+    return Files(work.written, len(contents.tensors), left_out, tuple(work.overflowed))
 
 
 def _stripped(contents: Contents, prefix: str) -> Contents:
@@ -106,7 +108,11 @@ def _stripped(contents: Contents, prefix: str) -> Contents:
     def new(name: str) -> str:
         return name.removeprefix(prefix)
 
-    names = [new(name) for name in (*contents.tensors, *contents.values)]
+    given = [*contents.tensors, *contents.values]
+    if not any(name.startswith(prefix) for name in given):
+        some = ", ".join(printable(name) for name in given[:3])
+        raise StateMismatch(f"no name begins with {prefix!r}; names are {some}; `only` names the entry to export")
+    names = [new(name) for name in given]
     if len(set(names)) < len(names) or "" in names:
         bad = next(name for name in names if not name or names.count(name) > 1)
         raise StateMismatch(f"without {prefix!r}, two tensors have the name {printable(bad)!r}, or one has none")

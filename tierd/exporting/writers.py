@@ -47,6 +47,7 @@ class Export:
         dtype: the dtype in which floating-point tensors are written; None keeps each one's own.
         home: the directory to write.
         written: the files that were written, with their sizes in bytes.
+        overflowed: the names of tensors in which `dtype` made finite values infinite; its values have no meaning.
     """
 
     contents: Contents
@@ -54,6 +55,7 @@ class Export:
     dtype: torch.dtype | None
     home: Path
     written: dict[str, int] = field(default_factory=dict)
+    overflowed: dict[str, None] = field(default_factory=dict)
 
     def dtype_of(self, tensor: SavedTensor) -> torch.dtype:
         return self.dtype if self.dtype is not None and tensor.dtype in FLOATS else tensor.dtype
@@ -67,7 +69,13 @@ class Export:
         slabs = ((number, slab) for number, tensor in enumerate(tensors) for slab in tensor.slabs(self.reader))
         for number, some in groupby(ahead(slabs), lambda one: one[0]):
             tensor = tensors[number]
-            yield number, (converted(slab, tensor.dtype, self.dtype_of(tensor)) for _, slab in some)
+            yield number, (self._converted(tensor, slab) for _, slab in some)
+
+    def _converted(self, tensor: SavedTensor, slab: memoryview) -> memoryview:
+        found, overflows = converted(slab, tensor.dtype, self.dtype_of(tensor))
+        if overflows:
+            self.overflowed[tensor.name] = None
+        return found
 
     def file(self, name: str, write: Callable[[IO[bytes]], None]) -> None:
         """Write a new file, and make it durable."""
