@@ -334,13 +334,14 @@ def test_a_value_of_dcp_that_only_a_pickle_holds_is_named(tmp_path):
         _dcp_value(lambda: b"no archive", "x")
 
 
-def test_a_prefix_that_no_name_has_is_refused(tier, tmp_path, capsys):
-    words = ["export", str(tier), "--run", RUN, "--to", str(tmp_path / "out"), "--strip", "module."]
-    assert run(words) == 3
-    told = capsys.readouterr().err
-    assert "no name begins with 'module.'" in told and "model.module.weight" in told
-    assert not (tmp_path / "out").exists()
-    assert run([*words, "--only", "model"]) == 0
+def test_a_prefix_that_no_name_has_is_told(tier, tmp_path, capsys):
+    words = ["export", str(tier), "--run", RUN, "--format", "torch", "--strip", "module.", "--to"]
+    assert run([*words, str(tmp_path / "whole")]) == 0
+    assert "--strip module.: no name begins with it" in capsys.readouterr().err
+    assert run([*words, str(tmp_path / "model"), "--only", "model"]) == 0
+    assert "begins with" not in capsys.readouterr().err
+    assert run([*words, str(tmp_path / "again"), "--only", "model", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stripped"] == 7
 
 
 @pytest.mark.parametrize("format", ["safetensors", "torch", "dcp"])

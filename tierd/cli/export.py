@@ -75,6 +75,8 @@ def export(
     if done.left_out:
         more = ", …" if len(done.left_out) > 5 else ""
         out.print(f"left out, because they are not tensors: {', '.join(done.left_out[:5])}{more}")
+    if strip and not done.stripped:
+        complain(f"--strip {strip}: no name begins with it; --only leaves an entry's name out of the others")
     if done.overflowed:
         more = ", …" if len(done.overflowed) > 5 else ""
         complain(f"--dtype {dtype} made finite values infinite in {', '.join(done.overflowed[:5])}{more}")

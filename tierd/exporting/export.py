@@ -50,12 +50,20 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files of an export by name, with their sizes in bytes; the names of values that were left out, and of tensors
-    in which another dtype made finite values infinite."""
+    """What an export wrote.
+
+    Attributes:
+        written: the files by name, with their sizes in bytes.
+        tensors: their number.
+        left_out: the names of values that were left out.
+        stripped: how many names lost the prefix.
+        overflowed: the names of tensors in which another dtype made finite values infinite.
+    """
 
     written: dict[str, int]
     tensors: int
     left_out: tuple[str, ...]
+    stripped: int
     overflowed: tuple[str, ...]
 
 
@@ -74,7 +82,9 @@ def export(files: PartRanges, first: PartId, target: Path, options: ExportOption
         Also as `PartRanges.fill`. Nothing is at `target` then.
     """
     contents = read_contents(files, first, options.only, values=options.format in WITH_VALUES)
+    stripped = 0
     if options.strip:
+        stripped = sum(name.startswith(options.strip) for name in (*contents.tensors, *contents.values))
         contents = _stripped(contents, options.strip)
     if not contents.tensors and options.format not in WITH_VALUES:
         raise StateMismatch(f"{first.checkpoint}: no tensor in {options.only or 'the state'!r}; format torch takes it")
@@ -99,7 +109,7 @@ def export(files: PartRanges, first: PartId, target: Path, options: ExportOption
         if home.exists():
             remove(home)
     left_out = () if options.format in WITH_VALUES else tuple(contents.values)
-    return Files(work.written, len(contents.tensors), left_out, tuple(work.overflowed))
+    return Files(work.written, len(contents.tensors), left_out, stripped, tuple(work.overflowed))
 
 
 def _stripped(contents: Contents, prefix: str) -> Contents:
@@ -108,11 +118,7 @@ def _stripped(contents: Contents, prefix: str) -> Contents:
     def new(name: str) -> str:
         return name.removeprefix(prefix)
 
-    given = [*contents.tensors, *contents.values]
-    if not any(name.startswith(prefix) for name in given):
-        some = ", ".join(printable(name) for name in given[:3])
-        raise StateMismatch(f"no name begins with {prefix!r}; names are {some}; `only` names the entry to export")
-    names = [new(name) for name in given]
+    names = [new(name) for name in (*contents.tensors, *contents.values)]
     if len(set(names)) < len(names) or "" in names:
         bad = next(name for name in names if not name or names.count(name) > 1)
         raise StateMismatch(f"without {prefix!r}, two tensors have the name {printable(bad)!r}, or one has none")
