@@ -176,8 +176,8 @@ WATCHED = (
     Mutant(
         "a fetch that was cut off looks like a checkpoint",
         "tierd/daemon/transfer/export.py",
-        "f\".{target.name.removeprefix('.')}.partial\"",
-        'f".{target.name}.partial"',
+        "f\".{self.target.name.removeprefix('.')}.partial\"",
+        'f".{self.target.name}.partial"',
         f"{_LEAVES} cut_off",
     ),
     Mutant(

@@ -131,8 +131,8 @@ WEB = (
     Mutant(
         "http: silent clients block a probe",
         _SERVER,
-        "    if silent and not done and not silent[1].asked:\n",
-        "    if False:\n",
+        "_GRACE_S = 0.5",
+        "_GRACE_S = 500.0",
         f"{_ACCESS} -k give_way",
     ),
     Mutant(

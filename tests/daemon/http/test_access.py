@@ -313,11 +313,14 @@ def test_silent_clients_give_way_to_a_probe(spool, tmp_path, monkeypatch) -> Non
         async with serving(spool, tmp_path / "tier") as http:
             body = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
             held = [await asyncio.open_connection(*http.address) for _ in range(9)]
-            for number, (_, writer) in enumerate(held):
-                writer.write(body if number % 3 == 2 else b"GET /h")
-            assert (await get(http.address, "/healthz")).body == b"ok\n"
-            for _, writer in held:
-                writer.transport.abort()
+            try:
+                for number, (_, writer) in enumerate(held):
+                    writer.write(body if number % 3 == 2 else b"GET /h")
+                async with asyncio.timeout(20):
+                    assert (await get(http.address, "/healthz")).body == b"ok\n"
+            finally:
+                for _, writer in held:
+                    writer.transport.abort()
 
     asyncio.run(work())
 

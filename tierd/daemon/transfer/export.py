@@ -90,10 +90,9 @@ async def export(
     target = usable(target)
     work = _Export(stores, run, target, progress, budget or Budget(), rank, accept)
     resume = await work.look(step, attempt, best)
-    aside = _aside(target)
-    with _held(aside) as home:
+    with _held(work.aside) as home:
         for _ in range(_LOOKS):
-            exported = await work.first(resume, home, aside, step)
+            exported = await work.first(resume, home, step)
             if exported:
                 return exported
             resume = await work.look(step, attempt, best)
@@ -113,9 +112,8 @@ async def export_one(
     """
     target = usable(target)
     work = _Export(stores, candidate.checkpoint.run, target, progress, budget, None)
-    aside = _aside(target)
-    with _held(aside) as home:
-        return await work.one(candidate, home, aside, ())
+    with _held(work.aside) as home:
+        return await work.one(candidate, home, ())
 
 
 def usable(target: Path) -> Path:
@@ -142,6 +140,11 @@ class _Export:
     rank: int | None
     accept: Callable[[Manifest], None] = lambda manifest: None
 
+    @property
+    def aside(self) -> Path:
+        """Where files are gathered. A hidden target's name gets no second dot, so a watch knows it as tierd's own."""
+        return self.target.with_name(f".{self.target.name.removeprefix('.')}.partial")
+
     async def look(self, step: int | None, attempt: str | None, best: Goal | None) -> RestoreOrder:
         resume = restore_candidates(await look_around(None, self.stores, self.run), self.run, step, attempt, best)
         if resume.unreached:
@@ -150,7 +153,7 @@ class _Export:
             raise StoreUnavailable(f"rank 0's manifest of {resume.unread[0]} cannot be read, and it may be the best")
         return resume
 
-    async def first(self, resume: RestoreOrder, home: Path, aside: Path, step: int | None) -> Exported | None:
+    async def first(self, resume: RestoreOrder, home: Path, step: int | None) -> Exported | None:
         """Restore the first candidate that is right; None if one was pruned meanwhile.
 
         After None the caller lists the tiers again.
@@ -159,7 +162,7 @@ class _Export:
         for candidate in resume.candidates:
             one = candidate.checkpoint
             try:
-                return await self.one(candidate, home, aside, skipped)
+                return await self.one(candidate, home, skipped)
             except CorruptChunk as error:
                 if not await is_there(self.stores, one, candidate.world):
                     return None
@@ -167,10 +170,10 @@ class _Export:
         _clear(home, set())
         raise not_found(resume, self.run, step, skipped)
 
-    async def one(self, candidate: Candidate, home: Path, aside: Path, skipped: Sequence[str]) -> Exported:
+    async def one(self, candidate: Candidate, home: Path, skipped: Sequence[str]) -> Exported:
         """Restore one candidate. Raises `CorruptChunk` if it is proven corrupt or was pruned."""
         parts, tiers = await self._parts(candidate, home)
-        _publish(home, aside, self.target, {manifest.part.name for manifest in parts})
+        _publish(home, self.aside, self.target, {manifest.part.name for manifest in parts})
         return Exported(
             self.run,
             candidate.checkpoint.step,
@@ -205,14 +208,6 @@ class _Export:
             await to_the_end(_describe, home, await _whole(home, copies, self.budget, self.progress))
             used |= copies.used
         return [manifest for _, manifest in found], tuple(name for name in self.stores if name in used)
-
-
-def _aside(target: Path) -> Path:
-    """Return where a restore to `target` gathers its files.
-
-    A hidden target's name gets no second dot, because a watch of the directory knows tierd's own files by their prefix.
-    """
-    return target.with_name(f".{target.name.removeprefix('.')}.partial")
 
 
 @contextmanager
