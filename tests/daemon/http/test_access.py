@@ -312,7 +312,7 @@ def test_silent_clients_give_way_to_a_probe(spool, tmp_path, monkeypatch) -> Non
     async def work() -> None:
         async with serving(spool, tmp_path / "tier") as http:
             body = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
-            held = [await asyncio.open_connection(*http.address) for _ in range(9)]
+            held = [await asyncio.open_connection(*http.address) for _ in range(6)]  # the kernel queues few more
             try:
                 for number, (_, writer) in enumerate(held):
                     writer.write(body if number % 3 == 2 else b"GET /h")
