@@ -79,7 +79,7 @@ def test_ls_of_another_run_is_empty(places: tuple[Path, Path], capsys: pytest.Ca
     assert run(["ls", str(places[1]), "--run", "other", "--json"]) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["checkpoints"] == []
-    assert "run 'other': nothing of it lies there; the runs there are: r" in shown.err
+    assert "run 'other': no place has a checkpoint of it; the runs there are: r" in shown.err
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,10 @@ def test_du_says_what_each_run_takes_in_each_place(places, capsys) -> None:
     assert local["shared_bytes"] == 0 and 0 < there["shared_bytes"] < there["stored_bytes"]
     assert found["other", "file"]["shared_bytes"] == 0 and not there["unreadable"]
     assert run(["du", str(tier), "--run", "r"]) == 0
-    shown = capsys.readouterr().out
-    assert "SHARED" in shown and "other" not in shown
+    shown = capsys.readouterr()
+    assert "SHARED" in shown.out and "other" not in shown.out and "no place" not in shown.err
+    assert run(["du", str(tier), "--run", "nope"]) == 0
+    assert "no place has a checkpoint of it; the runs there are: other, r\n" in capsys.readouterr().err
 
 
 def test_du_goes_on_past_a_tier_that_does_not_answer(places, tmp_path, capsys) -> None:

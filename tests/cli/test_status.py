@@ -17,6 +17,7 @@ from support.world import Daemon, commit, part, reconciler
 from tierd.cli import run
 from tierd.cli.reading.status import EXIT_ALERT, EXIT_WARNING
 from tierd.core.timeline.launches import Rival
+from tierd.daemon.reconciling.wording import subject, verb
 from tierd.daemon.reports import last_status
 from tierd.daemon.scrub.scrubber import ScrubStatus
 from tierd.daemon.status import Status, problems, status
@@ -81,6 +82,11 @@ def test_check_exits_by_severity(spool: Spool, capsys: pytest.CaptureFixture[str
             daemon.reconciler.journal.failed(("worker", "x"), "prune", "tier", "backlog", "refused")
         assert run(["status", "--check", *where]) == EXIT_ALERT
         assert capsys.readouterr().out.startswith("ALERT tier: prune backlog failed 3 times in a row: refused\nWARNING")
+        for _ in range(3):
+            daemon.reconciler.journal.failed(("lane", "y"), verb(None), "other", subject(None), "no route")
+        assert run(["status", "--check", *where]) == EXIT_ALERT
+        assert "ALERT other: observing failed 3 times in a row: no route\n" in capsys.readouterr().out
+        daemon.reconciler.journal.worked(("lane", "y"))
         assert run(["status", "--check", "--json", *where]) == EXIT_ALERT
         assert [one["severity"] for one in json.loads(capsys.readouterr().out)["problems"]] == ["alert", "warning"]
         assert run(["status", *where]) == 0  # without --check the state is shown, and nothing is judged

@@ -172,3 +172,21 @@ def test_a_program_that_fails_or_hangs_says_nothing(monkeypatch) -> None:
     assert output(["sh", "-c", "echo x; exit 1"]) == output(["/no/such/program"]) == ""
     monkeypatch.setattr("tierd.doctor.bounded._COMMAND_S", 0.2)
     assert output(["sleep", "30"]) == ""
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_disk_that_is_nearly_full_is_a_finding(tmp_path: Path, monkeypatch, number: int) -> None:
+    """The write has taken a piece, and fails with a slice of the memory in its frame."""
+    written = os.pwrite
+
+    def some(fd: int, data: memoryview, offset: int) -> int:
+        if offset:
+            raise OSError(number, os.strerror(number))
+        return written(fd, data[: 4 << 20], offset)
+
+    monkeypatch.setattr(os, "pwrite", some)
+    checks = {(one.check, one.finding) for one in disk.examine(tmp_path, 3, None)}
+    wanted = ("O_DIRECT", "not direct") if number == errno.EIO else ("space", "room too small")
+    assert wanted in checks and ("rename", "renames") in checks and ("fsync", "syncs") in checks
+    monkeypatch.undo()
+    assert names(tmp_path) == []

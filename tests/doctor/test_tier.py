@@ -18,13 +18,14 @@ from stores.s3.test_s3_store import credentials
 from support.s3stub import Bucket, serving
 from support.tls import Authority
 
-from tierd.core.diagnosis.findings import Finding
-from tierd.core.errors import StoreUnavailable
+from tierd.core.diagnosis.findings import FINDINGS, Finding
+from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.core.urls import parse_url
 from tierd.doctor import tier
 from tierd.doctor.endpoint import Endpoint
 from tierd.doctor.endpoint import examine as examine_endpoint
 from tierd.doctor.tier import Subject
+from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
 from tierd.stores.s3.s3_store import S3Store
 
@@ -230,6 +231,42 @@ def test_a_name_that_does_not_resolve_and_a_port_where_nobody_listens(monkeypatc
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     assert way(f"http://127.0.0.1:{port}") == {"DNS": "resolves", "TLS": "no TLS"}
+
+
+def at(path: Path, spool: Path | None = None) -> dict[str, str]:
+    """The findings about a file tier."""
+
+    async def work() -> dict[str, Finding]:
+        store = FileStore(path)
+        found = await all_of(tier.directory(Subject("t", parse_url(f"file://{path}"), store, spool)))
+        await store.aclose()
+        return found
+
+    return {check: one.finding for check, one in asyncio.run(work()).items()}
+
+
+@pytest.mark.parametrize("below", ["", "tier", ".."])
+def test_a_tier_in_its_spool_is_an_error(tmp_path: Path, below: str) -> None:
+    spool = tmp_path / "above" / "spool"
+    (spool / "tier").mkdir(parents=True)
+    assert at((spool / below).resolve(), spool)["directory"] == "in the spool"
+    assert FINDINGS["in the spool"].severity == "error"
+    (tmp_path / "beside").mkdir()
+    assert at(tmp_path / "beside", spool)["directory"] != "in the spool"
+
+
+def test_a_tier_that_is_a_file_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert at(tmp_path / "file")["directory"] == "no directory"
+
+
+def test_a_directory_that_takes_nothing_is_told_from_a_bucket(tmp_path: Path, monkeypatch) -> None:
+    async def refused(self, key, data) -> str:
+        raise StoreRefused(f"{key}: permission denied")
+
+    monkeypatch.setattr(FileStore, "put", refused)
+    assert at(tmp_path)["operations"] == "not writable"
+    assert "s3" not in FINDINGS["not writable"].do
 
 
 def test_a_failure_of_the_timed_object_leaves_nothing_behind() -> None:

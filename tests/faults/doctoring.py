@@ -65,4 +65,18 @@ DOCTORING = (
         "        return (await read_manifest(store, PartId(checkpoint, 0, world)),)",
         "pytest tests/daemon/tiers/test_overview.py -k damaged",
     ),
+    Mutant(
+        "doctor: a full disk proves something of direct I/O",
+        "tierd/core/diagnosis/node.py",
+        "    if number in (errno.ENOSPC, errno.EDQUOT):\n",
+        "    if False:\n",
+        f"{_NODE} -k nearly_full",
+    ),
+    Mutant(
+        "doctor: a tier may lie in its spool",
+        "tierd/doctor/tier.py",
+        "    return one.is_relative_to(other) or other.is_relative_to(one)\n",
+        "    return False\n",
+        f"{_TIER} -k in_its_spool",
+    ),
 )

@@ -177,4 +177,18 @@ INSPECTING = (
         "    if False:",
         f"{_SETTLING} older_than",
     ),
+    Mutant(
+        "what tierd moved away is inspected for ever",
+        _FILES,
+        "                if name.startswith(OWN):\n",
+        "                if False:\n",
+        f"{_INSPECT} tierd_made",
+    ),
+    Mutant(
+        "a path that is not there hides what was found",
+        "tierd/cli/reading/inspect.py",
+        "            absent.append(error)\n",
+        "            raise\n",
+        f"{_INSPECT} hides_no_result",
+    ),
 )

@@ -6,6 +6,7 @@ from faults.rounds import Mutant
 
 _WATCH, _TAKEN = "pytest tests/watching/test_unit_watch.py -k", "pytest tests/watching/test_taken.py -k"
 _NAMES, _PLACE = "pytest tests/watching/test_naming.py", "pytest tests/watching/test_in_place.py -k"
+_LEAVES = "pytest tests/watching/test_prepare_leaves.py -k"
 _UNIT_WATCH, _TAKING = "tierd/daemon/intake/unit_watch.py", "tierd/daemon/intake/taking.py"
 _IN_PLACE, _PREPARE = "tierd/daemon/intake/in_place.py", "tierd/daemon/intake/prepare.py"
 _NAMING, _ADOPT = "tierd/watching/naming.py", "tierd/spool/adopt.py"
@@ -279,5 +280,54 @@ TAKING = (
         "    pointers = await to_the_end(_point, directory, judged)\n",
         "    pointers: list[str] = []\n",
         f"{_PLACE} corrects_the_pointer",
+    ),
+    Mutant(
+        "prepare undoes a return to an older checkpoint",
+        _PREPARE,
+        "            chosen.add(key)\n",
+        "            pass\n",
+        f"{_LEAVES} whole_older_unit",
+    ),
+    Mutant(
+        "prepare fetches what a person passed over",
+        "tierd/daemon/intake/chosen.py",
+        "or made > self.passed_over",
+        "or made <= self.passed_over",
+        f"{_LEAVES} not_overtaken",
+    ),
+    Mutant(
+        "a choice outlives what the program saved since",
+        "tierd/daemon/intake/chosen.py",
+        "or made > self.passed_over",
+        "",
+        f"{_LEAVES} choice_ends",
+    ),
+    Mutant(
+        "prepare moves what it cannot read",
+        _PREPARE,
+        "    if unread := [one for one in judged if one.unreadable]:\n",
+        "    if unread := []:\n",
+        f"{_LEAVES} 'cannot_be_read and newer'",
+    ),
+    Mutant(
+        "a fetch that was cut off looks like a checkpoint",
+        "tierd/daemon/transfer/export.py",
+        "f\".{self.target.name.removeprefix('.')}.partial\"",
+        'f".{self.target.name}.partial"',
+        f"{_LEAVES} cut_off",
+    ),
+    Mutant(
+        "a run that was not watched is fetched for nothing",
+        "tierd/daemon/transfer/export.py",
+        "            self.accept(manifest)\n",
+        "            pass\n",
+        f"{_LEAVES} 'not_fetched and restore'",
+    ),
+    Mutant(
+        "an edit is told as decay",
+        "tierd/daemon/intake/comparing.py",
+        "if at > manifest.created_at else",
+        "if at < manifest.created_at else",
+        f"{_LEAVES} an_edit",
     ),
 )

@@ -68,8 +68,8 @@ WEB = (
     Mutant(
         "http: any number of connections is served",
         _SERVER,
-        "asyncio.Semaphore(_MOST)",
-        "asyncio.Semaphore(10_000)",
+        "while len(serving) >= _MOST:",
+        "while len(serving) >= 10_000:",
         f"{_ACCESS} -k more_connections",
     ),
     Mutant(
@@ -127,5 +127,26 @@ WEB = (
         "_answer(found.spool, last=not check)",
         "_answer(found.spool, last=True)",
         "pytest tests/cli/test_status.py -k last_state_is_shown",
+    ),
+    Mutant(
+        "http: silent clients block a probe",
+        _SERVER,
+        "_GRACE_S = 0.5",
+        "_GRACE_S = 500.0",
+        f"{_ACCESS} -k give_way",
+    ),
+    Mutant(
+        "http: a client that has asked gives way",
+        _SERVER,
+        "        request.protocol.asked = True\n",
+        "        pass\n",
+        f"{_ACCESS} -k slow_answer",
+    ),
+    Mutant(
+        "http: a counter begins with its first event",
+        "tierd/daemon/http/tally.py",
+        "self.counts[name].setdefault(labels, 0.0)",
+        "pass",
+        f"{_METRICS} -k begin_at_zero",
     ),
 )

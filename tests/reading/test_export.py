@@ -340,3 +340,26 @@ def test_a_value_of_dcp_that_only_a_pickle_holds_is_named(tmp_path):
 
     with pytest.raises(StateRefused, match="x: torch's weights-only reader refuses it"):
         _dcp_value(lambda: b"no archive", "x")
+
+
+def test_a_prefix_that_no_name_has_is_told(tier, tmp_path, capsys):
+    words = ["export", str(tier), "--run", RUN, "--format", "torch", "--strip", "module.", "--to"]
+    assert run([*words, str(tmp_path / "whole")]) == 0
+    assert "--strip module.: no name begins with it" in capsys.readouterr().err
+    assert run([*words, str(tmp_path / "model"), "--only", "model"]) == 0
+    assert "begins with" not in capsys.readouterr().err
+    assert run([*words, str(tmp_path / "again"), "--only", "model", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stripped"] == 7
+
+
+@pytest.mark.parametrize("format", ["safetensors", "torch", "dcp"])
+def test_values_that_another_dtype_makes_infinite_are_named(tmp_path, format, capsys):
+    tier = tmp_path / "tier"
+    tier.mkdir()
+    large, infinite = torch.tensor([1.0, -1e300], dtype=torch.float64), torch.tensor([1.0, float("inf")])
+    save(tmp_path, 1, {"model": {"large": large, "infinite": infinite, "small": torch.ones(2)}})
+    words = ["export", str(tier), "--run", RUN, "--format", format, "--dtype", "fp16", "--only", "model", "--to"]
+    assert run([*words, str(tmp_path / "out")]) == 0
+    assert "--dtype fp16 made finite values infinite in large\n" in capsys.readouterr().err
+    assert run([*words, str(tmp_path / "again"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["overflowed"] == ["large"]

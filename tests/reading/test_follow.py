@@ -224,3 +224,21 @@ def test_a_corrupt_checkpoint_is_not_given_to_a_command(full, tier, tmp_path):
 def test_a_command_line_that_is_wrong_says_so(tier, more, says, capsys):
     assert run(["follow", f"file://{tier}", *more]) == 3
     assert says in capsys.readouterr().err
+
+
+def test_a_run_that_no_tier_has_is_told(full, tier, tmp_path, capsys):
+    arrive(full, tier, 1)
+    words = ["follow", f"file://{tier}", "--exec", "true", "--to", str(tmp_path / "own"), "--once", "--run"]
+    assert run([*words, "nope"]) == 0
+    assert f"run 'nope': no place has a checkpoint of it; the runs there are: {RUN}" in capsys.readouterr().err
+    assert run([*words[:-3], str(tmp_path / "other"), "--once", "--run", RUN]) == 0
+    assert "no place" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("below", ["", "follower"])
+def test_a_follower_keeps_its_state_in_no_tier(full, tier, below, capsys):
+    arrive(full, tier, 1)
+    before = sorted(tier.rglob("*"))
+    words = ["follow", f"file://{tier}", "--run", RUN, "--exec", "true", "--to", str(tier / below), "--once"]
+    assert run(words) == 3
+    assert "it lies in the tier" in capsys.readouterr().err and sorted(tier.rglob("*")) == before

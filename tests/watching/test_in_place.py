@@ -115,7 +115,7 @@ def test_a_run_that_was_not_watched_has_no_place(tmp_path: Path, capsys: pytest.
     commit(spool, part(10, run=RUN))
     flush(spool, tmp_path / "tier")
     assert run(["restore", str(tmp_path / "tier"), "--run", RUN, "--into", str(tmp_path / "out")]) == 3
-    assert "use --to" in capsys.readouterr().err
+    assert "--to EMPTY" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", ["../out", "/etc", "global_step21"])

@@ -217,6 +217,29 @@ def test_a_path_that_is_not_there_or_no_file(tmp_path: Path, capsys: pytest.Capt
     assert "no such file" in err and "neither a file nor a directory" in err and "Traceback" not in err
 
 
+def test_a_path_that_is_not_there_hides_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pt(tmp_path / "right.pt")
+    bad = tmp_path / "bad.pt"
+    bad.write_bytes((tmp_path / "right.pt").read_bytes()[:-100])
+    absent, other = str(tmp_path / "absent"), str(tmp_path / "other")
+    for paths, code in (([str(bad), absent], 5), ([absent, str(tmp_path / "right.pt"), other], 4)):
+        assert run(["inspect", "--json", *paths]) == code
+        told = capsys.readouterr()
+        assert len(json.loads(told.out)["units"]) == 1 and f"{absent}: no such file" in told.err
+    assert f"{other}: no such file" in told.err
+
+
+def test_what_tierd_made_in_a_directory_is_not_inspected(tmp_path: Path, ask: Ask) -> None:
+    deepspeed(tmp_path / "d")
+    bad = tmp_path / "d" / ".tierd-quarantine" / "bad.pt"
+    pt(bad)
+    bad.write_bytes(bad.read_bytes()[:-100])
+    for path in (tmp_path / "d", tmp_path):
+        assert ask(path)[0] == 0
+    for path in (bad, bad.parent):  # unless it is named
+        assert ask(path)[0] == 5
+
+
 def test_what_is_no_checkpoint_is_unknown(tmp_path: Path, ask: Ask) -> None:
     (tmp_path / "notes.txt").write_text("notes")
     code, [found] = ask(tmp_path)

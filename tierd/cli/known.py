@@ -40,9 +40,9 @@ def no_such(
 
 
 def note_unknown(where: Places, run: str) -> None:
-    """Say on the standard error if no place has a run, and which runs there are."""
+    """Say on the standard error which runs there are if no place has this one: it may be new, or misspelt."""
     if there := unknown(where, run):
-        complain(f"run {run!r}: nothing of it lies there; {there}")
+        complain(f"run {run!r}: no place has a checkpoint of it; {there}")
 
 
 def unknown(where: Places, run: str) -> str | None:

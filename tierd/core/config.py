@@ -217,7 +217,7 @@ def from_urls(
         ConfigError: there is no URL, or one cannot be used.
     """
     if not urls:
-        raise ConfigError("no tier: name at least one with --to URL, or give --config FILE")
+        raise ConfigError("no tier: name at least one with --to URL")
     tiers: list[TierConfig] = []
     for url in urls:
         scheme = parse_url(url).scheme

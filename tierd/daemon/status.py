@@ -192,7 +192,7 @@ _SCARCE, _LOW = 0.02, 0.05  # free shares of the spool's disk: saves fail soon; 
 def problems(found: Status) -> tuple[Problem, ...]:
     """Return what is wrong by a status, alerts first."""
     alerts = [
-        Problem("alert", one.place, f"{one.doing} {one.subject} failed {one.tries} times in a row: {one.why}")
+        Problem("alert", one.place, f"{_failing(one)} failed {one.tries} times in a row: {one.why}")
         for one in found.alerts
     ]
     runs = sorted({one.run for one in found.launches})
@@ -219,6 +219,10 @@ def problems(found: Status) -> tuple[Problem, ...]:
         warnings.append(Problem("warning", SPOOL, f"{count} copies were quarantined since the daemon's start"))
     warnings += [Problem("warning", one.name, one.last_error) for one in found.notify if one.last_error]
     return (*alerts, *warnings)
+
+
+def _failing(one: AlertStatus) -> str:
+    return "observing" if one.doing == "look" else f"{one.doing} {one.subject}"
 
 
 def _policies(inventory: Inventory) -> Iterator[PolicyStatus]:

@@ -107,10 +107,7 @@ def _directory(home: Path, root: Path) -> Iterator[Path]:
 
 
 def _tried(room: Path) -> Iterator[Finding]:
-    try:
-        yield _written(room / "direct")
-    except OSError as error:
-        yield finding(NODE, "not direct", f"the write fails: {error.strerror}")
+    yield _written(room / "direct")
     try:
         (room / "staged").mkdir()
         (room / "staged").rename(room / "committed")
@@ -134,6 +131,9 @@ def _written(path: Path) -> Finding:
             taken = write_all(fd, view, 0) and taken
             os.fsync(fd)
             return node.written(taken, _WRITTEN / max(time.monotonic() - began, 1e-6))
+        except OSError as error:  # here, because its traceback holds a slice of the memory, which could not be closed
+            path.unlink()  # room for the other checks
+            return node.unwritten(error.errno, str(error.strerror))
         finally:
             view.release()
             os.close(fd)

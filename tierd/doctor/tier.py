@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -59,6 +60,10 @@ async def directory(of: Subject) -> AsyncIterator[Finding]:
         except OSError:
             return None  # the operations say what is wrong
         text = f"{path}, {mount.kind} on {mount.source}" if mount else str(path)
+        if not stat.S_ISDIR(found.st_mode):
+            return finding(of.place, "no directory", f"{path} is not a directory")
+        if of.spool and _overlap(path.resolve(), of.spool.resolve()):
+            return finding(of.place, "in the spool", f"{path} and the spool {of.spool} are one, or one holds the other")
         if mount and node.is_in_memory(mount):
             return finding(of.place, "tier in memory", text)
         if of.spool and found.st_dev == nearest(of.spool).stat().st_dev:
@@ -71,10 +76,14 @@ async def directory(of: Subject) -> AsyncIterator[Finding]:
         yield one
 
 
+def _overlap(one: Path, other: Path) -> bool:
+    return one.is_relative_to(other) or other.is_relative_to(one)
+
+
 async def operations(of: Subject) -> AsyncIterator[Finding]:
     """Yield the findings of put, get, list and delete, of checksums, and of the time that one object takes."""
     tried = await reach(of.store)
-    yield _allowed(of.place, tried)
+    yield _allowed(of, tried)
     if tried.mode == "read-write":
         async for one in _timed(of):
             yield one
@@ -85,12 +94,12 @@ async def operations(of: Subject) -> AsyncIterator[Finding]:
         yield finding(of.place, "not measured", "nothing may be put there that could not be deleted again")
 
 
-def _allowed(place: str, tried: Reach) -> Finding:
-    name = _MODES[tried.mode]
+def _allowed(of: Subject, tried: Reach) -> Finding:
+    name = "not writable" if (of.url.scheme, tried.mode) == ("file", "read-only") else _MODES[tried.mode]
     text = (
         "put, get, list and delete work" if tried.mode == "read-write" else f"{tried.mode or 'none works'}: {tried.why}"
     )
-    return finding(place, name, text)
+    return finding(of.place, name, text)
 
 
 async def _timed(of: Subject) -> AsyncIterator[Finding]:

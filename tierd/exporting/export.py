@@ -54,11 +54,21 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files of an export by name, with their sizes in bytes, and the names of values that were left out."""
+    """What an export wrote.
+
+    Attributes:
+        written: the files by name, with their sizes in bytes.
+        tensors: their number.
+        left_out: the names of values that were left out.
+        stripped: how many names lost the prefix.
+        overflowed: the names of tensors in which another dtype made finite values infinite.
+    """
 
     written: dict[str, int]
     tensors: int
     left_out: tuple[str, ...]
+    stripped: int
+    overflowed: tuple[str, ...]
 
 
 def export(files: PartRanges, first: PartId, target: Path, options: ExportOptions) -> Files:
@@ -79,7 +89,9 @@ def export(files: PartRanges, first: PartId, target: Path, options: ExportOption
         contents = read_unit(files, first, options.only)
     else:
         contents = read_contents(files, first, options.only, values=options.format in WITH_VALUES)
+    stripped = 0
     if options.strip:
+        stripped = sum(name.startswith(options.strip) for name in (*contents.tensors, *contents.values))
         contents = _stripped(contents, options.strip)
     if not contents.tensors and options.format not in WITH_VALUES:
         raise StateMismatch(f"{first.checkpoint}: no tensor in {options.only or 'the state'!r}; format torch takes it")
@@ -112,7 +124,7 @@ def export(files: PartRanges, first: PartId, target: Path, options: ExportOption
         if home.exists():
             remove(home)
     left_out = () if options.format in WITH_VALUES else tuple(contents.values)
-    return Files(work.written, len(contents.tensors), left_out)
+    return Files(work.written, len(contents.tensors), left_out, stripped, tuple(work.overflowed))
 
 
 def _stripped(contents: Contents, prefix: str) -> Contents:

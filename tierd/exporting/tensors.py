@@ -112,11 +112,15 @@ class SavedTensor:
         return _bytes_of(target)
 
 
-def converted(slab: memoryview, given: torch.dtype, wanted: torch.dtype) -> memoryview:
-    """Return the slab's elements in another dtype."""
+def converted(slab: memoryview, given: torch.dtype, wanted: torch.dtype) -> tuple[memoryview, bool]:
+    """Return the slab's elements in another dtype, and whether a finite one is infinite there."""
     if given == wanted:
-        return slab
-    return _bytes_of(torch.frombuffer(slab, dtype=given).to(wanted))
+        return slab, False
+    elements = torch.frombuffer(slab, dtype=given)
+    found = elements.to(wanted)
+    infinite = found.isinf()
+    overflows = bool(infinite.any()) and bool((infinite & elements.isfinite()).any())
+    return _bytes_of(found), overflows
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

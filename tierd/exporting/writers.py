@@ -48,6 +48,7 @@ class Export:
         home: the directory to write.
         count: called with the size of each piece of a tensor that was read.
         written: the files that were written, with their sizes in bytes.
+        overflowed: the names of tensors in which `dtype` made finite values infinite; its values have no meaning.
     """
 
     contents: Contents
@@ -56,6 +57,7 @@ class Export:
     home: Path
     count: Callable[[int], None]
     written: dict[str, int] = field(default_factory=dict)
+    overflowed: dict[str, None] = field(default_factory=dict)
 
     def dtype_of(self, tensor: SavedTensor) -> torch.dtype:
         return self.dtype if self.dtype is not None and tensor.dtype in FLOATS else tensor.dtype
@@ -69,11 +71,14 @@ class Export:
         slabs = ((number, slab) for number, tensor in enumerate(tensors) for slab in tensor.slabs(self.reader))
         for number, some in groupby(ahead(slabs), lambda one: one[0]):
             tensor = tensors[number]
-            yield number, (self._converted(slab, tensor) for _, slab in some)
+            yield number, (self._converted(tensor, slab) for _, slab in some)
 
-    def _converted(self, slab: memoryview, tensor: SavedTensor) -> memoryview:
+    def _converted(self, tensor: SavedTensor, slab: memoryview) -> memoryview:
         self.count(slab.nbytes)
-        return converted(slab, tensor.dtype, self.dtype_of(tensor))
+        found, overflows = converted(slab, tensor.dtype, self.dtype_of(tensor))
+        if overflows:
+            self.overflowed[tensor.name] = None
+        return found
 
     def file(self, name: str, write: Callable[[IO[bytes]], None]) -> None:
         """Write a new file, and make it durable."""

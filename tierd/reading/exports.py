@@ -33,6 +33,8 @@ class StateExport:
         files: by name, the sizes of the files in bytes.
         tensors: how many tensors were written.
         left_out: values that the format cannot hold, because they are not tensors.
+        stripped: how many names lost the prefix.
+        overflowed: tensors in which the other dtype made finite values infinite.
         tiers: the tiers from which bytes came.
         skipped: newer checkpoints that could not be used, and why.
     """
@@ -44,6 +46,8 @@ class StateExport:
     files: dict[str, int]
     tensors: int
     left_out: tuple[str, ...]
+    stripped: int
+    overflowed: tuple[str, ...]
     tiers: tuple[str, ...]
     skipped: tuple[str, ...]
 
@@ -69,6 +73,8 @@ def export_state(
                 found.written,
                 found.tensors,
                 found.left_out,
+                found.stripped,
+                found.overflowed,
                 files.used,
                 skipped,
             )

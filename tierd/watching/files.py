@@ -18,7 +18,7 @@ from tierd.watching.inspect import Changed
 from tierd.watching.listing import MARKERS, MAX_MARKER, Kind, ListedEntry, Listing, joined
 
 MAX_NAMES = 1_000_000  # names below one directory, at most
-OWN = ".tierd-"  # what `restore --into` and `prepare` make in the directory begins with this, and is not listed
+OWN = ".tierd-"  # what `restore --into` and `prepare` make begins with this; it is listed only if it is named itself
 _LOST_FOUND = "lost+found"  # at the top of ext4, readable by root only, and no program's
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -94,7 +94,7 @@ class Tree:
         directories = []
         with self._opened(path, _DIRECTORY) as descriptor:
             for name in _names(descriptor):
-                if not path and name.startswith(OWN):
+                if name.startswith(OWN):
                     continue
                 try:
                     entry = self._entry(descriptor, name)

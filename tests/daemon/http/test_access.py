@@ -8,6 +8,7 @@ import ssl
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from support.tls import Authority
 from support.web import get, sent, serving
 
@@ -299,5 +300,46 @@ def test_no_more_connections_are_served_than_there_are_slots(spool, tmp_path, mo
             found = await asyncio.gather(*(get(http.address, "/status") for _ in range(20)))
             assert {one.status for one in found} == {200}
         assert most == 3 and alive == 0
+
+    asyncio.run(work())
+
+
+def test_silent_clients_give_way_to_a_probe(spool, tmp_path, monkeypatch) -> None:
+    """Those with half a request, and those that announce a body; each would hold its connection for its lifetime."""
+    monkeypatch.setattr(server, "_LIFETIME_S", 600.0)
+    monkeypatch.setattr(server, "_MOST", 3)
+
+    async def work() -> None:
+        async with serving(spool, tmp_path / "tier") as http:
+            body = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+            held = [await asyncio.open_connection(*http.address) for _ in range(6)]  # the kernel queues few more
+            try:
+                for number, (_, writer) in enumerate(held):
+                    writer.write(body if number % 3 == 2 else b"GET /h")
+                async with asyncio.timeout(20):
+                    assert (await get(http.address, "/healthz")).body == b"ok\n"
+            finally:
+                for _, writer in held:
+                    writer.transport.abort()
+
+    asyncio.run(work())
+
+
+def test_a_slow_answer_does_not_give_way(spool, tmp_path, monkeypatch) -> None:
+    """The client has sent its request; that others wait is no reason to leave it without an answer."""
+    monkeypatch.setattr(server, "_MOST", 1)
+    monkeypatch.setattr(server, "_GRACE_S", 0.05)
+    real = server.HttpServer._answer
+
+    async def slow(self, request) -> web.Response:
+        await asyncio.sleep(0.5)
+        return await real(self, request)
+
+    monkeypatch.setattr(server.HttpServer, "_answer", slow)
+
+    async def work() -> None:
+        async with serving(spool, tmp_path / "tier") as http:
+            found = await asyncio.gather(*(get(http.address, "/healthz") for _ in range(3)))
+            assert [one.status for one in found] == [200, 200, 200]
 
     asyncio.run(work())

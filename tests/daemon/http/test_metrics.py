@@ -12,7 +12,7 @@ from support.world import commit, part, reconciler
 
 from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
-from tierd.daemon.http import metrics
+from tierd.daemon.http import metrics, views
 from tierd.daemon.http.families import FAMILIES, samples
 from tierd.daemon.http.tally import Tally
 from tierd.spool.commit import CommittedPart
@@ -217,3 +217,24 @@ def test_times_of_a_save_reach_the_event(spool) -> None:
         0,
         1,
     )
+
+
+def test_counters_of_a_run_begin_at_zero_so_that_an_alert_sees_the_first_event(spool, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(views, "_FRESH", 0.0)
+    commit(spool, part(1))
+
+    async def work() -> None:
+        async with serving(spool, tmp_path / "tier") as http:
+            before = read((await get(http.address, "/metrics")).body)
+            for one in (event("persist failed"), event("fell back"), event("quarantined", place="disk")):
+                http.heard(one)
+            after = read((await get(http.address, "/metrics")).body)
+            for sample in (
+                ("tierd_save_failures_total", "run"),
+                ("tierd_restore_fallbacks_total", "run"),
+                ("tierd_quarantined_copies_total", "run", "disk"),
+            ):
+                assert (before[sample], after[sample]) == (0, 1), sample
+            assert after["tierd_quarantined_copies_total", "run", "local"] == 0
+
+    asyncio.run(work())

@@ -108,9 +108,11 @@ def _daemon_config(
         return load_config(config)
     if spool is None:
         raise ConfigError("no spool: give --spool DIR, or --config FILE")
+    if not to:
+        raise ConfigError("no tier: name at least one with --to URL, or give --config FILE")
     key = str(key_file.absolute()) if key_file else None
     retention = RetentionPolicy(keep_last=keep_last) if keep_last else None
-    return from_urls(str(spool.absolute()), to or [], retention, key)
+    return from_urls(str(spool.absolute()), to, retention, key)
 
 
 def pin(

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from tierd.cli.acting.watch import DirectoryArgument, default_spool
-from tierd.cli.options import JsonOption, KeyFileOption, SpoolOption, ToOption
+from tierd.cli.known import note_unknown
+from tierd.cli.options import JsonOption, KeyFileOption, Places, SpoolOption, ToOption
 from tierd.cli.reading.restore import with_tiers
 from tierd.cli.tables import console, print_json, table
 from tierd.core.config import from_urls
@@ -39,6 +40,8 @@ def prepare(
     own = Spool(home, write=False) if (home / ".tierd").is_dir() else None
     config = from_urls(str(home), to or [], None, str(key_file.absolute()) if key_file else None)
     found = asyncio.run(with_tiers(config, moved, lambda stores: prepare_directory(where, run, own, stores, moved)))
+    if not any(one.verdict in ("verified", "missing") for one in found.units):
+        note_unknown(Places(own, config, policy=False), run)
     print_json(found) if json else _show(found)
 
 

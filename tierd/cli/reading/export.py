@@ -23,7 +23,7 @@ from tierd.cli.options import (
     places,
 )
 from tierd.cli.progress import progress
-from tierd.cli.tables import console, print_json, size
+from tierd.cli.tables import complain, console, print_json, size
 from tierd.core.errors import ConfigError
 
 
@@ -88,5 +88,10 @@ def export(
     if done.left_out:
         more = ", …" if len(done.left_out) > 5 else ""
         out.print(f"left out, because they are not tensors: {', '.join(done.left_out[:5])}{more}")
+    if strip and not done.stripped:
+        complain(f"--strip {strip}: no name begins with it; --only leaves an entry's name out of the others")
+    if done.overflowed:
+        more = ", …" if len(done.overflowed) > 5 else ""
+        complain(f"--dtype {dtype} made finite values infinite in {', '.join(done.overflowed[:5])}{more}")
     for one in done.skipped:
         out.print(f"skipped {one}")

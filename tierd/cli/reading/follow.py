@@ -17,6 +17,7 @@ from tierd.cli.tables import print_lines
 from tierd.core.errors import ConfigError
 from tierd.core.printable import printable_json
 from tierd.core.retention.policy import seconds
+from tierd.core.urls import parse_url
 
 EXIT_UNDELIVERED = 12
 
@@ -44,7 +45,9 @@ def follow(
     key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Run a command for each complete, verified checkpoint, once over restarts; status 0 counts as delivered."""
+    """Run a command for each complete checkpoint, once over restarts; status 0 counts as delivered.
+
+    Its files are fetched and verified if the command names {directory}; otherwise only its manifests are read."""
     if not url or not name or not command or to is None:
         raise ConfigError("follow needs a tier's URL, --run RUN, --exec COMMAND and --to DIR")
     try:
@@ -64,8 +67,17 @@ def follow(
             print_lines(f"{one.run} step {one.step} (attempt {one.attempt}): {one.reason or 'delivered'}")
 
     words = parse_command(command)
+    _check_apart(to, url)
     note_unknown(places(None, list(url), None, key_file=key_file), name)  # and it may begin later
     with open_run(list(url), name, key_file) as reader:
         follower = CommandFollower(reader.tiers, to, words, tell)
         if not follower.run(latest=latest, period_s=period_s, once=once):
             raise typer.Exit(EXIT_UNDELIVERED)
+
+
+def _check_apart(to: Path, urls: list[str]) -> None:
+    """Refuse a state directory in a tier, because everything in a tier belongs to a run; raises `ConfigError`."""
+    for url in urls:
+        place = parse_url(url)
+        if place.scheme == "file" and to.resolve().is_relative_to(Path(place.path).resolve()):
+            raise ConfigError(f"--to {to}: it lies in the tier {url}; name a directory of the follower's own")

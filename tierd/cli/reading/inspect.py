@@ -16,8 +16,8 @@ import msgspec
 import typer
 
 from tierd.cli.options import JsonOption
-from tierd.cli.tables import console, print_json, size, table
-from tierd.core.errors import CheckpointNotFound, ConfigError
+from tierd.cli.tables import complain, console, print_json, size, table
+from tierd.core.errors import CheckpointNotFound, ConfigError, TierdError
 from tierd.watching.files import Tree
 from tierd.watching.inspect import Finding, Inspected, Status, inspect_unit
 from tierd.watching.layouts import Unit, lone_file, units
@@ -63,12 +63,24 @@ def inspect(
     json: JsonOption = False,
 ) -> None:
     """Check the structure of checkpoints of other programs, without loading or unpickling anything."""
-    found = tuple(one for place in [_place(path) for path in paths] for one in _inspect(place))
+    places, absent = list[_Place](), list[TierdError]()
+    for path in paths:
+        try:
+            places.append(_place(path))
+        except (CheckpointNotFound, ConfigError) as error:
+            absent.append(error)
+    found = tuple(one for place in places for one in _inspect(place))
     if json:
         print_json(Inspections(found))
-    else:
+    elif found:
         _show(found)
     code = next((code for status, code in _EXIT_CODES if any(one.status == status for one in found)), 0)
+    for one in absent[1:]:
+        complain(one)
+    if absent and code not in (5, 6):
+        raise absent[0]
+    if absent:
+        complain(absent[0])
     if code:
         raise typer.Exit(code)
 

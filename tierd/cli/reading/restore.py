@@ -28,7 +28,8 @@ from tierd.cli.tables import console, print_json, size
 from tierd.core.config import Config
 from tierd.core.errors import ConfigError
 from tierd.core.ids import check_run
-from tierd.daemon.intake.in_place import PutBack, put_back
+from tierd.daemon.intake.chosen import put_back_chosen
+from tierd.daemon.intake.in_place import PutBack
 from tierd.daemon.service import open_tiers
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.export import Exported, export
@@ -71,7 +72,11 @@ def restore(
         directory = into.absolute()
         with answering(where, run):
             put = asyncio.run(
-                with_tiers(where.config, moved, lambda it: put_back(it, run, directory, step, attempt, moved, goal))
+                with_tiers(
+                    where.config,
+                    moved,
+                    lambda it: put_back_chosen(it, run, directory, step, attempt, moved, goal),
+                )
             )
         print_json(put) if json else _show_put(put, into)
         return

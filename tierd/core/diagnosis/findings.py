@@ -111,6 +111,8 @@ FINDINGS: dict[str, Kind] = {
     "silent daemon": Kind("daemon", "error", "Look at its log and at its state; a stopped one wants SIGCONT."),
     "own disk": Kind("directory", "ok"),
     "the spool's disk": Kind("directory", "warning", "Mount another disk or server there, or add a tier elsewhere."),
+    "in the spool": Kind("directory", "error", "Name a directory that neither lies in the spool nor holds it."),
+    "no directory": Kind("directory", "error", "Name a directory."),
     "tier in memory": Kind("directory", "warning", "Mount a disk or server there: a reboot empties it."),
     "key read": Kind("key", "ok"),
     "key unusable": Kind("key", "error", "Restore the key: without it nothing on the tier can be read."),
@@ -141,6 +143,7 @@ FINDINGS: dict[str, Kind] = {
         "operations", "warning", "Nothing, if it is meant. Else allow deletions, or nothing is pruned."
     ),
     "takes nothing": Kind("operations", "error", "Allow puts below the prefix; docs/howto/s3.md has the policy."),
+    "not writable": Kind("operations", "error", "Mount it writable, or give this account the right to write there."),
     "no answer": Kind("operations", "error", "See the error, and the findings above."),
     "verifies": Kind("checksums", "ok"),
     "verifies none": Kind(

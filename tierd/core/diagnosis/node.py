@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -60,6 +61,13 @@ def written(direct: bool, rate: float) -> Finding:
     if direct:
         return finding(NODE, "direct", f"accepted; {speed}")
     return finding(NODE, "not direct", f"refused: writes take the page cache; {speed}")
+
+
+def unwritten(number: int | None, why: str) -> Finding:
+    """Judge the failure of that write, by its errno; a full disk proves nothing about direct I/O."""
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return finding(NODE, "room too small", f"16 MiB cannot be written: {why}")
+    return finding(NODE, "not direct", f"the write fails: {why}")
 
 
 def synced(seconds: float) -> Finding:

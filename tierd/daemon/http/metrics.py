@@ -48,6 +48,7 @@ class Exposition:
         inventory = self._reconciler.inventory()
         runs = _newest(inventory)
         self._tally.keep(runs)
+        self._tally.begin(runs, (SPOOL, *self._reconciler.workers))
         found = {**self._node(status), **self._places(status, inventory, runs)}
         registry = CollectorRegistry()
         registry.register(_Collected([*self._families(found), *self._processes.collect()]))

@@ -1,7 +1,8 @@
 """The HTTP server: a bounded number of short connections, each with one GET or HEAD.
 
 Invariant: a client costs the daemon at most one of `_MOST` connections for `_LIFETIME_S`, whatever it sends or does not
-send, reads or does not read. What a client sent is never logged or sent back, because it may hold a token.
+send, reads or does not read. While others wait, a client without a request has `_GRACE_S` only, so that silent clients
+do not block a probe. What a client sent is never logged or sent back, because it may hold a token.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _silent.disabled = True
 
 _MOST = 32  # connections at a time; further ones wait in the kernel's queue
 _LIFETIME_S = 15.0
+_GRACE_S = 0.5  # for a request, if another client waits for the connection
+_LINGER_S = 1.0  # for a body, which nobody reads
 _LONGEST_LINE = 2048  # bytes of a request line; a header line may have 8 KiB, because browsers send cookies
 _REBIND_S = 30.0  # seconds until a port that was taken is tried again
 _OPEN = ("/healthz", "/readyz")  # tell nothing of any run, and probes have no token
@@ -67,28 +70,27 @@ class HttpServer:
     async def run(self, reconciler: Reconciler, status: Callable[[], Status]) -> None:
         """Listen and answer until cancelled. A port that is taken is tried again, because training matters more."""
         self._views = Views(reconciler, status, Exposition(reconciler, self.tally).render)
-        loop, slots = asyncio.get_running_loop(), asyncio.Semaphore(_MOST)
-        manager = web.Server(self._handle)
-        serving: set[asyncio.Task[None]] = set()
+        loop, manager = asyncio.get_running_loop(), web.Server(self._handle)
+        serving: dict[asyncio.Task[None], _Connection] = {}  # oldest first
         listener = await self._bind()
-
-        def ended(task: asyncio.Task[None]) -> None:
-            serving.discard(task)
-            slots.release()
-
         try:
             while True:
-                await slots.acquire()
                 try:
                     connection, _ = await loop.sock_accept(listener)
                 except OSError as error:  # for example no descriptor is left
-                    slots.release()
                     log.warning("http: %s", error)
                     await asyncio.sleep(1)
                     continue
-                task = loop.create_task(self._serve(connection, manager))
-                serving.add(task)
-                task.add_done_callback(ended)
+                try:
+                    while len(serving) >= _MOST:
+                        await _one_ended(serving)
+                except asyncio.CancelledError:
+                    connection.close()
+                    raise
+                protocol = _Connection(manager, loop)
+                task = loop.create_task(self._serve(connection, protocol))
+                serving[task] = protocol
+                task.add_done_callback(lambda task: serving.pop(task, None))
         finally:
             listener.close()
             for task in list(serving):
@@ -114,9 +116,8 @@ class HttpServer:
             log.info("http: %s://%s:%d/", "https" if self._tls else "http", shown, self.address[1])
             return listener
 
-    async def _serve(self, connection: socket.socket, manager: web.Server) -> None:
+    async def _serve(self, connection: socket.socket, protocol: _Connection) -> None:
         loop = asyncio.get_running_loop()
-        protocol = _Connection(manager, loop)
         transport: asyncio.BaseTransport | None = None
         try:
             async with asyncio.timeout(_LIFETIME_S):
@@ -131,6 +132,8 @@ class HttpServer:
                 connection.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.Response:
+        assert isinstance(request.protocol, _Connection)
+        request.protocol.asked = True
         try:
             return await self._answer(request)
         except Exception as error:  # a bug; the client learns nothing of it
@@ -168,10 +171,24 @@ class HttpServer:
 _PATHS = ("/", "/metrics", "/status", "/runs", *_OPEN)
 
 
+async def _one_ended(serving: dict[asyncio.Task[None], _Connection]) -> None:
+    """Wait until a connection has ended, or end the oldest one that has sent no request within its grace."""
+    silent = next(((task, one) for task, one in serving.items() if not one.asked), None)
+    left_s = max(0.0, silent[1].since_s + _GRACE_S - asyncio.get_running_loop().time()) if silent else None
+    done, _ = await asyncio.wait(serving, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+    if silent and not done and not silent[1].asked:
+        silent[0].cancel()
+        done = {silent[0]}
+    for task in done:
+        serving.pop(task, None)
+
+
 class _Connection(web.RequestHandler):
     """One connection.
 
     Attributes:
+        since_s: when it was accepted, by the loop's clock.
+        asked: whether a request has arrived.
         ended: done when the connection is closed.
     """
 
@@ -180,10 +197,12 @@ class _Connection(web.RequestHandler):
             manager,
             loop=loop,
             keepalive_timeout=_LIFETIME_S,
+            lingering_time=_LINGER_S,
             logger=_silent,
             access_log=_silent,
             max_line_size=_LONGEST_LINE,
         )
+        self.since_s, self.asked = loop.time(), False
         self.ended: asyncio.Future[None] = loop.create_future()
 
     def connection_lost(self, exc: BaseException | None) -> None:

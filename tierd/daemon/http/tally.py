@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
+from itertools import product
 
 from tierd.core.event_kinds import Event
 from tierd.daemon.http.families import FAMILIES
@@ -64,6 +65,13 @@ class Tally:
         for times in self.times.values():
             for labels in [one for one in times if one[0] not in runs]:
                 del times[labels]
+
+    def begin(self, runs: Collection[str], places: Collection[str]) -> None:
+        """Begin the counters of these runs at 0, because a rate knows nothing of a series whose first sample is 1."""
+        for name in _COUNTED.values():
+            both = "tier" in FAMILIES[name].labels
+            for labels in product(runs, places) if both else product(runs):
+                self.counts[name].setdefault(labels, 0.0)
 
     def _count(self, name: str, event: Event, number: float) -> None:
         self.counts[name][_labels(name, event)] += number

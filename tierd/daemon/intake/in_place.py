@@ -11,12 +11,13 @@ import ctypes
 import errno
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tierd.core.errors import ConfigError, ManifestError
+from tierd.core.manifest import Manifest
 from tierd.core.save_policy import Goal
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
@@ -32,6 +33,7 @@ QUARANTINE = ".tierd-quarantine"
 _LAST = (".index", ".index.json")  # a file that names others is put in place after them
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +86,38 @@ async def put_back(
         point: also write the pointers that the program follows.
 
     Raises:
-        ConfigError: the run was not watched, or the directory cannot be used.
+        ConfigError: the run was not watched, in which case nothing is fetched; or the directory cannot be used.
         CheckpointNotFound, StoreUnavailable, SpoolFull: as `export` raises them.
         ManifestError: the description in the checkpoint is unsafe.
     """
     target = directory / RESTORED
-    await to_the_end(_clear, directory, target)
-    exported = await export(stores, run, target, step, attempt, progress, best=best)
-    return await to_the_end(place, directory, target, exported, point=point)
+    with _writing(directory):
+        await to_the_end(_clear, directory, target)
+        exported = await export(stores, run, target, step, attempt, progress, best=best, accept=_check_watched)
+        return await to_the_end(place, directory, target, exported, point=point)
+
+
+@contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    """Say of a write below the directory that is forbidden, where that is, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FORBIDDEN:
+            raise
+        raise ConfigError(
+            f"{directory}: this account may not write there: {error.strerror}; run the command as the account that "
+            "owns the directory"
+        ) from error
+
+
+def _check_watched(manifest: Manifest) -> None:
+    if not any(file.path == UNIT_NAME for file in manifest.files):
+        one = manifest.part.checkpoint
+        raise ConfigError(
+            f"run {one.run!r} step {one.step}: no `tierd watch` took it, so it has no place in a directory; "
+            f"`tierd restore URL --run {one.run} --to EMPTY` gives its files"
+        )
 
 
 def place(directory: Path, target: Path, exported: Exported, *, point: bool) -> PutBack:
@@ -108,6 +134,12 @@ def place(directory: Path, target: Path, exported: Exported, *, point: bool) -> 
     )
 
 
+def is_named(directory: Path, program: str, path: str, files: Sequence[str]) -> bool:
+    """Whether the program has pointers, and all of them name this unit."""
+    found = [*pointers(program, path, files)]
+    return bool(found) and all(_named(directory / one.path, one) == _first_line(one.text) for one in found)
+
+
 def point_to(directory: Path, program: str, path: str, files: Sequence[str]) -> list[str]:
     """Write the pointers to a unit, each by one rename, if they do not name it yet; return their paths."""
     return [one.path for one in pointers(program, path, files) if _write_pointer(directory, one)]
@@ -117,7 +149,7 @@ def set_aside(directory: Path, paths: Iterable[str]) -> list[str]:
     """Move files or directories to `.tierd-quarantine/`; return their new paths in the directory."""
     moved = []
     for path in paths:
-        with suppress(FileNotFoundError):
+        with _writing(directory), suppress(FileNotFoundError):
             aside = _free_name(directory, path)
             (directory / path).rename(aside)
             sync_directory((directory / path).parent)
@@ -134,10 +166,7 @@ def _clear(directory: Path, target: Path) -> None:
 
 def _described(home: Path, exported: Exported) -> UnitFile:
     where = f"run {exported.run!r} step {exported.step}"
-    try:
-        data = (home / UNIT_NAME).read_bytes()
-    except FileNotFoundError:
-        raise ConfigError(f"{where}: no `tierd watch` took it, so it has no place in a directory; use --to") from None
+    data = (home / UNIT_NAME).read_bytes()
     if len(exported.directories) > 1 or len(data) > MAX_SIZE:
         raise ManifestError(f"{where}: {UNIT_NAME} is not what `tierd watch` writes")
     return decode_unit(data, f"{where}: {UNIT_NAME}")
@@ -221,19 +250,33 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def _write_pointer(directory: Path, pointer: Pointer) -> bool:
     path = _way(directory, pointer.path)
-    try:
-        there = str(path.readlink()) if pointer.link else path.read_text().split("\n")[0].strip()
-    except (OSError, ValueError):
-        there = None
-    if there == pointer.text.split("\n")[0]:
+    if _named(path, pointer) == _first_line(pointer.text):
         return False
+    write_whole(path, pointer.text, link=pointer.link)
+    return True
+
+
+def _named(path: Path, pointer: Pointer) -> str | None:
+    """Return what a pointer names now; None if it cannot be read."""
+    try:
+        return str(path.readlink()) if pointer.link else _first_line(path.read_text()).strip()
+    except (OSError, ValueError):
+        return None
+
+
+def _first_line(text: str) -> str:
+    return text.split("\n")[0]
+
+
+def write_whole(path: Path, text: str, *, link: bool = False) -> None:
+    """Write a small file, or a link to `text`, durably and by one rename."""
     fresh = path.with_name(f".tierd-{secrets.token_hex(8)}")
     try:
-        if pointer.link:
-            fresh.symlink_to(pointer.text)
+        if link:
+            fresh.symlink_to(text)
         else:
             with fresh.open("x") as file:
-                file.write(pointer.text)
+                file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
         fresh.replace(path)
@@ -241,4 +284,3 @@ def _write_pointer(directory: Path, pointer: Pointer) -> bool:
         fresh.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
-    return True

@@ -7,7 +7,7 @@ proves nothing, and ends the work before anything is moved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,18 +17,20 @@ from typing import Literal, TypeAlias
 from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
+    StoreRefused,
     StoreUnavailable,
 )
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.planning.inventory import Inventory
 from tierd.core.timeline.candidates import restore_candidates
-from tierd.daemon.intake.in_place import QUARANTINE, PutBack, point_to, put_back, set_aside
+from tierd.daemon.intake.chosen import read_chosen
+from tierd.daemon.intake.comparing import differences
+from tierd.daemon.intake.in_place import QUARANTINE, PutBack, is_named, point_to, put_back, set_aside
 from tierd.daemon.intake.manifests import first_manifest
 from tierd.daemon.tiers.observe import look_around
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
-from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.watching.describe import describe
@@ -92,6 +94,7 @@ class _Judged:
     why: str = ""
     moved: tuple[str, ...] = ()
     replaced: bool = False
+    unreadable: bool = False
 
     @property
     def is_good(self) -> bool:
@@ -114,8 +117,9 @@ async def prepare(
         progress: updated while a checkpoint is fetched.
 
     Raises:
-        ConfigError: a program still writes below the directory.
+        ConfigError: a program still writes below the directory, or this account may not write there.
         StoreUnavailable: a tier did not answer. Nothing was moved.
+        StoreRefused: a file cannot be read, which proves nothing. Nothing was moved.
     """
     directory.mkdir(parents=True, exist_ok=True)
     inventory = await look_around(spool, stores, run, chunks=False)
@@ -130,6 +134,11 @@ async def prepare(
             await to_the_end(_judge, tree, one, listing, manifest)
     if busy := [one.unit.path for one in judged if one.why == _CHANGING]:
         raise ConfigError(f"{directory / busy[0]}: {_CHANGING}; stop the program first. Nothing was moved")
+    if unread := [one for one in judged if one.unreadable]:
+        raise StoreRefused(
+            f"{directory / unread[0].unit.path}: {unread[0].why}. Nothing was moved; make it readable for this "
+            "account, or move it away"
+        )
     for one in judged:
         if one.verdict in ("damaged", "unfinished"):
             await _replace(one, directory, listing, run, stores, progress)
@@ -179,7 +188,7 @@ def _judge(tree: Tree, one: _Judged, listing: Listing, manifest: Manifest | None
     recorded = manifest is not None and any(file.path == UNIT_NAME for file in manifest.files)
     if manifest is not None and recorded:
         try:
-            why = next(_differences(tree, listing, manifest), "")
+            why = next(differences(tree, listing, manifest), "")
         except (Changed, OSError) as error:
             _judge_error(one, error)
             return
@@ -196,29 +205,12 @@ def _judge(tree: Tree, one: _Judged, listing: Listing, manifest: Manifest | None
     verdicts: dict[str, Verdict] = {"sound": "sound", "damaged": "damaged", "incomplete": "unfinished"}
     one.verdict = verdicts.get(found.status, "unknown")
     one.why = "; ".join(f"{finding.file}: {finding.reason}" for finding in found.findings[:2])
+    one.unreadable = any(finding.status == "unreadable" for finding in found.findings)
 
 
 def _judge_error(one: _Judged, error: Exception) -> None:
-    one.why = _CHANGING if isinstance(error, Changed) else f"it cannot be read: {error}"
-
-
-def _differences(tree: Tree, listing: Listing, manifest: Manifest) -> Iterator[str]:
-    """Yield where a unit differs from its manifest; each byte is read once."""
-    for file in manifest.files:
-        entry = listing.entries.get(file.path)
-        if file.path == UNIT_NAME:
-            continue
-        if entry is None or entry.kind != "file":
-            yield f"{file.path} is not there"
-        elif entry.size != file.size:
-            yield f"{file.path} has {entry.size} bytes, and had {file.size} when it was taken"
-        else:
-            with tree.opened(file.path, entry) as source:
-                offset = 0
-                for chunk in file.chunks:
-                    if digest(source.read(offset, chunk.size)) != chunk.xxh3_128:
-                        yield f"{file.path}: bytes {offset}..{offset + chunk.size} are not those that were taken"
-                    offset += chunk.size
+    one.unreadable = not isinstance(error, Changed)
+    one.why = f"it cannot be read: {error}" if one.unreadable else _CHANGING
 
 
 async def _replace(
@@ -250,17 +242,20 @@ async def _newest(
     stores: Mapping[str, Store],
     progress: Progress,
 ) -> PutBack | None:
-    """Fetch the newest verified checkpoint if it is newer than every whole unit of the directory."""
+    """Fetch the newest verified checkpoint, or the chosen one, if it is newer than every whole unit there."""
+    chosen = await to_the_end(read_chosen, directory, run)
     order = restore_candidates(inventory, run)
     there = [one for one in judged if one.is_good]
     newer = [one for one in order.candidates if all(_is_newer(one.checkpoint, known, other) for other in there)]
+    if chosen is not None:
+        newer = [one for one in newer if chosen.permits(one.checkpoint, known.made.get(one.checkpoint, _NEVER))]
     on_tiers = [
         one for one in newer if any(place and one.checkpoint in place.checkpoints for place in inventory.tiers.values())
     ]
     if not on_tiers:
         return None
     newest = on_tiers[0].checkpoint
-    if any(one.replaced and one.step == newest.step for one in judged):
+    if any((one.replaced or one.verdict == "unknown") and one.step == newest.step for one in judged):
         return None
     try:
         return await put_back(stores, run, directory, newest.step, newest.attempt, progress)
@@ -276,9 +271,18 @@ def _is_newer(checkpoint: CheckpointId, known: History, one: _Judged) -> bool:
 
 
 def _point(directory: Path, judged: list[_Judged]) -> list[str]:
-    """Have each program's pointers name its newest whole unit."""
+    """Have each program's pointers name its newest whole unit, unless they name another one that was left in place.
+
+    The program, or a person who went back, has chosen that one.
+    """
     newest: dict[tuple[str, str], _Judged] = {}
-    for one in sorted((one for one in judged if one.is_good), key=lambda one: one.made):
-        newest[one.unit.layout.program, one.unit.path.rpartition("/")[0]] = one
-    found = (point_to(directory, key[0], one.unit.path, one.unit.files) for key, one in newest.items())
+    chosen = set[tuple[str, str]]()
+    for one in sorted(judged, key=lambda one: one.made):
+        key = one.unit.layout.program, one.unit.path.rpartition("/")[0]
+        if one.is_good:
+            newest[key] = one
+        if (one.is_good or one.verdict == "unknown") and is_named(directory, key[0], one.unit.path, one.unit.files):
+            chosen.add(key)
+    wrong = [(key[0], one) for key, one in newest.items() if key not in chosen]
+    found = (point_to(directory, program, one.unit.path, one.unit.files) for program, one in wrong)
     return [path for paths in found for path in paths]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +64,7 @@ async def export(
     budget: Budget | None = None,
     best: Goal | None = None,
     rank: int | None = None,
+    accept: Callable[[Manifest], None] = lambda manifest: None,
 ) -> Exported:
     """Restore every rank's files of the newest verified checkpoint, or of the best one, into a directory.
 
@@ -77,6 +78,7 @@ async def export(
         budget: the memory budget.
         best: restore the best checkpoint by this goal, not the newest one.
         rank: restore this rank's files only.
+        accept: called with each manifest before any file is fetched; it may raise `ConfigError`.
 
     Raises:
         CheckpointNotFound: no checkpoint could be verified, or the requested one could not.
@@ -86,12 +88,11 @@ async def export(
         ConfigError: `target` is not usable, or another restore to it is running; or the checkpoint has no such rank.
     """
     target = usable(target)
-    work = _Export(stores, run, target, progress, budget or Budget(), rank)
+    work = _Export(stores, run, target, progress, budget or Budget(), rank, accept)
     resume = await work.look(step, attempt, best)
-    aside = target.with_name(f".{target.name}.partial")
-    with _held(aside) as home:
+    with _held(work.aside) as home:
         for _ in range(_LOOKS):
-            exported = await work.first(resume, home, aside, step)
+            exported = await work.first(resume, home, step)
             if exported:
                 return exported
             resume = await work.look(step, attempt, best)
@@ -111,9 +112,8 @@ async def export_one(
     """
     target = usable(target)
     work = _Export(stores, candidate.checkpoint.run, target, progress, budget, None)
-    aside = target.with_name(f".{target.name}.partial")
-    with _held(aside) as home:
-        return await work.one(candidate, home, aside, ())
+    with _held(work.aside) as home:
+        return await work.one(candidate, home, ())
 
 
 def usable(target: Path) -> Path:
@@ -138,6 +138,12 @@ class _Export:
     progress: Progress
     budget: Budget
     rank: int | None
+    accept: Callable[[Manifest], None] = lambda manifest: None
+
+    @property
+    def aside(self) -> Path:
+        """Where files are gathered. A hidden target's name gets no second dot, so a watch knows it as tierd's own."""
+        return self.target.with_name(f".{self.target.name.removeprefix('.')}.partial")
 
     async def look(self, step: int | None, attempt: str | None, best: Goal | None) -> RestoreOrder:
         resume = restore_candidates(await look_around(None, self.stores, self.run), self.run, step, attempt, best)
@@ -147,7 +153,7 @@ class _Export:
             raise StoreUnavailable(f"rank 0's manifest of {resume.unread[0]} cannot be read, and it may be the best")
         return resume
 
-    async def first(self, resume: RestoreOrder, home: Path, aside: Path, step: int | None) -> Exported | None:
+    async def first(self, resume: RestoreOrder, home: Path, step: int | None) -> Exported | None:
         """Restore the first candidate that is right; None if one was pruned meanwhile.
 
         After None the caller lists the tiers again.
@@ -156,7 +162,7 @@ class _Export:
         for candidate in resume.candidates:
             one = candidate.checkpoint
             try:
-                return await self.one(candidate, home, aside, skipped)
+                return await self.one(candidate, home, skipped)
             except CorruptChunk as error:
                 if not await is_there(self.stores, one, candidate.world):
                     return None
@@ -164,10 +170,10 @@ class _Export:
         _clear(home, set())
         raise not_found(resume, self.run, step, skipped)
 
-    async def one(self, candidate: Candidate, home: Path, aside: Path, skipped: Sequence[str]) -> Exported:
+    async def one(self, candidate: Candidate, home: Path, skipped: Sequence[str]) -> Exported:
         """Restore one candidate. Raises `CorruptChunk` if it is proven corrupt or was pruned."""
         parts, tiers = await self._parts(candidate, home)
-        _publish(home, aside, self.target, {manifest.part.name for manifest in parts})
+        _publish(home, self.aside, self.target, {manifest.part.name for manifest in parts})
         return Exported(
             self.run,
             candidate.checkpoint.step,
@@ -183,6 +189,8 @@ class _Export:
             raise ConfigError(f"rank={self.rank!r}: {candidate.checkpoint} has ranks 0..{candidate.world - 1}")
         ranks = range(candidate.world) if self.rank is None else (self.rank,)
         found = [await _ask(self.stores, PartId(candidate.checkpoint, rank, candidate.world)) for rank in ranks]
+        for _, manifest in found:
+            self.accept(manifest)
         self.progress.begin(sum(manifest.size for _, manifest in found))
         needed = sum(missing(directory / manifest.part.name, manifest) for _, manifest in found)
         room = os.statvfs(directory)

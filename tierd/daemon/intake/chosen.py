@@ -1,0 +1,82 @@
+"""The choice of a person who puts an older checkpoint back: `restore --into` writes it down, and `prepare` obeys it.
+
+Invariant: a choice passes over only what was on the tiers when it was made. What the program saves afterwards is newer,
+so the choice never has to be taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from tierd.core.errors import ConfigError
+from tierd.core.ids import CheckpointId
+from tierd.core.save_policy import Goal
+from tierd.daemon.intake.in_place import PutBack, put_back, write_whole
+from tierd.daemon.tiers.observe import look_around
+from tierd.daemon.transfer.concurrency import to_the_end
+from tierd.daemon.transfer.download import Progress
+from tierd.stores.base import Store
+from tierd.watching.naming import history
+
+NAME = ".tierd-chosen"  # begins with `watching.files.OWN`, so a watch does not list it
+_LONGEST = 1 << 12  # bytes
+
+
+class Chosen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A checkpoint that was put back, although newer ones may exist.
+
+    Attributes:
+        run, step, attempt: the checkpoint.
+        passed_over: when the newest checkpoint was made that the tiers had then.
+    """
+
+    run: str
+    step: int
+    attempt: str
+    passed_over: datetime
+
+    def permits(self, one: CheckpointId, made: datetime) -> bool:
+        """Whether `prepare` may fetch a checkpoint: it is the chosen one, or was made after the choice."""
+        return (one.step, one.attempt) == (self.step, self.attempt) or made > self.passed_over
+
+
+async def put_back_chosen(
+    stores: Mapping[str, Store],
+    run: str,
+    directory: Path,
+    step: int | None,
+    attempt: str | None,
+    progress: Progress,
+    best: Goal | None,
+) -> PutBack:
+    """Put a checkpoint back as `put_back` does, and write down if it was chosen; the newest one ends a choice."""
+    put = await put_back(stores, run, directory, step, attempt, progress, best)
+    if step is None and attempt is None and best is None:
+        (directory / NAME).unlink(missing_ok=True)
+        return put
+    made = history(await look_around(None, stores, run, chunks=False), run).made
+    newest = max(made.values(), default=datetime(1, 1, 1, tzinfo=UTC))
+    text = msgspec.json.encode(Chosen(run, put.step, put.attempt, newest)).decode()
+    await to_the_end(write_whole, directory / NAME, text)
+    return put
+
+
+def read_chosen(directory: Path, run: str) -> Chosen | None:
+    """Return the choice that was made for a run in a directory; None if there is none.
+
+    Raises:
+        ConfigError: its file cannot be understood.
+    """
+    path = directory / NAME
+    try:
+        with path.open("rb") as file:
+            found = msgspec.json.decode(file.read(_LONGEST), type=Chosen)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not what `tierd restore --into` writes ({error}); remove it") from None
+    return found if found.run == run and found.passed_over.tzinfo else None

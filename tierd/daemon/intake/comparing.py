@@ -1,0 +1,43 @@
+"""Compare a unit in its program's directory with the manifest of the checkpoint as which it was taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tierd.core.manifest import Manifest
+from tierd.spool.file_io import digest
+from tierd.watching.files import Tree
+from tierd.watching.listing import ListedEntry, Listing
+from tierd.watching.naming import made_at
+from tierd.watching.unit_file import UNIT_NAME
+
+
+def differences(tree: Tree, listing: Listing, manifest: Manifest) -> Iterator[str]:
+    """Yield where a unit differs from its manifest; each byte is read once.
+
+    Raises:
+        Changed, OSError: as `Tree.opened`.
+    """
+    for file in manifest.files:
+        entry = listing.entries.get(file.path)
+        if file.path == UNIT_NAME:
+            continue
+        if entry is None or entry.kind != "file":
+            yield f"{file.path} is not there"
+            continue
+        since = _written_since(entry, manifest)
+        if entry.size != file.size:
+            yield f"{file.path} has {entry.size} bytes, and had {file.size} when it was taken{since}"
+            continue
+        with tree.opened(file.path, entry) as source:
+            offset = 0
+            for chunk in file.chunks:
+                if digest(source.read(offset, chunk.size)) != chunk.xxh3_128:
+                    yield f"{file.path}: bytes {offset}..{offset + chunk.size} are not those that were taken{since}"
+                offset += chunk.size
+
+
+def _written_since(entry: ListedEntry, manifest: Manifest) -> str:
+    """Say if a file was written to after the save; such an edit is no decay of the disk, and a person may want it."""
+    at = made_at(entry.mtime_ns)
+    return f"; it was written to at {at:%Y-%m-%d %H:%M:%S} UTC, after the save" if at > manifest.created_at else ""
