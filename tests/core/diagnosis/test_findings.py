@@ -27,7 +27,7 @@ def test_every_finding_is_of_a_check_and_says_what_to_do_where_something_is_wron
 
 def test_every_finding_of_the_table_is_made_somewhere_and_no_other() -> None:
     made = set()
-    for path in [*Path(tierd.__file__).parent.glob("core/diagnosis/*.py"), *Path(tierd.__file__).parent.glob("*/*.py")]:
+    for path in Path(tierd.__file__).parent.rglob("*.py"):
         if path.parent.name in ("diagnosis", "doctor") or path.name == "doctor.py":
             for item in ast.walk(ast.parse(path.read_text())):
                 if isinstance(item, ast.Constant) and item.value in FINDINGS and path.name != "findings.py":

@@ -144,7 +144,7 @@ def test_the_default_is_recorded_and_said_and_gives_way_to_whatever_is_given(spo
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             asyncio.run(converge(spool, {"tier": store}, keep=None))
-    assert sum("keeps the last 3" in record.message for record in caplog.records) == 1
+    assert sum("keep_last = 3" in record.message for record in caplog.records) == 1
     assert steps(store) == [3, 4, 5]
     (name,) = found = policies(store)
     assert name == f"{node(spool.root)}.default.json" and found[name].retention == RetentionPolicy()
