@@ -57,7 +57,7 @@ gpu: $(READY)
 
 loaders: $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints-loaders.txt
-	TIERD_LOADERS=all $(BIN)/python -m pytest -m loaders tests/loaders tests/formats tests/watching
+	TIERD_LOADERS=all $(BIN)/python -m pytest -n 2 --dist worksteal -m loaders tests/loaders tests/formats tests/watching
 
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints-docs.txt

@@ -6,6 +6,7 @@ Nothing is pruned for it, and no run of which another node keeps a policy there 
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -59,16 +60,22 @@ async def on(store: Double, run: str) -> list[int]:
     return steps_on(key for key in await contents(store.inner) if key.startswith(f"{run}/"))
 
 
+def is_filled(daemon) -> bool:
+    """Whether all runs were listed, so that the next listing is due in a day, and nothing is left to send of any."""
+    return daemon._backfill._due > time.monotonic() + 3600 and not daemon._backfill.runs
+
+
 def test_a_new_tier_gets_what_its_policy_wants_of_runs_that_nobody_saves_here(tmp_path):
     async def work() -> None:
         old, new = await old_tier(tmp_path, world=2), Double()
         await old.inner.delete([key for key in await contents(old) if f"{12:012}.{attempt(1)}" in key])
         async with running(node(Spool(tmp_path / "spool"), {"old": old, "new": new})) as daemon:
-            await until(lambda: daemon._backfill.runs)
-            await until(lambda: not daemon._backfill.runs)
+            await until(lambda: is_filled(daemon))
             await settle(daemon)
             # They are not observed any more, so a daemon at rest asks nothing for them.
-            assert not daemon.inventory().places["new"].runs and daemon.journal.counters["flushed"] == 2 * 2 * 4
+            assert not daemon.inventory().places["new"].runs
+            # A part that arrived while a worker planned may be sent once more.
+            assert 2 * 2 * 4 <= daemon.journal.counters["flushed"] <= 2 * 2 * 4 + 2
         for run in RUNS:
             assert sorted(set(await on(new, run))) == [10, 20, 24, 25]
             place = await TierObserver(new).look({run}, few=1000)
@@ -101,8 +108,7 @@ def test_a_run_that_another_node_keeps_there_is_left_to_that_node(tmp_path):
         commit(spool, part(11, launch=3, run="first"), origin=CheckpointId("first", attempt(2), 10))
         await converge(spool, {"new": new}, keep=1)
         async with running(node(Spool(tmp_path / "spool"), {"old": old, "new": new})) as daemon:
-            await until(lambda: daemon._backfill.runs)
-            await until(lambda: not daemon._backfill.runs)
+            await until(lambda: is_filled(daemon))
         assert await on(new, "first") == [11] and await on(new, "second") == [9, 10]
 
     asyncio.run(work())
@@ -112,8 +118,7 @@ def test_the_copies_outlive_a_trainer_that_saves_the_run_elsewhere_later(tmp_pat
     async def work() -> None:
         old, new = await old_tier(tmp_path), Double()
         async with running(node(Spool(tmp_path / "spool"), {"old": old, "new": new})) as daemon:
-            await until(lambda: daemon._backfill.runs)
-            await until(lambda: not daemon._backfill.runs)
+            await until(lambda: is_filled(daemon))
         later = Spool(tmp_path / "later")
         commit(later, part(26, launch=3, run="first"), origin=CheckpointId("first", attempt(2), 25))
         await converge(later, {"new": new}, keep=1)
