@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -105,11 +106,20 @@ def test_a_close_that_waits_says_how_far_it_is(tmp_path, monkeypatch, caplog, te
     for name in ("_PATIENCE_S", "_PROGRESS_S", "_POLL_S"):
         monkeypatch.setattr(closing, name, 0.02)
     spool, store = Spool(tmp_path / "spool"), Double()
-    store.before = lambda operation, key: setattr(store, "delay", 0.2 if operation == "put" and is_chunk(key) else 0.0)
+    screens: list[Screen] = []
+    real = store.put
+
+    async def put(key: str, data: bytes) -> str:
+        while is_chunk(key) and not any("to send" in one for one in (*caplog.messages, *(it.text for it in screens))):
+            await asyncio.sleep(0.01)  # so `close` has something to wait for
+        return await real(key, data)
+
+    store.put = put
     with Daemon(spool.root, {"tier": store}), caplog.at_level(logging.INFO, "tierd"):
         checkpointer = tierd.Checkpointer(spool.root, "run")
         checkpointer.save(3, {"model": {"weight": torch.zeros(1 << 16)}})
         with on_terminal() if terminal else contextlib.nullcontext() as screen:
+            screens += [screen] if screen else []
             checkpointer.close(wait="tier", timeout=60)
             if screen is not None:
                 wait_until(lambda: screen.text.endswith("\r\x1b[K"))
