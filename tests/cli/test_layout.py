@@ -58,6 +58,11 @@ def test_what_is_one_word_is_broken_where_it_must_be() -> None:
     assert lay_out(("FILE", "BYTES"), [("a" * 25, "3")], 20) == ["FILE", "    BYTES", "a" * 20, "a" * 5, "    3"]
 
 
+def test_a_table_without_any_text_keeps_its_heads() -> None:
+    assert lay_out(("FILE", "BYTES"), [], 9) == ["FILE", "    BYTES"]
+    assert lay_out(("FILE", "BYTES"), [("", "")], 9) == ["FILE", "    BYTES", "", ""]
+
+
 CELLS = st.text(st.characters(categories=["L", "N", "P"]) | st.just(" "), max_size=60)
 
 

@@ -211,6 +211,7 @@ def test_it_lives_on_a_terminal_through_an_end_of_the_daemon(spool: Spool) -> No
             terminal.wait("EVENTS")
             terminal.press(b"b")
             commit(spool, part(40, launch=2), origin=part(10).checkpoint)
+            daemon.settle()
             terminal.wait("step 40 is on a tier")
             daemon.stop()
             terminal.wait("The daemon does not answer for")

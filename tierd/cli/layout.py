@@ -43,7 +43,7 @@ def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | 
     """Lay out a table.
 
     A row that does not fit takes several lines, of which all but the first are indented. Each column stands below its
-    head. Columns without any text are left out then.
+    head. Columns without any text are left out then, unless no cell has any.
 
     Args:
         columns: the heads.
@@ -57,7 +57,7 @@ def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | 
     if width is None or sum(widths) + _GAP * (len(widths) - 1) <= width:
         line = _Line(0, tuple(every), tuple(widths))
         return [shown for row in (columns, *rows) for shown in line.of(row)]
-    shown = [at for at in every if not rows or any(row[at] for row in rows)]
+    shown = [at for at in every if any(row[at] for row in rows)] or every
     if fitting := _one_line(shown, widths, width):
         return [text for row in (columns, *rows) for text in fitting.of(row)]
     naming = _lines([at for at in shown if at < key], widths, width, first=True)

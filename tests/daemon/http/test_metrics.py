@@ -225,7 +225,10 @@ def test_counters_of_a_run_begin_at_zero_so_that_an_alert_sees_the_first_event(s
 
     async def work() -> None:
         async with serving(spool, tmp_path / "tier") as http:
-            before = read((await get(http.address, "/metrics")).body)
+            before: dict[tuple[str, ...], float] = {}
+            async with asyncio.timeout(30):
+                while ("tierd_save_failures_total", "run") not in before:  # the spool was not observed yet
+                    before = read((await get(http.address, "/metrics")).body)
             for one in (event("persist failed"), event("fell back"), event("quarantined", place="disk")):
                 http.heard(one)
             after = read((await get(http.address, "/metrics")).body)
