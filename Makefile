@@ -34,8 +34,9 @@ $(READY): pyproject.toml constraints.txt constraints-torch.txt
 demo: $(READY)
 	$(BIN)/python -m examples.demo
 
+# Three processes on two cores, because much of the tests' time is waiting.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not system and not loaders'
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not system and not loaders'
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -44,7 +45,7 @@ lint: $(READY)
 	$(BIN)/python -m tools.prose
 
 check: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m 'not system and not loaders and not slow'
+	$(BIN)/python -m pytest -n 3 --dist worksteal -q -m 'not system and not loaders and not slow'
 
 bench: $(READY)
 	$(BIN)/tierd bench overhead --rounds 15,15,5 --dir . --out benchmarks

@@ -209,11 +209,11 @@ def test_wait_for_a_tier_that_is_not_there_names_those_that_are(spool):
 
 def test_a_daemon_that_works_for_long_shows_so(spool, monkeypatch):
     monkeypatch.setattr("tierd.ipc.messages.HEARTBEAT", 0.05)
-    monkeypatch.setattr("tierd.ipc.client._SILENCE", 0.5)
+    monkeypatch.setattr("tierd.ipc.client._SILENCE", 1.5)
     commit(spool, part(1))
     with Daemon(spool.root, {"tier": down()}), Link(spool) as link:
-        with pytest.raises(TimeoutError):  # and not DaemonUnavailable, after four times its silence
-            link.ask(Wait(part=part(1), tier="tier", timeout_s=2.0))
+        with pytest.raises(TimeoutError):  # and not DaemonUnavailable, after twice its silence
+            link.ask(Wait(part=part(1), tier="tier", timeout_s=3.0))
         assert link.ask(Status())["ok"]  # the connection goes on
 
 
