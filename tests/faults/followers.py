@@ -32,13 +32,15 @@ def run(work: Round) -> None:
     try:
         full = put(place, STEPS)
 
-        def trial(seed: int) -> None:
+        for seed in work.seeds():
             home = place / str(seed)
             home.mkdir()
-            work.notes.update(play(seed, bool(seed % 2), full, home, context))
+            try:
+                notes = play(seed, bool(seed % 2), full, home, context)
+            except Exception as error:
+                work.lost(seed, error)
+            else:
+                work.passed(1, *notes)
             shutil.rmtree(home)
-
-        for seed in work.seeds():
-            work.attempt(seed, trial)
     finally:
         shutil.rmtree(place, ignore_errors=True)

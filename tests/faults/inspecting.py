@@ -136,6 +136,13 @@ INSPECTING = (
         f"{_INSPECT} incomplete",
     ),
     Mutant(
+        "a directory without a whole file is nobody's, though its program resumes from its name",
+        _LAYOUTS,
+        '    return all(entry.kind == "file" and name.startswith(".") for name, entry in here.names.items())\n',
+        "    return False\n",
+        "pytest tests/watching/test_in_place.py -k never_whole",
+    ),
+    Mutant(
         "an older step in the tracker will do",
         _LAYOUTS,
         "named is not None and named >= own",

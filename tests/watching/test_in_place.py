@@ -209,6 +209,21 @@ def test_prepare_moves_what_a_killed_program_left_and_what_was_never_taken(home:
     assert files(home.root / "checkpoint-200") == before
 
 
+@pytest.mark.parametrize("begun", [".tmpk9vdZo", None], ids=["a temporary file", "no file"])
+@pytest.mark.parametrize("name", ["checkpoint-400", "checkpoint_3", "epoch=1-step=400.ckpt"])
+def test_prepare_moves_a_directory_whose_first_file_was_never_whole(home: Home, capsys, name: str, begun) -> None:  # type: ignore[no-untyped-def]
+    """The program resumes from its name alone. `make loaders` killed HF Trainer and Accelerate at their first file."""
+    steps(home, 100)
+    home.taken()
+    (home.root / name).mkdir()
+    if begun:
+        (home.root / name / begun).write_bytes(b"half of its weights")
+    found = home.prepare(capsys)
+    assert {path: one["verdict"] for path, one in found.items()} == {"checkpoint-100": "verified", name: "unfinished"}
+    assert [path.name for path in home.root.iterdir() if not path.name.startswith(".")] == ["checkpoint-100"]
+    assert (home.root / ".tierd-quarantine" / name).is_dir()
+
+
 def test_prepare_fetches_the_newest_onto_an_empty_disk(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     steps(home, 100, 200)
     home.taken()

@@ -165,7 +165,7 @@ def _orbax_temporary(here: _Directory) -> _Found | None:
 
 
 def _trainer(here: _Directory) -> _Found | None:
-    known = here.has(*_OF_TRAINER) or here.files(_WEIGHTS) or here.files(r"rng_state(_\d+)?\.pth")
+    known = here.has(*_OF_TRAINER) or here.files(_WEIGHTS) or here.files(r"rng_state(_\d+)?\.pth") or _is_begun(here)
     if not (re.fullmatch(r"checkpoint-\d+", here.name) and known):
         return None
     if here.has("checkpoint-is-incomplete.txt"):
@@ -186,7 +186,7 @@ def _accelerate(here: _Directory) -> _Found | None:
     if here.files(r"random_states_\d+\.pkl"):
         return ACCELERATE, _ranks(here, r"random_states_(\d+)\.pkl", 0) or _indexed(here) or _registered(here)
     begun = here.has("optimizer.bin", "scheduler.bin", "sampler.bin", "scaler.pt") or here.files(_WEIGHTS)
-    if re.fullmatch(r"checkpoint_\d+", here.name) and begun:
+    if re.fullmatch(r"checkpoint_\d+", here.name) and (begun or _is_begun(here)):
         return ACCELERATE, "random_states_0.pkl is not there, which is written last"
     return None
 
@@ -250,7 +250,7 @@ def _orbax(here: _Directory) -> _Found | None:
 
 def _lightning(here: _Directory) -> _Found | None:
     sharded = here.has(".metadata") or bool(here.files(_DISTCP))
-    if not ((here.has("meta.pt") and sharded) or (here.name.endswith(".ckpt") and sharded)):
+    if not ((here.has("meta.pt") and sharded) or (here.name.endswith(".ckpt") and (sharded or _is_begun(here)))):
         return None
     return LIGHTNING, _named(here, ".metadata", "meta.pt")
 
@@ -289,6 +289,15 @@ _CLAIMS: tuple[Callable[[_Directory], _Found | None], ...] = (
     *(_orbax_temporary, _trainer, _accelerate, _deepspeed, _megatron, _lightning, _nemo, _orbax, _dcp),
     _torch_checkpointing,
 )
+
+
+def _is_begun(here: _Directory) -> bool:
+    """Whether a directory has nothing but temporary files, or not even those.
+
+    A program that was killed at the first file of its save left it, and resumes from it by its name alone. safetensors
+    writes to `.tmp*` and renames.
+    """
+    return all(entry.kind == "file" and name.startswith(".") for name, entry in here.names.items())
 
 
 def _named(here: _Directory, *names: str) -> str | None:
