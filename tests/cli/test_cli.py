@@ -273,6 +273,7 @@ def test_config_check_reaches_tiers(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "there").mkdir()
     file.write_text(f'spool = "/s"\n[[tier]]\nname = "a"\nurl = "{tmp_path / "there"}"')
     assert run(["config", "check", str(file), "--reach"]) == 0
+    assert list((tmp_path / "there").iterdir()) == []  # no mark, which would make it a tier
     file.write_text(f'spool = "/s"\n[[tier]]\nname = "a"\nurl = "{tmp_path / "gone"}"')
     assert run(["config", "check", str(file)]) == 0
     assert run(["config", "check", str(file), "--reach", "--json"]) == 6

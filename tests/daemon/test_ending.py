@@ -18,7 +18,7 @@ from tierd.daemon import service
 def stores(monkeypatch) -> dict[str, Double]:
     found = {"nfs": Double(), "s3": Double()}
 
-    async def opened(config, stack):
+    async def opened(config, stack, *, trial):
         return found
 
     monkeypatch.setattr(service, "open_tiers", opened)

@@ -205,7 +205,7 @@ def test_an_idle_daemon_stays_while_something_is_left_to_flush(spool, monkeypatc
     store = Double()
     store.error = StoreUnavailable("down")
 
-    async def opened(config, stack):
+    async def opened(config, stack, *, trial):
         return {"tier": store}
 
     monkeypatch.setattr(service, "open_tiers", opened)

@@ -247,7 +247,7 @@ def test_paused_a_restore_is_answered_and_healed(spool):
 def store(monkeypatch):
     found = Double()
 
-    async def opened(config, stack):
+    async def opened(config, stack, *, trial):
         return {"tier": found}
 
     monkeypatch.setattr(service, "open_tiers", opened)

@@ -164,7 +164,7 @@ def test_a_tier_that_was_taken_out_is_left_alone_and_who_waits_for_it_is_told(no
     stores = {"a": Double(), "b": Double()}
     stores["b"].error = StoreUnavailable("503")
 
-    async def opened(config, stack):
+    async def opened(config, stack, *, trial):
         return {tier.name: stores[tier.name] for tier in config.tier}
 
     monkeypatch.setattr(service, "open_tiers", opened)
@@ -244,7 +244,7 @@ def test_a_restore_that_is_under_way_ends_with_the_stores_that_it_began_with(nod
         async def aclose(self):
             self.closed = True
 
-    async def opened(config, stack):
+    async def opened(config, stack, *, trial):
         stores.append(Slow(inner))
         stack.push_async_callback(stores[-1].aclose)
         return {"a": stores[-1]}
@@ -275,7 +275,7 @@ def test_a_flush_that_takes_long_is_cut_off_and_gone_on_with(node, spool, said, 
     monkeypatch.setattr("tierd.daemon.reconcile._IN_HAND", 0.1)
     stores: list[Double] = []
 
-    async def opened(config, stack):
+    async def opened(config, stack, *, trial):
         stores.append(Double())
         stores[-1].delay = 0.0 if len(stores) > 1 else 30.0
         return {"a": stores[-1]}

@@ -9,6 +9,20 @@ _TABLE = "pytest tests/core/diagnosis/test_findings.py"
 
 DOCTORING = (
     Mutant(
+        "a trial makes the mark of a tier, where a mount is missing",
+        "tierd/stores/file.py",
+        "            if self._trial and not _exists(_TMP, root):\n",
+        "            if False:\n",
+        "pytest tests/stores/test_file.py -k does_not_make_it_the_tier",
+    ),
+    Mutant(
+        "doctor opens a tier as a daemon does, and marks it",
+        "tierd/cli/reading/doctor.py",
+        "attempts=_ATTEMPTS, trial=True)",
+        "attempts=_ATTEMPTS)",
+        "pytest tests/cli/test_doctor.py -k left_as_it_was",
+    ),
+    Mutant(
         "doctor leaves its directory in the spool",
         "tierd/doctor/disk.py",
         "        shutil.rmtree(room)\n",

@@ -2030,8 +2030,8 @@ _CHECKED = (
     Mutant(
         "a check does not read what a receiver refers to",
         "tierd/cli/acting/act.py",
-        "        stores, _ = await open_all(config, stack)",
-        "        stores = await open_tiers(config, stack)",
+        "        stores, _ = await open_all(config, stack, trial=True)",
+        "        stores = await open_tiers(config, stack, trial=True)",
         "pytest tests/cli/test_config_check.py -k one_verdict",
     ),
 )

@@ -104,6 +104,42 @@ def test_a_root_that_vanishes_is_unavailable_until_it_is_back(tmp_path: Path, re
     asyncio.run(whole())
 
 
+def test_a_trial_where_a_mount_is_missing_does_not_make_it_the_tier(tmp_path: Path) -> None:
+    """`tierd doctor` made the mark on an empty disk, and the daemon flushed there (a reader on a bare machine)."""
+    (root := tmp_path / "tier").mkdir()
+    daemon = FileStore(root)
+
+    async def work() -> None:
+        await daemon.put("run/a", b"data")
+        root.rename(tmp_path / "unmounted")
+        root.mkdir()
+        trial = FileStore(root, trial=True)
+        await trial.put("README.md.check", b"data")
+        assert bytes(await trial.get("README.md.check")) == b"data"
+        with pytest.raises(StoreUnavailable, match=r"has lost its \.tmp"):
+            await daemon.put("run/b", b"data")
+        await trial.delete(["README.md.check"])
+        await trial.aclose()
+        assert list(root.iterdir()) == []
+        with pytest.raises(StoreUnavailable, match=r"has lost its \.tmp"):
+            await daemon.put("run/b", b"data")
+        await daemon.aclose()
+
+    asyncio.run(work())
+
+
+def test_a_trial_of_a_tier_uses_its_mark(tmp_path: Path) -> None:
+    put(tmp_path, "run/a")
+
+    async def work() -> None:
+        trial = FileStore(tmp_path, trial=True)
+        await trial.put("run/b", b"data")
+        await trial.aclose()
+
+    asyncio.run(work())
+    assert listed(tmp_path) == ["run/a", "run/b"] and sorted(os.listdir(tmp_path)) == [".tmp", "run"]
+
+
 def test_a_root_that_vanishes_under_a_scan_does_not_shorten_it(tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()

@@ -52,8 +52,8 @@ _SHOWN = 1.0  # seconds between two lines for systemd while the daemon drains
 _FIRST = 120.0  # seconds that a daemon started by a trainer waits for one to attach
 
 
-async def open_tiers(config: Config, stack: AsyncExitStack) -> dict[str, Store]:
-    """Open every tier's store, in order; `stack` closes them.
+async def open_tiers(config: Config, stack: AsyncExitStack, *, trial: bool = False) -> dict[str, Store]:
+    """Open every tier's store, in order, perhaps for a `trial` as in `open_store`; `stack` closes them.
 
     Raises:
         ConfigError: a key cannot be used.
@@ -62,13 +62,14 @@ async def open_tiers(config: Config, stack: AsyncExitStack) -> dict[str, Store]:
     for tier in config.tier:
         up, down = (rate(limit) if limit else None for limit in (tier.limit_up, tier.limit_down))
         key = read_key(Path(tier.key_file)) if tier.key_file else None
-        stores[tier.name] = open_store(parse_url(tier.url), up, down, key)
+        stores[tier.name] = open_store(parse_url(tier.url), up, down, key, trial=trial)
         stack.push_async_callback(stores[tier.name].aclose)
     return stores
 
 
-async def open_all(config: Config, stack: AsyncExitStack) -> tuple[dict[str, Store], Notifier]:
-    """Open all that a configuration refers to. A check of a configuration does the same, so it predicts a start.
+async def open_all(config: Config, stack: AsyncExitStack, *, trial: bool = False) -> tuple[dict[str, Store], Notifier]:
+    """Open all that a configuration refers to. A check of a configuration does the same for a `trial`, so it predicts
+    a start.
 
     Raises:
         ConfigError: a tier's URL cannot be opened; its key, a file or command of a `[[notify]]`, or a file of `[http]`
@@ -77,7 +78,7 @@ async def open_all(config: Config, stack: AsyncExitStack) -> tuple[dict[str, Sto
     await check_apart(config)
     notifier = Notifier(config.notify, config.spool)
     server_of(config.http)
-    return await open_tiers(config, stack), notifier
+    return await open_tiers(config, stack, trial=trial), notifier
 
 
 async def serve(

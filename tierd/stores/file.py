@@ -23,7 +23,7 @@ import secrets
 import stat
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -58,10 +58,18 @@ _REFUSED = frozenset(
 
 
 class FileStore:
-    """A `Store` below the directory `root`, which must exist. Opens nothing until the first call."""
+    """A `Store` below the directory `root`, which must exist. Opens nothing until the first call.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: the directory.
+        trial: leave a root without a mark without one. A mark that `tierd doctor` made where another file system was
+            mounted would have a daemon take it for its tier.
+    """
+
+    def __init__(self, root: Path, *, trial: bool = False) -> None:
         self._path = root
+        self._trial = f"{_TMP}-{secrets.token_hex(8)}" if trial else ""  # its own directory for temp files
+        self._tmp = _TMP
         self._threads = Pools(_THREADS, "tierd-file")
         self._opening = threading.Lock()
         self._seen = False  # whether the root has existed
@@ -124,6 +132,9 @@ class FileStore:
         await self._run(self._delete, keys)
 
     async def aclose(self) -> None:
+        if self._tmp == self._trial:
+            with suppress(TierdError):
+                await self._run(self._end_trial)
         self._threads.shutdown()
 
     async def _run(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -164,15 +175,13 @@ class FileStore:
         with closing(root):
             # Before the check, because another thread's put may make the mark after it.
             self._seen, marked = True, self._marked
-            try:
-                os.stat(_TMP, dir_fd=root, follow_symlinks=False)
+            if _exists(_TMP, root):
                 self._marked = True
-            except FileNotFoundError:
-                if marked:
-                    raise StoreUnavailable(
-                        f"{self._path} has lost its {_TMP}: is its file system still mounted? "
-                        f"If this is the right place, mkdir {self._path / _TMP}"
-                    ) from None
+            elif marked:
+                raise StoreUnavailable(
+                    f"{self._path} has lost its {_TMP}: is its file system still mounted? "
+                    f"If this is the right place, mkdir {self._path / _TMP}"
+                )
             yield root
 
     def _open(self, key: str, flags: int) -> int:
@@ -258,7 +267,10 @@ class FileStore:
     def _put_once(self, root: int, key: str, data: memoryview, stop: threading.Event) -> None:
         *parents, name = key.split("/")
         temporary, flags = secrets.token_hex(16), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        with descend(root, [_TMP]) as tmp, closing(os.open(temporary, flags, _mode(root) & 0o666, dir_fd=tmp)) as fd:
+        with (
+            descend(root, [self._tmp]) as tmp,
+            closing(os.open(temporary, flags, _mode(root) & 0o666, dir_fd=tmp)) as fd,
+        ):
             try:
                 lock(fd)  # held while the descriptor is open, so that a sweep knows that its writer lives
                 for start in range(0, len(data), _PIECE):
@@ -320,14 +332,20 @@ class FileStore:
         with self._opening:
             if self._swept:
                 return
+            if self._trial and not _exists(_TMP, root):
+                self._tmp = self._trial
             try:
-                os.mkdir(_TMP, _mode(root), dir_fd=root)
+                os.mkdir(self._tmp, _mode(root), dir_fd=root)
                 sync_directory(root)
             except FileExistsError:
                 pass
-            self._marked = True
-            with descend(root, [_TMP]) as tmp:
+            self._marked = self._tmp == _TMP
+            with descend(root, [self._tmp]) as tmp:
                 self._swept = sweep(tmp, _TMP_NAME, _SWEEP)
+
+    def _end_trial(self) -> None:
+        with self._root() as root:
+            os.rmdir(self._trial, dir_fd=root)
 
     def _delete(self, keys: Sequence[str]) -> None:
         with self._root() as root:
@@ -410,6 +428,14 @@ def _reaches(directory: str, prefix: str, after: str) -> bool:
     # Every character of a key sorts before '\x7f'.
     inside = after.startswith(directory) and after[len(directory) :] < "\x7f"
     return directory > after or inside
+
+
+def _exists(name: str, directory: int) -> bool:
+    try:
+        os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _mode(root: int) -> int:

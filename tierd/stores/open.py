@@ -14,7 +14,13 @@ from tierd.stores.retry import RetryingStore
 
 
 def open_store(
-    url: StoreUrl, up: int | None = None, down: int | None = None, key: Key | None = None, *, attempts: int = 5
+    url: StoreUrl,
+    up: int | None = None,
+    down: int | None = None,
+    key: Key | None = None,
+    *,
+    attempts: int = 5,
+    trial: bool = False,
 ) -> Store:
     """Open the store at `url`, with deadlines and retries.
 
@@ -25,11 +31,12 @@ def open_store(
         down: the most bytes per second that gets move; None for no limit.
         key: the key to encrypt with; None for no encryption.
         attempts: how often a call is tried while the server does not answer.
+        trial: put for a trial: what becomes a tier by its first put becomes none.
 
     Raises:
         ConfigError: the library for this kind of URL, or for a key, is not installed.
     """
-    store: Store = RetryingStore(_plain(url), attempts=attempts)
+    store: Store = RetryingStore(_plain(url, trial), attempts=attempts)
     store = LimitedStore(store, up, down) if up or down else store
     if key is None:
         return store
@@ -40,12 +47,12 @@ def open_store(
     return EncryptedStore(store, key)
 
 
-def _plain(url: StoreUrl) -> Store:
+def _plain(url: StoreUrl, trial: bool) -> Store:
     match url.scheme:
         case "file":
             from tierd.stores.file import FileStore
 
-            return FileStore(Path(url.path))
+            return FileStore(Path(url.path), trial=trial)
         case "s3":
             return _s3(url)
         case "gs" | "az":

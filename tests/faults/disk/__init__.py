@@ -80,8 +80,8 @@ MUTANTS = (
     Mutant(
         "a tier whose mark has vanished is an empty tier",
         "tierd/stores/file.py",
-        "                if marked:\n",
-        "                if marked and not self._seen:\n",
+        "            elif marked:\n",
+        "            elif marked and not self._seen:\n",
         "disk --only 9",
         "lacks step | written to the disk below",
     ),

@@ -225,5 +225,5 @@ def _describe_reach(reached: Reach | None) -> str:
 async def _opened(config: Config, *, reach: bool) -> dict[str, Reach]:
     """Open all places of a configuration, as a starting daemon does; with `reach`, return what each tier permits."""
     async with AsyncExitStack() as stack:
-        stores, _ = await open_all(config, stack)
+        stores, _ = await open_all(config, stack, trial=True)
         return {name: await try_out(store) for name, store in stores.items()} if reach else {}

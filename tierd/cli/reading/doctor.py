@@ -104,7 +104,7 @@ async def _examine(
             key, judged = _key(tier)
             found += judged
             url = parse_url(tier.url)
-            store = open_store(url, key=key, attempts=_ATTEMPTS)
+            store = open_store(url, key=key, attempts=_ATTEMPTS, trial=True)
             stack.push_async_callback(store.aclose)
             subjects.append(Subject(tier.name, url, store, root))
         retention = (config.retention if config else None) or RetentionPolicy()
