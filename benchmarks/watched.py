@@ -230,7 +230,7 @@ def export(room: Path, gigabytes: float, rounds: int, out: Path) -> dict[str, ob
         ckpt.save(1, {"model": model(gigabytes, 1)})
         ckpt.close(wait="file", timeout=1800)
     shutil.rmtree(room / "spool")
-    files = [str(path) for path in (room / "tier").rglob("*") if path.is_file()]
+    files = [str(path) for path in (room / "tier" / "export").rglob("*") if path.is_file()]
     times: dict[str, list[float]] = {"cat": [], "export": []}
     command = [*TIERD, "export", url, "--run", "export", "--to", str(out / "exported"), "--format", "safetensors"]
     for _ in range(rounds):
