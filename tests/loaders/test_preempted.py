@@ -8,22 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.preemption_fixtures import usual  # noqa: F401
 
 import tierd
-from tierd.client.preemption.signals import SIGNALS
 
 pytestmark = [pytest.mark.loaders, pytest.mark.filterwarnings("ignore:'set_vital'")]
 WHEN = tierd.When(steps=10_000, preemption=True)
 STEP = 3  # after which the signal comes
-
-
-@pytest.fixture(autouse=True)
-def usual(monkeypatch):
-    monkeypatch.setattr("tierd.client.preemption.clouds._detected", lambda dmi: None)
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def notify() -> None:

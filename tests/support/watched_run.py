@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pytest
 from support.world import Daemon
 
+from tierd.cli import run
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.inventory import Inventory
 from tierd.daemon.intake.unit_watch import UnitWatch
@@ -66,3 +69,20 @@ def files(root: Path) -> dict[str, bytes]:
     found = (path for path in root.rglob("*") if path.is_file() and not path.is_symlink())
     names = {str(path.relative_to(root)): path for path in found}
     return {name: path.read_bytes() for name, path in names.items() if not name.startswith(".tierd-")}
+
+
+class Home:
+    """A program's directory, the spool that takes its checkpoints, and a tier."""
+
+    def __init__(self, home: Path) -> None:
+        self.root, self.tier, self.spool = home / "out", home / "tier", Spool(home / ".out.tierd")
+        self.root.mkdir()
+
+    def taken(self) -> None:
+        assert take(self.spool, self.root).parts
+        flush(self.spool, self.tier)
+
+    def prepare(self, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
+        capsys.readouterr()
+        assert run(["prepare", str(self.root), "--run", RUN, "--to", str(self.tier), "--json"]) == 0
+        return {one["path"]: one for one in json.loads(capsys.readouterr().out)["units"]}

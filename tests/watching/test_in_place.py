@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import layouts
 from support.layouts import WRITERS
-from support.watched_run import RUN, files, flush, take
+from support.watched_run import RUN, Home, files, flush, take
 from support.world import commit, part
 
 from tierd.cli import run
@@ -24,28 +24,6 @@ from tierd.spool.file_io import describe_file
 from tierd.spool.spool import Spool
 from tierd.watching import files as watching_files
 from tierd.watching.unit_file import UNIT_NAME
-
-
-class Home:
-    """A program's directory, the spool that takes its checkpoints, and a tier."""
-
-    def __init__(self, home: Path) -> None:
-        self.root, self.tier, self.spool = home / "out", home / "tier", Spool(home / ".out.tierd")
-        self.root.mkdir()
-
-    def taken(self) -> None:
-        assert take(self.spool, self.root).parts
-        flush(self.spool, self.tier)
-
-    def prepare(self, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
-        capsys.readouterr()
-        assert run(["prepare", str(self.root), "--run", RUN, "--to", str(self.tier), "--json"]) == 0
-        return {one["path"]: one for one in json.loads(capsys.readouterr().out)["units"]}
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return Home(tmp_path)
 
 
 @pytest.fixture(autouse=True)

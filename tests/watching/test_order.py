@@ -17,17 +17,6 @@ from tierd.watching.naming import History
 HOUR = 3600
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "out").mkdir()
-    return tmp_path / "out"
-
-
-@pytest.fixture
-def spool(tmp_path: Path) -> Spool:
-    return Spool(tmp_path / "spool")
-
-
 def save(root: Path, name: str, second: int) -> None:
     """Write a checkpoint that was finished at a second."""
     (root / name).parent.mkdir(exist_ok=True)

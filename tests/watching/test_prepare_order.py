@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
-from support.watched_run import RUN, files, flush, take
-
-from tierd.cli import run
-from tierd.spool.spool import Spool
-
-
-class Home:
-    """A program's directory, the spool that takes its checkpoints, and a tier."""
-
-    def __init__(self, home: Path) -> None:
-        self.root, self.tier, self.spool = home / "out", home / "tier", Spool(home / ".out.tierd")
-        self.root.mkdir()
-
-    def taken(self) -> None:
-        assert take(self.spool, self.root).parts
-        flush(self.spool, self.tier)
-
-    def prepare(self, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
-        capsys.readouterr()
-        assert run(["prepare", str(self.root), "--run", RUN, "--to", str(self.tier), "--json"]) == 0
-        return {one["path"]: one for one in json.loads(capsys.readouterr().out)["units"]}
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return Home(tmp_path)
+from support.watched_run import Home, files
 
 
 def test_prepare_knows_units_of_one_step_and_time_apart(home: Home, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,17 +27,6 @@ from tierd.stores.file import FileStore
 from tierd.watching.naming import History
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "out").mkdir()
-    return tmp_path / "out"
-
-
-@pytest.fixture
-def spool(tmp_path: Path) -> Spool:
-    return Spool(tmp_path / "spool")
-
-
 def stored(spool: Spool) -> dict[str, bytes]:
     (part,) = spool.parts(RUN)
     return {path: bytes(data) for path, data in spool.read(part, spool.manifest(part)).items() if path != "unit.json"}

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from support.doubles import Double
 from support.metadata import serving, wait_for
+from support.preemption_fixtures import usual  # noqa: F401
 from support.ranks import Group, environment
 from support.training import restored, same, tensors
 from support.world import Daemon
@@ -34,16 +35,6 @@ from tierd.spool.spool import Spool
 
 PREEMPTION = tierd.When(steps=1000, preemption=True)
 TRAINER = Path(__file__).parents[2] / "support" / "preempted.py"
-
-
-@pytest.fixture(autouse=True)
-def usual(monkeypatch):
-    """No machine of a cloud, and the handlers of before whatever a test does."""
-    monkeypatch.setattr("tierd.client.preemption.clouds._detected", lambda dmi: None)
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def made(spool: Spool, when: tierd.When = PREEMPTION, **options) -> tierd.Checkpointer:
