@@ -116,6 +116,20 @@ MOVING = (
         f"{_FILLED} -k nobody_saves_here",
     ),
     Mutant(
+        "a run is copied on after its tiers are no longer observed for it",
+        _JANITOR,
+        "    if run not in inventory.filling:\n        return False\n",
+        "",
+        f"{_FILLED} -k takes_long",
+    ),
+    Mutant(
+        "a tier to be filled waits although another one has shown what it has",
+        "tierd/daemon/reconcile.py",
+        "                if backfill.runs:\n                    self.wake()",
+        "                if False:\n                    self.wake()",
+        f"{_FILLED} -k another_one_has_answered",
+    ),
+    Mutant(
         "a later launch forgets what its run started from",
         "tierd/client/checkpointer.py",
         "                self._launch.started_from = found.manifest.started_from\n",

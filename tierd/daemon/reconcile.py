@@ -123,7 +123,8 @@ class Reconciler:
         self.stores = stores
         self._repairer.use(stores)
         self.tiers = Tiers(config, self.spool, stores, self.pause)
-        self._live.use(config, self.tiers)
+        self._backfill = Backfill(config, stores, self.tiers)
+        self._live.use(config, self.tiers, self._backfill)
         self.scrubber = Scrubber(
             config,
             self.spool,
@@ -137,7 +138,6 @@ class Reconciler:
             wake=self.wake,
         )
         self.workers = {name: TierWorker(name) for name in (SPOOL, *stores)}
-        self._backfill = Backfill(config, stores, self.tiers)
         setup = Setup(
             config=config,
             spool=self.spool,
@@ -279,6 +279,8 @@ class Reconciler:
                     await self._act(action)
                     self.wake()
                     worker.has_flushed = worker.sent
+                elif self._backfill.runs:
+                    self._backfill.settle({part.checkpoint.run for part, _ in self.backlog.flushes(self.inventory())})
                 worker.succeeded()
                 self._worked(worker, action)
             except Exception as error:  # a worker never ends: it logs unknown errors with a traceback, and retries
@@ -329,14 +331,14 @@ class Reconciler:
             await tiers.look(name, runs, self._live.place.ranks)
             if tiers is not self.tiers:  # the configuration changed meanwhile
                 return
-            if backfill.runs:
-                backfill.settle({part.checkpoint.run for part, _ in self.backlog.flushes(self.inventory())})
             self.save_events.durable(name, self._live.place, tiers.places)
             self.save_events.launches(self.inventory())
             self.save_events.unvouched(name, self.inventory())
             if tiers.places[name] != before:
                 self._live.changed_at = time.monotonic()
                 self.workers[SPOOL].wake.set()  # because a tier's contents decide which local copies may be deleted
+                if backfill.runs:
+                    self.wake()  # because another tier may lack what this one shows
 
     def _spool_seen(self, changed: bool) -> None:
         """Report what an observation of the spool shows, and wake the workers if parts came or went."""

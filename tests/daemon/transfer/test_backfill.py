@@ -27,6 +27,7 @@ from tierd.core.timeline.head import together
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.reconciling import backfill as backfill_module
 from tierd.daemon.tiers.observe import TierObserver
+from tierd.daemon.tiers.tiers import Tiers
 from tierd.spool.spool import Spool
 
 TENS = RetentionPolicy(keep_last=2, keep_every_steps=10)
@@ -73,7 +74,7 @@ def test_a_new_tier_gets_what_its_policy_wants_of_runs_that_nobody_saves_here(tm
             await until(lambda: is_filled(daemon))
             await settle(daemon)
             # They are not observed any more, so a daemon at rest asks nothing for them.
-            assert not daemon.inventory().places["new"].runs
+            await until(lambda: daemon.wake() or not daemon.inventory().places["new"].runs)
             # A part that arrived while a worker planned may be sent once more.
             assert 2 * 2 * 4 <= daemon.journal.counters["flushed"] <= 2 * 2 * 4 + 2
         for run in RUNS:
@@ -87,6 +88,33 @@ def test_a_new_tier_gets_what_its_policy_wants_of_runs_that_nobody_saves_here(tm
         theirs, ours = await contents(old.inner), await contents(new.inner)
         assert {key: data for key, data in ours.items() if is_chunk(key)}.items() <= theirs.items()
         assert not old.puts() and not [key for operation, key in old.calls if operation == "delete"]
+
+    asyncio.run(work())
+
+
+def test_a_tier_is_filled_once_another_one_has_answered(tmp_path):
+    async def work() -> None:
+        old, new = await old_tier(tmp_path, range(1, 4)), Double()
+        old.delay = 0.1  # so that the new tier was observed, and lacks nothing, before this one shows what it has
+        async with running(node(Spool(tmp_path / "spool"), {"old": old, "new": new})) as daemon:
+            await until(lambda: is_filled(daemon))
+        assert {run: await on(new, run) for run in RUNS} == {run: [2, 3] for run in RUNS}
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("slow", ["old", "new", "both"])
+def test_a_filled_tier_that_takes_long_to_observe_is_not_observed_once_more_to_know_it(tmp_path, monkeypatch, slow):
+    def good_for(tiers, tier: str) -> float:
+        return 3600.0 if slow in (tier, "both") and all(tiers.knows(name, RUNS[0]) for name in tiers.places) else 0.0
+
+    async def work() -> None:
+        old, new = await old_tier(tmp_path, range(1, 4)), Double()
+        monkeypatch.setattr(Tiers, "good_for", good_for)
+        async with running(node(Spool(tmp_path / "spool"), {"old": old, "new": new})) as daemon:
+            await until(lambda: is_filled(daemon))
+            # Nothing is sent again because an observation does not show any more what is there.
+            assert daemon.journal.counters["flushed"] <= 2 * 2 + 2
 
     asyncio.run(work())
 
@@ -155,7 +183,7 @@ def test_what_this_node_saves_is_sent_before_other_runs():
     tiers = tuple(
         TierConfig(name=name, url=f"file:///{name}", retention=TENS, backfill=name == "new") for name in ("old", "new")
     )
-    inventory = Inventory(spool, {"old": others, "new": Place()}, who="0a0a0a0a")
+    inventory = Inventory(spool, {"old": others, "new": Place()}, filling=frozenset({"other"}), who="0a0a0a0a")
     planned = flushes(inventory, Config(spool="/s", tier=tiers), {}, 0.0)
     on_new = [(one.part.checkpoint.run, one.part.checkpoint.step, one.relayed) for one in planned if one.tier == "new"]
     assert on_new[:2] == [("mine", 2, False), ("mine", 1, False)]

@@ -45,6 +45,7 @@ class Inventory:
     full: frozenset[str] = frozenset()  # tiers that refused a put as full, and from which nothing was deleted since
     append_only: frozenset[str] = frozenset()  # tiers that refuse deletions
     sent: Mapping[str, Sent] = field(default_factory=dict)  # by tier
+    filling: frozenset[str] = frozenset()  # runs never saved here that tiers with `backfill` may lack
     node_ends: bool = False  # soon, so that the newest checkpoints are sent first
     who: str = ""  # this node's id among the nodes that share a tier, 8 hex digits
 
@@ -67,6 +68,7 @@ class Inventory:
             silent=self.silent,
             full=self.full,
             append_only=self.append_only,
+            filling=self.filling & {run},
             who=self.who,
         )
 

@@ -25,7 +25,10 @@ def fills(inventory: Inventory, config: Config, run: str, tier: str) -> bool:
 
     It does not if another node has recorded a policy of the run there, because that node sends what the run needs. This
     daemon records its own policy before it copies, so that no node which saves the run later prunes the copies at once.
+    Nor does it once the tiers have all that they want, because it observes the run on none of them from then on.
     """
+    if run not in inventory.filling:
+        return False
     place = inventory.tiers.get(tier)
     if place is None or not config.named(tier).backfill or run in inventory.spool.launches:
         return False

@@ -14,6 +14,7 @@ from tierd.core.planning.copies import differing
 from tierd.core.planning.inventory import Inventory, Sent
 from tierd.core.planning.place import Place
 from tierd.core.retention.policy import seconds
+from tierd.daemon.reconciling.backfill import Backfill
 from tierd.daemon.reconciling.phase import Phase
 from tierd.daemon.reconciling.requests import ClientRequests
 from tierd.daemon.scrub.repairer import Repairer
@@ -69,9 +70,9 @@ class LiveInventory:
         self._looking = asyncio.Lock()
         self._looks_begun = self._looks_ended = 0  # observations of the spool
 
-    def use(self, config: Config, tiers: Tiers) -> None:
+    def use(self, config: Config, tiers: Tiers, backfill: Backfill) -> None:
         """Use another configuration and its tiers from now on."""
-        self._config, self._tiers = config, tiers
+        self._config, self._tiers, self._backfill = config, tiers, backfill
         self.full, self.sent = set(), {}
 
     @property
@@ -99,6 +100,7 @@ class LiveInventory:
             full=frozenset(self.full),
             append_only=self._tiers.append_only,
             sent=dict(self.sent),
+            filling=frozenset(self._backfill.runs),
             node_ends=self._phase.newest_first,
             who=self._tiers.who,
         )
