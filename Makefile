@@ -1,7 +1,7 @@
 # make demo    sets itself up and runs the main job, about a minute and a half after set-up
 # make test    sets itself up and runs every test that needs no root
 # make check   what every commit passes: ruff, mypy strict, the fast tests
-# make bench   measures what saving costs, beside its peers, an hour and a half on two cores; leaves benchmarks/overhead.*
+# make bench   measures what saving costs, beside its peers, an hour and a half on two cores; leaves benchmarks/results/overhead.*
 # make loaders installs the data loaders and training loops of others, kills loops over each, and compares
 # make gpu     the tests that need a GPU, then what saving costs on it; says so where there is none
 # make lowest  the tests of most libraries' uses, with the oldest versions that pyproject.toml allows; torch's is the newest
@@ -48,7 +48,7 @@ check: lint
 	$(BIN)/python -m pytest -n 3 --dist worksteal -q -m 'not system and not loaders and not slow'
 
 bench: $(READY)
-	$(BIN)/tierd bench overhead --rounds 15,15,5 --dir . --out benchmarks
+	$(BIN)/tierd bench overhead --rounds 15,15,5 --dir . --out benchmarks/results
 
 gpu: $(READY)
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no CUDA device: nothing was tested")'

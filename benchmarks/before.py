@@ -1,7 +1,7 @@
 """The save path of two checkouts side by side: `python benchmarks/before.py OTHER [--gigabytes 1] [--rounds 15]`.
 
 Both run the arms of `tierd bench overhead`, each in a process of its own with its own checkout, and take turns round by
-round, so that a noisy machine's drift hits both alike. Writes `before.json` and `before.md` beside this file.
+round, so that a noisy machine's drift hits both alike. Writes `results/before.json` and `results/before.md`.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def main() -> None:
         "machine": f"{os.cpu_count()} cores, Linux {os.uname().release}",
         "samples": samples,
     }
-    (HERE / "before.json").write_text(json.dumps(result, indent=1) + "\n")
-    (HERE / "before.md").write_text(page(result))
+    (HERE / "results" / "before.json").write_text(json.dumps(result, indent=1) + "\n")
+    (HERE / "results" / "before.md").write_text(page(result))
     print(page(result))
 
 

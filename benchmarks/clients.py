@@ -367,7 +367,7 @@ def main() -> None:
     parser.add_argument(
         "--between", help="a shell command to run between rounds, such as the server's garbage collection"
     )
-    parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args()
     places = [("nginx", nginx())] * options.nginx + [("rgw", rgw(options.rgw))] * bool(options.rgw)
     store = options.out / "clients.json"

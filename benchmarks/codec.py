@@ -5,7 +5,7 @@ answer is compared with what went in. Rates are raw bytes by the process's CPU s
 busy machine harms all alike and a hidden thread flatters nobody. tierd's include its digests: of the raw bytes and of
 what is stored, both ways.
 
-Needs `pip install '.[torch,daemon]' zipnn blosc2`. Writes `codec.json` and `codec.md` beside itself.
+Needs `pip install '.[torch,daemon]' zipnn blosc2`. Writes `results/codec.json` and `results/codec.md`.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ def main() -> None:
         "versions": {name: version(name) for name in ("numpy", "zstandard", "zipnn", "blosc2")},
     }
     result = {"where": where, "samples": measure(found, options.rounds)}
-    (HERE / "codec.json").write_text(json.dumps(result, indent=1) + "\n")
-    (HERE / "codec.md").write_text(page(result))
+    (HERE / "results" / "codec.json").write_text(json.dumps(result, indent=1) + "\n")
+    (HERE / "results" / "codec.md").write_text(page(result))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What grows with the number of checkpoints and runs: restoring, the daemon's CPU for each flush, `ls` and `status`.
 
-    python benchmarks/growth.py [--scale 1.0] [--only restore,steady,backlog,ls,status] [--dir DIR] [--out benchmarks]
+    python benchmarks/growth.py [--scale 1.0] [--only restore,steady,backlog,ls,status] [--dir DIR] [--out DIR]
 
 Checkpoints are small, so that their bytes do not count. CPU seconds are this process's, with its threads: a
 daemon's tier workers run in it. Each figure is the median of raw samples, all of which are in growth.json. Writes
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="measure so many times as many checkpoints and runs")
     parser.add_argument("--only", default="restore,steady,backlog,ls,status")
     parser.add_argument("--dir", default=None, help="where spools and tiers are made")
-    parser.add_argument("--out", default="benchmarks", type=Path)
+    parser.add_argument("--out", default="benchmarks/results", type=Path)
     asked_for = parser.parse_args()
     path = asked_for.out / "growth.json"
     parts = json.loads(path.read_text())["parts"] if path.exists() else {}

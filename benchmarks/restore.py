@@ -7,7 +7,7 @@ Invariant: every turn is a process of its own, with an empty spool, and arms tak
 machine may be shared. After each turn the state is compared with the file, byte by byte. The daemon was started before
 and has looked at its tier; CPU seconds are of the trainer and of the daemon, from the call to its return.
 
-`--data` is a safetensors file as `flush_data.py` makes it. Writes `restore.json`, every sample, to `--out`.
+`--data` is a safetensors file as `flush/checkpoints.py` makes it. Writes `restore.json`, every sample, to `--out`.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def forget(directory: Path) -> None:
 
 def put(data: Path, work: Path) -> None:
     """Put the checkpoint everywhere."""
-    import flush_data
     import torch
+    from flush import checkpoints
 
     import tierd
 
-    state = dict(flush_data.load(data))
+    state = dict(checkpoints.load(data))
     (work / "tier").mkdir(parents=True)
     client = s3()
     client.create_bucket(Bucket=BUCKET)
@@ -77,10 +77,10 @@ def put(data: Path, work: Path) -> None:
 
 def turn(arm: str, place: str, data: Path, work: Path) -> None:
     """Restore once, and print what it took."""
-    import flush_data
     import torch
+    from flush import checkpoints
 
-    state, spool = dict(flush_data.blank(data)), work / f"spool-{os.getpid()}"
+    state, spool = dict(checkpoints.blank(data)), work / f"spool-{os.getpid()}"
     for part in ("tier", "plain"):
         forget(work / part)
     if arm == "unverified":
@@ -91,7 +91,7 @@ def turn(arm: str, place: str, data: Path, work: Path) -> None:
             client.download_file(BUCKET, "state.pt", str(target))
         else:
             shutil.copyfile(work / "plain" / "state.pt", target)
-        flush_data.fill(state, torch.load(target, weights_only=True))
+        checkpoints.fill(state, torch.load(target, weights_only=True))
         found = {"s": time.perf_counter() - begun, "client_cpu_s": used(os.getpid()) - before, "daemon_cpu_s": 0.0}
         target.unlink()
     else:
@@ -109,7 +109,7 @@ def turn(arm: str, place: str, data: Path, work: Path) -> None:
         os.kill(daemon, signal.SIGTERM)
         time.sleep(0.5)
         shutil.rmtree(spool, ignore_errors=True)
-    if not flush_data.same(state, data):
+    if not checkpoints.same(state, data):
         raise SystemExit("what was restored is not what was saved")
     print(json.dumps({name: round(value, 3) for name, value in found.items()}))
 
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--tree", action="append", default=[], metavar="NAME=DIRECTORY", help="a checkout of tierd")
     parser.add_argument("--places", default="file,s3")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--do", nargs=2, help=argparse.SUPPRESS)  # one turn: its arm and place
     options = parser.parse_args()
     os.environ["AWS_ACCESS_KEY_ID"] = os.environ["TIERD_TEST_S3_ACCESS_KEY"]

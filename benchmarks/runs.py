@@ -1,6 +1,6 @@
 """How long `tierd runs` takes for a whole file tier, beside `tierd ls`.
 
-    python benchmarks/runs.py [--runs 200] [--checkpoints 50] [--ranks 8] [--ls] [--dir DIR] [--out benchmarks]
+    python benchmarks/runs.py [--runs 200] [--checkpoints 50] [--ranks 8] [--ls] [--dir DIR] [--out benchmarks/results]
 
 Each sample is a process of its own, as a person starts it: its wall time and its CPU seconds. Writes runs.json.
 """
@@ -45,7 +45,7 @@ def main() -> None:
     options.add_argument("--ranks", type=int, default=8)
     options.add_argument("--ls", action="store_true", help="Measure `tierd ls`, too, once.")
     options.add_argument("--dir", type=Path, default=None)
-    options.add_argument("--out", type=Path, default=Path("benchmarks"))
+    options.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     given = options.parse_args()
     with tempfile.TemporaryDirectory(dir=given.dir) as room:
         tier = Path(room) / "tier"

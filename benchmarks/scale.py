@@ -1,6 +1,6 @@
 """The costs of a shared tier of many ranks' checkpoints to a daemon: observing, planning, reporting, and memory.
 
-    python benchmarks/scale.py [--worlds 8x1000,128x1000,1024x1000] [--out benchmarks]
+    python benchmarks/scale.py [--worlds 8x1000,128x1000,1024x1000] [--out benchmarks/results]
 
 Each world is a tier in memory that holds the manifests of `ranks x checkpoints`; the daemon's spool holds eight ranks
 of a few checkpoints, of all, or of all where the tier lacks every second. Writes scale.json and scale.md.
@@ -202,7 +202,7 @@ def page(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", default="8x1000,128x1000,1024x1000")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     asked = parser.parse_args()
     result = {
         "created": datetime.now(UTC).date().isoformat(),

@@ -1,6 +1,6 @@
 """Does scrubbing find all of what is corrupt, and nothing else? Seeded damage in a spool and two tiers, in real files.
 
-    python -m benchmarks.scrub                     1,000 damages among 11,100 chunks; writes benchmarks/scrub.json
+    python -m benchmarks.scrub                     1,000 damages among 11,100 chunks; writes results/scrub.json
 
 Each chunk is a file of the spool and an object on each tier. A damage is one chunk in one place: a flipped bit, a cut,
 an addition, another chunk's bytes, or nothing there at all. Most are in one place or in two of the three, and can be
@@ -235,7 +235,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         result = asyncio.run(run(Path(directory), 100, 1000, int(sys.argv[1]) if len(sys.argv) > 1 else 1))
     text = json.dumps(result, indent=2) + "\n"
-    (Path(__file__).parent / "scrub.json").write_text(text)
+    (Path(__file__).parent / "results" / "scrub.json").write_text(text)
     print(text, end="")
 
 

@@ -1,6 +1,6 @@
 """What saving a model under FSDP2 costs: tierd beside `dcp.async_save`, on several ranks with gloo.
 
-    python benchmarks/sharded.py --dir /nvme/bench --out benchmarks      # leaves sharded.json and sharded.md
+    python benchmarks/sharded.py --dir /nvme/bench --out benchmarks/results      # leaves sharded.json and sharded.md
 
 Every rank holds one model, sharded over all of them, and its AdamW. The arms save it in turns, round by round, in the
 same processes: a window of training steps begins with the save, and then the rank waits until the save is durable.

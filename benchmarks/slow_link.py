@@ -4,7 +4,8 @@
 
 A proxy of this process lets `--rate` bytes a second through to the endpoint, shared by all connections. A trainer saves
 `--megabytes` of noise every `--every` seconds; spool and tier keep three. A flush should take the time that the link
-needs for its bytes, and should send what was the newest complete checkpoint when it began. Writes `slow_link.json`.
+needs for its bytes, and should send what was the newest complete checkpoint when it began.
+Writes `results/slow_link.json`.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def main() -> int:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="slow-link-") as room:
         found = measure(asked, Path(room))
-    Path(__file__).with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    (Path(__file__).parent / "results" / "slow_link.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found))
     return 0
 

@@ -1,6 +1,6 @@
 """Does a node that saves for long stay as it was? One trainer, one daemon, two tiers, a save every two seconds.
 
-    python -m benchmarks.soak --minutes 30         writes benchmarks/soak.json
+    python -m benchmarks.soak --minutes 30         writes benchmarks/results/soak.json
 
 Retention keeps three checkpoints in each place. After the last save, each place is listed with plain file-system calls,
 not with tierd, until it holds exactly the last three: `settled_s` says after how many seconds. While the run lasts, the
@@ -41,7 +41,7 @@ def main() -> int:
     options.add_argument("--every", type=float, default=2.0, metavar="SECONDS")
     options.add_argument("--megabytes", type=float, default=8.0, help="size of the state")
     options.add_argument("--dir", type=Path, default=None, help="where the places lie; default: a temporary directory")
-    options.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
+    options.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "soak.json")
     asked = options.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.dir, prefix="soak-") as room:
         found = soak(Path(room), asked.minutes * 60, asked.every, round(asked.megabytes * 1e6))

@@ -1,6 +1,6 @@
 """What values that are no tensors cost a save and a restore, beside torch.save with fsync and torch.load.
 
-    python benchmarks/values.py --rounds 5 --out benchmarks/values.json
+    python benchmarks/values.py --rounds 5 --out benchmarks/results/values.json
 
 Each row is one state; tierd and torch take turns on it, round by round, in one process. `blocked` is the time inside
 `Checkpointer.save`, the first save's apart; `torch_save` is `torch.save`, flushed and synced with its directory.

@@ -1,6 +1,6 @@
 """What it costs to keep another program's checkpoints, beside `cp`; what `prepare` reads; how long an export takes.
 
-    python -m benchmarks.watched --dir DIR         writes benchmarks/watched.json
+    python -m benchmarks.watched --dir DIR         writes benchmarks/results/watched.json
 
 DIR is on the file system to measure, with room for five times the largest state.
 
@@ -33,7 +33,7 @@ import torch
 
 import tierd
 
-RESULT = Path(__file__).parent / "watched.json"
+RESULT = Path(__file__).parent / "results" / "watched.json"
 TIERD = [sys.executable, "-c", "import sys; from tierd.cli import run; sys.exit(run())"]
 # A watch that takes what it sees at once, because the wait is not what is measured.
 WATCH = """

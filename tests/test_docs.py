@@ -123,7 +123,7 @@ def test_relative_links_lead_somewhere() -> None:
     for page in (
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/**/*.md"),
-        *ROOT.glob("benchmarks/*.md"),
+        *ROOT.glob("benchmarks/**/*.md"),
         ROOT / "tierd" / "FORMAT.md",
     ):
         for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", page.read_text()):

@@ -229,6 +229,7 @@ def play(spool: Spool, seeds: range, room: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_readers_change_nothing_on_a_tier(spool, tmp_path):
     play(spool, range(50), tmp_path)
 

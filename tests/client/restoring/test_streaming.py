@@ -77,6 +77,7 @@ def whole(spool: Spool, arriving: StreamedPart) -> bool:
 
 def test_chunks_are_in_memory_while_others_are_still_to_come(spool, store, monkeypatch):
     monkeypatch.setattr(download, "_HANDS", 1)  # all others have come when the last one is asked for
+    monkeypatch.setattr(arriving_module, "_TRIES", 10_000)  # a chunk may be read while it is being written
     with StreamedPart(spool, PART, worth=True) as arriving:
 
         def seen(gets: int) -> None:

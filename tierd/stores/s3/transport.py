@@ -15,8 +15,8 @@ closed, or parked with no byte of a response left on it. A failed call raises on
 
 This module exists because aiohttp copies a large body twice on upload and three times on download, on the loop's only
 thread. That takes 0.82 CPU-seconds per GB. Blocking calls on large pieces take 0.36, and run in parallel with each
-other and with the loop (benchmarks/clients.md). Behind a proxy the client still uses aiohttp, with the same limits on
-responses that are not objects.
+other and with the loop (benchmarks/results/clients.md). Behind a proxy the client still uses aiohttp, with the same
+limits on responses that are not objects.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """What it takes to get a checkpoint to S3 and back, and what training feels of it. One command:
 
     eval "$(bash tests/system/s3server.sh env)"
-    python benchmarks/flush.py --dir /nvme --peer-python /path/to/venv/bin/python
+    python benchmarks/flush --dir /nvme --peer-python /path/to/venv/bin/python
 
     a   save -> committed and verified on S3, beside DCP + zstd + boto3's upload
     d   restore on a fresh node, from S3 and from a directory, beside an unverified download and torch.load
     e   the daemon's memory while it flushes, and a training's steps beside it
 
-Checkpoints are real ones: a transformer is trained on real text first (`flush_data.py`) and kept in --dir for the next
+Checkpoints are real ones: a transformer is trained on real text first (`checkpoints.py`) and kept in --dir for the next
 run. Every arm's turn is a process of its own, turns interleave round by round, and after each one the results so far
 are written: flush.json (every sample) and flush.md. Nothing of a run stays on the server.
 
@@ -26,13 +26,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-import flush_data
-import flush_host
-import flush_parts
+import checkpoints
+import host
+import measures
 import msgspec
-from flush_bench import Bench
-from flush_page import FORMAT, Result, page, verdicts
-from flush_pipe import HERE
+from bench import Bench
+from lanes import HERE
+from page import FORMAT, Result, page, verdicts
 
 from tierd.bench import procfs
 
@@ -47,12 +47,12 @@ def main() -> int:
     sizes, beside = _numbers(options.sizes), _numbers(options.sizes_e or options.sizes)
     directory = options.dir.absolute() / "tierd-flush"
     directory.mkdir(parents=True, exist_ok=True)
-    env = flush_host.environment(options.endpoint)
+    env = host.environment(options.endpoint)
     wanted = {(kind, size) for size in sizes for kind in kinds} if {"a", "d"} & set(parts) else set()
     if "e" in parts:  # those that a training cannot save live
-        wanted |= {("fp32", size) for size in beside if not flush_parts.lives(size)}
+        wanted |= {("fp32", size) for size in beside if not measures.lives(size)}
     data = _data(wanted, directory, options.train_steps, options.train_seconds, env)
-    bucket = flush_host.Bucket(options.endpoint, env, options.reclaim)
+    bucket = host.Bucket(options.endpoint, env, options.reclaim)
     try:
         rounds = dict.fromkeys("ad", options.rounds) | {"e": options.rounds_e or options.rounds}
         bench = Bench(directory, bucket, env, options.peer_python, rounds, options.window, _say)
@@ -70,11 +70,11 @@ def main() -> int:
         for part in parts:
             for size in beside if part == "e" else sizes:
                 if part == "a":
-                    flush_parts.saves(bench, size, kinds)
+                    measures.saves(bench, size, kinds)
                 elif part == "d":
-                    flush_parts.restores(bench, size, kinds)
+                    measures.restores(bench, size, kinds)
                 else:
-                    flush_parts.beside(bench, size, options.places_e.split(","), options.small)
+                    measures.beside(bench, size, options.places_e.split(","), options.small)
         bench.save()
     finally:
         bucket.close()
@@ -88,7 +88,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--parts", default="a,d,e")
     parser.add_argument("--sizes", default="1", metavar="GB,…", help="of parts a and d")
     parser.add_argument("--sizes-e", metavar="GB,…", help="of part e; not given, as --sizes")
-    parser.add_argument("--kinds", default=",".join(flush_data.KINDS), help="of parts a and d")
+    parser.add_argument("--kinds", default=",".join(checkpoints.KINDS), help="of parts a and d")
     parser.add_argument("--places-e", default="file,s3", help="the tiers of part e")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rounds-e", type=int, help="of part e; not given, as --rounds")
@@ -100,7 +100,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--reclaim", metavar="COMMAND", help="run after deleting objects, to have their space back")
     parser.add_argument("--dir", type=Path, required=True, help="on the disk to measure; needs ten times the size")
-    parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--out", type=Path, default=HERE.parent / "results")
     return parser.parse_args()
 
 
@@ -110,19 +110,27 @@ def _data(
     """Make the checkpoints that are not there yet, each in a process of its own; how each was made."""
     found = {}
     for kind, size in sorted(wanted, key=lambda pair: (pair[1], pair[0])):
-        path = flush_data.file_of(directory, kind, size)
+        path = checkpoints.file_of(directory, kind, size)
         if not path.exists():
             _say(f"{size:g} GB {kind}: training for at most {steps} steps or {seconds:g} s")
-            script = [sys.executable, str(HERE / "flush_data.py"), kind, str(size), str(path), str(steps), str(seconds)]
+            script = [
+                sys.executable,
+                str(HERE / "checkpoints.py"),
+                kind,
+                str(size),
+                str(path),
+                str(steps),
+                str(seconds),
+            ]
             subprocess.run(script, env=env, check=True)
-        found[f"{kind}, {size:g} GB"] = flush_data.about(path)
+        found[f"{kind}, {size:g} GB"] = checkpoints.about(path)
     return found
 
 
 def _write(result: Result, bench: Bench, out: Path) -> None:
     """Both files, so far."""
     out.mkdir(parents=True, exist_ok=True)
-    packages = flush_host.versions(bench.peer_packages)
+    packages = host.versions(bench.peer_packages)
     result.machine = msgspec.structs.replace(result.machine, packages=packages)
     result.cache_dropped = bench.dropped
     (out / JSON).write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")

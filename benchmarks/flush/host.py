@@ -20,7 +20,7 @@ from typing import Any
 from botocore.client import BaseClient
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.session import get_session
-from flush_pipe import ArmFailed, end_process, until
+from lanes import ArmFailed, end_process, until
 
 import tierd
 from tierd.bench import procfs

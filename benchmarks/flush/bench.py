@@ -14,15 +14,15 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import flush_data
+import checkpoints
 import msgspec
-from flush_host import Bucket, Daemon, busy_seconds, settle
-from flush_pipe import Lane, cpu_seconds
+from host import Bucket, Daemon, busy_seconds, settle
+from lanes import Lane, cpu_seconds
 
 Say = Callable[[str], None]
 Figures = dict[str, float]
 
-PEER, OURS = "flush_peer.py", "flush_tierd.py"
+PEER, OURS = "peer.py", "ours.py"
 
 
 class Case(msgspec.Struct):
@@ -86,11 +86,11 @@ class Bench:
 
     def file(self, case: Case) -> Path:
         """The checkpoint that the row is about."""
-        return flush_data.file_of(self.directory, case.kind, case.gigabytes)
+        return checkpoints.file_of(self.directory, case.kind, case.gigabytes)
 
     def raw_bytes(self, kind: str, gigabytes: float) -> int:
         """Of its tensors: the file less its header."""
-        path = flush_data.file_of(self.directory, kind, gigabytes)
+        path = checkpoints.file_of(self.directory, kind, gigabytes)
         with path.open("rb") as file:
             return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 

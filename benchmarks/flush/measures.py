@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import flush_data
-from flush_bench import OURS, PEER, Bench, Case, Costs, Figures
-from flush_host import RSS, Watch, drop_caches, settle
-from flush_pipe import ArmFailed
+import checkpoints
+from bench import OURS, PEER, Bench, Case, Costs, Figures
+from host import RSS, Watch, drop_caches, settle
+from lanes import ArmFailed
 
 from tierd.bench import procfs
 
@@ -135,7 +135,7 @@ def beside(bench: Bench, gigabytes: float, places: Sequence[str], small: float) 
     live = lives(gigabytes)
     how = "training saves its own state" if live else f"a training of {small:g} GB saves a file's mapping"
     cases = [Case("e", gigabytes, "fp32", place, "tierd", how=how) for place in places]
-    state = None if live else flush_data.file_of(bench.directory, "fp32", gigabytes)
+    state = None if live else checkpoints.file_of(bench.directory, "fp32", gigabytes)
     bench.turns(cases, lambda case, home: _beside(bench, case, home, gigabytes if live else small, state))
 
 

@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import flush_data
+import checkpoints
 import torch
-from flush_pipe import serve, until
+from lanes import serve, until
 from safetensors.torch import load_file
 
 import tierd
@@ -42,11 +42,11 @@ class Ours:
         self._ckpt: tierd.Checkpointer | None = None
 
     def load(self, path: str) -> dict[str, Any]:
-        self._state = dict(flush_data.load(Path(path)))
+        self._state = dict(checkpoints.load(Path(path)))
         return {}
 
     def blank(self, path: str) -> dict[str, Any]:
-        self._state = dict(flush_data.blank(Path(path)))
+        self._state = dict(checkpoints.blank(Path(path)))
         return {}
 
     def train(self, gigabytes: float, path: str | None) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Ours:
         torch.set_num_threads(1)
         for _ in range(_WARM):
             self._training.step()
-        self._state = dict(flush_data.load(Path(path), mapped=True)) if path else self._training.state
+        self._state = dict(checkpoints.load(Path(path), mapped=True)) if path else self._training.state
         shape, tensors = self._training.shape, self._training.tensors()
         if path:
             tensors = [tensor for group in self._state.values() for tensor in group.values()]
@@ -126,7 +126,7 @@ class Ours:
         }
 
     def check(self, path: str) -> dict[str, Any]:
-        return {"same": flush_data.same(self._state, Path(path))}
+        return {"same": checkpoints.same(self._state, Path(path))}
 
     # -- training beside a flush ------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
-from flush_bench import Case
+from bench import Case
 
 from tierd.bench.procfs import Machine
 
@@ -119,7 +119,7 @@ def _about(result: Result) -> str:
     options = ", ".join(f"{name} {value}" for name, value in result.options.items())
     dropped = "was dropped" if result.cache_dropped else "could not be dropped (that needs root)"
     return (
-        f"Written by `benchmarks/flush.py` on {result.created[:10]} ({options}). Believe the ratios: they are of one "
+        f"Written by `benchmarks/flush` on {result.created[:10]} ({options}). Believe the ratios: they are of one "
         f"run, arms in turns.\nThe seconds are this machine's: {machine.processor}, {machine.cores} cores, "
         f"{machine.memory_bytes / 2**30:.0f} GiB, {machine.filesystem}, Linux {machine.kernel}, Python "
         f"{machine.python}, {packages}. The S3 server ({result.server}) runs on the same cores.\nBefore each restore "

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import boto3
-import flush_data
+import checkpoints
 import torch
 import torch.distributed as dist
 import zstandard
-from flush_pipe import serve
+from lanes import serve
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
@@ -36,16 +36,16 @@ class Peer:
     """One process: a state, and a client of the server."""
 
     def __init__(self) -> None:
-        self._state: flush_data.State = {}
+        self._state: checkpoints.State = {}
         self._stager: DefaultStager | None = None
         self._s3: Any = None
 
     def load(self, path: str, endpoint: str) -> dict[str, Any]:
-        self._state = flush_data.load(Path(path))
+        self._state = checkpoints.load(Path(path))
         return self._client(endpoint)
 
     def blank(self, path: str, endpoint: str) -> dict[str, Any]:
-        self._state = flush_data.blank(Path(path))
+        self._state = checkpoints.blank(Path(path))
         return self._client(endpoint)
 
     def _client(self, endpoint: str) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Peer:
         here = time.perf_counter()
         found = torch.load(file, weights_only=True)
         loaded = time.perf_counter()
-        flush_data.fill(self._state, found)
+        checkpoints.fill(self._state, found)
         return {
             "brought_s": here - begun,
             "loaded_s": loaded - begun,
@@ -132,7 +132,7 @@ class Peer:
         }
 
     def check(self, path: str) -> dict[str, Any]:
-        return {"same": flush_data.same(self._state, Path(path))}
+        return {"same": checkpoints.same(self._state, Path(path))}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""The flush path's benchmark: `python benchmarks/flush` runs it, each arm in a process of its own."""
