@@ -17,7 +17,7 @@ import pytest
 from check.bed.expected import EXPECTED, HELD_OUT, RIGHT
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "benchmarks" / "check-resume.md"
+PAGE = ROOT / "benchmarks" / "results" / "check-resume.md"
 PLAYS_ALL = os.environ.get("TIERD_BED") == "all"
 SAMPLE = ("position_lost", "stream_buffer_unsaved", "learning_rate_set_again", "average_never_saved", "model", "stack")
 _WORDS = ("not in the checkpoint", "not deterministic", "save before the step")
